@@ -1,0 +1,7 @@
+"""`python -m ensemble_ml` is `ensemble-ml`; launchers such as torchrun need a module."""
+
+import sys
+
+from ensemble_ml.cli import main
+
+sys.exit(main())

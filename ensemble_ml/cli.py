@@ -1,0 +1,287 @@
+"""The command line: `ensemble-ml TASK key=value ...`.
+
+Hydra composes the files of `conf/` and the overrides over the schema in `config`, `OmegaConf.to_object` turns the result
+into dataclasses, and the task runs. This is the only file that knows Hydra. A user's mistake ends in one line and
+status 2; `-m` hands a sweep to Hydra's own launcher.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import ensemble_ml.config as schema
+from ensemble_ml.errors import UserError
+
+STATUS_USER = 2
+STATUS_INTERRUPTED = 130
+_EXTRAS = {"eccodes": "grib", "cfgrib": "grib", "gribapi": "grib", "jcm": "simulate", "jax": "simulate", "dinosaur": "simulate"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One word of the command line: its schema, what runs it, and an example for its help page."""
+
+    config: type
+    run: Callable[[Any], object]
+    example: str
+    leaves: str
+
+
+def _simulate(config: schema.SimulateConfig) -> object:
+    from data_prep.simulate import simulate
+
+    return simulate(config)
+
+
+def _prepare(config: schema.PrepareConfig) -> object:
+    from data_prep import prepare
+
+    return prepare(config)
+
+
+def _train(config: schema.TrainConfig) -> object:
+    from ensemble_ml.training import train
+
+    return train(config)
+
+
+def _predict(config: schema.PredictConfig) -> object:
+    from data_prep import open_pair
+    from ensemble_ml.inference import predict
+
+    return predict(config, open_pair(config.input, None, config.static))
+
+
+def _evaluate(config: schema.EvaluateConfig) -> object:
+    from data_prep import open_pair
+    from ensemble_ml.verification import evaluate
+
+    return evaluate(config, open_pair(config.ensemble, config.truth, None))
+
+
+def _benchmark(config: schema.BenchmarkConfig) -> object:
+    names = benchmark_names()
+    schema.require("benchmark", config.benchmark, config.benchmark in names, f"known are {', '.join(names)}")
+    return importlib.import_module(f"ensemble_ml.benchmarks.{config.benchmark}").run(config)
+
+
+TASKS: dict[str, Task] = {
+    "simulate": Task(
+        schema.SimulateConfig, _simulate, "simulate=quickstart output=archive",
+        "OUTPUT/{ensemble,truth}/*.grib, OUTPUT/static.grib, OUTPUT/archive.json (with the realism of the ensemble)",
+    ),
+    "prepare": Task(
+        schema.PrepareConfig, _prepare, "input=archive/ensemble truth=archive/truth static=archive/static.grib output=store.zarr",
+        "OUTPUT, a tensor store: xr.open_dataset(OUTPUT, engine='ensemble_ml')",
+    ),
+    "train": Task(
+        schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
+        "runs/RUN/{config.yaml, log.jsonl, checkpoints/best, checkpoints/last}",
+    ),
+    "predict": Task(
+        schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 output=forecast",
+        "OUTPUT/forecast_YYYYMMDDHH.nc, one a start date",
+    ),
+    "evaluate": Task(
+        schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 output=scores",
+        "OUTPUT/{scores.json, report.html}",
+    ),
+    "benchmark": Task(
+        schema.BenchmarkConfig, _benchmark, "benchmark=step",
+        "OUTPUT/NAME/{results.json, report.html}",
+    ),
+}  # fmt: skip
+
+
+def benchmark_names() -> list[str]:
+    """Modules of `ensemble_ml.benchmarks` that are benchmarks, not their tools."""
+    folder = Path(__file__).parent / "benchmarks"
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "results")
+
+
+def conf_folder() -> Path:
+    """Where the YAML files are: inside an installed wheel, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def register_schemas() -> None:
+    """Put the dataclasses where the `*_schema` entries of the YAML files find them."""
+    store = ConfigStore.instance()
+    for name, task in TASKS.items():
+        store.store(name=f"{name}_schema", node=task.config)
+
+
+def compose_config(task: str, overrides: list[str]) -> DictConfig:
+    """Compose the configuration of a task from `conf/` and the command line.
+
+    Raises:
+        UserError: a key, a group or a value that does not exist or does not fit.
+    """
+    register_schemas()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
+            return compose(config_name=task, overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
+        raise UserError(_one_line(task, f"{error}{cause}")) from error
+
+
+def build_config(task: str, composed: DictConfig) -> Any:
+    """Turn a composed configuration into the task's dataclass, validated.
+
+    Raises:
+        UserError: a mandatory key is missing, or a value is not allowed.
+    """
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise UserError(f"{', '.join(missing)}: must be given, e.g. ensemble-ml {task} {TASKS[task].example}")
+    try:
+        return OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise UserError(_one_line(task, str(error))) from error
+
+
+def _one_line(task: str, text: str) -> str:
+    """Shorten one of Hydra's messages to what the user needs: the key, what is wrong, what is near."""
+    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text)
+    if unknown:
+        full = re.search(r"full_key: (\S+)", text)
+        key = unknown.group(1) or (full.group(1) if full else unknown.group(2))
+        keys = [line[0] for line in schema.setting_lines(TASKS[task].config)] + _groups()
+        near = difflib.get_close_matches(key, keys, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
+        return f"{key}: no such setting of {task}; {hint}"
+    choice = re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\n((?:\t\S+\n?)*)", text)
+    if choice:
+        options = ", ".join(choice.group(3).split())
+        return f"{choice.group(2)}={choice.group(1).rpartition('/')[2]}: no such file in conf; there are {options}"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "object_type" not in line]
+    full = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+    dull = ("full_key", "reference_type", "Error merging override", "See https")
+    body = "; ".join(line for line in lines if not line.startswith(dull))
+    return f"{full}: {body}" if full else body
+
+
+def _groups() -> list[str]:
+    return sorted(p.name for p in conf_folder().iterdir() if p.is_dir())
+
+
+def run_task(task: str, composed: DictConfig) -> int:
+    """Run a task on its composed configuration and return the exit status."""
+    config = build_config(task, composed)
+    try:
+        TASKS[task].run(config)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise UserError(f"{error.name}: not installed; pip install 'ensemble-ml[{extra}]'") from error
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        raise UserError(f"{error.filename or task}: {error.strerror or error}") from error
+    return 0
+
+
+def _sweep(task: str, arguments: list[str]) -> int:
+    """Hand a multi-run to Hydra, which calls us once for each combination."""
+    import hydra
+
+    register_schemas()
+    sys.argv = [f"ensemble-ml {task}", *arguments]
+
+    @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)
+    def job(composed: DictConfig) -> int:
+        return run_task(task, composed)
+
+    job()
+    return 0
+
+
+def help_page(task: str) -> str:
+    """The page that `ensemble-ml TASK --help` prints."""
+    entry = TASKS[task]
+    lines = [
+        f"ensemble-ml {task}: {(entry.config.__doc__ or '').strip()}",
+        "",
+        f"  ensemble-ml {task} {entry.example}",
+        "",
+        f"Leaves: {entry.leaves}",
+        "",
+        "Settings (key=value; ??? must be given):",
+    ]
+    rows = schema.setting_lines(entry.config)
+    width = min(34, max(len(f"{key}={default}") for key, default, _ in rows))
+    lines += [f"  {f'{key}={default}':<{width}}  {doc}" for key, default, doc in rows]
+    groups = {g: sorted(p.stem for p in (conf_folder() / g).glob("*.yaml")) for g in _groups()}
+    own = {key.partition(".")[0] for key, _, _ in rows} | ({"experiment"} if task == "train" else {task})
+    shown = [f"  {g}={' | '.join(names)}" for g, names in groups.items() if g in own and names]
+    if shown:
+        lines += ["", "Groups (files of conf/, chosen by name):", *shown]
+    lines += ["", "Also: --cfg prints the composed configuration; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'."]
+    return "\n".join(lines)
+
+
+def overview() -> str:
+    """The page that `ensemble-ml --help` prints."""
+    rows = [f"  {name:<10} {(task.config.__doc__ or '').strip()}" for name, task in TASKS.items()]
+    return "\n".join(
+        ["ensemble-ml TASK key=value ...", "", *rows, "", "ensemble-ml TASK --help explains a task; scripts/quickstart.sh runs them all."]
+    )
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    task, rest = arguments[0], arguments[1:]
+    if task not in TASKS:
+        near = difflib.get_close_matches(task, TASKS, n=1)
+        raise UserError(f"{task}: no such task; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(TASKS)}"))
+    if "-h" in rest or "--help" in rest:
+        print(help_page(task))
+        return 0
+    if "-m" in rest or "--multirun" in rest:
+        return _sweep(task, rest)
+    composed = compose_config(task, [item for item in rest if item != "--cfg"])
+    if "--cfg" in rest:
+        print(OmegaConf.to_yaml(composed), end="")
+        return 0
+    return run_task(task, composed)
+
+
+def _on_sigterm(*_: object) -> None:
+    # Unwinding the stack lets every writer remove its half-made files.
+    raise KeyboardInterrupt
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+    except UserError as error:
+        print(f"ensemble-ml: {error}", file=sys.stderr)
+        return STATUS_USER
+    except KeyboardInterrupt:
+        print("ensemble-ml: interrupted", file=sys.stderr)
+        return STATUS_INTERRUPTED

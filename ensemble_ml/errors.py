@@ -1,0 +1,12 @@
+"""The one exception that a user is meant to read.
+
+Everything that a user can put right (a path, a key, a damaged file) is raised as `UserError`; the command line prints
+its text as one line and exits with status 2. Anything else is a defect of the program and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: its text names the thing, its value, what is allowed, and the remedy."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(str(message).split()))

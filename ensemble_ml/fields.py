@@ -1,0 +1,180 @@
+"""The registry of variables: one short name each, and every other name under which archives know it.
+
+All files of the project speak of a variable by its `name` here. CF standard names follow the CF standard name table,
+GRIB keys the ECMWF parameter database; ENS-10's names are those of its own loaders (Ashkboos et al. 2022).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+from ensemble_ml.errors import UserError
+
+
+class Family(Enum):
+    """Parametric family of the forecast distribution of a variable (see `ensemble_ml.models.distributions`)."""
+
+    NORMAL = "normal"
+    TRUNCATED_NORMAL = "truncated_normal"  # a normal law restricted to values above zero: wind speed, humidity
+    CENSORED_NORMAL = "censored_normal"  # a normal law with its mass below zero put at zero: precipitation
+
+
+@dataclass(frozen=True)
+class Field:
+    """One variable. `units` are those of tensors, stores and forecasts, in UDUNITS spelling."""
+
+    name: str
+    standard_name: str
+    long_name: str
+    units: str
+    surface: bool
+    param_ids: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    family: Family = Family.NORMAL
+    vector_component: bool = False  # changes sign when a row is continued across a pole
+    accumulated: bool = False  # a sum over an interval that ends at the valid time
+    static: bool = False
+
+    @property
+    def temperature(self) -> bool:
+        """Whether CF-1.11 asks for `units_metadata` (a temperature on a scale, or a difference of two)."""
+        return self.units == "K"
+
+
+def _pressure(name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw) -> Field:
+    return Field(name, standard_name, long_name, units, False, ids, aliases, **kw)
+
+
+def _surface(name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw) -> Field:
+    return Field(name, standard_name, long_name, units, True, ids, aliases, **kw)
+
+
+_TRUNCATED = Family.TRUNCATED_NORMAL
+_CENSORED = Family.CENSORED_NORMAL
+
+FIELDS: tuple[Field, ...] = (
+    _pressure("t", "air_temperature", "temperature", "K", (130,), "T", "temperature", "ta"),
+    _pressure("z", "geopotential", "geopotential", "m2 s-2", (129,), "Z", "geopotential"),
+    _pressure("u", "eastward_wind", "eastward wind", "m s-1", (131,), "U", "u_component_of_wind", "ua", vector_component=True),
+    _pressure("v", "northward_wind", "northward wind", "m s-1", (132,), "V", "v_component_of_wind", "va", vector_component=True),
+    _pressure("q", "specific_humidity", "specific humidity", "kg kg-1", (133,), "Q", "specific_humidity", "hus", family=_TRUNCATED),
+    _pressure("w", "lagrangian_tendency_of_air_pressure", "vertical velocity", "Pa s-1", (135,), "W", "vertical_velocity", "wap"),
+    _pressure("d", "divergence_of_wind", "divergence", "s-1", (155,), "D", "divergence"),
+    _surface("t2m", "air_temperature", "2 metre temperature", "K", (167,), "T2M", "2t", "2m_temperature", "tas"),
+    _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151,), "MSL", "mean_sea_level_pressure", "psl"),
+    _surface("sp", "surface_air_pressure", "surface pressure", "Pa", (134,), "SP", "surface_pressure", "ps"),
+    _surface("u10", "eastward_wind", "10 metre eastward wind", "m s-1", (165,), "U10M", "10u", "10m_u_component_of_wind", "uas", vector_component=True),
+    _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", vector_component=True),
+    _surface("fg10", "wind_speed_of_gust", "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
+    _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228,), "TP", "total_precipitation", "pr_amount", family=_CENSORED, accumulated=True),
+    _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143,), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
+    _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
+    _surface("tcwv", "atmosphere_mass_content_of_water_vapor", "total column water vapour", "kg m-2", (137,), "TCWV", "total_column_water_vapour", "prw", family=_TRUNCATED),
+    _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164,), "TCC", "total_cloud_cover", "clt"),
+    _surface("sst", "sea_surface_temperature", "sea surface temperature", "K", (34,), "SSTK", "sstk", "sea_surface_temperature", "tos"),
+    _surface("skt", "surface_temperature", "skin temperature", "K", (235,), "SKT", "skin_temperature", "ts"),
+    _surface("orog", "surface_altitude", "orography", "m", (228002,), "orography", static=True),
+    _surface("lsm", "land_area_fraction", "land-sea mask", "1", (172,), "LSM", "land_sea_mask", "sftlf", static=True),
+)
+
+
+@cache
+def _by_name() -> dict[str, Field]:
+    return {field.name: field for field in FIELDS}
+
+
+@cache
+def _by_alias() -> dict[str, Field]:
+    # An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others.
+    table = {alias: field for field in FIELDS for alias in (*field.aliases, field.standard_name)}
+    for name in ("air_temperature", "eastward_wind", "northward_wind"):
+        table[name] = next(field for field in FIELDS if field.standard_name == name and not field.surface)
+    return table | _by_name()
+
+
+@cache
+def _by_param_id() -> dict[int, Field]:
+    return {number: field for field in FIELDS for number in field.param_ids}
+
+
+def field(name: str) -> Field:
+    """Return the variable with the registry's short `name`.
+
+    Raises:
+        UserError: no variable has that name; the nearest names are offered.
+    """
+    found = _by_name().get(name)
+    if found is None:
+        raise UserError(f"variable {name}: unknown; {_suggest(name)}")
+    return found
+
+
+def resolve(alias: str) -> Field:
+    """Return the variable that an archive calls `alias` (registry, ENS-10, cfgrib, ERA5 or CF standard name).
+
+    Raises:
+        UserError: no variable is known under that name.
+    """
+    found = _by_alias().get(alias)
+    if found is None:
+        raise UserError(f"variable {alias}: unknown; {_suggest(alias)}")
+    return found
+
+
+def by_param_id(number: int) -> Field | None:
+    """Return the variable with ECMWF parameter `number`, or None where the registry lacks it."""
+    return _by_param_id().get(number)
+
+
+def split_levels(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split short names into those on pressure levels and those at the surface, order kept."""
+    known = [field(name) for name in names]
+    return tuple(f.name for f in known if not f.surface), tuple(f.name for f in known if f.surface)
+
+
+def _suggest(name: str) -> str:
+    near = difflib.get_close_matches(name, list(_by_alias()), n=3)
+    return f"did you mean {', '.join(near)}?" if near else f"known are {', '.join(_by_name())}"
+
+
+_SAME_UNITS = {
+    "K": ("K", "kelvin", "Kelvin", "degK"),
+    "m2 s-2": ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2", "m^2/s^2", "J kg-1"),
+    "m s-1": ("m s-1", "m s**-1", "m/s", "m s^-1"),
+    "kg kg-1": ("kg kg-1", "kg kg**-1", "kg/kg", "1", "kg kg^-1"),
+    "Pa": ("Pa", "pascal"),
+    "Pa s-1": ("Pa s-1", "Pa s**-1", "Pa/s"),
+    "s-1": ("s-1", "s**-1", "1/s"),
+    "m": ("m", "metre", "meter"),
+    "kg m-2": ("kg m-2", "kg m**-2", "kg/m2"),
+    "1": ("1", "(0 - 1)", "0-1", "dimensionless", "fraction"),
+}
+_CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_from + offset
+    ("degC", "K"): (1.0, 273.15),
+    ("celsius", "K"): (1.0, 273.15),
+    ("Celsius", "K"): (1.0, 273.15),
+    ("hPa", "Pa"): (100.0, 0.0),
+    ("mbar", "Pa"): (100.0, 0.0),
+    ("millibar", "Pa"): (100.0, 0.0),
+    ("mm", "m"): (1e-3, 0.0),
+    ("g kg-1", "kg kg-1"): (1e-3, 0.0),
+    ("%", "1"): (1e-2, 0.0),
+}
+
+
+def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
+    """Return (factor, offset) such that factor * value + offset is in the `wanted` units.
+
+    Raises:
+        UserError: `found` is no spelling of `wanted` and no conversion is known.
+    """
+    if found == wanted or found in _SAME_UNITS.get(wanted, ()):
+        return 1.0, 0.0
+    if (found, wanted) in _CONVERSIONS:
+        return _CONVERSIONS[found, wanted]
+    known = [*_SAME_UNITS.get(wanted, (wanted,)), *(source for source, target in _CONVERSIONS if target == wanted)]
+    raise UserError(f"units {found!r}: cannot be converted to {wanted!r}; known are {', '.join(known)}")

@@ -1,0 +1,153 @@
+"""Geometry of a regular latitude-longitude grid: order, wrap, poles, exact cell areas.
+
+Inside the program latitude runs from north to south and longitude eastwards. A grid that closes the circle starts at its
+first longitude in [0, 360); a regional one stays in one piece, so it starts below zero where it crosses Greenwich.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+
+_TOLERANCE = 1e-3  # degrees; GRIB edition 1 keeps millidegrees
+
+
+class Edge(Enum):
+    """What lies beyond the first or the last row of a grid."""
+
+    POLE_ROW = "pole_row"  # the row stands on the pole itself
+    POLE_BETWEEN = "pole_between"  # the pole lies half a row beyond
+    OPEN = "open"  # a regional grid: nothing is known beyond
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """A regular grid of `latitude` (Y,) degrees north, descending, and `longitude` (X,) degrees east, ascending.
+
+    Raises:
+        UserError: an axis is not monotonic, not evenly spaced, or leaves the sphere.
+    """
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latitude", np.asarray(self.latitude, np.float64))
+        object.__setattr__(self, "longitude", np.asarray(self.longitude, np.float64))
+        _check_axis("latitude", -self.latitude)
+        _check_axis("longitude", self.longitude)
+        if np.abs(self.latitude).max() > 90 + _TOLERANCE:
+            raise UserError(f"latitude {self.latitude[np.abs(self.latitude).argmax()]:g}: outside -90..90")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns (Y, X)."""
+        return len(self.latitude), len(self.longitude)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the last longitude is one spacing west of the first: only then is the axis periodic."""
+        columns = len(self.longitude)
+        if columns < 2:
+            return False
+        step = (self.longitude[-1] - self.longitude[0]) / (columns - 1)
+        return bool(abs(self.longitude[-1] + step - self.longitude[0] - 360) < max(_TOLERANCE, step * 0.01))
+
+    @property
+    def north(self) -> Edge:
+        """What lies north of the first row."""
+        return self._edge(90 - self.latitude[0])
+
+    @property
+    def south(self) -> Edge:
+        """What lies south of the last row."""
+        return self._edge(90 + self.latitude[-1])
+
+    def _edge(self, distance: float) -> Edge:
+        rows = len(self.latitude)
+        if not self.wraps or rows < 2:
+            return Edge.OPEN
+        step = (self.latitude[0] - self.latitude[-1]) / (rows - 1)
+        if distance < 0.01 * step:
+            return Edge.POLE_ROW
+        return Edge.POLE_BETWEEN if abs(distance - step / 2) < 0.01 * step else Edge.OPEN
+
+    def area_weights(self) -> np.ndarray:
+        """Area of each cell over the mean area: (Y, X) float64, mean one.
+
+        The area between two latitudes is proportional to the difference of their sines; bounds lie midway between rows
+        and stop at the poles, so that a row on a pole keeps the small cap that belongs to it.
+        """
+        middle = (self.latitude[:-1] + self.latitude[1:]) / 2
+        first, last = _outer_bounds(self.latitude)
+        bounds = np.concatenate([[min(first, 90.0)], middle, [max(last, -90.0)]])
+        heights = -np.diff(np.sin(np.deg2rad(bounds)))
+        return np.broadcast_to((heights / heights.mean())[:, None], self.shape).copy()
+
+    def same_as(self, other: Grid) -> bool:
+        """Whether both grids have the same points, to the precision of GRIB edition 1."""
+        return self.shape == other.shape and all(
+            np.allclose(a, b, rtol=0, atol=_TOLERANCE)
+            for a, b in ((self.latitude, other.latitude), (self.longitude, other.longitude))
+        )
+
+    def describe(self) -> str:
+        """A phrase for messages: size, spacing and extent."""
+        rows, columns = self.shape
+        lat, lon = self.latitude, self.longitude
+        return f"{rows} x {columns} points, {lat[0]:g} to {lat[-1]:g} N, {lon[0]:g} to {lon[-1]:g} E"
+
+    def digest(self) -> str:
+        """A short hash of the points, equal for grids that `same_as` calls the same."""
+        points = np.concatenate([self.latitude, self.longitude])
+        return hashlib.sha256(np.round(points, 2).tobytes()).hexdigest()[:16]
+
+
+def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.ndarray, np.ndarray]:
+    """Bring an archive's axes into the program's order.
+
+    Args:
+        latitude: (Y,) degrees north, in either order.
+        longitude: (X,) degrees east, ascending as the archive scans it; any multiple of 360 may be added.
+
+    Returns:
+        The grid and the index arrays (Y,), (X,) that take a field of the archive to it:
+        `values[rows[:, None], columns]`.
+    """
+    latitude, longitude = np.asarray(latitude, np.float64), np.asarray(longitude, np.float64)
+    rows = np.argsort(-latitude, kind="stable")
+    unwrapped = np.unwrap(longitude, period=360) if len(longitude) > 1 else longitude
+    if len(longitude) > 1 and unwrapped[-1] < unwrapped[0]:
+        raise UserError("longitude: runs westwards; only grids scanned eastwards are read")
+    unwrapped = np.round(unwrapped, 9)
+    trial = Grid(latitude[rows], unwrapped)
+    if trial.wraps:
+        modulo = np.mod(unwrapped, 360)
+        modulo[np.isclose(modulo, 360, atol=_TOLERANCE)] = 0
+        columns = np.argsort(modulo, kind="stable")
+        return Grid(latitude[rows], modulo[columns]), rows, columns
+    first = np.mod(unwrapped[0], 360)
+    shifted = unwrapped - unwrapped[0] + first
+    if shifted[-1] >= 360:  # the region crosses Greenwich
+        shifted = shifted - 360
+    return Grid(latitude[rows], shifted), rows, np.arange(len(longitude))
+
+
+def _check_axis(name: str, ascending: np.ndarray) -> None:
+    if ascending.ndim != 1 or len(ascending) == 0:
+        raise UserError(f"{name}: expected one axis with at least one point, got shape {ascending.shape}")
+    steps = np.diff(ascending)
+    if len(steps) and (steps.min() <= 0 or np.ptp(steps) > max(0.02 * steps.mean(), 2 * _TOLERANCE)):
+        raise UserError(f"{name}: not evenly spaced in one direction; only regular latitude-longitude grids are read")
+
+
+def _outer_bounds(latitude: np.ndarray) -> tuple[float, float]:
+    if len(latitude) == 1:
+        return latitude[0] + 0.5, latitude[0] - 0.5
+    half = (latitude[0] - latitude[-1]) / (len(latitude) - 1) / 2
+    return latitude[0] + half, latitude[-1] - half

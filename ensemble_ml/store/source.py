@@ -1,0 +1,119 @@
+"""What every source of ensembles offers, be it a tensor store or an archive read in place.
+
+Axes: D start date, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
+
+
+class Part(Enum):
+    """The kinds of field that stand under a start date."""
+
+    FORECAST = "forecast"  # perturbed members
+    CONTROL = "control"  # the unperturbed member, where it is kept apart
+    TRUTH = "truth"  # verifying fields at init_time + lead_time
+    MEAN = "mean"  # mean of all members
+    SPREAD = "spread"  # standard deviation of all members, ddof = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Coordinates of a source.
+
+    `init_time` (D,) datetime64[ns] ascending; `realization` member numbers ascending; `lead_hours` ascending;
+    `levels` hPa ascending (top of the atmosphere first).
+    """
+
+    init_time: np.ndarray
+    realization: tuple[int, ...]
+    lead_hours: tuple[int, ...]
+    variables: tuple[str, ...]
+    levels: tuple[int, ...]
+    surface: tuple[str, ...]
+    grid: Grid
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All variables, those on pressure levels first."""
+        return self.variables + self.surface
+
+
+@dataclass(frozen=True, eq=False)
+class Fields:
+    """Decoded float32 values of one start date and part, NaN where a field is absent.
+
+    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X); M is 1 for parts other than the forecast.
+    """
+
+    pressure: np.ndarray
+    surface: np.ndarray
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to read, by coordinate value; None takes all. `rows` are row indices start, stop."""
+
+    realization: tuple[int, ...] | None = None
+    lead_hours: tuple[int, ...] | None = None
+    variables: tuple[str, ...] | None = None
+    levels: tuple[int, ...] | None = None
+    surface: tuple[str, ...] | None = None
+    rows: tuple[int, int] | None = None
+
+
+class Source(Protocol):
+    """A tensor store, or an archive behind the same face."""
+
+    path: str
+    layout: Layout
+
+    def has(self, part: Part) -> bool:
+        """Whether any field of `part` is there."""
+
+    def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:
+        """Read one start date (index into `layout.init_time`)."""
+
+    def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields are there: bool (M, T, V, Z) and (M, T, S)."""
+
+    def static(self) -> dict[str, np.ndarray]:
+        """Static fields by name, (Y, X) float32; empty where none came with the data."""
+
+    def fingerprint(self) -> str:
+        """A short hash of what the source holds, kept in checkpoints and forecasts."""
+
+
+def select_dates(init_time: np.ndarray, periods: Sequence[str]) -> np.ndarray:
+    """Return the indices of the start dates within any of `periods` (YYYY[-MM[-DD[THH]]] or start/end, both inclusive).
+
+    Raises:
+        UserError: a period matches no start date.
+    """
+    chosen = np.zeros(len(init_time), bool)
+    for period in periods:
+        first, _, last = str(period).partition("/")
+        start = np.datetime64(first).astype("datetime64[ns]")
+        end_period = np.datetime64(last or first)
+        end = (end_period + 1).astype("datetime64[ns]")  # the whole of the last year, month, day or hour
+        inside = (init_time >= start) & (init_time < end)
+        if not inside.any():
+            raise UserError(f"dates {period}: no start date lies there; the data span {_span(init_time)}")
+        chosen |= inside
+    return np.flatnonzero(chosen)
+
+
+def _span(init_time: np.ndarray) -> str:
+    if not len(init_time):
+        return "no date"
+    first, last = init_time[[0, -1]].astype("datetime64[h]")
+    return f"{first} to {last} ({len(init_time)} dates)"

@@ -1,0 +1,32 @@
+# Sourced by the other scripts: makes the virtual environment that they run in, and leaves its programs first on PATH.
+#
+#   . scripts/environment.sh EXTRAS      e.g. simulate,tracking
+#
+# ENSEMBLE_ML_VENV names another place than .venv. A finished installation is recognised by a stamp, so that a second
+# call costs nothing until pyproject.toml or constraints.txt change.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${ENSEMBLE_ML_VENV:-$root/.venv}
+extras=${1:?extras to install}
+
+find_python() {
+  for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
+    [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
+      "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null &&
+      echo "$candidate" && return
+  done
+  echo "ensemble_ml: Python 3.11 to 3.13 with venv is needed; set PYTHON to one" >&2
+  return 1
+}
+
+stamp=$venv/.ensemble-ml-$(cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$extras") | cksum | cut -d' ' -f1)
+if [ ! -e "$stamp" ]; then
+  echo "ensemble_ml: installing into $venv (once; a few minutes)"
+  [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
+  # torch first and alone: a package that depends on it would otherwise choose its build.
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]"
+  rm -f "$venv"/.ensemble-ml-*
+  touch "$stamp"
+fi
+export PATH=$venv/bin:$PATH

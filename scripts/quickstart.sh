@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The main job on the embedded archive: simulate an ensemble, train on it, forecast from 5 of its 10 members, score.
+# Does all its own set-up. Leaves runs/quickstart/{forecast/*.nc, scores.json, report.html}; run again, it goes on where
+# it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment.sh simulate,tracking
+run=runs/quickstart
+started=$(date +%s)
+say() { printf '\n== %s (%d s)\n' "$1" $(($(date +%s) - started)); }
+
+say "1/5 simulate: a ten-member ensemble and its truth, as GRIB"
+ensemble-ml simulate simulate=quickstart output=$run/archive
+say "2/5 prepare: the archive as a tensor store"
+[ -d $run/store.zarr ] || ensemble-ml prepare input=$run/archive/ensemble truth=$run/archive/truth \
+  static=$run/archive/static.grib output=$run/store.zarr
+say "3/5 train: spread and post-processing"
+resume=false
+[ -e $run/checkpoints/last ] && resume=true
+ensemble-ml train experiment=quickstart data.store=$run/store.zarr resume=$resume
+say "4/5 predict: the test dates, from five members"
+ensemble-ml predict checkpoint=$run/checkpoints/best input=$run/archive/ensemble members_in=5 'dates=["2003"]' \
+  output=$run/forecast overwrite=true
+say "5/5 evaluate: beside the raw ensemble and statistical baselines"
+ensemble-ml evaluate forecast=$run/forecast ensemble=$run/store.zarr truth=$run/store.zarr members_in=5 output=$run \
+  overwrite=true
+say "done: $run/report.html, $run/scores.json, $run/forecast/*.nc"

@@ -1,0 +1,76 @@
+"""The command line: pages, errors in one line, statuses."""
+
+import pytest
+
+from ensemble_ml import cli
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_overview_names_every_task(capsys):
+    status, out, _ = run(capsys, "--help")
+    assert status == 0
+    assert all(f"  {task}" in out for task in cli.TASKS)
+
+
+@pytest.mark.parametrize("task", list(cli.TASKS))
+def test_help_explains_every_setting(capsys, task):
+    status, out, _ = run(capsys, task, "--help")
+    assert status == 0
+    for key, _, doc in cli.schema.setting_lines(cli.TASKS[task].config):
+        assert key in out and doc and doc in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["trian"], "trian: no such task; did you mean train?"),
+        (["train", "data.stroe=x"], "data.stroe: no such setting of train; did you mean data.store"),
+        (["train", "modle.depth=3"], "modle.depth: no such setting of train; did you mean model.depth"),
+        (["train", "experiment=nothing"], "experiment=nothing: no such file in conf; there are"),
+        (["train"], "data.store, run: must be given"),
+        (["train", "run=a", "data.store=x", "steps=many"], "steps: Value 'many' of type 'str' could not be converted"),
+        (["train", "run=a", "data.store=x", "optim.lr=-1"], "optim.lr=-1.0: must be above 0"),
+        (["train", "run=a", "data.store=x", "model.depth=9"], "model.depth=9: 0 to 6 poolings are allowed"),
+        (["train", "run=a", "data.store=x", "data.train=[soon]"], "data.train=soon: write a year"),
+        (["train", "run=a/b", "data.store=x"], "run=a/b: letters, digits"),
+        (["prepare", "input=a", "output=b", "packing=int8"], "packing: Invalid value 'int8', expected one of"),
+        (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
+        (["predict", "checkpoint=a", "input=b", "output=c", "quantiles=[2]"], "quantiles=2.0: must lie between 0 and 1"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_status_2(capsys, arguments, text):
+    status, out, err = run(capsys, *arguments)
+    assert status == cli.STATUS_USER
+    assert not out
+    assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1, err
+
+
+def test_cfg_prints_what_would_run(capsys):
+    status, out, _ = run(capsys, "train", "--cfg", "experiment=quickstart", "data.store=x")
+    assert status == 0
+    assert "store: x" in out and "run: quickstart" in out
+
+
+def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    task = cli.TASKS["prepare"]
+    monkeypatch.setitem(cli.TASKS, "prepare", cli.Task(task.config, interrupted, task.example, task.leaves))
+    status, _, err = run(capsys, "prepare", "input=a", "output=b")
+    assert status == cli.STATUS_INTERRUPTED and "interrupted" in err
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    def lacks(_):
+        raise ModuleNotFoundError("No module named 'eccodes'", name="eccodes")
+
+    task = cli.TASKS["prepare"]
+    monkeypatch.setitem(cli.TASKS, "prepare", cli.Task(task.config, lacks, task.example, task.leaves))
+    status, _, err = run(capsys, "prepare", "input=a", "output=b")
+    assert status == cli.STATUS_USER and "pip install 'ensemble-ml[grib]'" in err

@@ -1,0 +1,65 @@
+"""The registry: names, aliases, units."""
+
+import pytest
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve, split_levels, unit_conversion
+
+
+def test_names_and_parameters_are_unique():
+    names = [f.name for f in FIELDS]
+    numbers = [n for f in FIELDS for n in f.param_ids]
+    assert len(set(names)) == len(names)
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("T", "t"), ("T2M", "t2m"), ("2t", "t2m"), ("SSTK", "sst"), ("U10M", "u10"), ("Z", "z"), ("D", "d"), ("air_temperature", "t"),
+     ("temperature", "t"), ("10fg3", "fg10"), ("TCW", "tcw"), ("hus", "q")],
+)  # fmt: skip
+def test_archives_names_lead_to_the_registry(alias, name):
+    assert resolve(alias).name == name
+
+
+def test_all_of_ens10_is_known():
+    for name in ["Z", "T", "U", "V", "Q", "W", "D", "SSTK", "TCW", "TCWV", "CP", "MSL", "TCC", "U10M", "V10M", "T2M", "TP", "SKT"]:
+        assert resolve(name)
+
+
+def test_unknown_name_offers_near_ones():
+    with pytest.raises(UserError, match=r"variable temprature: unknown; did you mean .*temperature"):
+        resolve("temprature")
+    with pytest.raises(UserError, match="unknown"):
+        field("T")  # an alias is no short name
+
+
+def test_families_fit_the_quantity():
+    assert field("t").family is Family.NORMAL
+    assert field("q").family is Family.TRUNCATED_NORMAL
+    assert field("tp").family is Family.CENSORED_NORMAL
+    assert field("tp").accumulated
+
+
+def test_split_levels_keeps_order():
+    assert split_levels(["t2m", "z", "tp", "t"]) == (("z", "t"), ("t2m", "tp"))
+
+
+def test_parameters():
+    assert by_param_id(130).name == "t"
+    assert by_param_id(999999) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "value", "expected"),
+    [("degC", "K", 0.0, 273.15), ("hPa", "Pa", 1013.25, 101325.0), ("mm", "m", 5.0, 0.005), ("K", "K", 280.0, 280.0),
+     ("m s**-1", "m s-1", 3.0, 3.0), ("%", "1", 50.0, 0.5)],
+)  # fmt: skip
+def test_units_are_converted(found, wanted, value, expected):
+    factor, offset = unit_conversion(found, wanted)
+    assert factor * value + offset == pytest.approx(expected)
+
+
+def test_unknown_unit_says_what_is_known():
+    with pytest.raises(UserError, match=r"units 'furlong': cannot be converted to 'm'; known are m"):
+        unit_conversion("furlong", "m")
