@@ -1,0 +1,51 @@
+"""The wheel works away from the checkout: configuration, entry points and the second package travel in it."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    wheel = next(folder.glob("*.whl"))
+    target = folder / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    assert zipfile.ZipFile(wheel).testzip() is None
+    return target
+
+
+def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=installed.parent, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_configuration_is_found_inside_the_wheel(installed):
+    where = run(installed, "-c", "from ensemble_ml import cli; print(cli.conf_folder())")
+    assert Path(where.stdout.strip()) == installed / "ensemble_ml" / "conf", where.stderr
+    composed = run(installed, "-m", "ensemble_ml", "train", "--cfg", "experiment=quickstart", "data.store=x")
+    assert composed.returncode == 0 and "run: quickstart" in composed.stdout, composed.stderr
+
+
+def test_every_file_of_conf_travels(installed):
+    wanted = {p.relative_to(ROOT / "conf") for p in (ROOT / "conf").rglob("*.yaml")}
+    found = {p.relative_to(installed / "ensemble_ml" / "conf") for p in installed.glob("ensemble_ml/conf/**/*.yaml")}
+    assert found == wanted
+
+
+def test_both_packages_and_the_xarray_engine_are_there(installed):
+    code = "import data_prep, xarray; print(data_prep.__file__); print(xarray.backends.list_engines()['ensemble_ml'])"
+    done = run(installed, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert str(installed) in done.stdout
