@@ -1,0 +1,31 @@
+"""The tensor store: ensembles as packed integers in a Zarr v3 group, one shard a start date.
+
+`StoreWriter` writes one, `open_store` opens it for reading; `Source` is the face that archives share with it.
+"""
+
+from ensemble_ml.store.metadata import is_store
+from ensemble_ml.store.packing import PackedBlock, decode, error_bound, grib_factors, quantise
+from ensemble_ml.store.read import TensorStore, open_store
+from ensemble_ml.store.source import Fields, Layout, Part, Selection, Source, select_dates
+from ensemble_ml.store.statistics import Moments, Statistics
+from ensemble_ml.store.write import StoreWriter
+
+__all__ = [
+    "Fields",
+    "Layout",
+    "Moments",
+    "PackedBlock",
+    "Part",
+    "Selection",
+    "Source",
+    "Statistics",
+    "StoreWriter",
+    "TensorStore",
+    "decode",
+    "error_bound",
+    "grib_factors",
+    "is_store",
+    "open_store",
+    "quantise",
+    "select_dates",
+]

@@ -1,0 +1,100 @@
+"""The manifest of a store: every file with its size and sha256, so that damage is seen and contents can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.schema import FORMAT, MANIFEST
+from ensemble_ml.store.shard import damaged
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file: its size in bytes and its sha256."""
+
+    bytes: int
+    sha256: str
+
+
+def make_manifest(root: Path, known: dict[str, Entry]) -> dict[str, Entry]:
+    """List all files below `root`; those in `known` (shards, hashed while they were written) are not read again."""
+    files = {}
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST):
+        name = path.relative_to(root).as_posix()
+        files[name] = known.get(name) or Entry(path.stat().st_size, hash_file(path))
+    return files
+
+
+def write_manifest(root: Path, files: dict[str, Entry]) -> None:
+    """Write the manifest, and wait until it is on the disk."""
+    body = {"format": FORMAT, "files": {name: [entry.bytes, entry.sha256] for name, entry in files.items()}}
+    with open(root / MANIFEST, "w") as file:
+        json.dump(body, file, indent=0)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(root: Path) -> dict[str, Entry]:
+    """Read the manifest.
+
+    Raises:
+        UserError: it is missing or cannot be understood.
+    """
+    try:
+        body = json.loads((root / MANIFEST).read_text())
+        return {name: Entry(int(size), str(digest)) for name, (size, digest) in body["files"].items()}
+    except FileNotFoundError as error:
+        raise UserError(f"{root}: has no {MANIFEST}, so it is no complete tensor store; prepare it again") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(root / MANIFEST, str(error)) from error
+
+
+def check_sizes(root: Path, files: dict[str, Entry]) -> None:
+    """Check that every file is there with its size; reads no contents.
+
+    Raises:
+        UserError: names the first file that is missing or of another size, and counts the others.
+    """
+    found: dict[str, int] = {}
+    for folder in {os.path.dirname(name) for name in files}:
+        if (root / folder).is_dir():
+            with os.scandir(root / folder) as entries:
+                found |= {os.path.join(folder, e.name): e.stat().st_size for e in entries if e.is_file()}
+    wrong = [name for name, entry in files.items() if found.get(name) != entry.bytes]
+    if wrong:
+        size = found.get(wrong[0])
+        reason = "missing" if size is None else f"{size} bytes instead of {files[wrong[0]].bytes}"
+        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise damaged(root / wrong[0], reason + others)
+
+
+def check_contents(root: Path, files: dict[str, Entry]) -> None:
+    """Check every file's sha256; reads the whole store.
+
+    Raises:
+        UserError: names the first file whose contents have changed.
+    """
+    for name, entry in files.items():
+        try:
+            same = hash_file(root / name) == entry.sha256
+        except OSError as error:
+            raise damaged(root / name, error.strerror or str(error)) from error
+        if not same:
+            raise damaged(root / name, "its sha256 is not that of the manifest")
+
+
+def fingerprint(files: dict[str, Entry]) -> str:
+    """A short hash of the contents: equal for stores of the same fields, whatever their path and provenance."""
+    lines = [f"{name} {entry.sha256}" for name, entry in sorted(files.items()) if name != "zarr.json"]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

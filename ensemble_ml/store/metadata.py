@@ -1,0 +1,200 @@
+"""The small arrays and attributes of a store, through zarr-python: coordinates, factors, static fields, statistics."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from ensemble_ml.config import Packing
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.grid import Grid
+from ensemble_ml.store.schema import FORMAT, FORMAT_KEY, STATISTICS, ArraySpec, Kind
+from ensemble_ml.store.shard import LEVEL, damaged
+from ensemble_ml.store.source import Layout, Part
+from ensemble_ml.store.statistics import NAMES, Moments
+
+_FORMULA = "((X * {0}_scale) + {0}_reference) * {0}_decimal in float64, where {0}_present"
+_VARIABLE = {Kind.PRESSURE: "variable", Kind.SURFACE: "surface_variable"}
+
+
+@dataclass(frozen=True, eq=False)
+class Metadata:
+    """What the root of a store says."""
+
+    layout: Layout
+    packing: Packing
+    parts: tuple[Part, ...]
+    static: tuple[str, ...]
+    lead_bounds: dict[str, list[list[int] | None]]
+    quantisation_error: dict[str, float]
+    provenance: dict[str, Any]
+
+
+def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
+    """Make the root group and the still empty arrays of fields."""
+    group = zarr.open_group(root, mode="w", zarr_format=3)
+    for spec in specs:
+        codec = BloscCodec(typesize=spec.dtype.itemsize, cname="lz4", clevel=LEVEL, shuffle="bitshuffle")
+        attributes: dict[str, Any] = {"long_name": f"packed fields: {_FORMULA.format(spec.name)}"}
+        group.create_array(
+            spec.name,
+            shape=spec.on_disk,
+            shards=spec.shard_on_disk,
+            chunks=spec.chunk_on_disk,
+            dtype=spec.dtype,
+            compressors=[codec, Crc32cCodec()],
+            fill_value=spec.fill,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            dimension_names=spec.dimensions,
+            attributes=attributes if spec.packed else {"long_name": f"{spec.part.value}, float32"},
+        )
+
+
+def write_metadata(
+    root: Path,
+    layout: Layout,
+    attributes: dict[str, Any],
+    factors: Sequence[tuple[ArraySpec, dict[str, np.ndarray]]],
+    static: dict[str, np.ndarray],
+    statistics: tuple[np.ndarray, dict[Kind, Moments]],
+) -> None:
+    """Write everything but the shards: called once, when all fields are known."""
+    group = zarr.open_group(root, mode="r+")
+    for name, (values, dims, attrs) in coordinates(layout).items():
+        _put(group, name, values, dims, attrs)
+    for spec, arrays in factors:
+        for key, values in arrays.items():
+            _put(group, f"{spec.name}_{key}", spec.drop_fields(values), spec.dimensions[:-2], {})
+    for name, values in static.items():
+        attrs = cf_attributes(name)
+        _put(group, name, np.asarray(values, np.float32), ("latitude", "longitude"), attrs)
+    _write_statistics(group.create_group(STATISTICS), *statistics)
+    group.attrs.update({FORMAT_KEY: FORMAT, **attributes, "static": list(static)})
+    with warnings.catch_warnings():  # zarr says that v3 has not standardised it yet; readers without it open as well
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(group.store)
+
+
+def _put(group: zarr.Group, name: str, values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]) -> None:
+    if values.dtype.kind == "U":  # strings of any length: Zarr v3 has no stable type for those of a fixed one
+        array = group.create_array(name, shape=values.shape, dtype=str, dimension_names=dims, attributes=attrs)
+        array[...] = values.astype(object)
+    else:
+        group.create_array(name, data=values, dimension_names=dims, attributes=attrs)
+
+
+def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[Kind, Moments]) -> None:
+    _put(group, "year", years, ("year",), {"long_name": "calendar year of the start dates"})
+    for kind, moments in yearly.items():
+        dims = ("year", "lead_time", _VARIABLE[kind], *(("level",) if kind is Kind.PRESSURE else ()))
+        for name, values in moments.arrays().items():
+            values = values if kind is Kind.PRESSURE else values[..., 0]
+            _put(group, f"{kind.value}_{name}", values, dims, {})
+
+
+def read_statistics(root: Path) -> tuple[np.ndarray, dict[Kind, Moments]]:
+    """Years (N,) and for each kind the moments (N, T, V[, Z])."""
+    group = zarr.open_group(root / STATISTICS, mode="r", use_consolidated=False)
+    kinds = [kind for kind in Kind if f"{kind.value}_count" in group]
+    return _get(group, "year"), {
+        kind: Moments(*(_get(group, f"{kind.value}_{name}") for name in NAMES)) for kind in kinds
+    }
+
+
+def read_array(root: Path, name: str) -> np.ndarray:
+    """Read one whole array.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        return np.asarray(zarr.open_array(root / name, mode="r")[...])
+    except (OSError, ValueError, RuntimeError) as error:
+        raise damaged(root / name, str(error)) from error
+
+
+def _get(group: zarr.Group, name: str) -> np.ndarray:
+    return np.asarray(group[name][...])  # type: ignore[index]
+
+
+def coordinates(layout: Layout) -> dict[str, tuple[np.ndarray, tuple[str, ...], dict[str, Any]]]:
+    """Coordinate arrays with their axes and CF attributes, encoded as they lie on disk."""
+    seconds = layout.init_time.astype("datetime64[s]").astype(np.int64)
+    since = {"units": "seconds since 1970-01-01T00:00:00", "calendar": "proleptic_gregorian"}
+    start = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast", **since}
+    lead = {"standard_name": "forecast_period", "long_name": "lead time", "units": "hours", "dtype": "timedelta64[ns]"}
+    level = {"standard_name": "air_pressure", "units": "hPa", "positive": "down", "axis": "Z"}
+    grid = layout.grid
+    arrays: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
+        "init_time": (seconds, start),
+        "realization": (np.asarray(layout.realization, np.int32), {"standard_name": "realization", "units": "1"}),
+        "lead_time": (np.asarray(layout.lead_hours, np.int64), lead),
+        "level": (np.asarray(layout.levels, np.int32), level),
+        "latitude": (grid.latitude, {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"}),
+        "longitude": (grid.longitude, {"standard_name": "longitude", "units": "degrees_east", "axis": "X"}),
+        "variable": (np.asarray(layout.variables, np.str_), {"long_name": "variable on pressure levels"}),
+        "surface_variable": (np.asarray(layout.surface, np.str_), {"long_name": "variable at the surface"}),
+    }
+    return {name: (values, (name,), attrs) for name, (values, attrs) in arrays.items() if len(values)}
+
+
+def cf_attributes(name: str) -> dict[str, Any]:
+    """CF attributes of a variable of the registry."""
+    known = field(name)
+    return {"standard_name": known.standard_name, "long_name": known.long_name, "units": known.units}
+
+
+def is_store(path: Path) -> bool:
+    """Whether a tensor store, of any format number, stands at `path`."""
+    try:
+        return FORMAT_KEY in json.loads((path / "zarr.json").read_text())["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def read_metadata(root: Path) -> Metadata:
+    """Read and check the root of a store.
+
+    Raises:
+        UserError: no store stands there, or one of another format number.
+    """
+    if not root.is_dir():
+        raise UserError(f"store {root}: no such folder; make it with `ensemble-ml prepare output={root}`")
+    if not is_store(root):
+        raise UserError(f"store {root}: is no tensor store; make one with `ensemble-ml prepare`")
+    group = zarr.open_group(root, mode="r", use_consolidated=False)
+    attrs: dict[str, Any] = dict(group.attrs)
+    if attrs[FORMAT_KEY] != FORMAT:
+        raise UserError(f"store {root}: has format {attrs[FORMAT_KEY]}, this version reads {FORMAT}; prepare it again")
+    return Metadata(
+        _read_layout(group),
+        Packing(attrs["packing"]),
+        tuple(Part(name) for name in attrs["parts"]),
+        tuple(attrs["static"]),
+        dict(attrs["lead_bounds"]),
+        dict(attrs["quantisation_error"]),
+        dict(attrs["provenance"]),
+    )
+
+
+def _read_layout(group: zarr.Group) -> Layout:
+    names = ("init_time", "realization", "lead_time", "level", "latitude", "longitude", "variable", "surface_variable")
+    found = {name: _get(group, name).tolist() if name in group else [] for name in names}
+    return Layout(
+        np.asarray(found["init_time"], "datetime64[s]").astype("datetime64[ns]"),
+        tuple(found["realization"]),
+        tuple(found["lead_time"]),
+        tuple(str(name) for name in found["variable"]),
+        tuple(found["level"]),
+        tuple(str(name) for name in found["surface_variable"]),
+        Grid(np.asarray(found["latitude"]), np.asarray(found["longitude"])),
+    )

@@ -1,0 +1,195 @@
+"""Packed fields: 16-bit integers with the reference and scale of each field, exactly as GRIB simple packing holds them.
+
+Axes: ... any leading axes (member, lead, variable, level), Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+
+Where = Callable[[tuple[int, ...]], str]  # leading index of a field -> the phrase that names it in a message
+
+_SLAB = 1 << 18  # values decoded at a time, so that the float64 intermediate stays in cache
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBlock:
+    """Fields as they lie in a store.
+
+    `values` (..., Y, X) uint16, or float32 as they are; `reference`, `scale`, `decimal` (...) float64; `present` (...)
+    bool. A field's value is ((X * scale) + reference) * decimal; the three are not used where `values` are float32.
+
+    Raises:
+        ValueError: shapes or types do not belong together.
+    """
+
+    values: np.ndarray
+    reference: np.ndarray
+    scale: np.ndarray
+    decimal: np.ndarray
+    present: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.values.dtype not in (np.uint16, np.float32):
+            raise ValueError(f"values are {self.values.dtype}; uint16 or float32 is needed")
+        for name in ("reference", "scale", "decimal", "present"):
+            wanted = bool if name == "present" else np.float64
+            array = np.asarray(getattr(self, name), wanted)
+            if array.shape != self.values.shape[:-2]:
+                raise ValueError(f"{name} has shape {array.shape}; {self.values.shape[:-2]} is needed")
+            object.__setattr__(self, name, array)
+
+    @classmethod
+    def plain(cls, values: np.ndarray, present: np.ndarray | None = None) -> PackedBlock:
+        """Wrap float32 `values` (..., Y, X) as they are; every field is present unless `present` (...) says no."""
+        shape = values.shape[:-2]
+        there = np.ones(shape, bool) if present is None else present
+        return cls(np.asarray(values, np.float32), np.zeros(shape), np.ones(shape), np.ones(shape), there)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: type = np.uint16) -> PackedBlock:
+        """A block of `shape` (..., Y, X) with every field absent, to be filled field by field."""
+        lead = shape[:-2]
+        return cls(np.zeros(shape, dtype), np.zeros(lead), np.zeros(lead), np.ones(lead), np.zeros(lead, bool))
+
+    @property
+    def packed(self) -> bool:
+        """Whether values are integers."""
+        return self.values.dtype == np.uint16
+
+    def __getitem__(self, key: tuple[int | slice | np.ndarray, ...]) -> PackedBlock:
+        """Select by the leading axes."""
+        parts = (self.reference, self.scale, self.decimal, self.present)
+        return PackedBlock(self.values[key], *(np.asarray(part[key]) for part in parts))
+
+
+def grib_factors(bits: int, binary_scale: int, decimal_scale: int) -> tuple[float, float]:
+    """Return (scale, decimal) of a GRIB message in simple packing, as ecCodes computes them.
+
+    WMO Manual on Codes 306, regulation 92.9.4: Y * 10^D = R + X * 2^E. ecCodes multiplies by a power of ten that it
+    builds by repeated division (codes_power), which is not always the double nearest to 10^-D; and a message of no
+    bits holds its value in R, whatever D says.
+    """
+    if bits == 0:
+        return 0.0, 1.0
+    decimal = 1.0
+    for _ in range(abs(decimal_scale)):
+        decimal = decimal / 10 if decimal_scale > 0 else decimal * 10
+    return float(np.ldexp(1.0, binary_scale)), decimal
+
+
+def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> bool:
+    """Whether decoding in float32 arithmetic gives the same bits as float64 rounded to float32, for every field.
+
+    It does where `decimal` is one, `reference` is a float32 number and `scale` a normal power of two: X * scale is
+    then exact, so both ways round one sum of two float32 numbers, and rounding it to 53 bits first is innocuous
+    because 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?").
+    """
+    mantissa, exponent = np.frexp(scale)
+    normal = (mantissa == 0.5) & (exponent > -125) & (exponent < 110)
+    with np.errstate(over="ignore"):
+        same = reference == reference.astype(np.float32)
+    return bool(np.all((decimal == 1) & same & (normal | (scale == 0))))
+
+
+def dequantise(codes: np.ndarray, factors: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Decode `codes` (..., Y, X) uint16 into `out` of that shape, float32.
+
+    `factors` are reference, scale and decimal (..., 1, 1). Where they are float32 the caller has made sure that
+    `exact_in_float32` holds.
+    """
+    reference, scale, decimal = factors
+    if scale.dtype == np.float32:
+        np.multiply(codes, scale, out=out)
+        out += reference
+        return
+    wide = np.multiply(codes, scale)
+    wide += reference
+    wide *= decimal
+    out[...] = wide
+
+
+def decode(block: PackedBlock) -> np.ndarray:
+    """Return the values of `block`: (..., Y, X) float32, NaN where a field is not present.
+
+    Bit-equal to ecCodes' float64 values rounded to float32. (Its own float32 values, `codes_get_float_array`, are the
+    same but for GRIB 2 with a decimal scale, where it computes in float32 and may miss the last bit.)
+    """
+    lead, points = block.values.shape[:-2], block.values.shape[-2:]
+    out = np.empty(block.values.shape, np.float32)
+    codes, flat = block.values.reshape(-1, *points), out.reshape(-1, *points)
+    factors = [part.reshape(-1, 1, 1) for part in (block.reference, block.scale, block.decimal)]
+    if exact_in_float32(*factors):
+        factors = [part.astype(np.float32) for part in factors]
+    step = max(1, _SLAB // max(1, points[0] * points[1]))
+    for start in range(0, len(codes), step):
+        part = slice(start, start + step)
+        if block.packed:
+            dequantise(codes[part], [factor[part] for factor in factors], flat[part])
+        else:
+            flat[part] = codes[part]
+    flat[~block.present.reshape(-1)] = np.nan
+    return flat.reshape(*lead, *points)
+
+
+def quantise(values: np.ndarray, bits: int = 16, *, where: Where | None = None) -> PackedBlock:
+    """Pack `values` (..., Y, X) float32 into integers of `bits` bits, each field with its own reference and scale.
+
+    The reference is the field's minimum and the scale the smallest power of two that spans it, as GRIB's simple
+    packing without a decimal scale does. `where` names a field, given its leading index, in the message of an error.
+
+    Raises:
+        UserError: a value is NaN or infinite.
+    """
+    values = np.asarray(values, np.float32)
+    check_finite(values, where=where)
+    low = values.min((-2, -1)).astype(np.float64)
+    span = values.max((-2, -1)) - low
+    scale = _power_of_two(span, (1 << bits) - 1)
+    codes = np.zeros(values.shape, np.uint16)
+    for index in np.ndindex(*low.shape):
+        if scale[index] > 0:
+            codes[index] = np.rint((values[index] - low[index]) / scale[index])
+    return PackedBlock(codes, low, scale, np.ones(low.shape), np.ones(low.shape, bool))
+
+
+def _power_of_two(span: np.ndarray, largest: int) -> np.ndarray:
+    exponent = np.frexp(span / largest)[1]  # 2^(exponent-1) <= span / largest < 2^exponent
+    exponent = np.where(np.rint(np.ldexp(span, 1 - exponent)) <= largest, exponent - 1, exponent)
+    return np.where(span > 0, np.ldexp(1.0, np.maximum(exponent, -120)), 0.0)
+
+
+def error_bound(block: PackedBlock) -> np.ndarray:
+    """Largest error that quantising can have made in each field: (...) float64, in the units of the field.
+
+    Half a step of the integers, and half a unit in the last place of float32 for the value decoded; 0 for a field of
+    one value, and for values kept in float32.
+    """
+    step = np.abs(block.scale * block.decimal)
+    top = np.maximum(np.abs(block.reference), np.abs(block.reference + 65535 * block.scale)) * np.abs(block.decimal)
+    bound = step / 2 + np.spacing(top.astype(np.float32)) / 2
+    return np.where(block.present & (step > 0) & block.packed, bound, 0.0)
+
+
+def check_finite(values: np.ndarray, present: np.ndarray | None = None, *, where: Where | None = None) -> None:
+    """Refuse NaN and infinity in the present fields of `values` (..., Y, X).
+
+    Raises:
+        UserError: names the first such field by `where`, and says how many of its points are not numbers.
+    """
+    for index in np.ndindex(*values.shape[:-2]):
+        if present is not None and not present[index]:
+            continue
+        finite = np.isfinite(values[index])
+        if not finite.all():
+            phrase = where(index) if where else f"field {index}"
+            bad, first = int((~finite).sum()), values[index][~finite][0]
+            raise UserError(
+                f"{phrase}: {bad} of {finite.size} values are not numbers (the first is {first}); "
+                "only finite values can be kept: mend the source or leave the field out"
+            )

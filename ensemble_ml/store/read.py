@@ -1,0 +1,227 @@
+"""Read a tensor store: only the members, leads, variables and rows that are asked for, straight from the shards.
+
+Reads keep no state but the small arrays of factors, loaded once; every read has its own file descriptor and uses
+`preadv`, so any number of threads may read at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.manifest import check_contents, check_sizes, fingerprint, read_manifest
+from ensemble_ml.store.metadata import read_array, read_metadata, read_statistics
+from ensemble_ml.store.packing import dequantise, exact_in_float32
+from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, array_specs
+from ensemble_ml.store.selection import Wanted, position, resolve
+from ensemble_ml.store.shard import read_chunks
+from ensemble_ml.store.source import Fields, Layout, Part, Selection
+from ensemble_ml.store.statistics import Moments, Statistics, merge_all
+
+
+class TensorStore:
+    """A tensor store opened for reading; implements `ensemble_ml.store.source.Source`.
+
+    Opening checks the format number and that all files are there with their sizes; `verify` checks their contents.
+
+    Raises:
+        UserError: no store stands at `path`, one of another format, or one with files missing or cut short.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = str(path)
+        self._root = Path(path).absolute()
+        meta = read_metadata(self._root)
+        self._files = read_manifest(self._root)
+        check_sizes(self._root, self._files)
+        self.layout: Layout = meta.layout
+        self.parts, self.packing, self.lead_bounds = meta.parts, meta.packing, meta.lead_bounds
+        self.provenance: dict[str, Any] = meta.provenance
+        self.quantisation_error = meta.quantisation_error
+        self._static_names = meta.static
+        specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
+        self._specs = {(spec.part, spec.kind): spec for spec in specs}
+        self._cache: dict[str, np.ndarray] = {}
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
+        return TensorStore, (str(self._root),)  # workers open it themselves: locks and caches do not travel
+
+    def __repr__(self) -> str:
+        lay = self.layout
+        parts = ", ".join(part.value for part in self.parts)
+        return f"<TensorStore {self.path}: {parts}; {len(lay.init_time)} dates, {', '.join(lay.names)}>"
+
+    def has(self, part: Part) -> bool:
+        """Whether any field of `part` is there."""
+        return any(self._factor(spec, "present").any() for (of, _), spec in self._specs.items() if of is part)
+
+    def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
+        """Read one start date.
+
+        Args:
+            part: which fields.
+            date: index into `layout.init_time`.
+            selection: coordinate values; the axes of the result follow their order.
+
+        Returns:
+            pressure (M, T, V, Z, Y, X) and surface (M, T, S, Y, X) float32 in the registry's units, NaN where a field
+            is absent; M is 1 for parts other than the forecast.
+
+        Raises:
+            UserError: the part, or something selected, is not in the store; or a file is damaged.
+        """
+        self._check(part, date)
+        return Fields(
+            self._read_kind(part, Kind.PRESSURE, date, selection),
+            self._read_kind(part, Kind.SURFACE, date, selection)[:, :, :, 0],
+        )
+
+    def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields are there: bool (M, T, V, Z) and (M, T, S).
+
+        Raises:
+            UserError: `date` is not in the store.
+        """
+        self._check(None, date)
+        members = len(self.layout.realization) if part is Part.FORECAST else 1
+        found = []
+        for kind in Kind:
+            spec = self._specs.get((part, kind))
+            empty = np.zeros((members, *self._lengths(kind)), bool)
+            found.append(self._factor(spec, "present")[date].copy() if spec else empty)
+        return found[0], found[1][..., 0]
+
+    def static(self) -> dict[str, np.ndarray]:
+        """Static fields by name, (Y, X) float32."""
+        return {name: read_array(self._root, name) for name in self._static_names}
+
+    def fingerprint(self) -> str:
+        """16 hex digits, equal for stores of the same fields whatever their path and provenance."""
+        return fingerprint(self._files)
+
+    def verify(self) -> None:
+        """Check the sha256 of every file; reads the whole store.
+
+        Raises:
+            UserError: names the first file whose contents have changed.
+        """
+        check_contents(self._root, self._files)
+
+    @property
+    def specs(self) -> tuple[ArraySpec, ...]:
+        """The arrays of fields that the store holds."""
+        return tuple(self._specs.values())
+
+    @property
+    def years(self) -> tuple[int, ...]:
+        """Calendar years of the start dates: those that `statistics` knows."""
+        return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
+
+    def statistics(self, years: Sequence[int]) -> Statistics:
+        """Moments of the forecast members' values over `years`: (T, V, Z) and (T, S).
+
+        Raises:
+            UserError: a year is not in the store.
+        """
+        stored, yearly = read_statistics(self._root)
+        rows = [position("year", year, stored.tolist(), self.path) for year in years]
+        merged = []
+        for kind in Kind:
+            shape = self._lengths(kind) if kind is Kind.PRESSURE else self._lengths(kind)[:2]
+            moments = yearly.get(kind)
+            merged.append(merge_all([moments.at(row) for row in rows], shape) if moments else Moments.nothing(shape))
+        return Statistics(*merged)
+
+    def _lengths(self, kind: Kind) -> tuple[int, int, int]:
+        """T, V, Z of one kind."""
+        lay = self.layout
+        if kind is Kind.PRESSURE:
+            return len(lay.lead_hours), len(lay.variables), len(lay.levels)
+        return len(lay.lead_hours), len(lay.surface), 1
+
+    def _check(self, part: Part | None, date: int) -> None:
+        if part is not None and part not in self.parts:
+            there = ", ".join(p.value for p in self.parts)
+            raise UserError(f"store {self.path}: has no {part.value}; it holds {there}")
+        dates = len(self.layout.init_time)
+        if not 0 <= date < dates:
+            raise UserError(f"store {self.path}: has no start date {date}; it holds 0 to {dates - 1}")
+
+    def _factor(self, spec: ArraySpec, name: str) -> np.ndarray:
+        """One number a field, (D, M, T, V, Z), loaded at the first call."""
+        key = f"{spec.name}_{name}"
+        with self._lock:
+            if key not in self._cache:
+                self._cache[key] = read_array(self._root, key).reshape(spec.dates, *spec.fields)
+            return self._cache[key]
+
+    def _read_kind(self, part: Part, kind: Kind, date: int, selection: Selection) -> np.ndarray:
+        wanted = resolve(self.path, self.layout, part, kind, selection)
+        once, repeats = wanted.distinct()
+        if once.shape != wanted.shape:  # asked for twice, read once
+            return self._read_wanted(part, kind, date, once)[repeats]
+        return self._read_wanted(part, kind, date, wanted)
+
+    def _read_wanted(self, part: Part, kind: Kind, date: int, wanted: Wanted) -> np.ndarray:
+        out = np.empty((*wanted.shape, wanted.rows[1] - wanted.rows[0], self.layout.grid.shape[1]), np.float32)
+        spec = self._specs.get((part, kind))
+        if spec is None or not out.size:
+            out[...] = np.nan
+            return out
+        grid = np.ix_(*wanted.fields)
+        there = self._factor(spec, "present")[date][grid]
+        factors = [self._factor(spec, name)[date][grid] for name in FACTORS] if spec.packed else []
+        if spec.packed and exact_in_float32(*factors):
+            factors = [factor.astype(np.float32) for factor in factors]
+        self._fill(out, spec, date, wanted, there, [factor[..., None, None] for factor in factors])
+        if not there.all():
+            out[~there] = np.nan
+        return out
+
+    def _fill(
+        self,
+        out: np.ndarray,
+        spec: ArraySpec,
+        date: int,
+        wanted: Wanted,
+        there: np.ndarray,
+        factors: list[np.ndarray],
+    ) -> None:
+        """Decode every chunk that holds a wanted field into its place in `out`."""
+        members, leads, variables, levels = wanted.fields
+        first, last = wanted.rows
+        blocks = range(first // spec.rows, -(-last // spec.rows))
+        target = {  # number of a chunk -> positions in `out` of its member, lead and variable, and its block
+            int(np.ravel_multi_index((members[m], leads[t], variables[v], block), spec.chunks)): (m, t, v, block)
+            for m, t, v in np.argwhere(there.any(-1)).tolist()
+            for block in blocks
+        }
+        if not target:
+            return
+        all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
+        path = os.path.join(self._root, spec.shard(date))
+        for number, chunk in read_chunks(path, spec, np.fromiter(target, np.int64)):
+            m, t, v, block = target[number]
+            top = block * spec.rows
+            start, stop = max(first, top), min(last, top + spec.rows)
+            place = out[m, t, v, :, start - first : stop - first]
+            if chunk is None:
+                codes = np.full(place.shape, spec.fill, spec.dtype)
+            else:
+                codes = chunk[:, start - top : stop - top] if all_levels else chunk[levels, start - top : stop - top]
+            if factors:
+                dequantise(codes, [factor[m, t, v] for factor in factors], place)
+            else:
+                place[...] = codes
+
+
+def open_store(path: str | Path) -> TensorStore:
+    """Open the tensor store at `path`; see `TensorStore`."""
+    return TensorStore(path)

@@ -1,0 +1,148 @@
+"""How a tensor store lies on disk: names, axes, chunks and shards of its arrays, in one place for writer and reader.
+
+A store is one Zarr v3 group. Each part has an array for variables on pressure levels and one for those at the surface
+(`forecast_pressure`, `forecast_surface`, `truth_pressure` ...), and beside a packed one `..._reference`, `..._scale`,
+`..._decimal` (one number a field) and, beside any, `..._present`. They stand flat in the root, so that
+`xarray.open_zarr(STORE)` shows them all with their coordinates; statistics have a group of their own.
+
+Axes: D start date, M member, T lead, V variable (of either kind), Z level (1 at the surface), Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from ensemble_ml.config import Packing
+from ensemble_ml.store.source import Layout, Part
+
+FORMAT = 1  # raised whenever a reader of the older number would misread the arrays
+FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
+MANIFEST = "manifest.json"
+STATISTICS = "statistics"
+FACTORS = ("reference", "scale", "decimal")
+WRITTEN = (Part.FORECAST, Part.CONTROL, Part.TRUTH)
+DERIVED = (Part.MEAN, Part.SPREAD)
+
+_ROWS = 16  # rows of latitude in a chunk, so that a rank of a partition over latitude reads its own
+_SMALLEST = 64 * 1024  # bytes of a decoded chunk below which the cost of a request outweighs its size
+
+
+class Kind(Enum):
+    """Where variables live."""
+
+    PRESSURE = "pressure"
+    SURFACE = "surface"
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape of one array of fields; in memory a start date of it is always (M, T, V, Z, Y, X)."""
+
+    part: Part
+    kind: Kind
+    dtype: np.dtype
+    dates: int
+    fields: tuple[int, int, int, int]  # M, T, V, Z
+    grid: tuple[int, int]  # Y, X
+    rows: int  # rows of a chunk
+
+    @property
+    def name(self) -> str:
+        """Name of the array in the root group."""
+        return f"{self.part.value}_{self.kind.value}"
+
+    @property
+    def packed(self) -> bool:
+        """Whether the array holds integers."""
+        return self.dtype == np.uint16
+
+    @property
+    def fill(self) -> float:
+        """Value of a chunk that is left out: NaN, or the integer 0."""
+        return 0 if self.packed else np.nan
+
+    @property
+    def blocks(self) -> int:
+        """Chunks along latitude."""
+        return -(-self.grid[0] // self.rows)
+
+    @property
+    def chunk(self) -> tuple[int, int, int]:
+        """Shape of one chunk in memory (Z, rows, X); the last block is filled up below the last row."""
+        return self.fields[3], self.rows, self.grid[1]
+
+    @property
+    def chunks(self) -> tuple[int, int, int, int]:
+        """Number of chunks of one shard along (M, T, V, Y); they lie in the file in this order."""
+        return (*self.fields[:3], self.blocks)
+
+    @property
+    def on_disk(self) -> tuple[int, ...]:
+        """Shape of the array on disk, without the axes that a part or kind does not have."""
+        return (self.dates, *self._drop(self.fields), *self.grid)
+
+    @property
+    def chunk_on_disk(self) -> tuple[int, ...]:
+        """Shape of an inner chunk on disk."""
+        return (1, *self._drop((1, 1, 1, self.fields[3])), self.rows, self.grid[1])
+
+    @property
+    def shard_on_disk(self) -> tuple[int, ...]:
+        """Shape of a shard on disk: one start date."""
+        return (1, *self._drop(self.fields), self.rows * self.blocks, self.grid[1])
+
+    @property
+    def dimensions(self) -> tuple[str, ...]:
+        """Names of the axes on disk."""
+        variable = "variable" if self.kind is Kind.PRESSURE else "surface_variable"
+        return ("init_time", *self._drop(("realization", "lead_time", variable, "level")), "latitude", "longitude")
+
+    def shard(self, date: int) -> str:
+        """Path of the shard of one start date, relative to the store."""
+        return f"{self.name}/c." + ".".join(map(str, (date, *[0] * (len(self.on_disk) - 1))))
+
+    def drop_fields(self, array: np.ndarray) -> np.ndarray:
+        """Bring one number a field (D, M, T, V, Z) to the axes on disk."""
+        return array.reshape(array.shape[0], *self._drop(self.fields))
+
+    def _drop(self, axes: tuple) -> tuple:
+        member = axes[:1] if self.part is Part.FORECAST else ()
+        return (*member, *axes[1:3], *(axes[3:] if self.kind is Kind.PRESSURE else ()))
+
+
+def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]:
+    """List the arrays of one part; a kind that has no variables, or no members, has no array."""
+    dtype = np.dtype(np.uint16 if packing is Packing.UINT16 and part in WRITTEN else np.float32)
+    members = len(layout.realization) if part is Part.FORECAST else 1
+    specs = []
+    for kind, names in ((Kind.PRESSURE, layout.variables), (Kind.SURFACE, layout.surface)):
+        levels = len(layout.levels) if kind is Kind.PRESSURE else 1
+        fields = (members, len(layout.lead_hours), len(names), levels)
+        if min(fields) > 0:
+            rows = chunk_rows(levels, layout.grid.shape, dtype.itemsize)
+            specs.append(ArraySpec(part, kind, dtype, len(layout.init_time), fields, layout.grid.shape, rows))
+    return specs
+
+
+def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
+    """Rows of a chunk: 16, doubled until the chunk reaches 64 KB or holds the whole grid."""
+    rows = _ROWS
+    while rows < grid[0] and levels * rows * grid[1] * itemsize < _SMALLEST:
+        rows *= 2
+    return min(rows, grid[0])
+
+
+def describe_field(layout: Layout, part: Part, date: int, kind: Kind, index: tuple[int, ...]) -> str:
+    """Name one field for a message; `index` is (member, lead, variable[, level])."""
+    names = layout.variables if kind is Kind.PRESSURE else layout.surface
+    member, lead, variable, *level = index
+    words = [part.value, f"{np.datetime_as_string(layout.init_time[date], 'h')}", f"variable {names[variable]}"]
+    if kind is Kind.PRESSURE:
+        words.append(f"level {layout.levels[level[0]]} hPa")
+    words.append(f"lead {layout.lead_hours[lead]} h")
+    if part is Part.FORECAST:
+        words.append(f"member {layout.realization[member]}")
+    return ", ".join(words)

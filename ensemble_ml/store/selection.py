@@ -1,0 +1,72 @@
+"""From the coordinate values of a `Selection` to positions in the arrays of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.schema import Kind
+from ensemble_ml.store.source import Layout, Part, Selection
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What to read of one array: positions along M, T, V, Z and the rows start, stop."""
+
+    fields: tuple[np.ndarray, ...]
+    rows: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many positions along each axis."""
+        return tuple(len(axis) for axis in self.fields)
+
+    def distinct(self) -> tuple[Wanted, tuple[np.ndarray, ...]]:
+        """The same with each position once, and the open mesh of indices that brings repeats and order back."""
+        pairs = [np.unique(axis, return_inverse=True) for axis in self.fields]
+        return Wanted(tuple(once for once, _ in pairs), self.rows), np.ix_(*(inverse for _, inverse in pairs))
+
+
+def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Selection) -> Wanted:
+    """Find what `selection` asks of one kind of variable; `path` names the store in messages.
+
+    Raises:
+        UserError: something selected is not in the layout.
+    """
+
+    def positions(what: str, values: Sequence[Any] | None, stored: Sequence[Any]) -> np.ndarray:
+        if values is None:
+            return np.arange(len(stored))
+        return np.asarray([position(what, value, stored, path) for value in values], np.intp)
+
+    member = positions("member", selection.realization, layout.realization)
+    lead = positions("lead (h)", selection.lead_hours, layout.lead_hours)
+    level = positions("level (hPa)", selection.levels, layout.levels)
+    if kind is Kind.PRESSURE:
+        variable = positions("variable", selection.variables, layout.variables)
+    else:
+        variable = positions("surface variable", selection.surface, layout.surface)
+    there = layout.grid.shape[0]
+    rows = selection.rows or (0, there)
+    if not 0 <= rows[0] < rows[1] <= there:
+        raise UserError(f"store {path}: has no rows {rows[0]} to {rows[1]}; there are {there}, from 0")
+    only = np.zeros(1, np.intp)  # the axis that a part or kind does not have
+    fields = (member if part is Part.FORECAST else only, lead, variable, level if kind is Kind.PRESSURE else only)
+    return Wanted(fields, rows)
+
+
+def position(what: str, value: Any, stored: Sequence[Any], path: str) -> int:
+    """Index of `value` among those `stored`.
+
+    Raises:
+        UserError: it is not there; the message lists what is.
+    """
+    try:
+        return list(stored).index(value)
+    except ValueError:
+        there = ", ".join(map(str, stored)) or "none"
+        raise UserError(f"store {path}: has no {what} {value}; it holds {there}") from None

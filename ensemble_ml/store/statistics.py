@@ -1,0 +1,101 @@
+"""Statistics of the forecast members' values, kept per year so that training can merge its own years and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, mean, sum of squared deviations `m2`, smallest and largest value; float64 arrays of one shape.
+
+    A count of zero goes with mean and m2 of 0, minimum of +infinity and maximum of -infinity.
+    """
+
+    count: np.ndarray
+    mean: np.ndarray
+    m2: np.ndarray
+    minimum: np.ndarray
+    maximum: np.ndarray
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> Moments:
+        """Moments of no value at all: the neutral element of `merge`."""
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.full(shape, np.inf), np.full(shape, -np.inf))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets of values together.
+
+        Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+        """
+        count = self.count + other.count
+        share = np.divide(other.count, count, out=np.zeros_like(count), where=count > 0)
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * share,
+            self.m2 + other.m2 + delta**2 * self.count * share,
+            np.minimum(self.minimum, other.minimum),
+            np.maximum(self.maximum, other.maximum),
+        )
+
+    @property
+    def std(self) -> np.ndarray:
+        """Standard deviation over all values (ddof = 0); NaN where there is none."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.sqrt(self.m2 / self.count)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The five arrays by name."""
+        return {name: getattr(self, name) for name in NAMES}
+
+    def at(self, index: int) -> Moments:
+        """The moments at `index` of the first axis."""
+        return Moments(*(array[index] for array in self.arrays().values()))
+
+
+NAMES = ("count", "mean", "m2", "minimum", "maximum")
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Moments over members, dates and grid points, not weighted by area: `pressure` (T, V, Z) and `surface` (T, S)."""
+
+    pressure: Moments
+    surface: Moments
+
+
+def merge_all(moments: Iterable[Moments], shape: tuple[int, ...]) -> Moments:
+    """Merge any number of moments of `shape`, in the order given."""
+    return reduce(Moments.merge, moments, Moments.nothing(shape))
+
+
+def stack(moments: Iterable[Moments]) -> Moments:
+    """Put moments of one shape along a new first axis."""
+    rows = [list(item.arrays().values()) for item in moments]
+    return Moments(*(np.stack(column) for column in zip(*rows, strict=True)))
+
+
+def ensemble_moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[float, ...]]:
+    """Mean and spread of the members of one field, and the moments of all their values, in one pass over float64.
+
+    Args:
+        values: (M, Y, X) float64 of the members that are there, M >= 1.
+
+    Returns:
+        Mean (Y, X), spread (Y, X) with ddof = 1 (NaN for a single member), and (count, mean, m2, minimum, maximum).
+    """
+    members = len(values)
+    mean = values.mean(0)
+    squares = np.zeros_like(mean)
+    for member in values:  # member by member: no second array of the ensemble's size
+        squares += (member - mean) ** 2
+    centre = mean.mean()
+    m2 = squares.sum() + members * ((mean - centre) ** 2).sum()
+    spread = np.sqrt(squares / (members - 1)) if members > 1 else np.full_like(mean, np.nan)
+    moments = (float(values.size), float(centre), float(m2), float(values.min()), float(values.max()))
+    return mean, spread, moments

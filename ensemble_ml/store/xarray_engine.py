@@ -1,0 +1,158 @@
+"""`xarray.open_dataset(STORE, engine="ensemble_ml")`: decoded float32 fields under CF names, read when they are used.
+
+The forecast of a variable stands under its short name (t, z, t2m ...), its truth as `t_truth`, and likewise
+`t_control`, `t_mean` and `t_spread`; static fields under their own names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from xarray.backends import BackendArray, BackendEntrypoint
+from xarray.core import indexing
+
+from ensemble_ml.fields import field
+from ensemble_ml.store.metadata import cf_attributes, coordinates, is_store
+from ensemble_ml.store.read import TensorStore
+from ensemble_ml.store.schema import ArraySpec, Kind
+from ensemble_ml.store.source import Part, Selection
+
+_CELL_METHODS = {Part.MEAN: "realization: mean", Part.SPREAD: "realization: standard_deviation"}
+_INTERVAL = {"wind_speed_of_gust": "lead_time: maximum"}  # of a variable with lead bounds; sums are the rule
+
+
+class EnsembleBackend(BackendEntrypoint):
+    """The backend that xarray finds under the name `ensemble_ml`."""
+
+    description = "Tensor stores of ensemble_ml: decoded, lazy, CF-named variables"
+    open_dataset_parameters = ("filename_or_obj", "drop_variables")
+
+    def open_dataset(  # type: ignore[override]
+        self, filename_or_obj: str | os.PathLike, *, drop_variables: str | Iterable[str] | None = None
+    ) -> xr.Dataset:
+        """Open the store at `filename_or_obj`.
+
+        Raises:
+            UserError: no store stands there, or it is damaged.
+        """
+        store = TensorStore(Path(filename_or_obj))
+        dropped = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
+        coords = {name: _coordinate(*parts) for name, parts in coordinates(store.layout).items()}
+        coords = {
+            name: value for name, value in coords.items() if name not in (*dropped, "variable", "surface_variable")
+        }
+        variables = _variables(store)
+        variables |= {
+            name: xr.Variable(("latitude", "longitude"), values, cf_attributes(name))
+            for name, values in store.static().items()
+        }
+        kept = {name: value for name, value in variables.items() if name not in dropped}
+        attrs = {"Conventions": "CF-1.11", "source": store.path, "fingerprint": store.fingerprint()}
+        return xr.Dataset(kept, coords, attrs)
+
+    def guess_can_open(self, filename_or_obj: Any) -> bool:
+        """Whether a tensor store stands at `filename_or_obj`."""
+        return isinstance(filename_or_obj, str | os.PathLike) and is_store(Path(filename_or_obj))
+
+
+def _coordinate(values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]) -> xr.Variable:
+    """Decode times by hand, so that no option of `open_dataset` is needed for them."""
+    encoding = {key: attrs[key] for key in ("units", "calendar", "dtype") if key in attrs}
+    if dims == ("init_time",):
+        times = values.astype("datetime64[s]").astype("datetime64[ns]")
+        return xr.Variable(dims, times, _without(attrs, "units", "calendar"), {**encoding, "dtype": "int64"})
+    if dims == ("lead_time",):
+        leads = values.astype("timedelta64[h]").astype("timedelta64[ns]")
+        return xr.Variable(dims, leads, _without(attrs, "units", "dtype"), {"units": "hours", "dtype": "int64"})
+    return xr.Variable(dims, values, attrs)
+
+
+def _without(attrs: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in attrs.items() if key not in names}
+
+
+def _variables(store: TensorStore) -> dict[str, xr.Variable]:
+    found = {}
+    for spec in store.specs:
+        names = store.layout.variables if spec.kind is Kind.PRESSURE else store.layout.surface
+        for position, name in enumerate(names):
+            lazy = indexing.LazilyIndexedArray(StoreArray(store, spec, name, position))
+            dims = tuple(dim for dim in spec.dimensions if not dim.endswith("variable"))
+            chunks = {dim: 1 if dim == "init_time" else length for dim, length in zip(dims, lazy.shape, strict=True)}
+            label = name if spec.part is Part.FORECAST else f"{name}_{spec.part.value}"
+            found[label] = xr.Variable(dims, lazy, _attributes(store, spec, name), {"preferred_chunks": chunks})
+    return found
+
+
+def _attributes(store: TensorStore, spec: ArraySpec, name: str) -> dict[str, Any]:
+    known, attrs = field(name), cf_attributes(name)
+    attrs["long_name"] = (
+        attrs["long_name"] if spec.part is Part.FORECAST else f"{attrs['long_name']}, {spec.part.value}"
+    )
+    methods = [_CELL_METHODS[spec.part]] if spec.part in _CELL_METHODS else []
+    if known.temperature:
+        attrs["units_metadata"] = f"temperature: {'difference' if spec.part is Part.SPREAD else 'on_scale'}"
+    bounds = store.lead_bounds.get(name)
+    if bounds:
+        methods.insert(0, _INTERVAL.get(known.standard_name, "lead_time: sum"))
+        attrs["lead_bounds_hours"] = " ".join("none" if pair is None else f"{pair[0]}-{pair[1]}" for pair in bounds)
+    return attrs | ({"cell_methods": " ".join(methods)} if methods else {})
+
+
+class StoreArray(BackendArray):
+    """One variable of one part, decoded as it is indexed; shape (D[, M], T[, Z], Y, X), float32."""
+
+    def __init__(self, store: TensorStore, spec: ArraySpec, name: str, position: int):
+        self.store, self.spec, self.name = store, spec, name
+        axis = spec.dimensions.index("variable" if spec.kind is Kind.PRESSURE else "surface_variable")
+        self.shape = spec.on_disk[:axis] + spec.on_disk[axis + 1 :]
+        self.dims = spec.dimensions[:axis] + spec.dimensions[axis + 1 :]
+        self.dtype = np.dtype(np.float32)
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> np.ndarray:
+        """Answer xarray's indexers."""
+        return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
+
+    def _read(self, key: tuple[int | slice | np.ndarray, ...]) -> np.ndarray:
+        """Index each axis by itself: an integer drops its axis, a slice or an array keeps it."""
+        index = {
+            dim: np.arange(length)[part if isinstance(part, slice) else np.atleast_1d(part)]
+            for dim, part, length in zip(self.dims, key, self.shape, strict=True)
+        }
+        shape = tuple(len(positions) for positions in index.values())
+        out = np.empty(shape, np.float32)
+        if out.size:
+            selection, rows, columns = self._selection(index)
+            for place, date in enumerate(index["init_time"].tolist()):
+                out[place] = self._date(date, selection).reshape(*shape[1:-2], -1, self.shape[-1])[..., rows, :][
+                    ..., columns
+                ]
+        scalar = tuple(0 if isinstance(part, int | np.integer) else slice(None) for part in key)
+        return out[scalar]
+
+    def _selection(self, index: dict[str, np.ndarray]) -> tuple[Selection, np.ndarray, np.ndarray]:
+        lay, rows = self.store.layout, index["latitude"]
+        on_levels = self.spec.kind is Kind.PRESSURE
+        first, last = int(rows.min()), int(rows.max()) + 1
+        selection = Selection(
+            realization=_pick(lay.realization, index.get("realization")),
+            lead_hours=_pick(lay.lead_hours, index["lead_time"]),
+            levels=_pick(lay.levels, index.get("level")),
+            variables=(self.name,) if on_levels else (),
+            surface=() if on_levels else (self.name,),
+            rows=(first, last),
+        )
+        return selection, rows - first, index["longitude"]
+
+    def _date(self, date: int, selection: Selection) -> np.ndarray:
+        fields = self.store.read(self.spec.part, date, selection)
+        return fields.pressure if self.spec.kind is Kind.PRESSURE else fields.surface
+
+
+def _pick(values: tuple[int, ...], positions: np.ndarray | None) -> tuple[int, ...] | None:
+    return None if positions is None else tuple(values[position] for position in positions.tolist())
