@@ -70,11 +70,11 @@ FIELDS: tuple[Field, ...] = (
     _surface("u10", "eastward_wind", "10 metre eastward wind", "m s-1", (165,), "U10M", "10u", "10m_u_component_of_wind", "uas", vector_component=True),
     _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", vector_component=True),
     _surface("fg10", "wind_speed_of_gust", "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
-    _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228,), "TP", "total_precipitation", "pr_amount", family=_CENSORED, accumulated=True),
-    _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143,), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
+    _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228, 228228), "TP", "total_precipitation", "pr_amount", family=_CENSORED, accumulated=True),
+    _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
     _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
     _surface("tcwv", "atmosphere_mass_content_of_water_vapor", "total column water vapour", "kg m-2", (137,), "TCWV", "total_column_water_vapour", "prw", family=_TRUNCATED),
-    _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164,), "TCC", "total_cloud_cover", "clt"),
+    _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164, 228164), "TCC", "total_cloud_cover", "clt"),
     _surface("sst", "sea_surface_temperature", "sea surface temperature", "K", (34,), "SSTK", "sstk", "sea_surface_temperature", "tos"),
     _surface("skt", "surface_temperature", "skin temperature", "K", (235,), "SKT", "skin_temperature", "ts"),
     _surface("orog", "surface_altitude", "orography", "m", (228002,), "orography", static=True),
@@ -161,6 +161,8 @@ _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_fr
     ("mbar", "Pa"): (100.0, 0.0),
     ("millibar", "Pa"): (100.0, 0.0),
     ("mm", "m"): (1e-3, 0.0),
+    ("kg m-2", "m"): (1e-3, 0.0),  # of water, as GRIB edition 2 gives precipitation
+    ("kg m**-2", "m"): (1e-3, 0.0),
     ("g kg-1", "kg kg-1"): (1e-3, 0.0),
     ("%", "1"): (1e-2, 0.0),
 }

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
 
 
@@ -91,6 +92,11 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """A short hash of what the source holds, kept in checkpoints and forecasts."""
+
+
+def zero_by_nature(name: str, lead_hours: int) -> bool:
+    """Whether a field is zero without being stored: at the start of a forecast, nothing has been accumulated yet."""
+    return lead_hours == 0 and field(name).accumulated
 
 
 def select_dates(init_time: np.ndarray, periods: Sequence[str]) -> np.ndarray:

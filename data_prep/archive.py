@@ -1,0 +1,240 @@
+"""Archives read in place, behind the same face as a tensor store: fields are decoded when they are asked for.
+
+Which leads, variables and levels an archive has is the union over its start dates and members. What is in none of them
+(z at 850 hPa for one lead only, beside gusts at three others) is ragged by design, and masked; what is in some and not
+in others is missing, and `find_gap` names it.
+
+Axes: D start date, M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_prep.catalogue import Catalogue, Combine, Gathered, Target
+from data_prep.files import FORECAST, TRUTH
+from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
+from data_prep.records import CONTROL, IS_SURFACE, MEMBER, hour_text, variable_text
+from data_prep.selecting import chosen, control_as_member, layout_of, move, narrow, positions
+from ensemble_ml.config import Control
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.store.source import Fields, Layout, Part, Selection
+from ensemble_ml.store.statistics import ensemble_moments
+
+_NOTHING, _ABSENT = -1, -2
+
+
+class ArchiveSource:
+    """A forecast archive (implements `ensemble_ml.store.source.Source`). `lead_bounds` are as in a tensor store.
+
+    Raises:
+        UserError: nothing is left of what was asked for.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        control: Control = Control.APART,
+        variables: Sequence[str] | None = None,
+        levels: Sequence[int] | None = None,
+        leads: Sequence[int] | None = None,
+        dates: Sequence[str] | None = None,
+    ):
+        self.catalogue, self.path = catalogue, catalogue.path
+        records = from_start(catalogue.records)
+        if control is Control.INCLUDE:
+            records = control_as_member(records, self.path)
+        keep = not_at_lead_zero(records) & chosen(records, self.path, variables, levels, dates)
+        rows = np.flatnonzero(keep)
+        rows = rows[np.argsort(records["init"][rows], kind="stable")]  # start dates stand together
+        self._rows, self._records = rows, records[rows]
+        self._intervals = intervals(self._records)
+        self.layout = layout_of(self._records, catalogue.grid, self.path, leads)
+        for name in variables or ():
+            if name not in self.layout.names:
+                raise UserError(f"variables={name}: {self.path} has none of it at leads={list(leads or ())} h")
+        self.lead_bounds = lead_bounds(self.layout.names, self.layout.lead_hours, self._intervals)
+        self._place()
+        self._subtrahend = self._find_subtrahends()
+
+    def _place(self) -> None:
+        """Find the place of every record in the blocks; -1 on an axis where it has none."""
+        lay, records = self.layout, self._records
+        self._first = np.append(np.searchsorted(records["init"], lay.init_time), len(records))
+        axis = {name: place for group in (lay.variables, lay.surface) for place, name in enumerate(group)}
+        of_field = np.array([axis.get(field.name, -1) for field in FIELDS])
+        self._surface = IS_SURFACE[records["field"]]
+        member = positions(records["member"], lay.realization)
+        self._places = np.stack(
+            [
+                np.where(records["kind"] == MEMBER, member, 0),
+                positions(records["lead"], lay.lead_hours),
+                of_field[records["field"]],
+                np.where(self._surface, 0, positions(records["level"], lay.levels)),
+            ],
+            axis=1,
+        )
+
+    def _find_subtrahends(self) -> np.ndarray:
+        """Row of the sum that is to be taken off each record: _NOTHING, or _ABSENT where the archive lacks it."""
+        found = np.full(len(self._records), _NOTHING)
+        for index, by_lead in self._intervals.items():
+            mine = np.flatnonzero(self._records["field"] == index)
+            keys = self._records[["init", "kind", "member", "lead"]][mine].tolist()
+            row_of = dict(zip(keys, self._rows[mine].tolist(), strict=True))
+            for i, (*same, lead) in zip(mine.tolist(), keys, strict=True):
+                if lead in by_lead and by_lead[lead].previous is not None:
+                    found[i] = row_of.get((*same, by_lead[lead].previous), _ABSENT)
+        return found
+
+    def has(self, part: Part) -> bool:
+        """Whether any field of `part` is there."""
+        kinds = self._records["kind"]
+        if part is Part.TRUTH:
+            return False
+        if part is Part.SPREAD:
+            return len(self.layout.realization) > 1
+        return bool((kinds == (CONTROL if part is Part.CONTROL else MEMBER)).any())
+
+    def _here(self, part: Part, date: int) -> np.ndarray:
+        """Positions of the records that make the forecast or the control of one start date."""
+        here = np.arange(self._first[date], self._first[date + 1])
+        here = here[self._records["kind"][here] == (CONTROL if part is Part.CONTROL else MEMBER)]
+        return here[(self._places[here, 1] >= 0) & (self._subtrahend[here] != _ABSENT)]
+
+    def _targets(self, part: Part, date: int) -> list[Target]:
+        here = self._here(part, date)
+        targets = []
+        columns = (self._surface, self._places, self._rows, self._subtrahend)
+        for surface, place, row, less in zip(*(column[here].tolist() for column in columns), strict=True):
+            rows, combine = ((row,), Combine.ONE) if less == _NOTHING else ((row, less), Combine.DIFFERENCE)
+            targets.append(Target(surface, tuple(place[:3] if surface else place), rows, combine))
+        return targets
+
+    def gather(self, part: Part, date: int, selection: Selection = Selection()) -> Gathered:  # noqa: B008 - frozen
+        """Read one start date of the forecast or the control into blocks (see `data_prep.catalogue.Gathered`)."""
+        narrowed = narrow(self.layout, selection, self.path)
+        targets = move(self._targets(part, date), self.layout, narrowed, members=part is Part.FORECAST)
+        count = len(narrowed.realization) if part is Part.FORECAST else 1
+        return self.catalogue.gather(targets, narrowed, count, selection.rows)
+
+    def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
+        """Read one start date: see `ensemble_ml.store.source.Source`.
+
+        Raises:
+            UserError: the archive lacks the part or something selected, or a field cannot be decoded.
+        """
+        if not self.has(part):
+            raise UserError(f"{self.path}: has no {part.value}")
+        if part in (Part.MEAN, Part.SPREAD):
+            return self._moments(part, date, selection)
+        return Fields(*self.gather(part, date, selection).decoded())
+
+    def _moments(self, part: Part, date: int, selection: Selection) -> Fields:
+        """Mean or spread of all members, one lead at a time to bound the memory."""
+        leads = selection.lead_hours or self.layout.lead_hours
+        blocks = []
+        for lead in leads:
+            one = Selection(None, (lead,), selection.variables, selection.levels, selection.surface, selection.rows)
+            both = self.gather(Part.FORECAST, date, one).decoded()
+            blocks.append([_moment(values, part) for values in both])
+        pressure, surface = (np.concatenate(list(kind), axis=1) for kind in zip(*blocks, strict=True))
+        return Fields(pressure, surface)
+
+    def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields are there: bool (M, T, V, Z) and (M, T, S)."""
+        lay = self.layout
+        derived = part in (Part.MEAN, Part.SPREAD)
+        count = len(lay.realization) if derived or part is Part.FORECAST else 1
+        leads = len(lay.lead_hours)
+        pressure = np.zeros((count, leads, len(lay.variables), len(lay.levels)), bool)
+        surface = np.zeros((count, leads, len(lay.surface)), bool)
+        if self.has(part):
+            here = self._here(Part.FORECAST if derived else part, date)
+            flat = self._surface[here]
+            pressure[tuple(self._places[here[~flat]].T)] = True
+            surface[tuple(self._places[here[flat], :3].T)] = True
+        if derived:
+            least = 2 if part is Part.SPREAD else 1
+            return pressure.sum(0, keepdims=True) >= least, surface.sum(0, keepdims=True) >= least
+        return pressure, surface
+
+    def static(self) -> dict[str, np.ndarray]:
+        """Static fields that came with the archive, (Y, X) float32."""
+        return self.catalogue.static()
+
+    def fingerprint(self) -> str:
+        """16 hex digits over file names, sizes and keys of all fields."""
+        return self.catalogue.fingerprint()
+
+
+def open_archive(
+    paths: Any,
+    *,
+    role: str = FORECAST,
+    control: Control = Control.APART,
+    variables: Sequence[str] | None = None,
+    levels: Sequence[int] | None = None,
+    leads: Sequence[int] | None = None,
+    dates: Sequence[str] | None = None,
+) -> ArchiveSource:
+    """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
+
+    Args:
+        paths: where it lies; a folder with archive.json stands for its sub-folder of that role.
+        role: "forecast" or "truth"; a truth archive is what `data_prep.truth` aligns, here its fields stand under
+            their own dates.
+        control: whether an unperturbed member counts as a member.
+        variables, levels, leads, dates: what to keep; None keeps all.
+
+    Raises:
+        UserError: a file is missing or damaged, or nothing is left of what was asked for.
+    """
+    if role not in (FORECAST, TRUTH):
+        raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
+    catalogue = Catalogue(paths, role=role)
+    return ArchiveSource(catalogue, control=control, variables=variables, levels=levels, leads=leads, dates=dates)
+
+
+def _moment(values: np.ndarray, part: Part) -> np.ndarray:
+    """Mean or spread (1, T, ..., Y, X) of the members (M, T, ..., Y, X) that are there; NaN where there are too few."""
+    out = np.full((1, *values.shape[1:]), np.nan, np.float32)
+    for cell in np.ndindex(*values.shape[1:-2]):
+        members = values[:, *cell].astype(np.float64)
+        members = members[np.isfinite(members[:, 0, 0])]
+        if len(members):
+            mean, spread, _ = ensemble_moments(members)
+            out[0, *cell] = mean if part is Part.MEAN else spread
+    return out
+
+
+def find_gap(source: ArchiveSource, part: Part = Part.FORECAST) -> str | None:
+    """Name the first field that is missing for some dates or members while others have it; None where none is.
+
+    A field that no date and member has at a lead is ragged by design, and no gap.
+    """
+    lay = source.layout
+    if not source.has(part):
+        return None
+    every = [source.present(part, date) for date in range(len(lay.init_time))]
+    anywhere = [np.any([both[surface].any(0) for both in every], axis=0) for surface in (False, True)]
+    for date, both in enumerate(every):
+        for surface, there in enumerate(both):
+            lacking = np.argwhere(anywhere[surface] & ~there)
+            if len(lacking):
+                return _gap_text(lay, part, date, bool(surface), lacking)
+    return None
+
+
+def _gap_text(lay: Layout, part: Part, date: int, surface: bool, lacking: np.ndarray) -> str:
+    member, lead, variable, *level = lacking[0].tolist()
+    name = (lay.surface if surface else lay.variables)[variable]
+    what = variable_text(field(name), lay.levels[level[0]] if level else 0)
+    who = "the control" if part is Part.CONTROL else f"member {lay.realization[member]}"
+    more = f" ({len(lacking)} fields are missing on that date)" if len(lacking) > 1 else ""
+    return f"{who} at {hour_text(lay.init_time[date])} lacks {what}, lead {lay.lead_hours[lead]} h{more}"

@@ -1,0 +1,123 @@
+"""Axes of NetCDF files and Zarr stores: the names under which they are met, and their values in our units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.errors import UserError
+
+# Names under which the axes of archives are met; standard names are looked up in the attributes as well.
+ALIASES = {
+    "init": (
+        "init_time", "forecast_reference_time", "initial_time", "reference_time", "initialization_time",
+        "time", "valid_time",
+    ),
+    "lead": ("lead_time", "prediction_timedelta", "forecast_period", "step", "lead", "leadtime", "fhour"),
+    "member": ("realization", "number", "member", "ensemble", "ensemble_member", "ens", "sample"),
+    "level": ("level", "isobaricInhPa", "plev", "pressure_level", "pressure", "air_pressure", "isobaric", "lev"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon"),
+}  # fmt: skip
+_STANDARD = {
+    "init": "forecast_reference_time",
+    "lead": "forecast_period",
+    "member": "realization",
+    "level": "air_pressure",
+}
+_HOURS = {
+    "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
+    "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
+}  # fmt: skip
+
+
+def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
+    """The coordinate of `array` that plays a role of ALIASES, by CF standard name first; None where it has none."""
+    standard = _STANDARD.get(role, role)
+    for coordinate in array.coords.values():
+        if coordinate.ndim <= 1 and coordinate.attrs.get("standard_name") == standard:
+            return coordinate
+    for name in ALIASES[role]:
+        if name in array.coords and array.coords[name].ndim <= 1:
+            return array.coords[name]
+    return None
+
+
+def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
+    """Where one dimension carries two roles (lead times written as a time axis), the lead keeps it.
+
+    Raises:
+        UserError: start dates differ along it.
+    """
+    init, lead = axes["init"], axes["lead"]
+    if init is None or lead is None or not init.ndim or not lead.ndim or init.dims != lead.dims:
+        return
+    starts = np.unique(init.values - (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]"))
+    if len(starts) != 1:
+        raise UserError(f"{array.name}: dimension {lead.dims[0]} carries both start and lead time; give each its own")
+    axes["init"] = xr.DataArray(starts[0])
+
+
+def _read_init(axis: xr.DataArray | None) -> np.ndarray:
+    if axis is None:
+        return np.array(0, "datetime64[s]")
+    if not np.issubdtype(axis.dtype, np.datetime64):
+        raise UserError(f"{axis.name}: units {axis.attrs.get('units')!r} do not make a date of the standard calendar")
+    return axis.values.astype("datetime64[s]")
+
+
+def _read_member(axis: xr.DataArray | None) -> np.ndarray:
+    if axis is None:
+        return np.array(0)
+    try:
+        return axis.values.astype(np.int32)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{axis.name}: members are numbered with integers, not {axis.values.ravel()[:3]}") from error
+
+
+def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
+    if axis is None:
+        return np.array(0)
+    hours = to_hours(axis.values, axis)
+    if (np.abs(hours - np.rint(hours)) > 1e-6).any():
+        raise UserError(f"{axis.name}: only whole hours of lead time are read")
+    return np.rint(hours).astype(np.int32)
+
+
+def to_hours(values: np.ndarray, axis: xr.DataArray) -> np.ndarray:
+    """Lead times as float64 hours, by the units of `axis`.
+
+    Raises:
+        UserError: the units are not known.
+    """
+    if np.issubdtype(values.dtype, np.timedelta64):
+        return values / np.timedelta64(1, "h")
+    units = str(axis.attrs.get("units", "")).lower()
+    factor = _HOURS.get(units) or _HOURS.get(units.rstrip("s"))
+    if factor is None:
+        raise UserError(f"{axis.name}: units {units!r} of lead time; hours, days, minutes or seconds are read")
+    return np.asarray(values, np.float64) * factor
+
+
+def _read_level(axis: xr.DataArray | None) -> np.ndarray:
+    if axis is None:
+        return np.array(0)
+    units = str(axis.attrs.get("units", "")).strip()
+    values = axis.values.astype(np.float64)
+    if units in ("Pa", "pascal") or (not units and values.max() > 1100):
+        values = values / 100
+    elif units not in ("hPa", "millibars", "millibar", "mbar", "mb", ""):
+        raise UserError(f"{axis.name}: units {units!r} of pressure level; hPa or Pa are read")
+    if (np.abs(values - np.rint(values)) > 1e-6).any():
+        raise UserError(f"{axis.name}: only levels of whole hPa are read")
+    return np.rint(values).astype(np.int32)
+
+
+READ: dict[str, Any] = {"init": _read_init, "member": _read_member, "lead": _read_lead, "level": _read_level}
+
+
+def known_axes() -> str:
+    """The alias table as messages show it."""
+    return "; ".join(f"{role}: {', '.join(names)}" for role, names in ALIASES.items())

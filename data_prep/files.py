@@ -1,0 +1,95 @@
+"""Which files an archive consists of, and what kind each of them is: decided by content, not by name."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from data_prep.grib import GribFile
+from data_prep.records import Reader
+from data_prep.xarray_files import XarrayFile
+from ensemble_ml.config import as_list
+from ensemble_ml.errors import UserError
+
+FORECAST, TRUTH = "forecast", "truth"
+_SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
+_EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth"}  # sub-folders of an archive with archive.json
+_ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
+
+
+def archive_files(paths: Any, *, role: str = FORECAST) -> list[str]:
+    """Expand files, folders, globs or a list of them into data files, sorted, each once.
+
+    A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for its sub-folder of that role.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    found: dict[str, None] = {}
+    for path in as_list(paths):
+        for name in _expand(path, role):
+            found.setdefault(name)
+    if not found:
+        raise UserError(f"{role} archive {paths!r}: no path given")
+    return sorted(found)
+
+
+def _expand(path: str, role: str) -> list[str]:
+    if os.path.isdir(path) and not is_zarr(path):
+        return _folder(Path(path), role)
+    if os.path.exists(path):
+        return [path]
+    matches = glob.glob(path, recursive=True) if glob.has_magic(path) else []
+    if not matches:
+        raise UserError(f"{path}: no such file or folder; give the {role} archive's path, a folder or a glob")
+    return [name for match in matches for name in _expand(match, role)]
+
+
+def _folder(folder: Path, role: str) -> list[str]:
+    if (folder / "archive.json").is_file():
+        folder = folder / _EMBEDDED[role]
+        if not folder.is_dir():
+            raise UserError(f"{folder.parent}: archive.json stands there but no folder {folder.name}; simulate it anew")
+    names = []
+    for root, folders, files in os.walk(folder):
+        zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]
+        folders[:] = [name for name in folders if name not in zarrs and not name.startswith(".")]
+        names += [os.path.join(root, name) for name in zarrs]
+        names += [os.path.join(root, name) for name in files if name.lower().endswith(_SUFFIXES)]
+    if not names:
+        raise UserError(f"{folder}: holds no archive file ({', '.join(_SUFFIXES)})")
+    return names
+
+
+def is_zarr(path: str | os.PathLike) -> bool:
+    """Whether a folder is a Zarr group of either version."""
+    return any(os.path.isfile(os.path.join(path, mark)) for mark in _ZARR_MARKS)
+
+
+def open_readers(files: Iterable[str]) -> list[Reader]:
+    """Index each file.
+
+    Raises:
+        UserError: a file is missing, damaged, or of a format that is not read.
+    """
+    return [_open_reader(path) for path in files]
+
+
+def _open_reader(path: str) -> Reader:
+    if os.path.isdir(path):
+        if not is_zarr(path):
+            raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
+        return XarrayFile(path)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(512)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    if head[:3] == b"CDF" or head[:4] == b"\x89HDF":
+        return XarrayFile(path)
+    if b"GRIB" in head or not head:
+        return GribFile(path)
+    raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

@@ -1,0 +1,113 @@
+"""Sums and maxima over ranges of steps: which interval a forecast's field belongs to, and what makes it.
+
+A sum that runs from the start of the forecast is brought to the forecast's own interval, from one of the archive's lead
+times to the next: at 24 and 48 h it becomes the sums over 0-24 and 24-48 h. At lead 0 such a field is absent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_prep.records import IS_ACCUMULATED, field_of
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Hours `start` to `end` after the start date; the sum from the start to the lead `previous` is to be taken off."""
+
+    start: int
+    end: int
+    previous: int | None = None
+
+
+def not_at_lead_zero(records: np.ndarray) -> np.ndarray:
+    """Which records are no sums at the start of the forecast, which are zero by definition: (N,) bool."""
+    return ~(IS_ACCUMULATED[records["field"]] & (records["lead"] == 0) & (records["lead_start"] >= 0))
+
+
+def from_start(records: np.ndarray) -> np.ndarray:
+    """Let sums whose file states no range of steps run from the start of the forecast."""
+    records = records.copy()
+    open_sums = IS_ACCUMULATED[records["field"]] & ~(records["bounded"] & (records["lead_start"] < records["lead"]))
+    records["lead_start"][open_sums] = 0
+    return records
+
+
+def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
+    """The interval of every field that has one: position in FIELDS -> lead -> Interval.
+
+    Raises:
+        UserError: one lead has ranges of several lengths.
+    """
+    ranged = records[records["lead_start"] < records["lead"]]
+    found: dict[int, dict[int, Interval]] = {}
+    for index in np.unique(ranged["field"]).tolist():
+        mine = ranged[ranged["field"] == index]
+        pairs = np.unique(np.stack([mine["lead"], mine["lead_start"]], 1), axis=0).tolist()
+        found[index] = _of_field(index, pairs)
+    return found
+
+
+def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
+    name = FIELDS[index].name
+    leads = [lead for lead, _ in pairs]
+    for lead in leads:
+        if leads.count(lead) > 1:
+            starts = [start for of, start in pairs if of == lead]
+            raise UserError(
+                f"{name}: steps {' and '.join(f'{start}-{lead}' for start in starts)} end at the same lead; "
+                "keep one kind of range in the archive"
+            )
+    result: dict[int, Interval] = {}
+    running: list[int] = []
+    for lead, start in pairs:  # ascending leads
+        if start == 0 and FIELDS[index].accumulated:
+            result[lead] = Interval(running[-1] if running else 0, lead, running[-1] if running else None)
+            running.append(lead)
+        else:
+            result[lead] = Interval(start, lead)
+    return result
+
+
+def lead_bounds(
+    names: tuple[str, ...], leads: tuple[int, ...], found: dict[int, dict[int, Interval]]
+) -> dict[str, list[list[int] | None]]:
+    """For each variable over intervals, [first, last] hour for each lead, or None where it has none."""
+    bounds: dict[str, list[list[int] | None]] = {}
+    for index, by_lead in sorted(found.items()):
+        if FIELDS[index].name in names:
+            known = [by_lead.get(lead) for lead in leads]
+            bounds[FIELDS[index].name] = [[one.start, one.end] if one else None for one in known]
+    return bounds
+
+
+class Tiles:
+    """The intervals that a truth archive states for one field, ready to be laid end to end."""
+
+    def __init__(self, records: np.ndarray, rows: np.ndarray):
+        """`rows` are positions in the catalogue of `records`, which all belong to one field."""
+        hour = np.timedelta64(1, "h")
+        self.name = field_of(records[0]).name
+        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int]]] = {}
+        for record, row in zip(records, rows.tolist(), strict=True):
+            start, end = (record["init"] + int(record[key]) * hour for key in ("lead_start", "lead"))
+            self._ending.setdefault(end, []).append((start, row))
+        self.stated = bool((records["lead_start"] < records["lead"]).any())
+
+    def cover(self, start: np.datetime64, end: np.datetime64) -> tuple[int, ...]:
+        """Rows whose intervals fill start to end without gap or overlap; empty where there are none.
+
+        The longest interval that fits is taken first, from the end backwards.
+        """
+        rows: list[int] = []
+        while end > start:
+            fitting = [(first, row) for first, row in self._ending.get(end, []) if start <= first < end]
+            if not fitting:
+                return ()
+            end, row = min(fitting)
+            rows.append(row)
+        return tuple(reversed(rows))

@@ -1,0 +1,201 @@
+"""Forecast, truth and static fields as one source: what prepare, predict and evaluate open."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_prep.archive import ArchiveSource, open_archive
+from data_prep.catalogue import Catalogue
+from data_prep.files import TRUTH
+from data_prep.records import FIELD_INDEX
+from data_prep.truth import ArchiveTruth, check_grid
+from ensemble_ml.config import Control, as_list
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Fields, Layout, Part, Selection, Source, TensorStore, is_store, open_store
+
+
+class StoreTruth:
+    """The truth of a tensor store under the start dates and leads of another source (see `ArchiveTruth`)."""
+
+    def __init__(self, store: TensorStore, layout: Layout):
+        if not store.has(Part.TRUTH):
+            raise UserError(f"truth {store.path}: the store has no truth; prepare it with truth=ARCHIVE")
+        check_grid(store.layout.grid, store.path, layout.grid)
+        self.store, self.layout, self.path = store, layout, store.path
+        own = store.layout
+        self._date = _index(layout.init_time.tolist(), own.init_time.tolist())
+        self._axes = {name: _index(getattr(layout, name), getattr(own, name)) for name in _AXES}
+
+    def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""
+        lay, there = self.layout, self._date[date]
+        shape = 1, len(lay.lead_hours)
+        pressure = np.zeros((*shape, len(lay.variables), len(lay.levels)), bool)
+        surface = np.zeros((*shape, len(lay.surface)), bool)
+        if there >= 0:
+            found = self.store.present(Part.TRUTH, there)
+            lead, variable, level, flat = (self._axes[name] for name in _AXES)
+            every_axis = (lead, variable, level), (lead, flat)
+            for block, values, axes in zip((pressure, surface), found, every_axis, strict=True):
+                first = np.zeros(1, int)
+                to = np.ix_(first, *(np.flatnonzero(axis >= 0) for axis in axes))
+                block[to] = values[np.ix_(first, *(axis[axis >= 0] for axis in axes))]
+        return pressure, surface
+
+    def read(self, date: int, selection: Selection) -> Fields:
+        """Read one start date; NaN where the store lacks a field."""
+        wanted = {name: getattr(selection, name) for name in _AXES}
+        wanted = {name: getattr(self.layout, name) if value is None else value for name, value in wanted.items()}
+        own = self.store.layout
+        common = {name: tuple(v for v in values if v in getattr(own, name)) for name, values in wanted.items()}
+        first, last = selection.rows or (0, self.layout.grid.shape[0])
+        shape = 1, len(wanted["lead_hours"])
+        points = last - first, self.layout.grid.shape[1]
+        pressure = np.full((*shape, len(wanted["variables"]), len(wanted["levels"]), *points), np.nan, np.float32)
+        surface = np.full((*shape, len(wanted["surface"]), *points), np.nan, np.float32)
+        if self._date[date] >= 0:
+            found = self.store.read(Part.TRUTH, self._date[date], Selection(rows=selection.rows, **common))
+            lead, variable, level, flat = ([wanted[name].index(v) for v in common[name]] for name in _AXES)
+            pressure[np.ix_([0], lead, variable, level)] = found.pressure
+            surface[np.ix_([0], lead, flat)] = found.surface
+        return Fields(pressure, surface)
+
+    def fingerprint(self) -> str:
+        """That of the store."""
+        return self.store.fingerprint()
+
+
+_AXES = ("lead_hours", "variables", "levels", "surface")
+
+
+def _index(wanted: Sequence[Any], there: Sequence[Any]) -> np.ndarray:
+    place = {value: number for number, value in enumerate(there)}
+    return np.array([place.get(value, -1) for value in wanted], int)
+
+
+class Pair:
+    """A forecast with its truth and static fields (implements `ensemble_ml.store.source.Source`).
+
+    Without a truth of its own it passes on that of `forecast`; the same holds for static fields.
+    """
+
+    def __init__(
+        self, forecast: Source, truth: ArchiveTruth | StoreTruth | None, static: dict[str, np.ndarray] | None = None
+    ):
+        self.forecast, self.truth, self.path, self.layout = forecast, truth, forecast.path, forecast.layout
+        self.lead_bounds: dict[str, list[list[int] | None]] = getattr(forecast, "lead_bounds", {})
+        self._static = static
+
+    def has(self, part: Part) -> bool:
+        """Whether any field of `part` is there."""
+        if part is not Part.TRUTH or self.truth is None:
+            return self.forecast.has(part)
+        dates = range(len(self.layout.init_time))
+        return any(there.any() for date in dates for there in self.truth.present(date))
+
+    def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
+        """Read one start date: see `ensemble_ml.store.source.Source`.
+
+        Raises:
+            UserError: a part or something selected is not there, or a field cannot be decoded.
+        """
+        if part is Part.TRUTH and self.truth is not None:
+            return self.truth.read(date, selection)
+        return self.forecast.read(part, date, selection)
+
+    def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields are there: bool (M, T, V, Z) and (M, T, S)."""
+        if part is Part.TRUTH and self.truth is not None:
+            return self.truth.present(date)
+        return self.forecast.present(part, date)
+
+    def static(self) -> dict[str, np.ndarray]:
+        """Static fields, (Y, X) float32."""
+        return self._static if self._static is not None else self.forecast.static()
+
+    def fingerprint(self) -> str:
+        """16 hex digits over all that was opened."""
+        parts = [self.forecast.fingerprint()] + ([self.truth.fingerprint()] if self.truth else [])
+        return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def open_source(path: Any, *, control: Control = Control.APART) -> Source:
+    """Open a tensor store or a forecast archive, whichever `path` is.
+
+    Raises:
+        UserError: it is neither, or damaged.
+    """
+    store = _store(path)
+    return store if store is not None else open_archive(path, control=control)
+
+
+def open_pair(forecast: Any, truth: Any = None, static: Any = None, *, control: Control = Control.APART) -> Pair:
+    """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
+
+    Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own.
+
+    Raises:
+        UserError: something is missing or damaged, or grids differ.
+    """
+    return pair(open_source(forecast, control=control), truth, static)
+
+
+def pair(source: Source, truth: Any, static: Any) -> Pair:
+    """Put truth and static fields, given by their paths, beside an open forecast.
+
+    Raises:
+        UserError: as `open_pair`.
+    """
+    fields = open_static(static, source.layout) if as_list(static) else None
+    if not as_list(truth):
+        return Pair(source, None, fields)
+    store = _store(truth)
+    if store is not None:
+        return Pair(source, StoreTruth(store, source.layout), fields)
+    catalogue = Catalogue(truth, role=TRUTH)
+    bounds = getattr(source, "lead_bounds", {})
+    return Pair(source, ArchiveTruth(catalogue, source.layout, _wanted(source), bounds), fields)
+
+
+def open_static(paths: Any, layout: Layout) -> dict[str, np.ndarray]:
+    """Read static fields (orography, land mask) from a file on the forecast's grid.
+
+    Raises:
+        UserError: the file is missing or damaged, holds none, or has another grid.
+    """
+    catalogue = Catalogue(paths, role="static")
+    check_grid(catalogue.grid, f"static={catalogue.path}", layout.grid)
+    found = catalogue.static()
+    if not found:
+        known = ", ".join(name for name in FIELD_INDEX if name in ("orog", "lsm"))
+        raise UserError(f"static={catalogue.path}: holds no static field; known are {known}")
+    return found
+
+
+def _store(path: Any) -> TensorStore | None:
+    paths = as_list(path)
+    stores = [one for one in paths if is_store(_as_path(one))]
+    if stores and len(paths) > 1:
+        raise UserError(f"{stores[0]}: is a tensor store among {len(paths)} paths; give it alone")
+    return open_store(stores[0]) if stores else None
+
+
+def _as_path(path: str) -> Any:
+    from pathlib import Path
+
+    return Path(os.fspath(path))
+
+
+def _wanted(source: Source) -> tuple[np.ndarray, np.ndarray]:
+    """Fields that the forecast has for any date and member: bool (T, V, Z) and (T, S)."""
+    dates = range(len(source.layout.init_time))
+    there = [[one.any(0) for one in source.present(Part.FORECAST, date)] for date in dates]
+    return np.any([one[0] for one in there], axis=0), np.any([one[1] for one in there], axis=0)
+
+
+__all__ = ["ArchiveSource", "Pair", "open_pair", "open_source", "open_static", "pair"]

@@ -1,0 +1,118 @@
+"""A catalogue of two-dimensional fields: one row a field, whatever kind of file it lies in.
+
+An archive of any format is read in two steps: a `Reader` for each file lists its fields as rows of `RECORD`, and later
+hands out the values of chosen rows as `RawField`s. Everything in between (which fields are there, which are missing,
+which verify which) is arithmetic on the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ensemble_ml.fields import FIELDS, Field
+from ensemble_ml.grid import Grid
+from ensemble_ml.store.packing import PackedBlock, decode
+
+MEMBER, CONTROL = 0, 1
+GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
+GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
+
+RECORD = np.dtype(
+    [
+        ("file", np.int32),  # position of the reader in the archive
+        ("field", np.int16),  # position in FIELDS
+        ("level", np.int32),  # hPa; 0 at the surface
+        ("kind", np.uint8),  # MEMBER or CONTROL
+        ("member", np.int32),
+        ("init", "datetime64[s]"),
+        ("lead_start", np.int32),  # hours; below `lead` where the field is a sum or maximum over a range of steps
+        ("lead", np.int32),  # hours; the end of the range
+        ("bounded", bool),  # whether the file states lead_start
+        ("offset", np.int64),  # GRIB: of the message in the file; else the flat index over the leading axes
+        ("length", np.int64),
+        ("place", np.int16),  # GRIB: position in `data_prep.grib_keys.places`
+        ("data", np.int32),  # offset of the packed integers in the message
+        ("bits", np.uint8),
+        ("simple", bool),  # packed integers can be taken as they are: value = ((X * scale) + reference) * decimal
+        ("reference", np.float64),  # where not simple: value = decoded * decimal + reference
+        ("scale", np.float64),
+        ("decimal", np.float64),
+    ]
+)
+KEYS = ["field", "level", "kind", "member", "init", "lead_start", "lead"]
+
+FIELD_INDEX = {field.name: index for index, field in enumerate(FIELDS)}
+IS_STATIC = np.array([field.static for field in FIELDS])
+IS_SURFACE = np.array([field.surface for field in FIELDS])
+IS_ACCUMULATED = np.array([field.accumulated for field in FIELDS])
+
+
+@dataclass(frozen=True, eq=False)
+class RawField:
+    """One field in the program's order of rows and columns, as the file holds it.
+
+    `values` (Y, X) are either packed integers (uint16), with value = ((X * scale) + reference) * decimal in double
+    precision, or float32 values in the registry's units.
+    """
+
+    values: np.ndarray
+    reference: float = 0.0
+    scale: float = 1.0
+    decimal: float = 1.0
+
+    @property
+    def packed(self) -> bool:
+        """Whether `values` are integers."""
+        return self.values.dtype == np.uint16
+
+    def decode(self) -> np.ndarray:
+        """Values (Y, X) float32, bit for bit those of ecCodes for simple packing."""
+        if not self.packed:
+            return self.values
+        reference, scale, decimal = (np.array(part) for part in (self.reference, self.scale, self.decimal))
+        return decode(PackedBlock(self.values, reference, scale, decimal, np.array(True)))
+
+
+class Reader(Protocol):
+    """One file of an archive.
+
+    `records` are RECORD rows in the file's own order, and `grid` is theirs (None where there are none); `skipped`
+    counts the fields of variables that the registry does not know.
+    """
+
+    path: str
+    records: np.ndarray
+    grid: Grid | None
+    skipped: dict[str, int]
+
+    def fields(self, records: np.ndarray) -> Iterator[RawField]:
+        """Yield the values of `records`, in their order."""
+
+    def close(self) -> None:
+        """Give back the file handle; a later read opens it anew."""
+
+
+def field_of(record: np.void) -> Field:
+    """The registry's entry of a record."""
+    return FIELDS[int(record["field"])]
+
+
+def hour_text(time: np.datetime64) -> str:
+    """A start or valid time as messages show it, e.g. 2001-01-31T12."""
+    return str(time.astype("datetime64[h]"))
+
+
+def variable_text(field: Field, level: int) -> str:
+    """A variable as messages show it, e.g. `t at 500 hPa`."""
+    return field.name if field.surface or field.static else f"{field.name} at {level} hPa"
+
+
+def describe(record: np.void) -> str:
+    """A record as messages show it, e.g. `t at 500 hPa, member 7, 2001-01-03T00, lead 48 h`."""
+    member = "control" if record["kind"] == CONTROL else f"member {record['member']}"
+    where = f"{member}, {hour_text(record['init'])}, lead {record['lead']} h"
+    return f"{variable_text(field_of(record), int(record['level']))}, {where}"

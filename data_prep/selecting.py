@@ -1,0 +1,140 @@
+"""Coordinates of an archive, and cutting them down to what a caller selects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_prep.catalogue import Target
+from data_prep.records import CONTROL, FIELD_INDEX, IS_SURFACE, MEMBER
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.grid import Grid
+from ensemble_ml.store.source import Layout, Selection, select_dates
+
+
+def control_as_member(records: np.ndarray, path: str) -> np.ndarray:
+    """Count the unperturbed member among the members, under its own number.
+
+    Raises:
+        UserError: a perturbed member has that number.
+    """
+    numbers = [set(np.unique(records["member"][records["kind"] == kind]).tolist()) for kind in (MEMBER, CONTROL)]
+    if numbers[0] & numbers[1]:
+        number = min(numbers[0] & numbers[1])
+        raise UserError(f"control=include: {path} has a perturbed member {number} beside it; use control=apart")
+    records = records.copy()
+    records["kind"] = MEMBER
+    return records
+
+
+def chosen(
+    records: np.ndarray,
+    path: str,
+    variables: Sequence[str] | None,
+    levels: Sequence[int] | None,
+    dates: Sequence[str] | None,
+) -> np.ndarray:
+    """Which records are of the variables, levels and start dates asked for: (N,) bool.
+
+    Raises:
+        UserError: one of them is unknown, or the archive has none of it.
+    """
+    keep = np.ones(len(records), bool)
+    if variables is not None:
+        wanted = [FIELD_INDEX[field(name).name] for name in variables]
+        there = np.unique(records["field"]).tolist()
+        for index in wanted:
+            if index not in there:
+                has = ", ".join(FIELDS[one].name for one in there)
+                raise UserError(f"variables={FIELDS[index].name}: {path} has none of it; it has {has}")
+        keep &= np.isin(records["field"], wanted)
+    if levels is not None:
+        there = np.unique(records["level"][~IS_SURFACE[records["field"]]]).tolist()
+        _require("levels", levels, there, path)
+        keep &= np.isin(records["level"], levels) | IS_SURFACE[records["field"]]
+    if dates is not None:
+        starts = np.unique(records["init"]).astype("datetime64[ns]")
+        keep &= np.isin(records["init"].astype("datetime64[ns]"), starts[select_dates(starts, dates)])
+    return keep
+
+
+def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] | None) -> Layout:
+    """Coordinates that the records span.
+
+    Raises:
+        UserError: there is no member, or a lead that is asked for is not there.
+    """
+    there = np.unique(records["lead"]).tolist()
+    if leads is not None:
+        _require("leads", leads, there, path)
+        there = sorted(set(leads))
+        records = records[np.isin(records["lead"], there)]
+    members = records[records["kind"] == MEMBER]
+    if not len(members):
+        remedy = "count the control as one with control=include" if len(records) else "choose other variables or levels"
+        raise UserError(f"{path}: no member of an ensemble is left; {remedy}")
+    found = np.unique(records["field"]).tolist()
+    upper = records["level"][~IS_SURFACE[records["field"]]]
+    return Layout(
+        np.unique(records["init"]).astype("datetime64[ns]"),
+        tuple(np.unique(members["member"]).tolist()),
+        tuple(there),
+        tuple(FIELDS[index].name for index in found if not FIELDS[index].surface),
+        tuple(np.unique(upper).tolist()),
+        tuple(FIELDS[index].name for index in found if FIELDS[index].surface),
+        grid,
+    )
+
+
+def positions(values: np.ndarray, axis: Sequence[int]) -> np.ndarray:
+    """Position of each value on an ascending axis, -1 where it is not there."""
+    if not len(axis):
+        return np.full(len(values), -1)
+    ticks = np.asarray(axis)
+    found = np.minimum(np.searchsorted(ticks, values), len(ticks) - 1)
+    return np.where(ticks[found] == values, found, -1)
+
+
+def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
+    """The coordinates of `layout` that are selected, in the selection's order; rows are left alone.
+
+    Raises:
+        UserError: something selected is not there.
+    """
+    picked: dict[str, tuple[Any, ...]] = {}
+    for name in ("realization", "lead_hours", "variables", "levels", "surface"):
+        axis, wanted = getattr(layout, name), getattr(selection, name)
+        if wanted is not None:
+            _require(name, wanted, axis, path)
+        picked[name] = axis if wanted is None else tuple(wanted)
+    return Layout(layout.init_time, grid=layout.grid, **picked)
+
+
+def move(targets: Sequence[Target], old: Layout, new: Layout, *, members: bool) -> list[Target]:
+    """Bring targets from their places in `old` to those in `new`; those that `new` lacks are dropped."""
+    if old == new:
+        return list(targets)
+    upper = [_map(old.realization, new.realization) if members else [0]]
+    upper += [_map(getattr(old, name), getattr(new, name)) for name in ("lead_hours", "variables", "levels")]
+    lower = [*upper[:2], _map(old.surface, new.surface)]
+    moved = []
+    for target in targets:
+        maps = lower if target.surface else upper
+        place = tuple(axis[at] for axis, at in zip(maps, target.place, strict=True))
+        if min(place) >= 0:
+            moved.append(Target(target.surface, place, target.rows, target.combine))
+    return moved
+
+
+def _map(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
+    return [new.index(value) if value in new else -1 for value in old]
+
+
+def _require(name: str, wanted: Sequence[Any], there: Sequence[Any], path: str) -> None:
+    for value in wanted:
+        if value not in there:
+            has = ", ".join(map(str, there)) or "none at all"
+            raise UserError(f"{name}={value}: {path} has none of it; it has {has}")

@@ -1,0 +1,210 @@
+"""Truth beside a forecast: verifying fields brought to valid time, init_time + lead_time.
+
+A truth archive is a set of fields with valid times, whatever its files say of themselves: analyses, or short forecasts
+(the shortest lead that verifies at a time is taken). Sums and maxima over ranges of steps are made to cover exactly the
+forecast's own interval, out of the intervals that the truth states.
+
+Axes: D start date, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from data_prep.catalogue import Catalogue, Combine, Gathered, Target
+from data_prep.intervals import Tiles
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, hour_text, variable_text
+from data_prep.selecting import move, narrow
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.grid import Grid
+from ensemble_ml.store.source import Fields, Layout, Selection
+
+log = logging.getLogger(__name__)
+
+_MISSING = -1
+_HOUR = np.timedelta64(1, "h")
+
+
+class ArchiveTruth:
+    """A truth archive aligned to a forecast.
+
+    Args:
+        catalogue: the fields of the truth archive.
+        layout: coordinates of the forecast.
+        wanted: fields that the forecast has for any date, bool (T, V, Z) and (T, S).
+        bounds: the forecast's intervals, [first, last] hour for each lead of a variable.
+
+    Raises:
+        UserError: the grids differ, or the truth is an ensemble.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        layout: Layout,
+        wanted: tuple[np.ndarray, np.ndarray],
+        bounds: dict[str, list[list[int] | None]],
+    ):
+        self.catalogue, self.path, self.layout, self.bounds = catalogue, catalogue.path, layout, bounds
+        check_grid(catalogue.grid, catalogue.path, layout.grid)
+        records = catalogue.records
+        numbers = np.unique(records["member"].astype(np.int64) * 2 + records["kind"])
+        if len(numbers) > 1:
+            raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
+        self._records, self._wanted = records, wanted
+        self._tiles: dict[int, Tiles] = {}
+        self._rows = self._align()
+
+    def _align(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row of the table for each (D, T, V, Z) and (D, T, S), _MISSING where there is none; intervals are apart."""
+        lay = self.layout
+        valid = lay.init_time[:, None].astype("datetime64[s]") + np.array(lay.lead_hours) * _HOUR
+        pressure = np.full((*valid.shape, len(lay.variables), len(lay.levels)), _MISSING)
+        surface = np.full((*valid.shape, len(lay.surface)), _MISSING)
+        for v, name in enumerate(lay.variables):
+            for z, level in enumerate(lay.levels):
+                pressure[:, :, v, z] = self._lookup(name, level, valid)
+        for s, name in enumerate(lay.surface):
+            surface[:, :, s] = self._lookup(name, 0, valid)
+        return pressure, surface
+
+    def _lookup(self, name: str, level: int, valid: np.ndarray) -> np.ndarray:
+        mine = np.flatnonzero((self._records["field"] == FIELD_INDEX[name]) & (self._records["level"] == level))
+        if not len(mine):
+            return np.full(valid.shape, _MISSING)
+        if name in self.bounds:
+            self._tiles[FIELD_INDEX[name]] = tiles = Tiles(self._records[mine], mine)
+            if not tiles.stated and not field(name).accumulated:
+                log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
+        times = self._records["init"][mine] + self._records["lead"][mine] * _HOUR
+        order = np.lexsort((self._records["lead"][mine], times))  # the shortest lead first among equal times
+        mine, times = mine[order], times[order]
+        found = np.minimum(np.searchsorted(times, valid), len(times) - 1)
+        return np.where(times[found] == valid, mine[found], _MISSING)
+
+    def _targets(self, date: int) -> list[Target]:
+        """What makes each field of one start date that the forecast has too."""
+        targets = []
+        for surface, (rows, wanted) in enumerate(zip(self._rows, self._wanted, strict=True)):
+            for place in np.argwhere(wanted).tolist():
+                name = (self.layout.surface if surface else self.layout.variables)[place[1]]
+                interval = self._interval(name, place[0])
+                if interval is not None and self._by_intervals(name):
+                    chosen, combine = self._cover(name, date, interval)
+                else:
+                    row = int(rows[date, *place])
+                    chosen, combine = (() if row == _MISSING else (row,)), Combine.ONE
+                if chosen:
+                    targets.append(Target(bool(surface), (0, *place), chosen, combine))
+        return targets
+
+    def _interval(self, name: str, lead: int) -> list[int] | None:
+        by_lead = self.bounds.get(name)
+        return by_lead[lead] if by_lead else None
+
+    def _by_intervals(self, name: str) -> bool:
+        """Whether the truth is made of its intervals: always for sums; for maxima where it states them."""
+        tiles = self._tiles.get(FIELD_INDEX[name])
+        return bool(IS_ACCUMULATED[FIELD_INDEX[name]]) or (tiles is not None and tiles.stated)
+
+    def _cover(self, name: str, date: int, interval: list[int]) -> tuple[tuple[int, ...], Combine]:
+        tiles = self._tiles.get(FIELD_INDEX[name])
+        if tiles is None:
+            return (), Combine.ONE
+        start = self.layout.init_time[date].astype("datetime64[s]")
+        rows = tiles.cover(start + interval[0] * _HOUR, start + interval[1] * _HOUR)
+        if len(rows) <= 1:
+            return rows, Combine.ONE
+        return rows, Combine.SUM if field(name).accumulated else Combine.MAXIMUM
+
+    def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""
+        pressure, surface = (np.zeros((1, *rows.shape[1:]), bool) for rows in self._rows)
+        for target in self._targets(date):
+            (surface if target.surface else pressure)[target.place] = True
+        return pressure, surface
+
+    def gather(self, date: int, selection: Selection = Selection()) -> Gathered:  # noqa: B008 - frozen
+        """Read one start date into blocks (see `data_prep.catalogue.Gathered`)."""
+        narrowed = narrow(self.layout, selection, self.path)
+        targets = move(self._targets(date), self.layout, narrowed, members=False)
+        return self.catalogue.gather(targets, narrowed, 1, selection.rows)
+
+    def read(self, date: int, selection: Selection) -> Fields:
+        """Read one start date."""
+        return Fields(*self.gather(date, selection).decoded())
+
+    def fingerprint(self) -> str:
+        """A short hash of what the archive holds."""
+        return self.catalogue.fingerprint()
+
+    def gap(self) -> str | None:
+        """Name the first field that is missing for some dates while others have it; None where none is."""
+        there = self._presence()
+        if not any(one.any() for both in there for one in both):
+            return "has no field at any valid time of the forecast"
+        for surface in (False, True):
+            each = np.array([one[surface][0] for one in there])
+            lacking = np.argwhere(each.any(0) & ~each)
+            if len(lacking):
+                return self._gap_text(surface, lacking[0].tolist(), len(lacking))
+        return None
+
+    def _presence(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [self.present(date) for date in range(len(self.layout.init_time))]
+
+    def _gap_text(self, surface: bool, first: list[int], count: int) -> str:
+        date, lead, variable, *level = first
+        known = field((self.layout.surface if surface else self.layout.variables)[variable])
+        what = variable_text(known, self.layout.levels[level[0]] if level else 0)
+        start, hours = self.layout.init_time[date], self.layout.lead_hours[lead]
+        interval = self._interval(known.name, lead)
+        span = f" over hours {interval[0]} to {interval[1]}" if interval and self._by_intervals(known.name) else ""
+        more = f", and {count - 1} more fields" if count > 1 else ""
+        return (
+            f"lacks {what}{span} at {hour_text(start + np.timedelta64(hours, 'h'))}, which verifies the start date "
+            f"{hour_text(start)} at lead {hours} h{more}"
+        )
+
+    def unmatched(self) -> dict[str, str]:
+        """Why variables of the forecast cannot be verified at any date: name -> reason.
+
+        Raises:
+            UserError: the truth has a variable, but its intervals do not fill those of the forecast.
+        """
+        reasons = {}
+        there = self._presence()
+        for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
+            found = np.any([one[surface][0] for one in there], axis=0)
+            for number, name in enumerate(names):
+                if self._wanted[surface][:, number].any() and not found[:, number].any():
+                    if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
+                        raise UserError(f"truth {self.path}: {name}: {self._interval_reason(name)}")
+                    reasons[name] = "the truth has none of it at the forecast's valid times"
+        return reasons
+
+    def _interval_reason(self, name: str) -> str:
+        spans = sorted({(first, last) for first, last in (pair for pair in self.bounds[name] if pair)})
+        needed = ", ".join(f"{first}-{last} h" for first, last in spans)
+        if not self._tiles[FIELD_INDEX[name]].stated:
+            return (
+                f"its sums state no interval (a GRIB step range or time bounds), and those over {needed} after the "
+                "start are needed; leave it out with variables=[...]"
+            )
+        return f"its intervals do not fill {needed} after the start; give sums over these, or over parts of them"
+
+
+def check_grid(grid: Grid, path: str, wanted: Grid) -> None:
+    """Refuse a file on another grid than the forecast's.
+
+    Raises:
+        UserError: says both grids.
+    """
+    if not grid.same_as(wanted):
+        raise UserError(
+            f"{path}: grid {grid.describe()} differs from the forecast's, {wanted.describe()}; "
+            "interpolate it to the forecast's grid first"
+        )

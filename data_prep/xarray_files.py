@@ -1,0 +1,219 @@
+"""NetCDF files and Zarr stores through xarray: other people's names of axes and variables, brought to ours.
+
+Values are read as float32 (packed integers of NetCDF decode through xarray). One file may lack any axis: a scalar
+coordinate, or nothing, stands for an axis of length one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import xarray as xr
+
+from data_prep.axes import READ, find_axis, known_axes, to_hours, untangle
+from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, GRAVITY, MEMBER, RECORD, RawField, describe
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
+from ensemble_ml.grid import Grid, canonical
+
+_LEADING = ("init", "member", "lead", "level")
+
+
+@dataclass(frozen=True, eq=False)
+class _Variable:
+    """A data variable whose leading axes are brought to (init, member, lead, level), each maybe of length one."""
+
+    name: Hashable
+    base: int  # offset of its first field
+    dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
+    shape: tuple[int, ...]
+    factor: float
+    shift: float
+
+
+class XarrayFile:
+    """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
+
+    Raises:
+        UserError: it cannot be opened, has no latitude or longitude, or an axis in units that are not known.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.skipped: dict[str, int] = {}
+        self.grid: Grid | None = None
+        self._rows = self._columns = np.zeros(0, int)
+        self._data: xr.Dataset | None = None
+        self._listed = 0  # fields listed so far
+        self._variables: dict[int, _Variable] = {}
+        try:
+            self.records = self._index(self._dataset())
+        except UserError as error:
+            raise error if path in str(error) else UserError(f"{path}: {error}") from error
+
+    def _dataset(self) -> xr.Dataset:
+        if self._data is None:
+            try:
+                engine = "zarr" if os.path.isdir(self.path) else None
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
+                    self._data = xr.open_dataset(self.path, decode_timedelta=False, engine=engine)
+            except Exception as error:  # every back end has errors of its own, for what is one case to the user
+                reason = f"{type(error).__name__}: {error}"
+                raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error
+        return self._data
+
+    def _index(self, data: xr.Dataset) -> np.ndarray:
+        tables = []
+        for name in sorted(map(str, data.data_vars)):
+            array = data[name]  # sorted: the order of variables in a file means nothing
+            if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
+                continue
+            field = _identify(array)
+            if field is None:
+                self.skipped[name] = self.skipped.get(name, 0) + 1
+                continue
+            self._locate(array, field)
+            tables.append(self._table(data, array, field))
+        return np.concatenate(tables) if tables else np.zeros(0, RECORD)
+
+    def _locate(self, array: xr.DataArray, field: Field) -> None:
+        axes = [find_axis(array, role) for role in ("latitude", "longitude")]
+        if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
+            raise UserError(f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read")
+        grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
+        if self.grid is not None and not grid.same_as(self.grid):
+            first = self.grid.describe()
+            raise UserError(f"{array.name}: grid {grid.describe()} differs from the file's first, {first}")
+        if self.grid is None:
+            self.grid, self._rows, self._columns = grid, rows, columns
+
+    def _table(self, data: xr.Dataset, array: xr.DataArray, field: Field) -> np.ndarray:
+        axes = {role: find_axis(array, role) for role in _LEADING}
+        if field.surface or field.static:
+            axes["level"] = None  # a scalar coordinate that other variables of the file need
+        untangle(array, axes)
+        values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
+        shape = tuple(len(ticks) for ticks in values.values())
+        self._variables[FIELD_INDEX[field.name]] = _Variable(
+            array.name, self._listed, _dimensions(array, axes), shape, *_conversion(array, field)
+        )
+        where = np.indices(shape).reshape(len(shape), -1)
+        records = np.zeros(where.shape[1], RECORD)
+        records["field"], records["kind"], records["decimal"] = FIELD_INDEX[field.name], MEMBER, 1.0
+        records["offset"] = self._listed + np.arange(len(records))
+        self._listed += len(records)
+        for (role, ticks), position in zip(values.items(), where, strict=True):
+            records[role] = ticks[position]
+        records["lead_start"] = records["lead"]
+        for role, width in _widths(data, axes).items():
+            records["lead_start"] -= width[where[_LEADING.index(role)]]
+            records["bounded"] = True
+        return records
+
+    def fields(self, records: np.ndarray) -> Iterator[RawField]:
+        """Yield the values of `records`, in their order; neighbours in one variable and start date are read at once.
+
+        Raises:
+            UserError: a value is NaN or infinite, or the file cannot be read.
+        """
+        group: tuple[int, int] | None = None
+        block = np.zeros(0)
+        for record in records:
+            variable = self._variables[int(record["field"])]
+            date, *place = np.unravel_index(int(record["offset"]) - variable.base, variable.shape)
+            if group != (int(record["field"]), int(date)):
+                group, block = (int(record["field"]), int(date)), self._read(variable, int(date))
+            values = block[tuple(place)]
+            if not np.isfinite(values).all():
+                bad = int(values.size - np.isfinite(values).sum())
+                raise UserError(f"{self.path}: {describe(record)}: {bad} of {values.size} values are NaN or infinite")
+            yield RawField(values)
+
+    def _read(self, variable: _Variable, date: int) -> np.ndarray:
+        """One start date (member, lead, level, Y, X) float32 in the program's order and units."""
+        array = self._dataset()[variable.name]
+        if "init" in variable.dims:
+            array = array.isel({variable.dims["init"]: date})
+        roles = ("member", "lead", "level", "latitude", "longitude")
+        order = [variable.dims[role] for role in roles if role in variable.dims]
+        array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
+        try:
+            values = np.asarray(array.transpose(*order).values)
+        except Exception as error:
+            raise UserError(f"{self.path}: {variable.name} cannot be read ({type(error).__name__}: {error})") from error
+        assert self.grid is not None
+        values = values.reshape(*variable.shape[1:], *self.grid.shape)[..., self._rows[:, None], self._columns]
+        if (variable.factor, variable.shift) != (1.0, 0.0):
+            values = values.astype(np.float64) * variable.factor + variable.shift
+        return values.astype(np.float32)
+
+    def close(self) -> None:
+        """Close the file; a later read opens it anew."""
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+
+
+def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:
+    """Role -> dimension of the array, for roles that are dimensions.
+
+    Raises:
+        UserError: a dimension has no known role.
+    """
+    every = axes | {role: find_axis(array, role) for role in ("latitude", "longitude")}
+    dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}
+    for dim in array.dims:
+        if dim not in dims.values() and array.sizes[dim] > 1:
+            raise UserError(f"{array.name}: axis {dim} is not known; known are {known_axes()}")
+    return dims
+
+
+def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
+    units = str(array.attrs.get("units", "")).strip()
+    if not units and not field.static:
+        raise UserError(f"{array.name}: has no units; set its attribute units, e.g. to {field.units!r}")
+    if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
+        return 1 / GRAVITY, 0.0
+    try:
+        return unit_conversion(units or field.units, field.units)
+    except UserError as error:
+        raise UserError(f"{array.name}: {error}") from error
+
+
+def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str, np.ndarray]:
+    """Hours that each value covers, from the bounds of the lead axis or, for truth, of the time axis."""
+    for role in ("lead", "init"):
+        axis = axes[role]
+        name = "" if axis is None else axis.attrs.get("bounds", axis.encoding.get("bounds", ""))
+        if axis is None or not axis.ndim or name not in data or data[name].ndim != 2:
+            continue
+        bounds = data[name].values
+        hours = to_hours(bounds, axis) if role == "lead" else (bounds - bounds[:1, :1]) / np.timedelta64(1, "h")
+        return {role: np.rint(np.diff(hours, axis=1)[:, 0]).astype(np.int32)}
+    return {}
+
+
+def _identify(array: xr.DataArray) -> Field | None:
+    """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name."""
+    known: list[Field] = []
+    for alias in (str(array.name), str(array.attrs.get("standard_name", ""))):
+        try:
+            known.append(resolve(alias))
+        except UserError:
+            continue
+    number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
+    known += [number] if number else []
+    if not known:
+        return None
+    flat = find_axis(array, "level") is None
+    if flat and known[0].name == "z" and find_axis(array, "init") is None:
+        return FIELDS[FIELD_INDEX["orog"]]
+    if flat and not known[0].surface and not known[0].static:  # e.g. air_temperature at the surface
+        surface = [f for f in FIELDS if f.surface and f.standard_name == known[0].standard_name]
+        return surface[0] if len(surface) == 1 else None
+    return known[0]

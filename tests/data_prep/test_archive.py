@@ -1,0 +1,406 @@
+"""Archives behind the face of a source: names, axes, control, ragged leads, intervals; GRIB, NetCDF and Zarr alike."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
+
+from data_prep import find_gap, open_archive, open_pair
+from ensemble_ml.config import Control
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part, Selection
+
+
+class TestGrib:
+    def test_layout_and_values(self, tmp_path):
+        path = ensemble(tmp_path / "a.grib", names=("t", "z", "t2m"), levels=(850, 500))
+        source = open_archive(path)
+        lay = source.layout
+        assert lay.init_time.astype("datetime64[D]").astype(str).tolist() == ["2001-01-01", "2001-01-02"]
+        assert (lay.realization, lay.lead_hours, lay.levels) == ((1, 2, 3), (0, 24), (500, 850))
+        assert (lay.variables, lay.surface) == (("t", "z"), ("t2m",))
+        fields = [source.read(Part.FORECAST, date) for date in range(2)]
+        assert fields[0].pressure.shape == (3, 2, 2, 2, 7, 12) and fields[0].surface.shape == (3, 2, 1, 7, 12)
+        for keys, values in decoded(path):
+            date, member, lead = keys["dataDate"] - 20010101, keys["number"] - 1, keys["endStep"] // 24
+            if keys["paramId"] == 167:
+                found = fields[date].surface[member, lead, 0]
+            else:
+                found = fields[date].pressure[member, lead, 130 - keys["paramId"], lay.levels.index(keys["level"])]
+            np.testing.assert_array_equal(found, values)
+
+    def test_selection_by_coordinate(self, tmp_path):
+        source = open_archive(ensemble(tmp_path / "a.grib", names=("t", "z", "t2m", "msl")))
+        whole = source.read(Part.FORECAST, 1)
+        some = source.read(Part.FORECAST, 1, Selection((3, 1), (24,), ("z",), (850,), ("msl",), (2, 5)))
+        np.testing.assert_array_equal(some.pressure, whole.pressure[[2, 0]][:, 1:, 1:, 1:, 2:5])
+        np.testing.assert_array_equal(some.surface, whole.surface[[2, 0]][:, 1:, 1:, 2:5])
+        for selection, text in (
+            (Selection(realization=(9,)), "realization=9: .* has 1, 2, 3"),
+            (Selection(levels=(10,)), "levels=10"),
+            (Selection(variables=("q",)), "variables=q"),
+            (Selection(rows=(5, 9)), "no rows 5 to 9"),
+        ):
+            with pytest.raises(UserError, match=text):
+                source.read(Part.FORECAST, 0, selection)
+
+    def test_mean_and_spread_are_those_of_all_members(self, tmp_path):
+        source = open_archive(ensemble(tmp_path / "a.grib", names=("t", "t2m")))
+        members = source.read(Part.FORECAST, 0)
+        for part, moment in ((Part.MEAN, np.mean), (Part.SPREAD, lambda x, axis: np.std(x, axis, ddof=1))):
+            found = source.read(part, 0)
+            np.testing.assert_allclose(found.pressure[0], moment(members.pressure.astype(float), axis=0), rtol=1e-6)
+            np.testing.assert_allclose(found.surface[0], moment(members.surface.astype(float), axis=0), rtol=1e-6)
+            assert source.has(part) and all(there.all() for there in source.present(part, 0))
+
+    def test_order_of_files_and_messages_means_nothing(self, tmp_path):
+        path = ensemble(tmp_path / "a.grib")
+        parts = [message for message in path.read_bytes().split(b"7777") if message]
+        for number, part in enumerate(parts[::-1]):
+            write(tmp_path / "many" / f"{number}.grib", [part + b"7777"])
+        one, many = open_archive(path), open_archive(tmp_path / "many")
+        np.testing.assert_array_equal(one.read(Part.FORECAST, 1).pressure, many.read(Part.FORECAST, 1).pressure)
+
+    def test_ens10_layout_of_one_calendar_date_a_file(self, tmp_path):
+        for day in (101, 105):
+            years = (20010000 + day, 20020000 + day)
+            ensemble(tmp_path / f"pl_{day:04d}.grib", dates=years, names=("t",))
+            ensemble(tmp_path / f"sfc_{day:04d}.grib", dates=years, names=("t2m",))
+        source = open_archive(tmp_path)
+        starts = source.layout.init_time.astype("datetime64[D]").astype(str).tolist()
+        assert starts == ["2001-01-01", "2001-01-05", "2002-01-01", "2002-01-05"]
+        assert find_gap(source) is None and source.layout.names == ("t", "t2m")
+
+    def test_what_to_keep(self, tmp_path):
+        path = ensemble(tmp_path / "a.grib", names=("t", "z", "t2m"))
+        kept = open_archive(path, variables=["z", "t2m"], levels=[850], leads=[24], dates=["2001-01-02"]).layout
+        assert (kept.names, kept.levels, kept.lead_hours, len(kept.init_time)) == (("z", "t2m"), (850,), (24,), 1)
+        for wrong, text in (
+            ({"variables": ["tt"]}, "variable tt: unknown"),
+            ({"variables": ["q"]}, "variables=q: .* it has t, z, t2m"),
+            ({"levels": [700]}, "levels=700: .* it has 500, 850"),
+            ({"leads": [48]}, "leads=48: .* it has 0, 24"),
+            ({"dates": ["1999"]}, "dates 1999: no start date"),
+        ):
+            with pytest.raises(UserError, match=text):
+                open_archive(path, **wrong)
+
+
+class TestControl:
+    @pytest.fixture
+    def path(self, tmp_path):
+        perturbed = [message("t", member=number, seed=number) for number in (1, 2)]
+        return write(tmp_path / "a.grib", [*perturbed, message("t", member=0, kind="cf", seed=9)])
+
+    def test_it_is_kept_apart(self, path):
+        source = open_archive(path)
+        assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
+        control = source.read(Part.CONTROL, 0).pressure
+        assert control.shape[0] == 1
+        np.testing.assert_array_equal(control[0, 0, 0, 0], list(decoded(path))[2][1])
+
+    def test_it_can_be_counted_as_a_member(self, path):
+        source = open_archive(path, control=Control.INCLUDE)
+        assert source.layout.realization == (0, 1, 2) and not source.has(Part.CONTROL)
+        np.testing.assert_array_equal(source.read(Part.FORECAST, 0).pressure[0, 0, 0, 0], list(decoded(path))[2][1])
+        with pytest.raises(UserError, match="has no control"):
+            source.read(Part.CONTROL, 0)
+
+    def test_it_may_stand_alone_only_as_a_member(self, tmp_path):
+        path = write(tmp_path / "a.grib", [message("t", member=0, kind="cf")])
+        with pytest.raises(UserError, match=r"no member of an ensemble is left; .*control=include"):
+            open_archive(path)
+        assert open_archive(path, control=Control.INCLUDE).layout.realization == (0,)
+
+    def test_its_number_may_be_taken(self, tmp_path):
+        path = write(tmp_path / "a.grib", [message("t", member=0), message("t", member=0, kind="cf")])
+        assert open_archive(path).has(Part.CONTROL)
+        with pytest.raises(UserError, match=r"control=include: .* has a perturbed member 0 beside it"):
+            open_archive(path, control=Control.INCLUDE)
+
+
+class TestMissing:
+    def test_ragged_by_design_is_masked(self, tmp_path):
+        upper = ensemble(tmp_path / "a.grib", steps=(78,), levels=(850,), names=("t",))
+        gusts = ensemble(tmp_path / "b.grib", steps=("69-72", "75-78"), names=("fg10",))
+        source = open_archive([upper, gusts])
+        assert find_gap(source) is None
+        assert source.layout.lead_hours == (72, 78)
+        assert source.lead_bounds == {"fg10": [[69, 72], [75, 78]]}
+        pressure, surface = source.present(Part.FORECAST, 0)
+        assert not pressure[:, 0].any() and pressure[:, 1].all() and surface.all()
+        values = source.read(Part.FORECAST, 0).pressure
+        assert np.isnan(values[:, 0]).all() and np.isfinite(values[:, 1]).all()
+
+    def test_what_has_none_of_the_leads_is_left_out(self, tmp_path):
+        upper = ensemble(tmp_path / "a.grib", steps=(78,), levels=(850,), names=("t",))
+        gusts = ensemble(tmp_path / "b.grib", steps=("69-72", "75-78"), names=("fg10",))
+        assert open_archive([upper, gusts], leads=[72]).layout.names == ("fg10",)
+        with pytest.raises(UserError, match=r"variables=t: .* has none of it at leads=\[72\] h"):
+            open_archive([upper, gusts], leads=[72], variables=["t", "fg10"])
+
+    def test_a_gap_is_named(self, tmp_path):
+        gone = [(20010102, 2, 24, "t", 500)]
+        source = open_archive(ensemble(tmp_path / "a.grib", leave_out=gone))
+        assert find_gap(source) == "member 2 at 2001-01-02T00 lacks t at 500 hPa, lead 24 h"
+        assert not source.present(Part.FORECAST, 1)[0][1, 1, 0, 0]
+        assert np.isnan(source.read(Part.FORECAST, 1).pressure[1, 1, 0, 0]).all()
+        assert np.isnan(source.read(Part.SPREAD, 1).pressure).sum() == 0  # of the members that are there
+
+    def test_the_same_field_twice(self, tmp_path):
+        one, two = ensemble(tmp_path / "a.grib"), ensemble(tmp_path / "b.grib", dates=(20010102,))
+        with pytest.raises(
+            UserError, match=r"t at 500 hPa, member 1, 2001-01-02T00, lead 0 h: stands twice in .*a.grib and .*b"
+        ):
+            open_archive([one, two])
+        assert open_archive([one, one]).layout.realization == (1, 2, 3)  # one path said twice is one file
+
+    def test_ranges_of_two_kinds_at_one_lead(self, tmp_path):
+        path = write(tmp_path / "a.grib", [message("fg10", step="69-72"), message(123, step="66-72")])
+        with pytest.raises(UserError, match="fg10: steps 66-72 and 69-72 end at the same lead"):
+            open_archive(path)
+
+
+class TestSums:
+    def rain(self, tmp_path, steps=("0-24", "0-48"), first=1e-3):
+        rain = [
+            message("tp", np.full((7, 12), first * (number + 1)) + noise(mean=0, std=1e-5), step=step, member=member)
+            for member in (1, 2)
+            for number, step in enumerate(steps)
+        ]
+        start = [message("tp", np.zeros((7, 12)), step=0, member=member) for member in (1, 2)]
+        return write(tmp_path / "a.grib", start + rain + [message("t2m", step=0, member=member) for member in (1, 2)])
+
+    def test_sums_from_the_start_become_sums_between_leads(self, tmp_path):
+        path = self.rain(tmp_path)
+        source = open_archive(path)
+        assert source.layout.lead_hours == (0, 24, 48)
+        assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]}
+        rain = source.read(Part.FORECAST, 0).surface[0, :, 1]
+        sums = {
+            keys["endStep"]: values for keys, values in decoded(path) if keys["paramId"] == 228 and keys["number"] == 1
+        }
+        assert np.isnan(rain[0]).all() and not source.present(Part.FORECAST, 0)[1][:, 0, 1].any()
+        np.testing.assert_array_equal(rain[1], sums[24])
+        np.testing.assert_allclose(rain[2], sums[48] - sums[24], atol=1e-10)
+
+    def test_a_selected_lead_keeps_the_interval_of_the_archive(self, tmp_path):
+        path = self.rain(tmp_path)
+        whole = open_archive(path).read(Part.FORECAST, 0).surface[:, 2, 1]
+        part = open_archive(path, leads=[48], variables=["tp"])
+        assert part.lead_bounds == {"tp": [[24, 48]]}
+        np.testing.assert_array_equal(part.read(Part.FORECAST, 0).surface[:, 0, 0], whole)
+
+    def test_sums_do_not_fall_below_zero(self, tmp_path):
+        source = open_archive(self.rain(tmp_path, first=1e-5))
+        assert source.read(Part.FORECAST, 0, Selection(lead_hours=(48,), surface=("tp",))).surface.min() >= 0
+
+    def test_sums_over_intervals_are_taken_as_they_are(self, tmp_path):
+        source = open_archive(self.rain(tmp_path, steps=("0-24", "24-48")))
+        assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]}
+        assert source.gather(Part.FORECAST, 0).loose == {}
+
+
+class TestXarray:
+    @pytest.mark.parametrize("kind", ["nc", "zarr"])
+    @pytest.mark.parametrize(
+        "names",
+        [
+            {},
+            {"time": "init_time", "number": "realization", "step": "prediction_timedelta", "isobaricInhPa": "level"},
+            {
+                "time": "forecast_reference_time",
+                "number": "member",
+                "step": "lead_time",
+                "isobaricInhPa": "plev",
+                "t": "ta",
+            },
+            {"number": "ensemble", "latitude": "lat", "longitude": "lon", "t": "temperature"},
+        ],
+    )
+    def test_names_of_axes_and_variables(self, tmp_path, kind, names):
+        data = dataset(**names)
+        path = tmp_path / f"a.{kind}"
+        data.to_netcdf(path) if kind == "nc" else data.to_zarr(path, consolidated=False)
+        source = open_archive(path)
+        lay = source.layout
+        assert (lay.variables, lay.realization, lay.lead_hours, lay.levels) == (("t",), (1, 2, 3), (0, 24), (500, 850))
+        values = dataset()["t"].values
+        for date in range(2):
+            np.testing.assert_array_equal(source.read(Part.FORECAST, date).pressure[:, :, 0], values[date, :, :, ::-1])
+
+    def test_units_order_and_levels_in_pascal(self, tmp_path):
+        data = dataset().isel(latitude=slice(None, None, -1)).transpose("longitude", "step", ...)
+        data["t"] = data["t"] - 273.15
+        data["t"].attrs["units"] = "degC"
+        data = data.assign_coords(isobaricInhPa=data.isobaricInhPa * 100).assign_coords(longitude=GLOBE[1] - 180)
+        data.isobaricInhPa.attrs["units"] = "Pa"
+        data.to_netcdf(tmp_path / "a.nc")
+        source = open_archive(tmp_path / "a.nc")
+        expected = np.roll(dataset()["t"].values[0, :, :, ::-1], 6, axis=-1)
+        np.testing.assert_allclose(source.read(Part.FORECAST, 0).pressure[:, :, 0], expected, rtol=1e-6)
+        assert source.layout.grid.longitude[0] == 0 and source.layout.levels == (500, 850)
+
+    def test_forecasts_written_along_valid_time(self, tmp_path):
+        data = dataset().isel(time=0, drop=True).rename(step="time")
+        lead = data.time.values
+        start = np.datetime64("2001-01-01", "ns")
+        data = data.assign_coords(time=start + lead, forecast_reference_time=start)
+        data = data.assign_coords(forecast_period=("time", lead / np.timedelta64(1, "h"), {"units": "hours"}))
+        data.to_netcdf(tmp_path / "a.nc")
+        lay = open_archive(tmp_path / "a.nc").layout
+        assert lay.lead_hours == (0, 24) and lay.init_time.tolist() == [start.astype("datetime64[ns]").item()]
+
+    def test_standard_names_and_variables_without_level(self, tmp_path):
+        data = dataset(t="unheard_of").isel(isobaricInhPa=0, drop=True)
+        data["unheard_of"].attrs["standard_name"] = "surface_temperature"
+        data.to_netcdf(tmp_path / "a.nc")
+        assert open_archive(tmp_path / "a.nc").layout.surface == ("skt",)
+
+    @pytest.mark.parametrize(
+        ("ticks", "units", "hours"),
+        [
+            ([0, 24], "hours", (0, 24)),
+            ([0.0, 1.0], "days", (0, 24)),
+            ([60, 120], "minutes", (1, 2)),
+            ([0, 3600], "s", (0, 1)),
+        ],
+    )
+    def test_units_of_lead_time(self, tmp_path, ticks, units, hours):
+        data = dataset(step="lead").assign_coords(lead=("lead", np.array(ticks), {"units": units}))
+        data.to_netcdf(tmp_path / "a.nc")
+        assert open_archive(tmp_path / "a.nc").layout.lead_hours == hours
+
+    @pytest.mark.parametrize(
+        ("name", "ticks", "units", "text"),
+        [
+            ("step", [0, 1], "moons", "step: units 'moons' of lead time"),
+            ("step", [30, 60], "minutes", "step: only whole hours of lead time"),
+            ("isobaricInhPa", [850.5, 500.0], "hPa", "isobaricInhPa: only levels of whole hPa"),
+            ("number", ["a", "b", "c"], "1", "number: members are numbered with integers"),
+            ("time", [0, 1], "1", "a.nc: time: units '1' do not make a date"),
+        ],
+    )
+    def test_axes_that_are_not_understood(self, tmp_path, name, ticks, units, text):
+        data = dataset().assign_coords({name: (name, np.array(ticks), {"units": units})})
+        data.to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=text):
+            open_archive(tmp_path / "a.nc")
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_values_that_are_no_numbers(self, tmp_path, bad):
+        data = dataset()
+        data["t"].values[1, 2, 1, 0, 3, 4] = bad
+        data.to_netcdf(tmp_path / "a.nc")
+        source = open_archive(tmp_path / "a.nc")
+        source.read(Part.FORECAST, 0)
+        with pytest.raises(
+            UserError, match=r"a.nc: t at 850 hPa, member 3, 2001-01-03T00, lead 24 h: 1 of 84 values are NaN"
+        ):
+            source.read(Part.FORECAST, 1)
+
+    @pytest.mark.parametrize(
+        ("spoil", "text"),
+        [
+            (lambda d: d["t"].attrs.update(units="furlong"), "a.nc: t: units 'furlong': cannot be converted"),
+            (lambda d: d["t"].attrs.clear(), "a.nc: t: has no units"),
+            (lambda d: d.isobaricInhPa.attrs.update(units="m"), "units 'm' of pressure level"),
+        ],
+    )
+    def test_what_is_not_understood(self, tmp_path, spoil, text):
+        data = dataset()
+        data = data.assign_coords(longitude=("longitude", GLOBE[1].copy()))
+        spoil(data)
+        data.to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=text):
+            open_archive(tmp_path / "a.nc")
+
+    def test_an_uneven_grid(self, tmp_path):
+        dataset().assign_coords(longitude=GLOBE[1] ** 1.1).to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=r"a.nc: longitude: not evenly spaced"):
+            open_archive(tmp_path / "a.nc")
+
+    def test_an_unknown_axis_is_named(self, tmp_path):
+        dataset().rename(number="colour").drop_vars("colour").to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match="t: axis colour is not known; known are init: init_time"):
+            open_archive(tmp_path / "a.nc")
+
+    def test_grib_and_netcdf_make_one_archive(self, tmp_path):
+        dataset().to_netcdf(tmp_path / "a.nc")
+        ensemble(tmp_path / "b.grib", dates=(20010101, 20010103), names=("z",))
+        source = open_archive(tmp_path)
+        assert source.layout.variables == ("t", "z") and find_gap(source) is None
+        assert np.isfinite(source.read(Part.FORECAST, 1).pressure).all()
+
+
+class TestFiles:
+    def test_a_simulated_archive_stands_for_its_parts(self, tmp_path):
+        ensemble(tmp_path / "ensemble" / "pl_0101.grib")
+        write(tmp_path / "truth" / "pl_0101.grib", [message("t", member=None)])
+        (tmp_path / "archive.json").write_text(json.dumps({"format": 1}))
+        assert open_archive(tmp_path).layout.realization == (1, 2, 3)
+        assert open_archive(tmp_path, role="truth").layout.realization == (0,)
+
+    def test_globs_and_lists(self, tmp_path):
+        a, b = ensemble(tmp_path / "a.grib"), ensemble(tmp_path / "b.grib", dates=(20010105,))
+        assert len(open_archive(str(tmp_path / "*.grib")).layout.init_time) == 3
+        assert len(open_archive([str(a), str(b)]).layout.init_time) == 3
+
+    @pytest.mark.parametrize(
+        ("name", "content", "text"),
+        [
+            ("a.grib", None, "a.grib: no such file or folder"),
+            ("a.grib", b"", "a.grib: is empty"),
+            ("a.grib", b"hello world", "a.grib: neither GRIB nor NetCDF nor Zarr"),
+            ("a.nc", b"\x89HDF\r\n\x1a\nrubbish", "a.nc: cannot be opened as NetCDF or Zarr"),
+            ("*.grib", None, "no such file or folder"),
+        ],
+    )
+    def test_what_is_no_archive(self, tmp_path, name, content, text):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=text) as caught:
+            open_archive(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+    def test_an_empty_folder(self, tmp_path):
+        with pytest.raises(UserError, match="holds no archive file"):
+            open_archive(tmp_path)
+
+    def test_two_grids(self, tmp_path):
+        ensemble(tmp_path / "a.grib")
+        ensemble(tmp_path / "b.grib", grid=REGION, names=("z",))
+        with pytest.raises(UserError, match=r"b.grib: grid 4 x 7 points.* differs from that of .*a.grib"):
+            open_archive(tmp_path)
+
+    def test_nothing_that_is_known(self, tmp_path):
+        with pytest.raises(UserError, match=r"holds no field that the registry knows; it has 78 \("):
+            open_archive(write(tmp_path / "a.grib", [message(78)]))
+
+    def test_unknown_variables_are_counted_in_one_line(self, tmp_path, caplog):
+        with caplog.at_level(logging.INFO, "data_prep"):
+            open_archive(write(tmp_path / "a.grib", [message("t"), message(78), message(78, member=2)]))
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == 1 and "2 fields of variables that the registry does not know" in lines[0]
+
+    def test_fingerprint_follows_the_content(self, tmp_path):
+        first = open_archive(ensemble(tmp_path / "x" / "a.grib")).fingerprint()
+        assert open_archive(ensemble(tmp_path / "y" / "a.grib")).fingerprint() == first
+        assert open_archive(ensemble(tmp_path / "z" / "a.grib", bits=12)).fingerprint() != first
+
+    def test_static_fields(self, tmp_path):
+        path = ensemble(tmp_path / "a.grib")
+        static = write(
+            tmp_path / "static.grib", [message("orog", noise(mean=500)), message("lsm", noise(mean=0.5, std=0.1))]
+        )
+        found = open_pair(path, None, static).static()
+        assert sorted(found) == ["lsm", "orog"] and found["orog"].dtype == np.float32
+        np.testing.assert_array_equal(found["orog"], next(decoded(static))[1])
+        assert open_pair(path).static() == {}
+        assert sorted(open_archive([path, static]).static()) == ["lsm", "orog"]
+        with pytest.raises(UserError, match=r"static=.*b.grib: grid 4 x 7 .* differs from the forecast's, 7 x 12"):
+            open_pair(path, None, write(tmp_path / "b.grib", [message("orog", grid=REGION)]))
+        with pytest.raises(UserError, match="holds no static field"):
+            open_pair(path, None, path)
