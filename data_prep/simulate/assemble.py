@@ -1,0 +1,67 @@
+"""From the parts of single dates to an archive in ENS-10's layout: one file holds one calendar date of all years."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.simulate.realism import Realism, measure
+from data_prep.simulate.schedule import ModelYear, valid_times
+from data_prep.simulate.synthesis import regular_grid
+from ensemble_ml.config import SimulateConfig
+
+GATE = {"z500": ("z", 500), "t850": ("t", 850)}
+"""Fields that the realism gate looks at: variable and level, hPa."""
+
+
+def assemble(output: Path, years: list[ModelYear]) -> None:
+    """Write ensemble/, truth/ and static.grib from the parts; each file appears whole."""
+    starts: dict[str, list[tuple[Path, int]]] = defaultdict(list)
+    truths: dict[datetime, tuple[Path, int]] = {}
+    for year in years:
+        for cycle in year.written:
+            part = year.part(output, cycle)
+            starts[f"{cycle.start:%m%d}"].append((part, 0))
+            # A cycle's last valid time is the next one's first: the same state, so whichever comes later stands.
+            truths |= {time: (part, k) for k, time in enumerate(valid_times(cycle))}
+    by_date: dict[str, list[tuple[Path, int]]] = defaultdict(list)
+    for time in sorted(truths):
+        by_date[f"{time:%m%d}"].append(truths[time])
+    for kind in ("pl", "sfc"):
+        for name, parts in starts.items():
+            _join(output / "ensemble" / f"{kind}_{name}.grib", [(part, f"ensemble_{kind}") for part, _ in parts])
+        for name, parts in by_date.items():
+            _join(output / "truth" / f"{kind}_{name}.grib", [(part, f"truth_{kind}_{k}") for part, k in parts])
+    shutil.copyfile(output / ".parts" / "static.grib", output / ".static.grib.draft")
+    os.replace(output / ".static.grib.draft", output / "static.grib")
+
+
+def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    with open(draft, "wb") as file:
+        for part, key in pieces:
+            with np.load(part) as arrays:
+                file.write(arrays[key].tobytes())
+    os.replace(draft, path)
+
+
+def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dict[str, Realism]:
+    """Measure the gate's fields at 48 h over all dates of the archive."""
+    parts = [year.part(output, cycle) for year in years for cycle in year.written]
+    latitude, _ = regular_grid(config.rows, config.columns)
+    figures = {}
+    for name in GATE:
+        stacks: dict[str, list[np.ndarray]] = {kind: [] for kind in ("mean", "variance", "truth")}
+        for part in parts:
+            with np.load(part) as arrays:
+                for kind, stack in stacks.items():
+                    stack.append(arrays[f"{name}_{kind}"])
+        mean, variance, truth = (np.stack(stack) for stack in stacks.values())
+        figures[name] = measure(mean, variance, truth, config.members, latitude)
+    return figures

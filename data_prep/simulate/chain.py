@@ -1,0 +1,192 @@
+"""One model year: nature run and forecast cycles side by side, written date by date so that a kill costs one date.
+
+After each cycle its part of the archive is renamed into place, then the state of the year. Each cycle draws from a
+random generator of its own (seed, year, number), so a resumed year writes the same bytes as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.simulate.assemble import GATE
+from data_prep.simulate.breeding import Amplitude, deviations, initial_states
+from data_prep.simulate.grib import Encoder, Stamp, forecast_messages
+from data_prep.simulate.layout import truncate
+from data_prep.simulate.model import BATCH, Atmosphere, Recipe
+from data_prep.simulate.pressure import surface_fields, to_pressure
+from data_prep.simulate.schedule import STEPS, Cycle, ModelYear, valid_times
+from data_prep.simulate.synthesis import Synthesis, bilinear, regular_grid, sigma_fields
+from ensemble_ml.config import SimulateConfig
+
+STATIC_DATE = datetime(2000, 1, 1)
+
+
+@dataclass
+class State:
+    """Where a year stands before cycle `index`, on `day`: truth (1KML), its rain of the last 24 h, and deviations."""
+
+    index: int
+    day: int
+    nature: np.ndarray
+    rain: np.ndarray
+    dev: np.ndarray
+
+
+class Weather:
+    """A model and the way from its states to fields on the archive's grid."""
+
+    def __init__(self, recipe: Recipe, config: SimulateConfig):
+        """Build model and tables; nothing is compiled yet."""
+        self.model = Atmosphere(recipe)
+        self.facts = self.model.facts
+        self.grid = regular_grid(config.rows, config.columns)
+        self.levels = config.levels
+        self._synthesis = Synthesis(recipe.truncation, *self.grid, self.facts.radius)
+        self._land = self.from_gaussian(self.facts.land_yx)
+
+    def from_gaussian(self, field_yx: np.ndarray) -> np.ndarray:
+        """Interpolate fields of the model's own grid to the archive's."""
+        return bilinear(field_yx, (self.facts.latitude, self.facts.longitude), self.grid)
+
+    def fields(self, x_nkml: np.ndarray, rain_nyx: np.ndarray) -> tuple[dict, dict]:
+        """Return pressure-level (N, level, Y, X) and surface fields (N, Y, X) of states and accumulated rain."""
+        sigma = sigma_fields(x_nkml, self._synthesis, self.facts)
+        surface = surface_fields(sigma, self._land, self.facts)
+        return to_pressure(sigma, self.levels, self.facts), surface | {"tp": self.from_gaussian(rain_nyx)}
+
+    def static(self) -> dict[str, np.ndarray]:
+        """Return orography (m) as the model has it, and land fraction."""
+        return {"orog": self._synthesis.scalar(self.facts.orography_ml), "lsm": self._land}
+
+
+class Chain:
+    """The cycles of one model year."""
+
+    def __init__(self, config: SimulateConfig, year: ModelYear, nature: Weather, forecast: Weather):
+        """Hold the two models; they may serve several years of one process, which saves compiling anew."""
+        self.config, self.year, self.nature, self.forecast = config, year, nature, forecast
+        self.output = Path(config.output)
+        self.encoder = Encoder(*nature.grid)
+        self.trajectories = -(-(config.members + 1) // BATCH) * BATCH  # spares fill the last batch and feed breeding
+        self._state_file = self.output / ".parts" / str(year.year) / "state.npz"
+
+    def run(self, progress: Callable[[str, bool], None]) -> None:
+        """Run what is missing of the year.
+
+        Args:
+            progress: called now and then with a text and whether another start date is complete.
+        """
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        state = self._load()
+        for index in range(state.index if state else 0, len(self.year.cycles)):
+            cycle = self.year.cycles[index]
+            if cycle.fresh:
+                state = self._reach(cycle, index, state, progress)
+            assert state is not None  # the first cycle of a year is fresh
+            state = self._cycle(cycle, state)
+            self._save(state)
+            progress(f"{self.year.split} {cycle.start:%Y-%m-%d}", cycle.written)
+
+    def _reach(self, cycle: Cycle, index: int, state: State | None, progress: Callable[[str, bool], None]) -> State:
+        """Bring the nature run to a window. Its last days, which differ by real weather, are the first deviations."""
+        day = state.day if state else self.year.first_day
+        x = state.nature if state else self.nature.model.rest(1000 * self.config.seed + self.year.year)[None]
+        lagged: deque = deque(maxlen=self.trajectories)
+        rain = np.zeros(0)  # of the last day; a window is never reached in less than one
+        while day < cycle.day:
+            x, rain = self.nature.model.advance(x, day)
+            lagged.append(x[0])
+            day += 1
+            if (cycle.day - day) % 10 == 0:
+                progress(f"{self.year.split} {self.year.year}: nature run, {cycle.day - day} days to the window", False)
+        return State(index, day, x, rain, deviations(truncate(np.stack(lagged), self.config.forecast_truncation)))
+
+    def _cycle(self, cycle: Cycle, state: State) -> State:
+        rng = np.random.default_rng([self.config.seed, self.year.year, state.index])
+        truth = truncate(state.nature[0], self.config.forecast_truncation)
+        amplitude = Amplitude(self.config.norm, self.config.inflation)
+        starts = initial_states(truth, state.dev, self.trajectories, amplitude, rng)
+        runs = _two_days(self.forecast.model, starts, cycle.day)
+        truths = _two_days(self.nature.model, state.nature, cycle.day)
+        truths[0] = (state.nature, state.rain)
+        if cycle.written:
+            self._write(cycle, runs, truths)
+        return State(state.index + 1, cycle.day + len(STEPS) - 1, *truths[-1], deviations(runs[-1][0]))
+
+    def _write(self, cycle: Cycle, runs: list, truths: list) -> None:
+        members = self.config.members
+        out: dict[str, list[bytes]] = {"ensemble_pl": [], "ensemble_sfc": []}
+        fallen, upper = np.zeros(()), dict[str, np.ndarray]()
+        for hours, (x, rain) in zip(STEPS, runs, strict=True):
+            fallen = fallen + rain[:members]  # from the start of the forecast, as ENS-10 has it
+            upper, surface = self.forecast.fields(x[:members], fallen)
+            for m in range(members):
+                stamp = Stamp(cycle.start, hours, m + 1, members)
+                pl, sfc = forecast_messages(self.encoder, *_one(upper, surface, m), self.config.levels, stamp)
+                out["ensemble_pl"].append(pl)
+                out["ensemble_sfc"].append(sfc)
+        arrays = {key: np.frombuffer(b"".join(value), np.uint8) for key, value in out.items()}
+        # The gate looks at the last step, which `upper` holds now.
+        arrays |= self._gate("mean", {k: v.mean(0) for k, v in upper.items()})
+        arrays |= self._gate("variance", {k: v.var(0, ddof=1) for k, v in upper.items()})
+        arrays |= self._truth(cycle, truths)
+        save(self.year.part(self.output, cycle), arrays)
+
+    def _truth(self, cycle: Cycle, truths: list) -> dict[str, np.ndarray]:
+        """Encode the truth of each valid time; the last one repeats as the next cycle's first, and is dropped then."""
+        arrays: dict[str, np.ndarray] = {}
+        for k, (x, rain) in enumerate(truths):
+            upper, surface = self.nature.fields(x, rain)
+            stamp = Stamp(valid_times(cycle)[k])
+            pl, sfc = forecast_messages(self.encoder, *_one(upper, surface, 0), self.config.levels, stamp)
+            arrays |= {f"truth_pl_{k}": np.frombuffer(pl, np.uint8), f"truth_sfc_{k}": np.frombuffer(sfc, np.uint8)}
+        return arrays | self._gate("truth", {name: field[0] for name, field in upper.items()})
+
+    def _gate(self, kind: str, upper: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {
+            f"{name}_{kind}": upper[variable][self.config.levels.index(level)].astype(np.float32)
+            for name, (variable, level) in GATE.items()
+        }
+
+    def _load(self) -> State | None:
+        if not self._state_file.exists():
+            return None
+        with np.load(self._state_file) as arrays:
+            return State(int(arrays["index"]), int(arrays["day"]), arrays["nature"], arrays["rain"], arrays["dev"])
+
+    def _save(self, state: State) -> None:
+        save(self._state_file, {**vars(state)})
+
+
+def _two_days(model: Atmosphere, x_nkml: np.ndarray, day: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return states and the rain of the day before them at 0, 24 and 48 h; no rain has fallen at the start."""
+    first, rain = model.advance(x_nkml, day)
+    second, more = model.advance(first, day + 1)
+    return [(x_nkml, np.zeros_like(rain)), (first, rain), (second, more)]
+
+
+def _one(upper: dict, surface: dict, member: int) -> tuple[dict, dict]:
+    return {k: v[member] for k, v in upper.items()}, {k: v[member] for k, v in surface.items()}
+
+
+def write_static(nature: Weather, path: Path) -> None:
+    """Write orography and land mask of the truth's model to `path`, whole or not at all."""
+    encoder, fields = Encoder(*nature.grid), nature.static()
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(b"".join(encoder.encode(name, field, Stamp(STATIC_DATE)) for name, field in fields.items()))
+    os.replace(draft, path)
+
+
+def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays to `path` so that the file is either whole or not there."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(draft, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy types its options, not the arrays
+    os.replace(draft, path)

@@ -1,0 +1,54 @@
+"""What model, synthesis and breeding agree on: the planes of a state and the constants of the model behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+SIGMA = (0.025, 0.095, 0.2, 0.34, 0.51, 0.685, 0.835, 0.95)
+"""Centres of SPEEDY's eight sigma layers, top first."""
+
+_Z = len(SIGMA)
+PLANES = {
+    "vorticity": slice(0, _Z),
+    "divergence": slice(_Z, 2 * _Z),
+    "temperature": slice(2 * _Z, 3 * _Z),
+    "humidity": slice(3 * _Z, 4 * _Z),
+    "log_pressure": slice(4 * _Z, 4 * _Z + 1),
+}
+"""Where each quantity lies on axis K of a state."""
+
+NORM_PLANE = 2 * _Z + SIGMA.index(0.835)
+"""Perturbations are measured by their temperature on this plane (sigma 0.835), root mean square over the sphere."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Constants of a model, SI units: what turns its spectral states into weather."""
+
+    truncation: int
+    reference_temperature: np.ndarray  # (Z,), kelvin: states hold the difference from it
+    orography_ml: np.ndarray  # metres, spectral
+    land_yx: np.ndarray  # land fraction on the Gaussian grid
+    latitude: np.ndarray  # degrees, of the Gaussian grid, south to north
+    longitude: np.ndarray  # degrees
+    gas_constant: float
+    vapour_constant: float
+    gravity: float
+    reference_pressure: float
+    radius: float
+
+
+def truncate(x_kml: np.ndarray, truncation: int) -> np.ndarray:
+    """Cut states of axes ...KML down to `truncation`; coefficients beyond it, and the spare last one, become zero.
+
+    Surface pressure loses one wavenumber more where anything is cut: dinosaur's orography ends there, and pressure that
+    follows mountains which the coarse model does not have would shift its heights by 60 m.
+    """
+    cut = np.array(x_kml[..., : 2 * truncation + 1, : truncation + 2])
+    if cut.shape == x_kml.shape:
+        return cut
+    cut[..., truncation + 1 :] = 0
+    cut[..., PLANES["log_pressure"], :, truncation:] = 0
+    return cut

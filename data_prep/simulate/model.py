@@ -1,0 +1,207 @@
+"""The atmosphere model of the embedded archive: jcm's SPEEDY physics on the dinosaur spectral core.
+
+Two models are built from one recipe. The *nature* run is the truth; the *forecast* model differs from it by
+`MODEL_ERROR` (and, where the size says so, by its truncation), so that forecasts have systematic error as real ones do.
+
+A state is one float32 array of spectral coefficients, axes KML: K planes (vorticity, divergence, temperature and
+humidity on Z sigma levels, then the logarithm of surface pressure over p0), M zonal wavenumbers 0, 1, -1, 2, -2, ...,
+L total wavenumbers. The basis is orthonormal on the unit sphere. All that SPEEDY carries from step to step is made anew
+from the state at 0 UTC (land and sea temperatures are prescribed), so the array is the whole state of a run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dinosaur.primitive_equations import State, truncated_modal_orography
+from jax_datetime import Datetime, Timedelta
+from jcm import constants
+from jcm.date import DateData
+from jcm.diffusion import DiffusionFilter
+from jcm.dycore.dinosaur.dycore import DinosaurDycore
+from jcm.forcing import ForcingData
+from jcm.model import Model
+from jcm.physics.speedy.params import Parameters
+from jcm.physics.speedy.speedy_coords import get_speedy_coords
+from jcm.physics.speedy.speedy_terms import speedy_physics
+from jcm.physics_interface import compute_physics_step_gridpoint
+from jcm.terrain import TerrainData
+
+from data_prep.simulate.layout import SIGMA, ModelFacts
+from data_prep.simulate.model_error import MODEL_ERROR
+
+BATCH = 4  # members stepped together by vmap: a larger batch falls out of a core's cache and is slower a member
+_DAY = 86400
+
+_DIFFUSION_HOURS = {"div": 2.0, "vor_q": 12.0, "temp": 24.0}  # jcm's own, at the smallest wave of T31
+_DIFFUSION_ORDER = {"div": 1, "vor_q": 2, "temp": 2}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What makes a model: `truncation`, time step in `minutes`, and whether `MODEL_ERROR` applies."""
+
+    truncation: int
+    minutes: int
+    wrong: bool = False
+
+
+class Atmosphere:
+    """A model that advances states by whole days; compiled at its first use for each number of states."""
+
+    def __init__(self, recipe: Recipe):
+        """Load boundary conditions from jcm's wheel and build the model of `recipe`."""
+        self.recipe = recipe
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # xarray's, from inside jcm
+            self._coords = get_speedy_coords(layers=len(SIGMA), spectral_truncation=recipe.truncation)
+            bounds = resources.files("jcm.data.bc") / "t30" / "clim"
+            self._forcing = ForcingData.from_file(str(bounds / "forcing.nc"), coords=self._coords)
+            self._terrain = _terrain(self._coords, str(bounds / "terrain.nc"))
+        seconds = recipe.minutes * 60.0
+        dycore = DinosaurDycore(self._coords, self._terrain, seconds, diffusion=_diffusion(recipe.truncation))
+        physics = speedy_physics(_parameters(recipe.wrong), checkpoint_terms=False)
+        self._model = Model(dycore, time_step=recipe.minutes, physics=physics)
+        self._carry = self._model.initial_physics_carry()
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Everything that synthesis on another grid needs to know of the model."""
+        grid, dycore = self._coords.horizontal, self._model.dycore
+        return ModelFacts(
+            truncation=self.recipe.truncation,
+            reference_temperature=np.asarray(dycore.primitive.reference_temperature, np.float64),
+            orography_ml=np.asarray(dycore.primitive.orography, np.float64),
+            land_yx=np.asarray(self._terrain.fmask, np.float64).T,
+            latitude=np.rad2deg(np.asarray(grid.latitudes, np.float64)),
+            longitude=np.rad2deg(np.asarray(grid.longitudes, np.float64)),
+            gas_constant=float(constants.rd),
+            vapour_constant=float(constants.rv),
+            gravity=float(constants.grav),
+            reference_pressure=float(constants.p0),
+            radius=float(constants.rearth),
+        )
+
+    def rest(self, seed: int) -> np.ndarray:
+        """Return an isothermal atmosphere at rest with small random pressure, to spin a nature run up from; KML."""
+        return np.asarray(_pack(self._model.initial_state(random_seed=seed)), np.float32)
+
+    def advance(self, x_nkml: np.ndarray, day: int) -> tuple[np.ndarray, np.ndarray]:
+        """Advance N states by one day.
+
+        Args:
+            x_nkml: states at 0 UTC.
+            day: days since 1970-01-01, for sun, sea and snow.
+
+        Returns:
+            States one day later and the precipitation that fell, metres, axes N, Gaussian latitude, longitude.
+
+        Raises:
+            FloatingPointError: the model blew up.
+        """
+        n = len(x_nkml)
+        batch = 1 if n == 1 else BATCH
+        padded = -(-n // batch) * batch
+        x = np.concatenate([x_nkml, np.repeat(x_nkml[:1], padded - n, axis=0)]) if padded > n else x_nkml
+        x, rain = self._advance(jnp.asarray(x).reshape(padded // batch, batch, *x.shape[1:]), jnp.int32(day))
+        x, rain = np.asarray(x).reshape(padded, *x.shape[2:])[:n], np.asarray(rain).reshape(padded, *rain.shape[2:])[:n]
+        if not np.isfinite(x).all():
+            raise FloatingPointError(
+                f"the T{self.recipe.truncation} model blew up after day {day}; shorten its time step"
+            )
+        return x, np.swapaxes(rain, -1, -2)
+
+    @cached_property
+    def _advance(self):
+        batches = lambda x, day: jax.lax.map(lambda batch: self._one_day(batch, day), x)  # noqa: E731
+        return jax.jit(batches)
+
+    def _one_day(self, x_nkml, day):
+        """One batch through a day. What does not differ between members stays outside vmap, so that SPEEDY's
+        radiation, due every third step, remains a branch; batched, both sides would be computed at each step."""
+        axes = jax.tree_util.tree_map_with_path(_member_axis, self._carry)
+        state_axes = jax.tree.map(lambda _: 0, _unpack(x_nkml[0]))
+        step = jax.vmap(self._step, (state_axes, axes, None), (state_axes, axes, 0))
+        carry = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if _member_axis(path, leaf) is None else jnp.stack([leaf] * len(x_nkml)),
+            self._carry,
+        )
+
+        def body(state_carry, index):
+            seconds = index * (self.recipe.minutes * 60)
+            date = DateData.set_date(Datetime(Timedelta(days=day, seconds=seconds)))
+            state, carry, rain = step(*state_carry, self._forcing.select(date))  # type: ignore[call-arg]
+            return (state, carry), rain
+
+        start = (jax.vmap(_unpack)(x_nkml), carry)
+        (state, _), rain = jax.lax.scan(body, start, jnp.arange(_DAY // (self.recipe.minutes * 60)))
+        return jax.vmap(_pack)(state), rain.sum(0)
+
+    def _step(self, state, carry, forcing):
+        seconds = self.recipe.minutes * 60.0
+        grid = self._model.dycore.to_physics_state(state)
+        tendency, carry = compute_physics_step_gridpoint(
+            grid, forcing, self._terrain, carry, physics=self._model.physics, time_step=seconds
+        )
+        rain = carry["surface_exchange"].precipitation * (seconds / 1000.0)  # kg m-2 s-1 to metres of water
+        return self._model.dycore.step(state, tendency), carry, rain
+
+
+def _terrain(coords, path: str) -> TerrainData:
+    """Terrain on the model's grid. Coarse orography is the truncated fine one, and no interpolation of it: surface
+    pressure taken over from the fine model then fits the ground."""
+    fine = get_speedy_coords(layers=len(SIGMA), spectral_truncation=31)
+    source = TerrainData.from_file(path, coords=fine)
+    terrain = TerrainData.from_file(path, coords=coords)
+    modal = truncated_modal_orography(source.orog, fine, wavenumbers_to_clip=2)
+    rows, columns = coords.horizontal.modal_shape
+    coarse = modal[:rows, :columns].at[:, columns - 1 :].set(0)
+    return TerrainData.from_coords(
+        coords, orography=coords.horizontal.to_nodal(coarse), fmask=terrain.fmask, lfluxland=True
+    )
+
+
+def _parameters(wrong: bool) -> Parameters:
+    parameters = Parameters.default()
+    for group, changes in (MODEL_ERROR if wrong else {}).items():
+        for name, value in changes.items():
+            setattr(getattr(parameters, group), name, jnp.array(value))
+    return parameters
+
+
+def _diffusion(truncation: int) -> DiffusionFilter:
+    """Hyperdiffusion that damps a given wave alike at every truncation: jcm's times hold for n = 31."""
+    ratio = (31 * 32) / (truncation * (truncation + 1))
+    times = {
+        f"{name}_timescale": hours * 3600 * ratio ** _DIFFUSION_ORDER[name] for name, hours in _DIFFUSION_HOURS.items()
+    }
+    return DiffusionFilter(**times, **{f"{name}_order": order for name, order in _DIFFUSION_ORDER.items()})
+
+
+def _member_axis(path, leaf) -> int | None:
+    """Axis of members of a leaf of the physics carry: none for the step counter and what hangs on it."""
+    return None if jnp.ndim(leaf) == 0 else 0
+
+
+def _pack(state: State) -> jax.Array:
+    planes = (state.vorticity, state.divergence, state.temperature_variation, state.tracers["specific_humidity"])
+    return jnp.concatenate([*planes, state.log_surface_pressure], axis=-3)
+
+
+def _unpack(x_kml: jax.Array) -> State:
+    z = len(SIGMA)
+    vorticity, divergence, temperature, humidity = (x_kml[k * z : (k + 1) * z] for k in range(4))
+    return State(
+        vorticity,
+        divergence,
+        temperature,
+        x_kml[4 * z :],
+        tracers={"specific_humidity": humidity},
+        sim_time=jnp.zeros(()),
+    )

@@ -1,0 +1,108 @@
+"""The realism gate: does the simulated ensemble err as operational ones do, mildly under-dispersive and biased?
+
+An ensemble far off makes any post-processing look good. Figures are for one lead, over all dates of the archive, with
+exact cell areas as weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+SPREAD_SKILL = (0.7, 1.0)
+LARGEST_BIAS = 0.15
+SMALLEST_CORRELATION = 0.2
+
+
+@dataclass(frozen=True)
+class Realism:
+    """Figures of one field; `rmse` and `spread` in its unit, `bias_share` is `raw_bias_share` less sampling noise."""
+
+    dates: int
+    members: int
+    rmse: float
+    spread: float
+    spread_skill: float
+    raw_bias_share: float
+    bias_share: float
+    correlation: float
+
+    @property
+    def misses(self) -> list[str]:
+        """What the gate asks for and the ensemble does not have; empty where it passes."""
+        asked = {
+            f"spread/skill {self.spread_skill:.2f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
+            <= self.spread_skill
+            <= SPREAD_SKILL[1],
+            f"bias^2 {self.raw_bias_share:.1%} of the error, above {LARGEST_BIAS:.0%}": self.raw_bias_share
+            <= LARGEST_BIAS,
+            f"spread-error correlation {self.correlation:.2f} below {SMALLEST_CORRELATION}": self.correlation
+            >= SMALLEST_CORRELATION,
+        }
+        return [text for text, met in asked.items() if not met]
+
+    def as_dict(self) -> dict:
+        """Figures, whether the gate is passed, and what it misses: what archive.json stores."""
+        return asdict(self) | {"passes": not self.misses, "misses": self.misses}
+
+
+def cell_weights(latitude: np.ndarray) -> np.ndarray:
+    """Return each row's share of the sphere, from the sines of its cells' bounds; the grid holds both poles."""
+    latitude = np.asarray(latitude, np.float64)
+    bounds = np.concatenate([[latitude[0]], (latitude[1:] + latitude[:-1]) / 2, [latitude[-1]]])
+    weights = np.abs(np.diff(np.sin(np.deg2rad(bounds))))
+    return weights / weights.sum()
+
+
+def measure(
+    mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarray, members: int, latitude: np.ndarray
+) -> Realism:
+    """Measure one field.
+
+    Args:
+        mean_byx: ensemble mean, dates first.
+        variance_byx: variance of the members, ddof = 1.
+        truth_byx: truth at the same valid times.
+        members: ensemble size M.
+        latitude: degrees, both poles included.
+
+    Returns:
+        spread/skill is sqrt(mean (M+1)/M s^2) over the RMSE of the mean (Fortin et al. 2014, Journal of
+        Hydrometeorology 15). The bias is each point's mean error; its square holds the noise of a mean over n dates,
+        var / n, which the corrected figure leaves out (dates taken as independent). The correlation is of spread and
+        absolute error over all points and dates, once each point's means are removed.
+    """
+    weight = cell_weights(latitude)[:, None] / mean_byx.shape[-1]
+    error = mean_byx.astype(np.float64) - truth_byx
+    spread = np.sqrt(variance_byx.astype(np.float64))
+    n = len(error)
+    area = lambda x_yx: float((x_yx * weight).sum())  # noqa: E731
+    mse = area((error**2).mean(0))
+    bias = area(error.mean(0) ** 2)
+    noise = area(error.var(0, ddof=1)) / n if n > 1 else np.nan
+    variance = area((spread**2).mean(0)) * (members + 1) / members
+    a, b = spread - spread.mean(0), np.abs(error) - np.abs(error).mean(0)
+    scale = np.sqrt(area((a**2).mean(0)) * area((b**2).mean(0)))
+    return Realism(
+        dates=n,
+        members=members,
+        rmse=float(np.sqrt(mse)),
+        spread=float(np.sqrt(variance)),
+        spread_skill=float(np.sqrt(variance / mse)) if mse else float("nan"),
+        raw_bias_share=bias / mse if mse else float("nan"),
+        bias_share=max(bias - noise, 0.0) / mse if mse else float("nan"),
+        correlation=area((a * b).mean(0)) / scale if scale else 0.0,
+    )
+
+
+def report(figures: dict[str, Realism]) -> list[str]:
+    """Return one line a field for the terminal."""
+    lines = []
+    for name, r in figures.items():
+        verdict = "passes" if not r.misses else "misses: " + "; ".join(r.misses)
+        lines.append(
+            f"realism {name} 48 h, {r.dates} dates: spread/skill {r.spread_skill:.2f}, bias^2 {r.raw_bias_share:.1%} "
+            f"({r.bias_share:.1%} without sampling noise), spread-error correlation {r.correlation:.2f} - {verdict}"
+        )
+    return lines

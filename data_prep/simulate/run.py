@@ -1,0 +1,122 @@
+"""`ensemble-ml simulate`: run all model years, assemble the archive, measure its realism.
+
+What is finished lies in `.parts`; archive.json is written last and marks a finished archive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from data_prep.simulate.assemble import assemble, realism
+from data_prep.simulate.model_error import MODEL_ERROR
+from data_prep.simulate.realism import report
+from data_prep.simulate.schedule import STEPS, ModelYear, model_years
+from data_prep.simulate.workers import run_years
+from ensemble_ml.config import SimulateConfig
+from ensemble_ml.errors import UserError
+
+FORMAT = 1
+STATEMENT = (
+    "Simulated data: jcm (SPEEDY physics on the dinosaur spectral core) forecasting a nature run of its own. Laid out "
+    "like ENS-10, never ENS-10: figures compare only with baselines on this same archive."
+)
+
+
+def simulate(config: SimulateConfig) -> Path:
+    """Make the embedded archive, or go on with one that was interrupted.
+
+    Args:
+        config: size, output folder, seed and what conf/simulate sets.
+
+    Returns:
+        The archive's folder: ensemble/{pl,sfc}_MMDD.grib, truth/{pl,sfc}_MMDD.grib, static.grib, archive.json.
+
+    Raises:
+        UserError: `output` holds something else, or a package is missing.
+    """
+    output = Path(config.output)
+    if _finished(config, output):
+        print(f"{output} is already finished with this configuration; nothing to do", flush=True)
+        shutil.rmtree(output / ".parts", ignore_errors=True)
+        return output
+    _claim(config, output)
+    began = time.perf_counter()
+    years = model_years(config)
+    missing = [y for y in years if not all(y.part(output, c).exists() for c in y.written)]
+    if missing or not (output / ".parts" / "static.grib").exists():
+        if find_spec("jcm") is None:
+            raise UserError("simulate: the package jcm is not installed; run `pip install 'ensemble-ml[simulate]'`")
+        run_years(config, missing or years[:1], years)
+    assemble(output, years)
+    figures = realism(output, years, config)
+    for line in report(figures):
+        print(line, flush=True)
+    _write_json(output / "archive.json", describe(config, years, figures))
+    shutil.rmtree(output / ".parts")
+    dates = sum(len(year.written) for year in years)
+    print(f"simulated {dates} start dates in {time.perf_counter() - began:.0f} s: {output}", flush=True)
+    return output
+
+
+def _identity(config: SimulateConfig) -> dict:
+    """What decides the content of the files."""
+    settings = {key: value for key, value in asdict(config).items() if key not in ("output", "workers")}
+    return {"format": FORMAT, "config": settings, "model_error": MODEL_ERROR}
+
+
+def _finished(config: SimulateConfig, output: Path) -> bool:
+    record = output / "archive.json"
+    if not record.exists():
+        return False
+    content = json.loads(record.read_text())
+    if {key: content.get(key) for key in _identity(config)} != _identity(config):
+        raise UserError(f"output={output}: holds a finished archive of another configuration; choose another folder")
+    return True
+
+
+def _claim(config: SimulateConfig, output: Path) -> None:
+    """Mark the folder as this configuration's, or refuse it."""
+    mark = output / ".parts" / "config.json"
+    if mark.exists():
+        if json.loads(mark.read_text()) != _identity(config):
+            raise UserError(f"output={output}: holds an unfinished archive of another configuration; remove the folder")
+        return
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"output={output}: exists and is not an archive in the making; choose a new folder")
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    _write_json(mark, _identity(config))
+
+
+def _write_json(path: Path, content: dict) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(json.dumps(content, indent=1))
+    os.replace(draft, path)
+
+
+def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> dict:
+    """Return the content of archive.json: what the archive is, what it holds, and how real it is."""
+    splits: dict[str, list[str]] = defaultdict(list)
+    for year in years:
+        splits[year.split] += [f"{cycle.start:%Y-%m-%dT%H}" for cycle in year.written]
+    return _identity(config) | {
+        "statement": STATEMENT,
+        "versions": {name: version(name) for name in ("jcm", "dinosaur", "jax", "numpy", "eccodes")},
+        "years": {split: sorted({year.year for year in years if year.split == split}) for split in splits},
+        "start_dates": dict(splits),
+        "members": config.members,
+        "steps_hours": list(STEPS),
+        "levels_hPa": config.levels,
+        "accumulation": {
+            "ensemble": {"tp": "from the start of the forecast"},
+            "truth": {"tp": "the 24 h that end at the valid time"},
+        },
+        "realism": {name: figure.as_dict() for name, figure in figures.items()},
+    }

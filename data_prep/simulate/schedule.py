@@ -1,0 +1,91 @@
+"""Which start dates an archive has: model years by split, each a chain of 48 h cycles in one or more windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+
+from ensemble_ml.config import SimulateConfig
+
+CYCLE_DAYS = 2
+STEPS = (0, 24, 48)
+_EPOCH = date(1970, 1, 1)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One start date. `fresh`: its perturbations come from lagged states of the nature run; `written`: it is kept."""
+
+    day: int  # since 1970-01-01
+    fresh: bool
+    written: bool
+
+    @property
+    def start(self) -> datetime:
+        """Start of the forecast, 0 UTC."""
+        return when(self.day)
+
+
+@dataclass(frozen=True)
+class ModelYear:
+    """A year of one split: a nature run of its own, spun up from rest, and the cycles along it."""
+
+    year: int
+    split: str
+    cycles: tuple[Cycle, ...]
+    spin_up_days: int
+
+    @property
+    def first_day(self) -> int:
+        """Day on which the nature run starts from rest."""
+        return self.cycles[0].day - self.spin_up_days
+
+    @property
+    def written(self) -> list[Cycle]:
+        """The cycles whose forecasts are kept."""
+        return [cycle for cycle in self.cycles if cycle.written]
+
+    def part(self, output: Path, cycle: Cycle) -> Path:
+        """File that holds what `cycle` adds to the archive at `output` until it is assembled."""
+        return output / ".parts" / str(self.year) / f"{cycle.start:%Y%m%d}.npz"
+
+
+def when(day: int) -> datetime:
+    """Return 0 UTC of a day since 1970-01-01, without a time zone as GRIB has it."""
+    return datetime.fromtimestamp(day * 86400, tz=UTC).replace(tzinfo=None)
+
+
+def model_years(config: SimulateConfig) -> list[ModelYear]:
+    """Lay out all years of an archive: training years first, then validation, then test."""
+    splits = [("train", config.train_years, config.train_dates)]
+    splits += [
+        ("validation", config.validation_years, config.validation_dates),
+        ("test", config.test_years, config.test_dates),
+    ]
+    longest = max(dates for _, _, dates in splits)
+    years = [(split, dates) for split, count, dates in splits for _ in range(count)]
+    return [_model_year(config, config.first_year + k, split, dates, longest) for k, (split, dates) in enumerate(years)]
+
+
+def _model_year(config: SimulateConfig, year: int, split: str, dates: int, longest: int) -> ModelYear:
+    cycles: list[Cycle] = []
+    for window in config.windows:
+        month, day = (int(part) for part in window.split("-"))
+        # A split with fewer dates takes the middle of the window, so that all splits have the same mean season.
+        first = (date(year, month, day) - _EPOCH).days + (longest - dates) // 2 * CYCLE_DAYS
+        first -= config.warm_up_cycles * CYCLE_DAYS
+        for k in range(config.warm_up_cycles + dates):
+            cycles.append(Cycle(first + k * CYCLE_DAYS, fresh=k == 0, written=k >= config.warm_up_cycles))
+    return ModelYear(year, split, tuple(cycles), config.spin_up_days)
+
+
+def window_days(config: SimulateConfig) -> int:
+    """Return the length of one window with its warm-up, days."""
+    longest = max(config.train_dates, config.validation_dates, config.test_dates)
+    return (config.warm_up_cycles + longest) * CYCLE_DAYS
+
+
+def valid_times(cycle: Cycle) -> list[datetime]:
+    """Return the valid times of a cycle's steps."""
+    return [cycle.start + timedelta(hours=hours) for hours in STEPS]

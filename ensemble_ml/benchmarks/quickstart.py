@@ -1,0 +1,51 @@
+"""The main job as a benchmark: the claims that the scores of `scripts/quickstart.sh` make, as a results file.
+
+Nothing is computed here: `scores.json` holds ours and every baseline, scored in one run on the same test dates. A figure's
+range is its confidence interval, for there is one run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.config import BenchmarkConfig
+from ensemble_ml.errors import UserError
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Turn `config.run`/scores.json into OUTPUT/quickstart/results.json.
+
+    Raises:
+        UserError: there are no scores yet.
+    """
+    path = Path(config.run) / "scores.json"
+    if not path.is_file():
+        raise UserError(f"run={config.run}: holds no scores.json; run scripts/quickstart.sh, or evaluate, first")
+    scores = json.loads(path.read_text())
+    claims = [_claim(entry) for entry in scores["claims"]]
+    figures = {_name(entry): _figure(entry) for entry in scores["summary"]}
+    print(summary(figures, claims))
+    return write_results(
+        Path(config.output) / "quickstart",
+        title="The main job on the embedded archive (simulated)",
+        runs=1,
+        figures=figures,
+        claims=claims,
+        notes=[*scores["headline"], "Ranges are confidence intervals of the block bootstrap over test dates."],
+    )
+
+
+def _claim(entry: dict[str, Any]) -> Claim:
+    """Ratios must stay below their target, gains in per cent reach theirs."""
+    return Claim(entry["claim"], entry["value"], entry["unit"], entry["target"], at_most=entry["unit"] == "ratio")
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return f"{entry['metric']} {entry['lead_hours']} h: {entry['entrant']} over {entry['reference']}"
+
+
+def _figure(entry: dict[str, Any]) -> Figure:
+    return Figure(entry["ratio"], entry["low"], entry["high"], "ratio")

@@ -1,0 +1,177 @@
+"""What every benchmark leaves: results.json, and the same as a page that needs nothing else.
+
+results.json holds `machine`, `commit`, `runs`, `figures` (name -> median, min, max, unit, for ours and for each peer)
+and `claims`: one entry for each figure that was promised, `{claim, value, unit, target, holds}`. A claim that does not
+hold stands there as such.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Median and range of what several runs gave."""
+
+    median: float
+    min: float
+    max: float
+    unit: str
+
+    @classmethod
+    def of(cls, values: Sequence[float], unit: str) -> Figure:
+        """Summarise one value a run."""
+        return cls(float(statistics.median(values)), float(min(values)), float(max(values)), unit)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One promise in its own words; `target` is the least value that keeps it, the most where `at_most`."""
+
+    claim: str
+    value: float
+    unit: str
+    target: float
+    at_most: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether the value keeps the promise; not a number never does."""
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry of results.json."""
+        plain = {"claim": self.claim, "value": self.value, "unit": self.unit, "target": self.target}
+        return plain | {"holds": self.holds}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on: processor, cores, threads, memory, accelerator, versions."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "memory_gib": round(memory / 2**30, 1),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """The commit that ran, with `+` where files differ from it; `unknown` outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + "+" * bool(changed.stdout.strip())
+
+
+def write_results(
+    folder: Path,
+    *,
+    title: str,
+    runs: int,
+    figures: Mapping[str, Figure],
+    claims: Sequence[Claim],
+    notes: Sequence[str] = (),
+) -> Path:
+    """Write `folder`/results.json and `folder`/report.html; return the path of the former."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "title": title,
+        "machine": machine(),
+        "commit": commit(),
+        "runs": runs,
+        "figures": {name: asdict(figure) for name, figure in figures.items()},
+        "claims": [claim.to_json() for claim in claims],
+        "notes": list(notes),
+    }
+    _write(folder / "report.html", _page(content))
+    return _write(folder / "results.json", json.dumps(content, indent=2) + "\n")
+
+
+def summary(figures: Mapping[str, Figure], claims: Sequence[Claim]) -> str:
+    """The same for a terminal."""
+    width = max((len(name) for name in figures), default=0)
+    lines = [f"{n:{width}}  {f.median:10.4g} {f.unit}  ({f.min:.4g} to {f.max:.4g})" for n, f in figures.items()]
+    for c in claims:
+        lines.append(
+            f"{'holds' if c.holds else 'DOES NOT HOLD'}: {c.claim}: {c.value:.4g} {c.unit}, target {c.target:g}"
+        )
+    return "\n".join(lines)
+
+
+def _write(path: Path, text: str) -> Path:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    return partial.replace(path)
+
+
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0}th,td{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:left}"
+    "td.n{text-align:right;font-variant-numeric:tabular-nums}.no{color:#b00020;font-weight:600}.yes{color:#0a6b2d}"
+)
+
+
+def _page(content: Mapping[str, Any]) -> str:
+    figures = [
+        [n, *(f"{f[k]:.4g}" for k in ("median", "min", "max")), f["unit"]] for n, f in content["figures"].items()
+    ]
+    claims = [[c["claim"], f"{c['value']:.4g}", f"{c['target']:g}", c["unit"], _verdict(c)] for c in content["claims"]]
+    about = [[k, str(v)] for k, v in content["machine"].items()] + [["commit", content["commit"]]]
+    parts = [
+        f"<h1>{html.escape(content['title'])}</h1>",
+        f"<p>Median and range of {content['runs']} runs.</p>",
+        _table(["claim", "value", "target", "unit", "holds"], claims),
+        _table(["figure", "median", "least", "most", "unit"], figures),
+        *(f"<p>{html.escape(note)}</p>" for note in content["notes"]),
+        _table(["machine", ""], about),
+    ]
+    head = f'<meta charset="utf-8"><title>{html.escape(content["title"])}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _verdict(claim: Mapping[str, Any]) -> str:
+    return "yes" if claim["holds"] else "no"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+
+    def cell(text: str) -> str:
+        number = text.replace(".", "", 1).replace("e-", "").replace("-", "").isdigit()
+        kind = "n" if number else text if text in ("yes", "no") else ""
+        return f'<td class="{kind}">{html.escape(text)}</td>' if kind else f"<td>{html.escape(text)}</td>"
+
+    top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
+    body = "".join(f"<tr>{''.join(cell(text) for text in row)}</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"

@@ -1,0 +1,135 @@
+"""What a forecast file holds, and how CF-1.11 names it.
+
+Axes: T lead, Z level, Y latitude, X longitude, P point, M member, K quantile or threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from ensemble_ml.fields import field as registered
+from ensemble_ml.inference.select import Places
+
+HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "fg10": 10}  # metres above ground, which the standard names do not tell
+
+
+class Kind(Enum):
+    """What a data variable tells about a field; its value ends the variable's name: `t_mean`."""
+
+    MEAN = "mean"
+    STDDEV = "stddev"
+    LOCATION = "location"
+    SCALE = "scale"
+    SPREAD = "ensemble_spread"
+    QUANTILE = "quantile"
+    PROBABILITY = "prob_above"
+    MEMBER = "member"
+
+
+_LONG_NAMES = {
+    Kind.MEAN: "{}, mean of the predicted distribution",
+    Kind.STDDEV: "{}, standard deviation of the predicted distribution",
+    Kind.LOCATION: "{}, location parameter of the predicted distribution",
+    Kind.SCALE: "{}, scale parameter of the predicted distribution",
+    Kind.SPREAD: "{}, predicted standard deviation of the full ensemble",
+    Kind.QUANTILE: "{}, quantiles of the predicted distribution",
+    Kind.PROBABILITY: "probability that {} exceeds the threshold",
+    Kind.MEMBER: "{}, ensemble members remapped to the predicted distribution",
+}
+_DEVIATION = "realization: standard_deviation"
+_METHODS = {Kind.MEAN: "realization: mean", Kind.STDDEV: _DEVIATION, Kind.SPREAD: _DEVIATION}
+_PARAMETERS = (Kind.LOCATION, Kind.SCALE)
+_DIFFERENCES = (Kind.STDDEV, Kind.SCALE, Kind.SPREAD)
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """One data variable: `values` (T, [Z,] Y, X) or (T, [Z,] P), behind K or M where its kind has such an axis."""
+
+    name: str
+    kind: Kind
+    values: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """Coordinates and global attributes of a file.
+
+    `leads` hours; `levels` hPa; `members` numbers of the members written (empty for none); `thresholds` in the units of
+    their variable; `lead_bounds` of a variable over intervals: first and last hour for each of `leads`, or None.
+    """
+
+    init_time: np.datetime64
+    leads: Sequence[int]
+    levels: Sequence[int]
+    places: Places
+    quantiles: Sequence[float] = ()
+    thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    members: Sequence[int] = ()
+    lead_bounds: Mapping[str, Sequence[Sequence[int] | None]] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def shared_bounds(self) -> tuple[tuple[int, int], ...] | None:
+        """(first, last) hour of each lead, where all variables over intervals share theirs; one time axis has one."""
+        found = {self._bounds(name) for name in self.lead_bounds}
+        return found.pop() if len(found) == 1 else None
+
+    def interval(self, name: str) -> str:
+        """How a value of `name` stands over time, in the words of CF cell_methods; empty where time has no bounds."""
+        if name not in self.lead_bounds:
+            return "time: point" if self.shared_bounds else ""
+        method = "time: sum" if registered(name).accumulated else "time: maximum"
+        if self.shared_bounds:
+            return method
+        spans = ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))
+        return f"{method} (comment: over lead times {spans})"
+
+    def _bounds(self, name: str) -> tuple[tuple[int, int], ...]:
+        pairs = zip(self.leads, self.lead_bounds[name], strict=True)
+        return tuple((lead, lead) if pair is None else (int(pair[0]), int(pair[1])) for lead, pair in pairs)
+
+
+def attributes(header: Header, output: Output) -> dict[str, str]:
+    """CF attributes of a data variable, its auxiliary coordinates among them."""
+    known, kind = registered(output.name), output.kind
+    found = {"long_name": _LONG_NAMES[kind].format(known.long_name), "units": known.units}
+    if kind is Kind.PROBABILITY:
+        found["units"] = "1"
+    elif kind not in _PARAMETERS:
+        # A parameter is no physical quantity: the location of a censored law may lie below zero.
+        found["standard_name"] = known.standard_name
+    if known.temperature and kind is not Kind.PROBABILITY:
+        found["units_metadata"] = f"temperature: {'difference' if kind in _DIFFERENCES else 'on_scale'}"
+    if kind in _PARAMETERS:
+        found["distribution_family"] = known.family.value
+    methods = [header.interval(output.name), _METHODS.get(kind, "")]
+    if any(methods):
+        found["cell_methods"] = " ".join(filter(None, methods))
+    coordinates = ["forecast_reference_time", "forecast_period"]
+    if header.places.asked is not None:
+        coordinates += ["latitude", "longitude", "requested_latitude", "requested_longitude"]
+    if output.name in HEIGHTS:
+        coordinates.append(height_name(output.name))
+    found["coordinates"] = " ".join(coordinates)
+    return found
+
+
+def dimensions(header: Header, output: Output) -> tuple[str, ...]:
+    """Names of the axes of a data variable: what CF has no letter for stands to the left of time."""
+    extra = {
+        Kind.QUANTILE: ("quantile",),
+        Kind.PROBABILITY: (f"threshold_{output.name}",),
+        Kind.MEMBER: ("realization",),
+    }.get(output.kind, ())
+    level = () if registered(output.name).surface else ("level",)
+    return (*extra, "time", *level, *header.places.dims)
+
+
+def height_name(name: str) -> str:
+    """The scalar coordinate that tells the height of a near-surface variable."""
+    return f"height_{HEIGHTS[name]}m"

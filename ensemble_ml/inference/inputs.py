@@ -1,0 +1,147 @@
+"""Reads the members of a start date, reduces them to what the model takes, and holds them against the training range.
+
+Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
+X longitude.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.inference.starts import Start
+from ensemble_ml.loading.reader import Reader, mean_and_spread
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec
+from ensemble_ml.models.features import Features
+from ensemble_ml.store.source import Fields, Source
+
+log = logging.getLogger(__name__)
+
+_MARGIN = 0.1  # of the training range: so far beyond it a value is no matter for a warning
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One start date, read: `members` (M, T_in, ...), their `mean` and `spread` (T_in, ...), remarks for the file."""
+
+    start: Start
+    members: Fields
+    mean: Fields
+    spread: Fields
+    remarks: tuple[str, ...]
+
+
+class Samples:
+    """Reads samples, and warns once a variable of inputs beyond the training range that `meta` states."""
+
+    def __init__(self, source: Source, spec: ModelSpec, meta: Mapping[str, Any]):
+        self.reader, self.spec = Reader(source, spec), spec
+        self._limits = _limits(spec, meta["input_range"]) if "input_range" in meta else None
+        self._warned: set[str] = set()
+
+    def read(self, start: Start) -> Sample:
+        """Read one start date.
+
+        Raises:
+            UserError: a value is NaN or infinite; its variable, level, lead and date are named.
+        """
+        members = self.reader.forecast(start.date, start.positions)
+        reduced = [mean_and_spread(values) for values in (members.pressure, members.surface)]
+        mean, spread = (Fields(*pair) for pair in zip(*reduced, strict=True))
+        beyond = self._beyond(members)
+        for name, text in beyond.items():
+            if name not in self._warned:
+                log.warning("input %s: %s", self.reader.source.path, text)
+        self._warned |= beyond.keys()
+        return Sample(start, members, mean, spread, tuple(beyond.values()))
+
+    def _beyond(self, members: Fields) -> dict[str, str]:
+        """For each variable beyond the training range at any level: where it is farthest, in words."""
+        if self._limits is None:
+            return {}
+        limits = self._limits
+        low, high = (_by_field(members, reduce) for reduce in (np.min, np.max))
+        width = np.maximum(limits[:, 1] - limits[:, 0], np.finfo(np.float32).tiny)
+        excess = np.maximum(limits[:, 0] - low, high - limits[:, 1]) / width
+        found: dict[str, tuple[float, str]] = {}
+        for index, (name, level) in enumerate(_fields(self.spec)):
+            if excess[index] > _MARGIN and excess[index] > found.get(name, (0.0, ""))[0]:
+                above = high[index] - limits[index, 1] >= limits[index, 0] - low[index]
+                value = high[index] if above else low[index]
+                found[name] = excess[index], _describe(name, level, value, limits[index])
+        return {name: text for name, (_, text) in found.items()}
+
+
+def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
+    """Samples, whose numbers of members may differ, as one batch."""
+
+    def stack(arrays: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.stack(arrays))
+
+    single = spec.config.one_member
+    return EnsembleInput(
+        stack([s.mean.pressure for s in samples]),
+        stack([s.spread.pressure for s in samples]),
+        stack([s.mean.surface for s in samples]),
+        stack([s.spread.surface for s in samples]),
+        torch.tensor([float(len(s.start.positions)) for s in samples]),
+        torch.tensor([float(day_of_year(s.start.init_time)) for s in samples]),
+        stack([s.members.pressure[0] for s in samples]) if single else None,
+        stack([s.members.surface[0] for s in samples]) if single else None,
+    )
+
+
+def day_of_year(time: np.datetime64) -> int:
+    """1 on the first of January."""
+    return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
+
+
+def replace_static(model: EnsembleModel, source: Source) -> None:
+    """Give `model` the static fields of `source` in place of the checkpoint's.
+
+    Raises:
+        UserError: the source lacks one that the model takes.
+    """
+    spec, there = model.spec, source.static()
+    absent = [name for name in spec.static if name not in there]
+    if absent:
+        held = ", ".join(there) or "none"
+        raise UserError(f"static: {', '.join(absent)} missing, which the checkpoint takes; it holds {held}")
+    climate = Climate.default(spec)
+    climate.static = np.stack([there[name] for name in spec.static]) if spec.static else climate.static
+    model.features.load_state_dict({"position": Features(spec, climate.checked(spec)).position}, strict=False)
+
+
+def _fields(spec: ModelSpec) -> list[tuple[str, int | None]]:
+    upper: list[tuple[str, int | None]] = [(name, level) for name in spec.variables for level in spec.levels]
+    return upper + [(name, None) for name in spec.surface]
+
+
+def _limits(spec: ModelSpec, ranges: Mapping[str, Any]) -> np.ndarray:
+    """(V Z + S, 2) from {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}."""
+    pairs = [ranges[name] if level is None else ranges[name][str(level)] for name, level in _fields(spec)]
+    return np.asarray(pairs, np.float64)
+
+
+def _by_field(members: Fields, reduce: Any) -> np.ndarray:
+    """(V Z + S,) one number a field, over members, leads and places."""
+    upper = reduce(members.pressure, axis=(0, 1, 4, 5)) if members.pressure.size else np.zeros(0)
+    flat = reduce(members.surface, axis=(0, 1, 3, 4)) if members.surface.size else np.zeros(0)
+    return np.concatenate([upper.ravel(), flat.ravel()]).astype(np.float64)
+
+
+def _describe(name: str, level: int | None, value: float, limits: np.ndarray) -> str:
+    units, where = field(name).units, "" if level is None else f" at {level} hPa"
+    above = value > limits[1]
+    distance, side = (value - limits[1], "above") if above else (limits[0] - value, "below")
+    return (
+        f"{name}{where} reaches {value:.6g} {units}, {distance:.3g} {side} the training range"
+        f" ({limits[0]:.6g} to {limits[1]:.6g})"
+    )

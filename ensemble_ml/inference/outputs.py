@@ -1,0 +1,108 @@
+"""From the parameters that a model predicts to the fields that a forecast holds.
+
+Axes: B date in a batch, M member, K quantile or threshold, T lead, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.config import PredictConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.inference.contents import Kind, Output
+from ensemble_ml.inference.inputs import Sample
+from ensemble_ml.inference.select import Places
+from ensemble_ml.models import ModelSpec, Prediction, cdf, moments, quantile, remap_members
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """What to write: quantiles ascending, thresholds by variable ascending in its units, and whether members."""
+
+    quantiles: tuple[float, ...] = ()
+    thresholds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    members: bool = False
+
+
+def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
+    """Check what the configuration asks for against what the model predicts.
+
+    Raises:
+        UserError: a threshold of a variable that is not predicted, or a distribution asked of a model without one.
+    """
+    thresholds = {str(name): tuple(sorted(set(map(float, values)))) for name, values in config.thresholds.items()}
+    names = (*spec.variables, *spec.surface)
+    for name, values in thresholds.items():
+        if name not in names:
+            raise UserError(f"thresholds: {name} is not predicted; the checkpoint predicts {', '.join(names)}")
+        if not values or not np.isfinite(values).all():
+            raise UserError(f"thresholds.{name}={list(values)}: give one finite number or more, in SI units")
+    if not spec.config.postprocess:
+        if thresholds or config.members_out:
+            asked = "thresholds" if thresholds else "members_out"
+            raise UserError(f"{asked}: the checkpoint has no postprocess head and predicts spread alone; leave it out")
+        return Wanted()  # quantiles have a default, so they are left out without a word
+    return Wanted(tuple(sorted(set(config.quantiles))), thresholds, config.members_out)
+
+
+def outputs(
+    spec: ModelSpec, prediction: Prediction, at: int, sample: Sample, wanted: Wanted, places: Places
+) -> Iterator[Output]:
+    """The data variables of date `at` of a batch, made one at a time, cut to `places`.
+
+    Everything is computed on the whole grid and cut afterwards: a vectorised function may round its last few elements
+    otherwise, and a region must equal the same part of a whole field bit for bit.
+    """
+    for suffix, names in (("p", spec.variables), ("s", spec.surface)):
+        for position, name in enumerate(names):
+            part = _Variable(spec, prediction, suffix, at, position, sample)
+            for kind, values in part.fields(name, wanted):
+                yield Output(name, kind, places.cut(values.float().numpy()))
+
+
+class _Variable:
+    """One variable of one date: parameters (T, [Z,] Y, X) and raw members (M, T, [Z,] Y, X)."""
+
+    def __init__(self, spec: ModelSpec, prediction: Prediction, suffix: str, at: int, position: int, sample: Sample):
+        def pick(name: str) -> Tensor | None:
+            values = getattr(prediction, f"{name}_{suffix}")
+            return None if values is None else values[at][:, position]
+
+        self.location, self.scale, self.spread = pick("location"), pick("scale"), pick("spread")
+        self.family: Family = spec.families[suffix == "s"][position]
+        attribute, axis = ("pressure", -4) if suffix == "p" else ("surface", -3)
+        raw = [getattr(fields, attribute) for fields in (sample.members, sample.mean, sample.spread)]
+        # Taking the variable leaves the lead on the axis where the variable was.
+        self._raw = [torch.from_numpy(v.take(position, axis).take(spec.lead_positions, axis)) for v in raw]
+
+    def fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
+        """What is asked for of this variable, in the order of the file."""
+        if self.location is not None and self.scale is not None:
+            yield from self._distribution(self.location, self.scale, wanted.quantiles, wanted.thresholds.get(name, ()))
+            if wanted.members:
+                members, mean, spread = self._raw
+                yield Kind.MEMBER, remap_members(members, mean, spread, self.location, self.scale, self.family)
+        if self.spread is not None:
+            yield Kind.SPREAD, self.spread
+
+    def _distribution(
+        self, location: Tensor, scale: Tensor, quantiles: Sequence[float], thresholds: Sequence[float]
+    ) -> Iterator[tuple[Kind, Tensor]]:
+        mean, deviation = moments(self.family, location, scale)
+        yield Kind.MEAN, mean
+        yield Kind.STDDEV, deviation
+        yield Kind.LOCATION, location
+        yield Kind.SCALE, scale
+        if quantiles:
+            yield Kind.QUANTILE, torch.stack([quantile(self.family, location, scale, level) for level in quantiles])
+        if thresholds:
+            # In double precision, or small probabilities would be lost in 1 - P.
+            wide = location.double(), scale.double()
+            below = [cdf(self.family, *wide, torch.tensor(value, dtype=torch.float64)) for value in thresholds]
+            yield Kind.PROBABILITY, 1 - torch.stack(below)

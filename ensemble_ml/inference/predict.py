@@ -1,0 +1,238 @@
+"""Forecasts of many start dates: read ahead in one thread, predicted in this one, written in a third.
+
+Whatever can be refused is refused before the first computation; each file appears under its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from ensemble_ml import __version__
+from ensemble_ml.config import Precision, PredictConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.inference.contents import Header
+from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
+from ensemble_ml.inference.netcdf import file_name, write_forecast
+from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
+from ensemble_ml.inference.select import Places, select
+from ensemble_ml.inference.starts import Start, check_source, plan_starts
+from ensemble_ml.loading.batches import read_ahead
+from ensemble_ml.models import EnsembleModel, ModelSpec, Prediction, Speed
+from ensemble_ml.models.speed import candidates
+from ensemble_ml.store.source import Source
+from ensemble_ml.training.checkpoint import load_model
+
+log = logging.getLogger(__name__)
+
+_LARGEST_BATCH = 8  # start dates
+_BATCH_VALUES = 4_000_000  # grid values of a batch's mean fields: beyond that a larger batch is no faster, only larger
+_READ_AHEAD = 2  # batches
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """What all start dates have in common."""
+
+    config: PredictConfig
+    source: Source
+    meta: Mapping[str, Any]
+    spec: ModelSpec
+    wanted: Wanted
+    places: Places
+
+
+def predict(config: PredictConfig, source: Source) -> list[Path]:
+    """Write one NetCDF forecast a start date of `source` and return their paths, in the order of the dates.
+
+    Args:
+        config: `checkpoint`, `members_in`, `dates` and what to write; `input` is only quoted, `source` is what is read.
+        source: a tensor store or an archive with the reduced ensemble, on the checkpoint's grid.
+
+    Raises:
+        UserError: the checkpoint is damaged; the source does not fit it; something asked for is not there; a forecast
+            exists already; an input is NaN or infinite.
+    """
+    model, meta = load_model(config.checkpoint)
+    spec = model.spec
+    check_source(source, spec)
+    places = select(spec.grid, config.region, config.points)
+    job = _Job(config, source, meta, spec, wanted_outputs(config, spec), places)
+    starts = plan_starts(source, spec, config)
+    paths = _targets(config, starts)
+    if config.static is not None:
+        replace_static(model, source)
+    with _threads(config.threads), torch.inference_mode():
+        device = _place(model, meta, config)
+        return _run(job, model, device, starts, paths)
+
+
+def _run(job: _Job, model: EnsembleModel, device: torch.device, starts: list[Start], paths: list[Path]) -> list[Path]:
+    samples = Samples(job.source, job.spec, job.meta)
+    writing: list[Future[Path]] = []
+    remaining = iter(paths)
+    reading = read_ahead(_groups(samples, starts), _READ_AHEAD)
+    with _progress(len(starts)) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
+        for group in groups:
+            prediction = _forward(model, group, device)
+            # One batch is written while the next is computed, so that no more than two are in memory.
+            done(writing)
+            writing = [
+                writer.submit(_write, job, prediction, at, sample, path)
+                for at, (sample, path) in enumerate(zip(group, remaining, strict=False))
+            ]
+        done(writing)
+    return list(paths)
+
+
+def _groups(samples: Samples, starts: list[Start]) -> Iterator[list[Sample]]:
+    size = _batch_size(samples.spec)
+    for first in range(0, len(starts), size):
+        yield [samples.read(start) for start in starts[first : first + size]]
+
+
+def _forward(model: EnsembleModel, group: Sequence[Sample], device: torch.device) -> Prediction:
+    dtype = torch.float64 if model.speed.precision is Precision.FLOAT64 else torch.float32
+    found = model(collate(group, model.spec).to(device=device, dtype=dtype))
+    return Prediction(**{name: None if values is None else values.cpu() for name, values in vars(found).items()})
+
+
+def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Path) -> Path:
+    with torch.inference_mode():  # it holds in the thread that enters it
+        fields = outputs(job.spec, prediction, at, sample, job.wanted, job.places)
+        return write_forecast(path, _header(job, sample), fields)
+
+
+def _targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
+    """The files to write, none of which may exist."""
+    folder = Path(config.output)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"output {folder}: is a file; give a folder")
+    paths = [folder / file_name(start.init_time) for start in starts]
+    there = [path for path in paths if path.exists()]
+    if there and not config.overwrite:
+        count = f"{len(there)} of {len(paths)} forecasts"
+        raise UserError(f"output {there[0]}: exists, with {count}; set overwrite=true or choose another output")
+    return paths
+
+
+def _header(job: _Job, sample: Sample) -> Header:
+    spec, start = job.spec, sample.start
+    layout = job.source.layout
+    numbers = tuple(layout.realization[position] for position in start.positions)
+    return Header(
+        init_time=start.init_time,
+        leads=spec.leads_out,
+        levels=spec.levels if spec.variables else (),
+        places=job.places,
+        quantiles=job.wanted.quantiles,
+        thresholds=job.wanted.thresholds,
+        members=numbers if job.wanted.members else (),
+        lead_bounds=_lead_bounds(job.source, spec),
+        attributes=_attributes(job, sample, numbers),
+    )
+
+
+def _lead_bounds(source: Source, spec: ModelSpec) -> dict[str, list[Any]]:
+    """Bounds of the predicted variables at the predicted leads; other sources than ours need not know them."""
+    known: Mapping[str, Sequence[Any]] = getattr(source, "lead_bounds", {})
+    hours = source.layout.lead_hours
+    found = {
+        name: [known[name][hours.index(lead)] for lead in spec.leads_out]
+        for name in (*spec.variables, *spec.surface)
+        if name in known
+    }
+    return {name: pairs for name, pairs in found.items() if any(pair is not None for pair in pairs)}
+
+
+def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, str]:
+    config, meta = job.config, job.meta
+    what = "Post-processed ensemble forecast" if job.spec.config.postprocess else "Predicted ensemble spread"
+    start = sample.start.init_time.astype("datetime64[h]").item()
+    now = datetime.now(UTC)
+    asked = f"checkpoint={config.checkpoint} input={config.input} members_in={config.members_in}"
+    return {
+        "title": f"{what} from {start:%Y-%m-%d %H} UTC",
+        "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
+        "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {asked}",
+        "comment": "; ".join(filter(None, (sample.start.missing, *sample.remarks))),
+        "members_in": " ".join(map(str, numbers)),
+        "checkpoint_sha256": meta["sha256"],
+        "training_dates": " ".join(meta.get("training_dates", ())),
+        "training_data_fingerprint": str(meta.get("data_fingerprint", "")),
+        "data_fingerprint": job.source.fingerprint(),
+        "ensemble_ml_version": __version__,
+    }
+
+
+def _place(model: EnsembleModel, meta: Mapping[str, Any], config: PredictConfig) -> torch.device:
+    """Put `model` on the fastest device, in the precision that is asked for or that the checkpoint was trained in."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained = Speed.from_json(meta["precision"])
+    if config.precision is Precision.AUTO:
+        able = {speed.precision for speed in candidates(device, Precision.AUTO)} | {Precision.FLOAT64}
+        speed = trained if trained.precision in able else Speed(Precision.FLOAT32, trained.channels_last)
+        if speed is not trained:
+            log.info("precision: %s has no %s as in training; float32 is used", device.type, trained.precision.value)
+    else:
+        candidates(device, config.precision)  # refuses what the device cannot do
+        speed = Speed(config.precision, trained.channels_last)
+    model.to(device)
+    speed.apply(model)
+    return device
+
+
+def _batch_size(spec: ModelSpec) -> int:
+    planes = len(spec.leads_in) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
+    return max(1, min(_LARGEST_BATCH, _BATCH_VALUES // (planes * len(spec.latitude) * len(spec.longitude))))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count > 0:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _one_writer() -> Iterator[ThreadPoolExecutor]:
+    """A thread for writing. Left by an error or an interrupt, it ends the file at hand, whole, and begins no other."""
+    writer = ThreadPoolExecutor(1, thread_name_prefix="write")
+    try:
+        yield writer
+    finally:
+        writer.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A function that waits for files and counts them: a bar on a terminal, some twenty plain lines elsewhere."""
+    bar = tqdm(total=total, unit="date", desc="predict", disable=not sys.stderr.isatty())
+    with logging_redirect_tqdm(), bar:
+        count = 0
+
+        def done(writing: Sequence[Future[Path]]) -> None:
+            nonlocal count
+            for future in writing:
+                path = future.result()
+                count += 1
+                bar.update()
+                if bar.disable and (count == total or count % max(1, total // 20) == 0):
+                    log.info("predict: %s (%d of %d)", path, count, total)
+
+        yield done

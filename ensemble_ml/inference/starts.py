@@ -1,0 +1,148 @@
+"""Which start dates are predicted from which members: everything that can be refused is refused before computing.
+
+Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.config import PredictConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.reader import iso
+from ensemble_ml.models import ModelSpec
+from ensemble_ml.store.source import Part, Source, select_dates, zero_by_nature
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """One start date: its index in the source, the positions of the members that are complete, what is missing."""
+
+    date: int
+    init_time: np.datetime64
+    positions: tuple[int, ...]
+    missing: str = ""
+
+
+def check_source(source: Source, spec: ModelSpec) -> None:
+    """Refuse a source that lacks anything the model takes.
+
+    Raises:
+        UserError: another grid, or variables, levels or leads that are not there; all of them are named.
+    """
+    layout = source.layout
+    if not layout.grid.same_as(spec.grid):
+        raise UserError(
+            f"input {source.path}: its grid has {layout.grid.describe()}, the checkpoint's {spec.grid.describe()};"
+            " give data on the checkpoint's grid, or train on this one"
+        )
+    pairs: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
+        ("pressure-level variables", spec.variables, layout.variables),
+        ("levels (hPa)", spec.levels if spec.variables else (), layout.levels),
+        ("surface variables", spec.surface, layout.surface),
+        ("leads (h)", spec.leads_in, layout.lead_hours),
+    )
+    lacks = [
+        f"{what} {_list([w for w in wanted if w not in there])} (there are {_list(there)})"
+        for what, wanted, there in pairs
+        if set(wanted) - set(there)
+    ]
+    if lacks:
+        raise UserError(f"input {source.path}: the checkpoint needs {'; '.join(lacks)}; give data that hold them")
+
+
+def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ...]:
+    """Positions of the members that `members_in` names: a number of first ones, a list of numbers, or None for all.
+
+    Raises:
+        UserError: more members than there are, one that is not there, or one named twice.
+    """
+    numbers = _list(realization)
+    if members_in is None:
+        return tuple(range(len(realization)))
+    if isinstance(members_in, int) and not isinstance(members_in, bool):
+        if not 1 <= members_in <= len(realization):
+            raise UserError(f"members_in={members_in}: the input holds {len(realization)} members ({numbers})")
+        return tuple(range(members_in))
+    wanted = list(members_in) if isinstance(members_in, list | tuple) else []
+    if not wanted or not all(isinstance(n, int) for n in wanted) or len(set(wanted)) < len(wanted):
+        raise UserError(f"members_in={members_in}: give a number of members, or a list of different member numbers")
+    absent = [n for n in wanted if n not in realization]
+    if absent:
+        raise UserError(f"members_in={members_in}: member {absent[0]} is not there; the input holds {numbers}")
+    return tuple(sorted(list(realization).index(n) for n in wanted))
+
+
+def _list(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
+def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig) -> list[Start]:
+    """The start dates to predict, each with the members that are complete at it; a missing member warns.
+
+    Raises:
+        UserError: no such date or member, a field that no member has, or fewer members than the model or the output
+            can do with.
+    """
+    layout = source.layout
+    if not len(layout.init_time) or not source.has(Part.FORECAST):
+        raise UserError(f"input {source.path}: holds no ensemble forecast")
+    wanted = choose_members(layout.realization, config.members_in)
+    every = np.arange(len(layout.init_time))
+    dates = every if config.dates is None else select_dates(layout.init_time, config.dates)
+    _enough(len(wanted), spec, config, f"members_in={config.members_in}: {len(wanted)} members")
+    return [_start(source, spec, config, int(date), wanted) for date in dates]
+
+
+def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...]) -> Start:
+    init_time = source.layout.init_time[date]
+    gaps = _gaps(source, spec, date, wanted)
+    left = tuple(position for position in wanted if position not in gaps)
+    numbers = {position: source.layout.realization[position] for position in wanted}
+    where = f"input {source.path}: {iso(init_time)}"
+    if not left:
+        raise UserError(f"{where}: {gaps[wanted[0]]}, is missing for every member asked for; leave the date out")
+    if not gaps:
+        return Start(date, init_time, left)
+    missing = "; ".join(f"member {numbers[position]} is missing ({gap})" for position, gap in gaps.items())
+    where = f"{where}: {missing}, which leaves {len(left)}"
+    _enough(len(left), spec, config, where)
+    log.warning("%s of %d members", where, len(wanted))
+    return Start(date, init_time, left, missing)
+
+
+def _gaps(source: Source, spec: ModelSpec, date: int, wanted: tuple[int, ...]) -> dict[int, str]:
+    """For each member that lacks a field the model takes: the first such field, in words."""
+    layout = source.layout
+    pressure, surface = source.present(Part.FORECAST, date)
+    leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
+    variables = [layout.variables.index(name) for name in spec.variables]
+    levels = [layout.levels.index(level) for level in spec.levels] if variables else []
+    flat = [layout.surface.index(name) for name in spec.surface]
+    unneeded = np.array([[zero_by_nature(name, lead) for name in spec.surface] for lead in spec.leads_in], bool)
+    found = {}
+    for position in wanted:
+        absent_p = np.argwhere(~pressure[position][np.ix_(leads, variables, levels)])
+        absent_s = np.argwhere(~(surface[position][np.ix_(leads, flat)] | unneeded.reshape(len(leads), len(flat))))
+        if len(absent_p):
+            lead, variable, level = absent_p[0]
+            found[position] = f"{spec.variables[variable]} at {spec.levels[level]} hPa, +{spec.leads_in[lead]} h"
+        elif len(absent_s):
+            lead, variable = absent_s[0]
+            found[position] = f"{spec.surface[variable]}, +{spec.leads_in[lead]} h"
+    return found
+
+
+def _enough(count: int, spec: ModelSpec, config: PredictConfig, where: str) -> None:
+    least = spec.config.min_members
+    if count < least:
+        raise UserError(f"{where}; the checkpoint was made with model.min_members={least}: give that many or more")
+    if config.members_out and count < 2:
+        raise UserError(f"{where}; members_out=true needs two members or more: turn it off or give more")

@@ -1,0 +1,26 @@
+"""The model: features, modified 3D U-Net, heads, distributions. Knows nothing of ranks or of Hydra."""
+
+from ensemble_ml.models.climate import Climate, climate_shapes
+from ensemble_ml.models.distributions import cdf, crps, moments, quantile, remap_members
+from ensemble_ml.models.features import shrunk_spread
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, ensemble_input
+from ensemble_ml.models.model import EnsembleModel
+from ensemble_ml.models.speed import Speed, choose
+
+__all__ = [
+    "Climate",
+    "EnsembleInput",
+    "EnsembleModel",
+    "ModelSpec",
+    "Prediction",
+    "Speed",
+    "cdf",
+    "choose",
+    "climate_shapes",
+    "crps",
+    "ensemble_input",
+    "moments",
+    "quantile",
+    "remap_members",
+    "shrunk_spread",
+]

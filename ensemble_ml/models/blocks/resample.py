@@ -1,0 +1,91 @@
+"""Pooling and upsampling by two over latitude and longitude, any size, any order of axes in memory.
+
+Axes: B date, C channel, Y latitude, X longitude, Z plane.
+
+Written as sums over the four corners of a 2 x 2 block: torch's own pooling in 3D knows no bfloat16, and in 2D it copied
+its input, output and both gradients to another order of axes. An odd last row or column makes a block of its own, which
+equals padding to an even size with cells of weight zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def pool(x_BCYXZ: Tensor) -> Tensor:
+    """Mean over the cells of each 2 x 2 block: (B, C, ceil(Y/2), ceil(X/2), Z)."""
+    return _Pool.apply(x_BCYXZ)
+
+
+def add_upsampled(skip_BCYXZ: Tensor, small_BCYXZ: Tensor) -> Tensor:
+    """`skip` plus the nearest neighbour of `small`, whose size is half of it, rounded up."""
+    return _AddUpsampled.apply(skip_BCYXZ, small_BCYXZ)
+
+
+def _corners(large: Tensor, small: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The four corners of all blocks, each with the part of `small` that has such a corner; the full one first."""
+    for i in (0, 1):
+        for j in (0, 1):
+            corner = large[:, :, i::2, j::2]
+            yield corner, small[:, :, : corner.shape[2], : corner.shape[3]]
+
+
+def _mean_of_sums(sums: Tensor, rows: int, columns: int) -> Tensor:
+    """Divide sums over blocks by the number of cells in them, in place."""
+    sums.mul_(0.25)
+    if rows % 2:
+        sums[:, :, -1].mul_(2)
+    if columns % 2:
+        sums[:, :, :, -1].mul_(2)
+    return sums
+
+
+def _sums(large: Tensor) -> Tensor:
+    total = large[:, :, 0::2, 0::2].clone()  # keeps the order of axes in memory
+    for corner, part in list(_corners(large, total))[1:]:
+        part.add_(corner)
+    return total
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.size = x.shape
+        return _mean_of_sums(_sums(x), *x.shape[2:4])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        share = _mean_of_sums(grad.clone(), *ctx.size[2:4])
+        found = _like(grad, ctx.size)
+        for corner, part in _corners(found, share):
+            corner.copy_(part)
+        return found
+
+
+class _AddUpsampled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, skip: Tensor, small: Tensor) -> Tensor:
+        found = skip.clone()
+        for corner, part in _corners(found, small.to(skip.dtype)):
+            corner.add_(part)
+        ctx.dtype = small.dtype
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, _sums(grad).to(ctx.dtype)
+
+
+def _like(x: Tensor, size: torch.Size) -> Tensor:
+    """An empty tensor of another size in the memory order of `x`."""
+    if x.is_contiguous(memory_format=torch.channels_last_3d):
+        batch, channels, rows, columns, planes = size
+        return x.new_empty(batch, rows, columns, planes, channels).permute(0, 4, 1, 2, 3)
+    return x.new_empty(size)

@@ -1,0 +1,189 @@
+"""The forecast distributions in closed form: CRPS, cdf, quantile, moments.
+
+With standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale
+(zero in standard units):
+
+- normal: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
+- normal truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
+- normal censored at zero, all mass below put at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A.
+
+The CRPS is written so that float32 keeps its digits: where zero lies in the upper tail (l > 0), through the Mills ratio
+Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), never as a quotient of two vanishing numbers. Both branches of every
+`where` are finite, so gradients are. What is not trained through (cdf, quantile, moments) is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.special import erfcx, log_ndtr, ndtr, ndtri
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+
+_SQRT2 = math.sqrt(2.0)
+_ROOT_PI = math.sqrt(math.pi)
+_INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
+_FAR = 30.0  # scales beyond zero where the truncated normal is exponential to four digits
+
+
+def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+    """Continuous ranked probability score of each forecast, in the units of `y`.
+
+    Observations below zero, which the truncated and the censored normal cannot produce, are scored as zero plus their
+    distance from it.
+    """
+    if family is Family.NORMAL:
+        return scale * _crps_standard((y - location) / scale)
+    below = torch.clamp(-y, min=0)
+    y = torch.clamp(y, min=0)
+    standard = _crps_truncated if family is Family.TRUNCATED_NORMAL else _crps_censored
+    return scale * standard((y - location) / scale, -location / scale, y / scale) + below
+
+
+def _phi(x: Tensor) -> Tensor:
+    return _INV_SQRT_2PI * torch.exp(-0.5 * x * x)
+
+
+def _mills(x: Tensor) -> Tensor:
+    return math.sqrt(math.pi / 2) * erfcx(x / _SQRT2)
+
+
+def _crps_standard(z: Tensor) -> Tensor:
+    return z * torch.erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
+
+
+def _crps_censored(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
+    """crps of the uncensored law less the integral of Phi^2 below l; `above` = z - l, given exactly."""
+    low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0)
+    cdf = ndtr(low_l)
+    low = _crps_standard(z) - (low_l * cdf**2 + 2 * cdf * _phi(low_l) - ndtr(_SQRT2 * low_l) / _ROOT_PI)
+    # For l > 0 the large terms of both integrals cancel to z - l; what is left are tails.
+    tail = ndtr(-high_l)
+    high_z = torch.clamp(z, min=0)
+    tails = 2 * _phi(high_z) - 2 * high_z * ndtr(-high_z)
+    tails = tails - (2 * _phi(high_l) * (1 - tail) - 2 * high_l * tail + high_l * tail**2)
+    high = above + tails - ndtr(-_SQRT2 * high_l) / _ROOT_PI
+    return torch.where(l > 0, high, low)
+
+
+def _crps_truncated(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
+    low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0)
+    mass = ndtr(-low_l)  # at least one half
+    low = z * mass * (2 * ndtr(z) + mass - 2) + 2 * _phi(z) * mass - ndtr(-_SQRT2 * low_l) / _ROOT_PI
+    low = low / mass**2
+    # Integrals of the survival function over the Mills ratio m: 2 int_z S = 2 exp((l^2 - z^2)/2) (1 - z m(z)) / m(l).
+    high_z = high_l + above
+    mills = _mills(high_l)
+    decay = torch.exp(-0.5 * above * (high_z + high_l))
+    high = high_z - _SQRT2 * _mills(_SQRT2 * high_l) / mills**2 + 2 * decay * (1 - high_z * _mills(high_z)) / mills
+    return torch.where(l > 0, high, low)
+
+
+def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+    """P(value <= y), in [0, 1]; at y = 0 the censored normal counts its mass there."""
+    mu, sigma, at = location.double(), scale.double(), y.double()
+    z, l = (at - mu) / sigma, -mu / sigma
+    if family is Family.NORMAL:
+        found = ndtr(z)
+    elif family is Family.CENSORED_NORMAL:
+        found = torch.where(at >= 0, ndtr(z), 0.0)
+    else:
+        found = torch.where(at > 0, -torch.expm1(log_ndtr(-torch.maximum(z, l)) - log_ndtr(-l)), 0.0)
+    return found.clamp(0, 1).to(location.dtype)
+
+
+def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:
+    """The value that is not exceeded with probability `level` (a number, or a tensor that broadcasts)."""
+    mu, sigma = location.double(), scale.double()
+    p = torch.as_tensor(level, dtype=torch.float64, device=location.device)
+    if family is Family.NORMAL:
+        return (mu + sigma * ndtri(p)).to(location.dtype)
+    if family is Family.CENSORED_NORMAL:
+        return torch.clamp(mu + sigma * ndtri(p), min=0).to(location.dtype)
+    l = -mu / sigma
+    near = -ndtri((1 - p) * ndtr(-torch.clamp(l, max=_FAR)))
+    far = l - torch.log1p(-p) / torch.clamp(l, min=1)  # the tail is exponential there
+    z = torch.where(l > _FAR, far, near)
+    return torch.clamp(mu + sigma * z, min=0).to(location.dtype)
+
+
+def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the distribution."""
+    if family is Family.NORMAL:
+        return location, scale
+    mu, sigma = location.double(), scale.double()
+    mean, variance = _standard_moments(family, -mu / sigma)
+    # `mean` is counted from zero, so nothing cancels where the location lies far below it.
+    return (sigma * mean).to(location.dtype), (sigma * torch.sqrt(variance)).to(location.dtype)
+
+
+def _standard_moments(family: Family, l: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean above zero and variance at scale one."""
+    if family is Family.CENSORED_NORMAL:
+        mean = _phi(l) - l * ndtr(-l)
+        square = (1 + l * l) * ndtr(-l) - l * _phi(l)
+        return mean.clamp(min=0), (square - mean**2).clamp(min=0)
+    near = torch.clamp(l, max=_FAR)
+    hazard = torch.where(near > 0, 1 / _mills(near.clamp(min=0)), _phi(near) / ndtr(-near.clamp(max=0)))
+    mean, variance = hazard - near, 1 + near * hazard - hazard**2
+    far = 1 / torch.clamp(l, min=_FAR)
+    return torch.where(l > _FAR, far, mean), torch.where(l > _FAR, far**2, variance.clamp(min=0))
+
+
+_GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
+
+
+@cache
+def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
+    location = torch.linspace(*_GRID, dtype=torch.float64)
+    return location, _standard_moments(family, -location)[0]
+
+
+def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
+    """The location at which the distribution with this scale has this mean; not below -4 scales (a mean near zero).
+
+    Read off a table (1 % of a scale apart, linear between), because no closed form exists; carries no gradient.
+    """
+    if family is Family.NORMAL:
+        return mean
+    with torch.no_grad():
+        location, means = (t.to(mean.device) for t in _mean_table(family))
+        wanted = (mean.double() / scale.double()).contiguous()
+        right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
+        share = (wanted - means[right - 1]) / (means[right] - means[right - 1])
+        found = location[right - 1] + share.clamp(0, 1) * (location[right] - location[right - 1])
+        found = torch.where(wanted >= means[-1], wanted, found)
+        return (found * scale.double()).to(mean.dtype)
+
+
+def remap_members(
+    members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL
+) -> Tensor:
+    """Coherent members of the predicted distribution: each keeps its place, (x_i - m) / s, in the new one.
+
+    Args:
+        members: (M, ...) raw members x_i, two or more.
+        mean, spread: (...) their mean m and standard deviation s (ddof = 1).
+        location, scale: (...) of the predicted distribution.
+        family: normal members become location + scale (x_i - m) / s, whose mean and spread are exactly those predicted;
+            of the others they are the quantiles at Phi((x_i - m) / s), so none falls below zero. Where all members
+            agree they become the median.
+
+    Returns:
+        (M, ...), in the dtype of `location`.
+
+    Raises:
+        UserError: there is only one member.
+    """
+    if len(members) < 2:
+        raise UserError(f"members_out=true: {len(members)} member given; remapping needs two or more")
+    place = torch.where(spread > 0, (members - mean) / torch.where(spread > 0, spread, 1.0), 0.0)
+    if family is Family.NORMAL:
+        return location + scale * place
+    if family is Family.CENSORED_NORMAL:
+        return torch.clamp(location + scale * place, min=0)
+    return quantile(family, location, scale, ndtr(place.double()))

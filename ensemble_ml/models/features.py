@@ -1,0 +1,146 @@
+"""From a reduced ensemble to channels that know neither the order nor the number of its members.
+
+Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude, C channel.
+
+For each variable and input lead: the mean, standardised by level; the logarithm of the spread, shrunk towards
+climatology (finite at one member) and over the level's typical spread; for predicted leads the climatological spread
+itself; optionally one member's departure from the mean in typical spreads. Beside them stand fields common to all
+planes: the number of members M as 1/M and log M, position, day of year, static fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
+
+_SMALLEST = 1e-2  # of the level's typical spread: below this a spread is as good as none, and its logarithm stays put
+_SHRINK_UNFITTED = 2.0  # members' worth of climatology for input leads that are not predicted
+_DAYS = 365.2425
+
+
+def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor | float) -> Tensor:
+    """s0 = sqrt(((M-1) s^2 + k s_clim^2) / (M - 1 + k)): the spread that few members and climatology agree on.
+
+    Args:
+        spread: (B, ...) standard deviation of the M members, ddof = 1; zero where M = 1.
+        count: (B,) M.
+        climatology: s_clim, broadcast against `spread`.
+        shrink: k in members, broadcast against `spread`; positive.
+    """
+    freedom = (count - 1).reshape(-1, *[1] * (spread.ndim - 1))
+    return torch.sqrt((freedom * spread**2 + shrink * climatology**2) / (freedom + shrink))
+
+
+class Features(nn.Module):
+    """Turns an `EnsembleInput` into (pressure (B, C, Y, X, Z), surface (B, C, Y, X), common (B, C, Y, X))."""
+
+    mean_p: Tensor
+    std_p: Tensor
+    mean_s: Tensor
+    std_s: Tensor
+    position: Tensor
+
+    def __init__(self, spec: ModelSpec, climate: Climate):
+        super().__init__()
+        self.spec = spec
+        for suffix in ("p", "s"):
+            for name in ("mean", "std", "level_spread"):
+                self._buffer(f"{name}_{suffix}", getattr(climate, f"{name}_{suffix}"))
+        position = torch.cat([_position(spec), _standardised(torch.from_numpy(climate.static))])
+        self.register_buffer("position", position)
+
+    def _buffer(self, name: str, values: np.ndarray) -> None:
+        self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
+
+    @property
+    def common_channels(self) -> int:
+        """Channels of the common planes."""
+        return self.position.shape[0] + 4
+
+    def channels(self, *, surface: bool) -> int:
+        """Channels of one variable set."""
+        count = len(self.spec.surface if surface else self.spec.variables)
+        leads = 2 * len(self.spec.leads_in) + len(self.spec.leads_out)
+        return count * (leads + len(self.spec.leads_in) * self.spec.config.one_member)
+
+    def pole_rule(self, *, surface: bool) -> tuple[Tensor, Tensor]:
+        """Sign and offset (C, Z) of channels continued across a pole (Z = 1 at the surface).
+
+        A wind component w becomes -w in physical units, so its standardised value x = (w - mean) / std becomes
+        -x - 2 mean / std; a departure from the mean changes sign alone; spreads stay as they are.
+        """
+        names = self.spec.surface if surface else self.spec.variables
+        flips = torch.tensor([field(name).vector_component for name in names], dtype=torch.bool)
+        ratio = (self.mean_s / self.std_s)[:, None] if surface else self.mean_p / self.std_p
+        sign_V = torch.where(flips, -1.0, 1.0)[:, None].expand_as(ratio)
+        offset_V = torch.where(flips[:, None], -2 * ratio, torch.zeros_like(ratio))
+        leads, outs = len(self.spec.leads_in), len(self.spec.leads_out)
+        plain = torch.ones_like(sign_V).repeat(leads + outs, 1)
+        signs = [sign_V.repeat(leads, 1), plain]
+        offsets = [offset_V.repeat(leads, 1), torch.zeros_like(plain)]
+        if self.spec.config.one_member:
+            signs.append(sign_V.repeat(leads, 1))
+            offsets.append(torch.zeros_like(sign_V).repeat(leads, 1))
+        return torch.cat(signs), torch.cat(offsets)
+
+    def forward(
+        self, x: EnsembleInput, spread0: Sequence[Tensor], climatology: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Build the channels; `spread0` (s0 of the predicted leads) and `climatology` (s_clim), of the pressure levels
+        and of the surface, come from the heads.
+        """
+        pressure = self._stack(x, "p", spread0[0], climatology[0])
+        surface = self._stack(x, "s", spread0[1], climatology[1])
+        return pressure.flatten(1, 2).permute(0, 1, 3, 4, 2), surface.flatten(1, 2), self._common(x)
+
+    def _stack(self, x: EnsembleInput, suffix: str, spread0: Tensor, climatology: Tensor) -> Tensor:
+        mean, spread = getattr(x, f"mean_{suffix}"), getattr(x, f"spread_{suffix}")
+        level = getattr(self, f"level_spread_{suffix}")[..., None, None]
+        outs = self.spec.lead_positions
+        shrunk = shrunk_spread(spread, x.count, level, _SHRINK_UNFITTED)
+        shrunk = shrunk.index_copy(1, torch.tensor(outs, device=spread.device), spread0)
+        scales = getattr(self, f"mean_{suffix}")[..., None, None], getattr(self, f"std_{suffix}")[..., None, None]
+        known = _log_ratio(climatology, level[outs]).expand(len(x), *climatology.shape)
+        parts = [(mean - scales[0]) / scales[1], _log_ratio(shrunk, level), known]
+        if self.spec.config.one_member:
+            member = getattr(x, f"member_{suffix}")
+            if member is None:
+                raise UserError("model.one_member=true: the input holds no single member; hand one on")
+            parts.append((member - mean) / level)
+        return torch.cat(parts, 1)
+
+    def _common(self, x: EnsembleInput) -> Tensor:
+        angle = x.day_of_year * (2 * np.pi / _DAYS)
+        numbers = torch.stack([1 / x.count, torch.log(x.count), torch.sin(angle), torch.cos(angle)], 1)
+        planes = numbers.to(self.position.dtype)[:, :, None, None].expand(-1, -1, *self.position.shape[1:])
+        return torch.cat([self.position.expand(len(x), *self.position.shape), planes], 1)
+
+
+def _log_ratio(spread: Tensor, level: Tensor) -> Tensor:
+    """log(spread / level), levelling off at `_SMALLEST`."""
+    return 0.5 * torch.log((spread / level) ** 2 + _SMALLEST**2)
+
+
+def _position(spec: ModelSpec) -> Tensor:
+    """(4, Y, X): sine and cosine of latitude and of longitude."""
+    lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
+    planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
+    shape = len(lat), len(lon)
+    return torch.from_numpy(np.stack([np.broadcast_to(p, shape) for p in planes]).astype(np.float32))
+
+
+def _standardised(static: Tensor) -> Tensor:
+    """Static fields to mean zero and deviation one; a constant one becomes zero."""
+    if not static.numel():
+        return static
+    centred = static - static.mean((-2, -1), keepdim=True)
+    deviation = centred.std((-2, -1), correction=0, keepdim=True)
+    return centred / torch.where(deviation > 0, deviation, torch.ones_like(deviation))

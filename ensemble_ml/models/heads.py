@@ -1,0 +1,111 @@
+"""Heads that speak in units of the ensemble, and the terms that belong to one grid cell each.
+
+Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+
+    location = base + s_clim dL + a s0        scale = s0 exp(B + dB + b)        spread = s0 exp(dC + c)
+
+a, b, c come from the network, whose last layer starts at zero; dL, dB, dC are learned, one number a cell, and start at
+zero; base and B come from the train dates. So the untrained model *is* shrunk bias and inflation, and weight decay
+pulls the local terms back to what the train dates say. All learned terms are in spreads or logarithms: a step of a
+sign-based optimizer moves each by the same sensible share.
+
+The base is m + L for a normal variable. For one that cannot be negative it is the location at which the distribution's
+*mean* is m + L: where all members are dry, the untrained forecast is dry too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.fields import Family
+from ensemble_ml.models import distributions
+from ensemble_ml.models.features import shrunk_spread
+
+_BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
+
+
+class Heads(nn.Module):
+    """The last step for one set of variables (pressure levels, or surface).
+
+    Args:
+        climate: spread, bias, inflation (T, V, [Z,] Y, X); shrink (T, V[, Z]).
+        families: of each variable.
+        local_terms, postprocess, spread: as in `ModelConfig`.
+    """
+
+    climatology: Tensor
+    bias: Tensor
+    inflation: Tensor
+    shrink: Tensor
+    local_location: nn.Parameter | None
+    local_scale: nn.Parameter | None
+    local_spread: nn.Parameter | None
+
+    def __init__(
+        self,
+        climate: dict[str, np.ndarray],
+        families: Sequence[Family],
+        *,
+        local_terms: bool,
+        postprocess: bool,
+        spread: bool,
+    ):
+        super().__init__()
+        self.families, self.postprocess, self.spread = tuple(families), postprocess, spread
+        for name in ("climatology", "bias", "inflation", "shrink"):
+            self.register_buffer(name, torch.from_numpy(np.asarray(climate[name], np.float32).copy()))
+        names = ["local_location", "local_scale"] * postprocess + ["local_spread"] * spread
+        for name in ("local_location", "local_scale", "local_spread"):
+            wanted = local_terms and name in names
+            self.register_parameter(name, nn.Parameter(torch.zeros(climate["bias"].shape)) if wanted else None)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the network gives for each variable, lead and cell."""
+        return 2 * self.postprocess + self.spread
+
+    def base_spread(self, spread: Tensor, count: Tensor) -> Tensor:
+        """s0 (B, T, V, [Z,] Y, X) of the predicted leads."""
+        return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
+
+    def forward(self, mean: Tensor, spread0: Tensor, network: Tensor) -> dict[str, Tensor | None]:
+        """Return location, scale and spread.
+
+        Args:
+            mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads.
+            spread0: s0, the same shape.
+            network: (B, outputs, T, V, [Z,] Y, X), float32.
+        """
+        found: dict[str, Tensor | None] = {"location": None, "scale": None, "spread": None}
+        # unbind, not slices: the gradient is then one copy instead of one padded tensor a slice
+        parts = network.unbind(1)
+        if self.postprocess:
+            scale = spread0 * torch.exp(self.inflation + _bounded(_plus(parts[1], self.local_scale)))
+            shift = parts[0] * spread0
+            if self.local_location is not None:
+                shift = shift + self.climatology * self.local_location
+            found |= {"location": self._base(mean, spread0) + shift, "scale": scale}
+        if self.spread:
+            found["spread"] = spread0 * torch.exp(_bounded(_plus(parts[-1], self.local_spread)))
+        return found
+
+    def _base(self, mean: Tensor, spread0: Tensor) -> Tensor:
+        base = mean + self.bias
+        for index, family in enumerate(self.families):
+            if family is not Family.NORMAL:
+                scale = spread0[:, :, index] * torch.exp(self.inflation[:, index])
+                base[:, :, index] = distributions.location_of_mean(family, base[:, :, index], scale)
+        return base
+
+
+def _plus(network: Tensor, local: Tensor | None) -> Tensor:
+    return network if local is None else network + local
+
+
+def _bounded(exponent: Tensor) -> Tensor:
+    """The identity near zero that never leaves +-_BOUND."""
+    return _BOUND * torch.tanh(exponent / _BOUND)

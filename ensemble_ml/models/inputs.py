@@ -1,0 +1,189 @@
+"""What goes into a model and what comes out: plain values, validated when they are made.
+
+Axes: B date in a batch, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
+X longitude. Values are in the registry's units throughout; the model standardises inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.config import ModelConfig, Pole, Precision, Vertical
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family, field
+from ensemble_ml.grid import Grid
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSpec:
+    """Everything that fixes the shape of a model; a checkpoint keeps it as JSON.
+
+    `levels` hPa ascending, `leads_in` and `leads_out` hours ascending, `latitude` (Y,) degrees north descending,
+    `longitude` (X,) degrees east ascending, `static` names of the static fields that the model is given.
+
+    Raises:
+        UserError: a lead that is predicted is no input, or nothing is predicted, or the grid is not regular.
+    """
+
+    config: ModelConfig
+    variables: tuple[str, ...]
+    levels: tuple[int, ...]
+    surface: tuple[str, ...]
+    leads_in: tuple[int, ...]
+    leads_out: tuple[int, ...]
+    latitude: tuple[float, ...]
+    longitude: tuple[float, ...]
+    static: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("variables", "surface", "static"):
+            object.__setattr__(self, name, tuple(str(v) for v in getattr(self, name)))
+        for name in ("levels", "leads_in", "leads_out"):
+            object.__setattr__(self, name, tuple(int(v) for v in getattr(self, name)))
+        for name in ("latitude", "longitude"):
+            object.__setattr__(self, name, tuple(float(v) for v in np.asarray(getattr(self, name), np.float64)))
+        _check_spec(self)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of all fields."""
+        return Grid(np.asarray(self.latitude), np.asarray(self.longitude))
+
+    @property
+    def lead_positions(self) -> list[int]:
+        """Where each predicted lead stands among the leads of the input."""
+        return [self.leads_in.index(lead) for lead in self.leads_out]
+
+    @property
+    def pressure_shape(self) -> tuple[int, int, int, int, int]:
+        """(T_out, V, Z, Y, X)."""
+        rows, columns = len(self.latitude), len(self.longitude)
+        return len(self.leads_out), len(self.variables), len(self.levels), rows, columns
+
+    @property
+    def surface_shape(self) -> tuple[int, int, int, int]:
+        """(T_out, S, Y, X)."""
+        return len(self.leads_out), len(self.surface), len(self.latitude), len(self.longitude)
+
+    @property
+    def families(self) -> tuple[tuple[Family, ...], tuple[Family, ...]]:
+        """Distribution family of each pressure-level and each surface variable, from the registry."""
+        return tuple(field(v).family for v in self.variables), tuple(field(v).family for v in self.surface)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec."""
+        plain: dict[str, Any] = {f.name: list(getattr(self, f.name)) for f in fields(self) if f.name != "config"}
+        plain["config"] = {k: v.value if isinstance(v, Enum) else v for k, v in asdict(self.config).items()}
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> ModelSpec:
+        """Inverse of `to_json`."""
+        config = dict(plain["config"])
+        for key, kind in (("vertical", Vertical), ("pole", Pole), ("precision", Precision)):
+            config[key] = kind(config[key])
+        return cls(ModelConfig(**config), **{k: tuple(v) for k, v in plain.items() if k != "config"})
+
+
+@dataclass(eq=False)
+class EnsembleInput:
+    """A batch of reduced ensembles; T runs over `leads_in`.
+
+    `mean_p`, `spread_p` (B, T, V, Z, Y, X) and `mean_s`, `spread_s` (B, T, S, Y, X): mean and standard deviation
+    (ddof = 1; zero where there is one member) of the members given; `count` (B,) how many they are; `day_of_year` (B,)
+    1..366 of the start; `member_p`, `member_s` as the means: one single member, where the model asks for it.
+    A model without pressure-level (surface) variables takes tensors with V = 0 (S = 0).
+    """
+
+    mean_p: Tensor
+    spread_p: Tensor
+    mean_s: Tensor
+    spread_s: Tensor
+    count: Tensor
+    day_of_year: Tensor
+    member_p: Tensor | None = None
+    member_s: Tensor | None = None
+
+    def to(self, *args: Any, **kwargs: Any) -> EnsembleInput:
+        """The same batch on another device or in another dtype; arguments as of `Tensor.to`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v.to(*args, **kwargs) for k, v in moved.items() if v is not None})
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+
+@dataclass(eq=False)
+class Prediction:
+    """Parameters of the predicted distributions, physical units; T runs over `leads_out`.
+
+    `location_*`, `scale_*`: location and scale of the variable's family (None without the postprocess head);
+    `spread_*`: predicted standard deviation of the full ensemble (None without the spread head).
+    Shapes (B, T, V, Z, Y, X) for `_p` and (B, T, S, Y, X) for `_s`.
+    """
+
+    location_p: Tensor | None = None
+    scale_p: Tensor | None = None
+    spread_p: Tensor | None = None
+    location_s: Tensor | None = None
+    scale_s: Tensor | None = None
+    spread_s: Tensor | None = None
+
+
+def ensemble_input(
+    members_p: Tensor,
+    members_s: Tensor,
+    day_of_year: Tensor,
+    *,
+    one_member: bool = False,
+) -> EnsembleInput:
+    """Reduce members to what the model takes, all samples with the same number M of members.
+
+    Args:
+        members_p: (B, M, T, V, Z, Y, X).
+        members_s: (B, M, T, S, Y, X).
+        day_of_year: (B,) day of the start.
+        one_member: also hand on the first member.
+    """
+    batch, count = members_p.shape[:2]
+    # torch warns of a standard deviation of nothing, be it one member or no variable.
+    plain = [count == 1 or not x.numel() for x in (members_p, members_s)]
+    members = members_p, members_s
+    deviations = [torch.zeros_like(x[:, 0]) if p else x.std(1) for x, p in zip(members, plain, strict=True)]
+    return EnsembleInput(
+        members_p.mean(1),
+        deviations[0],
+        members_s.mean(1),
+        deviations[1],
+        members_p.new_full((batch,), float(count)),
+        day_of_year,
+        members_p[:, 0] if one_member else None,
+        members_s[:, 0] if one_member else None,
+    )
+
+
+def _check_spec(spec: ModelSpec) -> None:
+    if not spec.variables and not spec.surface:
+        raise UserError("data.variables, data.surface: both are empty; name at least one variable")
+    if spec.variables and not spec.levels:
+        raise UserError(f"data.levels: empty, but data.variables={list(spec.variables)}; name at least one level")
+    if not spec.leads_out:
+        raise UserError("data.leads_out: empty; name at least one lead time")
+    missing = [lead for lead in spec.leads_out if lead not in spec.leads_in]
+    if missing:
+        raise UserError(
+            f"data.leads_out={missing}: predicted leads must be among data.leads_in={list(spec.leads_in)};"
+            " add them there"
+        )
+    for name, surface in [(v, False) for v in spec.variables] + [(v, True) for v in spec.surface]:
+        if field(name).surface != surface:
+            kind, key = ("pressure-level", "variables") if surface else ("surface", "surface")
+            raise UserError(f"variable {name}: is a {kind} variable; name it in data.{key}")
+    _ = spec.grid  # raises where the points are not a regular grid

@@ -1,0 +1,159 @@
+"""The whole model: features, stems, U-Net, heads.
+
+Axes: B date, T lead, V pressure-level variable, S surface variable, C channel, Y latitude, X longitude, Z plane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.models.blocks.unet3d import Convolution, ScaleShift, UNet3d
+from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.features import Features
+from ensemble_ml.models.heads import Heads
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.speed import Speed
+
+
+class EnsembleModel(nn.Module):
+    """Predicts, from a reduced ensemble, the full ensemble's spread and the distribution of the truth.
+
+    Args:
+        spec: shapes, variables, grid and `ModelConfig`.
+        climate: statistics of the train dates; `Climate.default(spec)` where a state_dict will be loaded.
+
+    Raises:
+        UserError: the grid does not fit depth and pole, or `climate` does not fit `spec`.
+    """
+
+    def __init__(self, spec: ModelSpec, climate: Climate):
+        super().__init__()
+        self.spec, self.speed = spec, Speed()
+        config, climate = spec.config, climate.checked(spec)
+        levels = geometries(spec.grid, config.pole, config.depth)
+        self.features = Features(spec, climate)
+        self.pressure = _PlaneSet(spec, climate, self.features, surface=False) if spec.variables else None
+        self.surface = _PlaneSet(spec, climate, self.features, surface=True) if spec.surface else None
+        planes = sum(part.planes for part in (self.pressure, self.surface) if part is not None)
+        widths = [min(config.hidden * 2**level, config.max_hidden) for level in range(config.depth + 1)]
+        widths[0] = config.hidden
+        common = Convolution(self.features.common_channels, widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
+        self.common_stem = common
+        # Tells planes apart where one kernel serves all of them.
+        self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
+        self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
+        self.scale = ScaleShift(widths[0])
+        self.register_buffer("error_p", torch.from_numpy(climate.error_p))
+        self.register_buffer("error_s", torch.from_numpy(climate.error_s))
+
+    def forward(self, x: EnsembleInput) -> Prediction:
+        """Predict `leads_out` from `leads_in`; parameters in physical units, never below float32."""
+        self._check(x)
+        spread0 = tuple(self._base_spread(x, part, suffix) for part, suffix in self._parts())
+        both = zip(self._parts(), spread0, strict=True)
+        climatology = tuple(self._climatology(part, like) for (part, _), like in both)
+        channels_p, channels_s, common = self.features(x, spread0, climatology)
+        hidden = self._trunk(channels_p, channels_s, common)
+        # split, not slices, and with channels last: the gradient is then one copy in the order of axes that it needs
+        planes = [0 if part is None else part.planes for part, _ in self._parts()]
+        pieces = hidden.permute(0, 2, 3, 4, 1).split(planes, 3)
+        found: dict[str, Tensor | None] = {}
+        for (part, suffix), s0, piece in zip(self._parts(), spread0, pieces, strict=True):
+            if part is None:
+                continue
+            network = part.read_out(piece)
+            mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
+            found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, network).items()}
+        return Prediction(**found)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters for an optimizer: matrices decay, scales and biases do not, local terms decay to climatology.
+
+        Local terms are departures from what the train dates say, so the ordinary decay pulls them there. Groups carry
+        a `name`; those without `weight_decay` take the optimizer's own.
+        """
+        groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": [], "local": []}
+        for name, parameter in self.named_parameters():
+            plain = parameter.ndim < 2 or ".scale" in name or name == "plane_bias"
+            groups["local" if ".local_" in name else "plain" if plain else "weights"].append(parameter)
+        made: list[dict[str, Any]] = [{"name": k, "params": v} for k, v in groups.items() if v]
+        for group in made:
+            if group["name"] == "plain":
+                group["weight_decay"] = 0.0
+        return made
+
+    def _parts(self) -> tuple[tuple[_PlaneSet | None, str], tuple[_PlaneSet | None, str]]:
+        return (self.pressure, "p"), (self.surface, "s")
+
+    def _base_spread(self, x: EnsembleInput, part: _PlaneSet | None, suffix: str) -> Tensor:
+        spread = getattr(x, f"spread_{suffix}")[:, self.spec.lead_positions]
+        return spread if part is None else part.heads.base_spread(spread, x.count)
+
+    def _climatology(self, part: _PlaneSet | None, like: Tensor) -> Tensor:
+        return like[0] if part is None else part.heads.climatology  # where there is no variable, any empty tensor
+
+    def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
+        """(B, hidden, Y, X, Z), in the precision and memory order of `speed`."""
+        with torch.autocast(common.device.type, torch.bfloat16, enabled=self.speed.low):
+            shared = self.common_stem(self.speed.arrange(common[..., None]))
+            planes = []
+            for (part, _), channels in zip(self._parts(), (channels_p, channels_s[..., None]), strict=True):
+                if part is not None:
+                    planes.append(part.stem(self.speed.arrange(channels)) + shared)
+            hidden = _stack_planes(planes) + self.plane_bias[:, None, None].to(shared.dtype)
+            return F.silu(self.scale(self.unet(hidden))).to(self.plane_bias.dtype)
+
+    def _check(self, x: EnsembleInput) -> None:
+        leads = len(self.spec.leads_in)
+        wanted = (leads, *self.spec.pressure_shape[1:]), (leads, *self.spec.surface_shape[1:])
+        for given, shape in zip((x.mean_p, x.mean_s), wanted, strict=True):
+            if tuple(given.shape[1:]) != shape:
+                raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
+        if x.mean_p.is_floating_point() and x.mean_p.dtype.itemsize < 4:
+            raise UserError(f"input: dtype {x.mean_p.dtype}; give float32 or float64, the model lowers it itself")
+
+
+class _PlaneSet(nn.Module):
+    """Stem and heads of the pressure levels, or of the surface plane."""
+
+    def __init__(self, spec: ModelSpec, climate: Climate, features: Features, *, surface: bool):
+        super().__init__()
+        config, suffix = spec.config, "s" if surface else "p"
+        self.planes = 1 if surface else len(spec.levels)
+        geometry = geometries(spec.grid, config.pole, config.depth)[0]
+        pad = Padder(geometry, *features.pole_rule(surface=surface))
+        channels = features.channels(surface=surface)
+        self.stem = Convolution(channels, config.hidden, self.planes, config.vertical, pad, bias=True)
+        names = {"climatology": "spread", "bias": "bias", "inflation": "inflation", "shrink": "shrink"}
+        self.heads = Heads(
+            {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
+            spec.families[surface],
+            local_terms=config.local_terms,
+            postprocess=config.postprocess,
+            spread=config.spread,
+        )
+        self.leads, self.variables = len(spec.leads_out), len(spec.surface if surface else spec.variables)
+        self.surface = surface
+        self.out = nn.Linear(config.hidden, self.heads.outputs * self.leads * self.variables)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def read_out(self, hidden_BYXZC: Tensor) -> Tensor:
+        """(B, Y, X, Z, hidden) -> (B, outputs, T, V, Z, Y, X), without Z at the surface."""
+        found = self.out(hidden_BYXZC).unflatten(-1, (self.heads.outputs, self.leads, self.variables))
+        # Contiguous: one copy here spares the heads a dozen passes over two orders of memory at once.
+        found = found.permute(0, 4, 5, 6, 3, 1, 2).contiguous()
+        return found[:, :, :, :, 0] if self.surface else found
+
+
+def _stack_planes(planes: list[Tensor]) -> Tensor:
+    """Join along Z through (B, Y, X, Z, C), so that channels-last memory stays so."""
+    if len(planes) == 1:
+        return planes[0]
+    return torch.cat([p.permute(0, 2, 3, 4, 1) for p in planes], 3).permute(0, 4, 1, 2, 3)

@@ -1,0 +1,211 @@
+"""What a convolution sees beyond the edges of a grid on the sphere.
+
+Axes: B date, C channel, Y latitude from north to south, X longitude eastwards, Z level. Padding is explicit and comes
+before convolutions that pad nothing in Y and X, so that a partitioned model can put a halo exchange in its place.
+
+Longitude wraps only where the points close the circle. Beyond a pole, `cross` continues a field with the row on the
+other side, rolled by half the circle; everywhere else the outermost row or column is repeated.
+
+Mirror rule. Row -1 of a level with rows 2^l apart would stand one spacing north of row 0; seen from the other side of
+the pole that is a point p north of which row 0 and row 1 lie at known distances (a pooled row stands at the mean of the
+rows it holds). The mirror starts at the nearer of the two, at row 0 where they are equally near. So a row on the pole
+itself is left out at the finest level; a pooled row that only partly lies on the pole is kept, one fine row off; and a
+last pooled row that holds nothing but the pole (33 rows: row 16 of 17, row 8 of 9, ...) is left out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ensemble_ml.config import Pole
+from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Edge, Grid
+
+
+class Beyond(Enum):
+    """What lies beyond an edge."""
+
+    MIRROR = "mirror"
+    REPLICATE = "replicate"
+    ZERO = "zero"
+
+
+@dataclass(frozen=True)
+class EdgeRule:
+    """How a row beyond an edge is made; `skip` outermost rows are left out of a mirror."""
+
+    beyond: Beyond
+    skip: int = 0
+
+    def source(self, distance: int) -> int:
+        """Which row, counted from the edge, stands `distance` (1, 2, ...) rows beyond it."""
+        return self.skip + distance - 1 if self.beyond is Beyond.MIRROR else 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Rows, columns and edges of one level of the U-Net."""
+
+    rows: int
+    columns: int
+    wraps: bool
+    north: EdgeRule
+    south: EdgeRule
+
+
+def geometries(grid: Grid, pole: Pole, depth: int) -> tuple[Geometry, ...]:
+    """Return the geometry of the grid and of its `depth` poolings by two, finest first.
+
+    Raises:
+        UserError: the longitudes do not divide as wrapping, or crossing the pole, needs.
+    """
+    _check_longitudes(grid, pole, depth)
+    positions = np.arange(grid.shape[0], dtype=np.float64)
+    poles = _pole_position(grid.north, 0.0, -1), _pole_position(grid.south, positions[-1], 1)
+    columns, found = grid.shape[1], []
+    for level in range(depth + 1):
+        north = _edge_rule(grid.north, pole, positions, poles[0], 2.0**level)
+        south = _edge_rule(grid.south, pole, -positions[::-1], -poles[1], 2.0**level)
+        found.append(Geometry(len(positions), columns, grid.wraps, north, south))
+        positions = _pooled(positions)
+        columns = -(-columns // 2)
+    return tuple(found)
+
+
+def _pole_position(edge: Edge, row: float, outwards: int) -> float:
+    """Where the pole is, in rows of the finest level."""
+    return row + 0.5 * outwards if edge is Edge.POLE_BETWEEN else row
+
+
+def _pooled(positions: np.ndarray) -> np.ndarray:
+    # The mean over valid rows only: an odd last row stands alone.
+    return np.array([positions[i : i + 2].mean() for i in range(0, len(positions), 2)])
+
+
+def _edge_rule(edge: Edge, pole: Pole, positions: np.ndarray, pole_at: float, spacing: float) -> EdgeRule:
+    """The rule of a northern edge; `positions` ascend away from it."""
+    if edge is Edge.OPEN or pole is Pole.REPLICATE:
+        return EdgeRule(Beyond.REPLICATE)
+    if pole is Pole.ZERO:
+        return EdgeRule(Beyond.ZERO)
+    wanted = 2 * pole_at - (positions[0] - spacing)  # the row beyond, seen from the other side of the pole
+    skip = int(np.argmin(np.abs(positions[:2] - wanted)))  # argmin takes the first of equals
+    return EdgeRule(Beyond.MIRROR, skip)
+
+
+def _check_longitudes(grid: Grid, pole: Pole, depth: int) -> None:
+    columns = grid.shape[1]
+    if not grid.wraps:
+        return
+    crosses = pole is Pole.CROSS and (grid.north is not Edge.OPEN or grid.south is not Edge.OPEN)
+    if crosses and columns % 2:
+        raise UserError(
+            f"model.pole=cross: {columns} longitudes are an odd number, so no point lies opposite another;"
+            " use model.pole=replicate or zero"
+        )
+    twos = (columns & -columns).bit_length() - 1
+    fits = twos - 1 if crosses else twos
+    if depth > fits:
+        need = f"a multiple of 2^depth={2**depth} is needed"
+        if crosses:
+            need = f"model.pole=cross needs a multiple of 2^(depth+1)={2 ** (depth + 1)}"
+        raise UserError(f"model.depth={depth}: {columns} longitudes wrap, and {need}; use model.depth={fits} or less")
+
+
+class Padder(nn.Module):
+    """Pad (B, C, Y, X, Z) by one row and one column on each side; Z is left alone.
+
+    `sign` and `offset` (C, Z) act on rows continued across a pole, value -> sign * value + offset: how a component
+    of a vector changes sign in physical units while the network holds it standardised.
+    """
+
+    sign: Tensor | None
+    offset: Tensor | None
+
+    def __init__(self, geometry: Geometry, sign: Tensor | None = None, offset: Tensor | None = None):
+        super().__init__()
+        self.geometry = geometry
+        self.register_buffer("sign", sign)
+        self.register_buffer("offset", offset)
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        return _Pad.apply(x_BCYXZ, self.geometry, self.sign, self.offset)
+
+    def extra_repr(self) -> str:
+        g = self.geometry
+        return f"{g.rows} x {g.columns}, wraps={g.wraps}, north={g.north}, south={g.south}"
+
+
+class _Pad(torch.autograd.Function):
+    """One copy into a larger tensor, then the borders; `torch.cat` and `F.pad` took 5 to 100 times as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, geometry: Geometry, sign: Tensor | None, offset: Tensor | None) -> Tensor:
+        ctx.geometry, ctx.sign = geometry, sign
+        padded = _empty_padded(x)
+        padded[:, :, 1:-1, 1:-1] = x
+        for row, target, rule in ((0, 0, geometry.north), (-1, -1, geometry.south)):
+            padded[:, :, target, 1:-1] = _beyond(x, row, rule, sign, offset)
+        # After the rows, so that the corners come free.
+        wraps = geometry.wraps
+        padded[:, :, :, 0] = padded[:, :, :, -2 if wraps else 1]
+        padded[:, :, :, -1] = padded[:, :, :, 1 if wraps else -2]
+        return padded
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        geometry = ctx.geometry
+        inner = _fold_columns(grad[:, :, 1:-1], geometry.wraps)
+        for row, outer, rule in ((0, grad[:, :, :1], geometry.north), (-1, grad[:, :, -1:], geometry.south)):
+            if rule.beyond is not Beyond.ZERO:
+                _add_back(inner, _fold_columns(outer, geometry.wraps)[:, :, 0], row, rule, ctx.sign)
+        return inner, None, None, None
+
+
+def _empty_padded(x: Tensor) -> Tensor:
+    batch, channels, rows, columns, levels = x.shape
+    if x.is_contiguous(memory_format=torch.channels_last_3d):
+        return x.new_empty(batch, rows + 2, columns + 2, levels, channels).permute(0, 4, 1, 2, 3)
+    return x.new_empty(batch, channels, rows + 2, columns + 2, levels)
+
+
+def _source_row(row: int, rule: EdgeRule, rows: int) -> int:
+    source = min(rule.source(1), rows - 1)
+    return source if row == 0 else rows - 1 - source
+
+
+def _beyond(x: Tensor, row: int, rule: EdgeRule, sign: Tensor | None, offset: Tensor | None) -> Tensor:
+    """(B, C, X, Z) beyond the first (row 0) or last (row -1) row."""
+    if rule.beyond is Beyond.ZERO:
+        return x.new_zeros(())
+    values = x[:, :, _source_row(row, rule, x.shape[2])]
+    if rule.beyond is Beyond.REPLICATE:
+        return values
+    values = values.roll(values.shape[2] // 2, 2)
+    if sign is not None:
+        values = values * sign[:, None].to(x.dtype)
+    return values if offset is None else values + offset[:, None].to(x.dtype)
+
+
+def _fold_columns(grad: Tensor, wraps: bool) -> Tensor:
+    """Adjoint of padding the columns."""
+    inner = grad[:, :, :, 1:-1].clone()  # keeps the order of axes in memory
+    inner[:, :, :, -1 if wraps else 0] += grad[:, :, :, 0]
+    inner[:, :, :, 0 if wraps else -1] += grad[:, :, :, -1]
+    return inner
+
+
+def _add_back(inner: Tensor, outer: Tensor, row: int, rule: EdgeRule, sign: Tensor | None) -> None:
+    """Adjoint of `_beyond`, added to `inner` in place."""
+    if rule.beyond is Beyond.MIRROR:
+        outer = outer if sign is None else outer * sign[:, None].to(outer.dtype)
+        outer = outer.roll(-(outer.shape[2] // 2), 2)
+    inner[:, :, _source_row(row, rule, inner.shape[2])] += outer

@@ -1,0 +1,132 @@
+"""Which arithmetic and which order of axes in memory are fastest here: ask the hardware, then time it.
+
+torch's float32 conv3d leaves oneDNN for a path about ten times slower on some shapes when channels come first;
+channels-last memory never did on the machines measured, and bfloat16 doubles it again where the CPU has it. Which of
+them wins depends on machine and shape, so it is measured on the real shapes and the choice is kept as a value that a
+checkpoint records: a resumed run takes the same, and is bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.config import Precision
+from ensemble_ml.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 3.0  # for all trials together
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Precision of the convolutions and order of axes in memory; heads and losses keep the parameters' own."""
+
+    precision: Precision = Precision.FLOAT32
+    channels_last: bool = True
+
+    @property
+    def low(self) -> bool:
+        """Whether convolutions run in bfloat16."""
+        return self.precision is Precision.BFLOAT16
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """A 5D tensor in the chosen order of axes."""
+        return x.contiguous(memory_format=torch.channels_last_3d if self.channels_last else torch.contiguous_format)
+
+    def apply(self, model: nn.Module) -> None:
+        """Set `model` to this speed: memory order of its kernels, dtype for float64, `model.speed`."""
+        order = torch.channels_last_3d if self.channels_last else torch.contiguous_format
+        for module in model.modules():
+            if isinstance(module, nn.Conv3d):
+                module.weight.data = module.weight.data.contiguous(memory_format=order)
+        if self.precision is Precision.FLOAT64:
+            model.double()
+        model.speed = self  # type: ignore[assignment]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {"precision": self.precision.value, "channels_last": self.channels_last}
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> Speed:
+        """Inverse of `to_json`."""
+        return cls(Precision(plain["precision"]), bool(plain["channels_last"]))
+
+
+def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
+    """What the device can do of what is wanted, the likeliest to be fast first.
+
+    Raises:
+        UserError: bfloat16 is asked for on a device without it.
+    """
+    low = _has_bfloat16(device)
+    if wanted is Precision.BFLOAT16 and not low:
+        raise UserError(f"model.precision=bfloat16: {device.type} has no bfloat16 arithmetic; use auto or float32")
+    kinds = [Precision.FLOAT32] + [Precision.BFLOAT16] * low if wanted is Precision.AUTO else [wanted]
+    return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        # Before cuDNN 9.15 some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
+        return torch.cuda.is_bf16_supported() and (torch.backends.cudnn.version() or 0) >= 91500
+    capability = torch.backends.cpu.get_cpu_capability()
+    return device.type == "cpu" and capability.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def choose(
+    model: nn.Module,
+    step: Callable[[], Any],
+    *,
+    wanted: Precision = Precision.AUTO,
+    seconds: float = _SECONDS,
+) -> Speed:
+    """Time `step` (a forward and backward pass of `model` on a real batch) at each speed; set and return the fastest.
+
+    The weights are untouched but for their order in memory. One line of the log says what was tried, the milliseconds
+    and what was taken.
+
+    Args:
+        wanted: `auto` tries all that the hardware has; another precision fixes it and chooses the order of axes only.
+        seconds: all trials together; one that is far behind is not repeated.
+    """
+    device = next(model.parameters()).device
+    tried: dict[Speed, float] = {}
+    deadline = time.perf_counter() + seconds
+    for speed in candidates(device, wanted):
+        # Each precision gets its turn in channels-last memory, which is listed first, however slow the machine.
+        if time.perf_counter() > deadline and not speed.channels_last:
+            continue
+        speed.apply(model)
+        tried[speed] = _milliseconds(step, device, deadline, min(tried.values(), default=float("inf")))
+        model.zero_grad(set_to_none=True)
+    best = min(tried, key=lambda speed: tried[speed])
+    best.apply(model)
+    log.info("speed: %s; taken: %s", ", ".join(f"{_name(s)} {ms:.0f} ms" for s, ms in tried.items()), _name(best))
+    return best
+
+
+def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float, fastest: float) -> float:
+    """The fastest of up to three runs after a first one that prepares kernels; one run where time is out."""
+    found: list[float] = []
+    for _ in range(4):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append((time.perf_counter() - start) * 1e3)
+        if time.perf_counter() > deadline or found[-1] > 4 * fastest:
+            break
+    return min(found[1:] or found)
+
+
+def _name(speed: Speed) -> str:
+    return f"{speed.precision.value} {'channels last' if speed.channels_last else 'channels first'}"

@@ -1,0 +1,215 @@
+"""Checkpoints: a folder a step, whole or not there at all, loaded without running anything from the file.
+
+    checkpoints/step_00000400/model.safetensors       weights and buffers that predict (averaged, where that is on)
+                              optimizer.safetensors   what else a resumed run needs, as flat tensors
+                              checkpoint.json         format, step, config, spec, scores, versions, sha256 of the files
+    checkpoints/last, checkpoints/best -> step_...
+
+A folder is written under another name, synced to disk and renamed; then the links are exchanged one by one. A run that
+dies at any moment leaves `last` at a whole checkpoint, and at most rubbish that the next start clears away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
+
+FORMAT = 1  # raised whenever a reader of the older number would misread the files
+MODEL, TRAINING, META = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
+_PARTIAL, _STEP = ".partial-", "step_"
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A checkpoint in memory: the model's `state_dict`, `training` tensors (empty unless asked for), `meta` as JSON."""
+
+    path: Path
+    spec: ModelSpec
+    state_dict: dict[str, Tensor]
+    training: dict[str, Tensor]
+    meta: dict[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the whole checkpoint: of its JSON, which holds the hashes of the tensor files."""
+        return self.meta["sha256"]
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    *,
+    state_dict: Mapping[str, Tensor],
+    training: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    best: bool = False,
+) -> Path:
+    """Write the checkpoint of `step` under `folder` and point `last` (and `best`) to it; return its folder.
+
+    `meta` must hold `spec` (`ModelSpec.to_json`); format, step and hashes are added.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"{_STEP}{step:08d}"
+    partial = folder / f"{_PARTIAL}{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, tensors in ((MODEL, state_dict), (TRAINING, training)):
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(partial / name))
+    files = {name: _sha256(partial / name) for name in (MODEL, TRAINING)}
+    full = {"format": FORMAT, "step": step, **meta, "files": files}
+    full["sha256"] = _digest(full)
+    (partial / META).write_text(json.dumps(full, indent=1, allow_nan=False) + "\n")
+    for name in (MODEL, TRAINING, META):
+        _sync(partial / name)
+    _sync(partial)
+    if final.exists() and not _is_target(folder, final.name):
+        shutil.rmtree(final)  # left by a run that died between the rename and the exchange of the link
+    if not final.exists():
+        os.rename(partial, final)
+    _sync(folder)
+    for link in ("last", "best") if best else ("last",):
+        point(folder, link, final.name)
+    clean(folder)
+    return final
+
+
+def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
+    """Read and verify a checkpoint folder (or a link to one).
+
+    Args:
+        path: e.g. runs/NAME/checkpoints/best.
+        training: also read what a resumed run needs.
+
+    Raises:
+        UserError: there is none, it is damaged, or it is of another format.
+    """
+    path = Path(path)
+    meta = _read_meta(path)
+    folder = path.resolve()
+    state_dict = _read_tensors(path, folder / MODEL, meta)
+    extra = _read_tensors(path, folder / TRAINING, meta) if training else {}
+    return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
+
+
+def load_model(path: str | Path) -> tuple[EnsembleModel, dict[str, Any]]:
+    """Return the model of a checkpoint, ready to predict, and the checkpoint's `meta`.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    checkpoint = load_checkpoint(path)
+    model = EnsembleModel(checkpoint.spec, Climate.default(checkpoint.spec))
+    load_weights(model, checkpoint)
+    return model.eval(), checkpoint.meta
+
+
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Put the weights and buffers of `checkpoint` into `model`.
+
+    Raises:
+        UserError: names or shapes differ.
+    """
+    wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    found = {k: tuple(v.shape) for k, v in checkpoint.state_dict.items()}
+    differ = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
+    if differ:
+        there, here = found.get(differ[0], "absent"), wanted.get(differ[0], "absent")
+        raise UserError(
+            f"checkpoint {checkpoint.path}: its layout differs from the model's in {len(differ)} tensors, first"
+            f" {differ[0]}: {there} there, {here} here; use the same model and data settings"
+        )
+    model.load_state_dict(checkpoint.state_dict)
+
+
+def point(folder: Path, link: str, target: str) -> None:
+    """Let `folder/link` lead to `target` from one moment to the next."""
+    if (folder / link).is_symlink() and os.readlink(folder / link) == target:
+        return
+    temporary = folder / f"{_PARTIAL}{link}"
+    temporary.unlink(missing_ok=True)
+    os.symlink(target, temporary)
+    os.replace(temporary, folder / link)
+    _sync(folder)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed run left half-written, and checkpoints that no link leads to."""
+    for entry in list(folder.iterdir()) if folder.is_dir() else []:
+        if entry.name.startswith(_PARTIAL) or (entry.name.startswith(_STEP) and not _is_target(folder, entry.name)):
+            if entry.is_symlink() or entry.is_file():
+                entry.unlink()
+            else:
+                shutil.rmtree(entry)
+
+
+def _is_target(folder: Path, name: str) -> bool:
+    return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise UserError(f"checkpoint {path}: no such folder; give one like runs/NAME/checkpoints/best or .../last")
+    if not (path / META).is_file():
+        raise UserError(
+            f"checkpoint {path}: holds no {META}; give a folder like runs/NAME/checkpoints/best or .../last"
+        )
+    try:
+        meta = json.loads((path / META).read_bytes())
+        number = meta["format"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, META) from error
+    if number != FORMAT:
+        raise UserError(
+            f"checkpoint {path}: format {number}; this version reads {FORMAT}; use the version that wrote it"
+        )
+    if meta.get("sha256") != _digest(meta):
+        raise _damaged(path, META)
+    return meta
+
+
+def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
+    if not file.is_file():
+        raise UserError(f"checkpoint {path}: {file.name} is absent; use another checkpoint")
+    if _sha256(file) != meta["files"].get(file.name):
+        raise _damaged(path, file.name)
+    try:
+        return load_file(str(file))
+    except SafetensorError as error:
+        raise _damaged(path, file.name) from error
+
+
+def _damaged(path: Path, name: str) -> UserError:
+    return UserError(f"checkpoint {path}: {name} is damaged (it is not what was written); use another checkpoint")
+
+
+def _digest(meta: Mapping[str, Any]) -> str:
+    plain = {k: v for k, v in meta.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

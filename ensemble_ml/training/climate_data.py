@@ -1,0 +1,168 @@
+"""Start dates as the fits of `climate_fit` want them: pressure levels and surface joined into one axis of fields.
+
+Axes: M member, T predicted lead, F field (variables and levels, then surface variables), V pressure-level variable,
+S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.loading.reader import Reader, mean_and_spread
+from ensemble_ml.models import ModelSpec
+from ensemble_ml.store.source import Fields, Part, Selection
+from ensemble_ml.store.statistics import Moments
+
+
+@dataclass(eq=False)
+class Sample:
+    """One start date, all (T, F, Y, X) float32, NaN where absent."""
+
+    mean: Tensor  # of the first M members
+    spread: Tensor  # of the first M members, ddof = 1
+    full_spread: Tensor
+
+
+class Dates:
+    """Reads single start dates of a store; `members` is M, the number of first members of a `Sample`."""
+
+    def __init__(self, reader: Reader, members: int):
+        self.reader, self.spec = reader, reader.spec
+        self.members = min(members, reader.full_size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(T, F)."""
+        return len(self.spec.leads_out), len(field_names(self.spec))
+
+    def sample(self, date: int) -> Sample:
+        """Mean and spread of the first M members, and the spread of all."""
+        forecast = self.reader.forecast(date, np.arange(self.members))
+        leads = self.spec.lead_positions
+        members = join(Fields(forecast.pressure[:, leads], forecast.surface[:, leads]))
+        mean, spread = (torch.from_numpy(v) for v in mean_and_spread(members.numpy()))
+        return Sample(mean, spread, self.target(Part.SPREAD, date))
+
+    def target(self, part: Part, date: int) -> Tensor:
+        """Truth, mean or spread of all members, (T, F, Y, X)."""
+        return join(self.reader.target(part, int(date)))
+
+    def level_spread(self, dates: np.ndarray) -> np.ndarray:
+        """Root mean square of the full ensemble's spread at the *input* leads, (T_in, F)."""
+        spec, sums, counts = self.spec, 0.0, 0
+        chosen = Selection(None, spec.leads_in, spec.variables, spec.levels, spec.surface)
+        for date in dates:
+            fields = self.reader.source.read(Part.SPREAD, int(date), chosen)
+            joined = join(Fields(fields.pressure[0], fields.surface[0]))
+            square = (joined.double() ** 2).mean((-2, -1)).numpy()
+            sums, counts = sums + np.nan_to_num(square), counts + np.isfinite(square)
+        return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
+
+    def input_moments(self, dates: np.ndarray) -> Moments:
+        """Moments (F,) of all members' values over input leads and `dates`; the store's own for whole years."""
+        years = _whole_years(self.reader.source.layout.init_time, dates)
+        if years and hasattr(self.reader.source, "statistics"):
+            return self._stored_moments(self.reader.source.statistics(years))
+        total = Moments.nothing((self.shape[1],))
+        for date in dates:
+            fields = self.reader.forecast(int(date), np.arange(self.reader.full_size))
+            values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
+            mean = values.mean(1)
+            m2 = ((values - mean[:, None]) ** 2).sum(1)
+            count = np.full(len(values), float(values.shape[1]))
+            total = total.merge(Moments(count, mean, m2, values.min(1), values.max(1)))
+        return total
+
+    def _stored_moments(self, statistics: object) -> Moments:
+        spec, layout = self.spec, self.reader.source.layout
+        leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
+        total = Moments.nothing((self.shape[1],))
+        variables = [layout.variables.index(v) for v in spec.variables]
+        levels = [layout.levels.index(z) for z in spec.levels]
+        surface = [layout.surface.index(v) for v in spec.surface]
+        for lead in leads:
+            pressure, ground = statistics.pressure.at(lead), statistics.surface.at(lead)  # type: ignore[attr-defined]
+            parts = {
+                name: np.concatenate([values[variables][:, levels].ravel(), ground.arrays()[name][surface]])
+                for name, values in pressure.arrays().items()
+            }
+            total = total.merge(Moments(**parts))
+        return total
+
+    def refuse_empty(self, count: Tensor, part: Part) -> None:
+        """Raise a UserError for the first field that no date has; `count` (T, F)."""
+        if (count > 0).all():
+            return
+        lead, field = torch.argwhere(count == 0)[0].tolist()
+        what = f"{field_names(self.spec)[field]} at +{self.spec.leads_out[lead]} h"
+        raise UserError(
+            f"{self.reader.source.path}: {what} has no complete {part.value} on any training date;"
+            " leave it out of data.variables, data.surface or data.leads_out"
+        )
+
+
+def join(fields: Fields) -> Tensor:
+    """(..., T, V, Z, Y, X) and (..., T, S, Y, X) -> (..., T, F, Y, X)."""
+    pressure = fields.pressure.reshape(*fields.pressure.shape[:-4], -1, *fields.pressure.shape[-2:])
+    return torch.from_numpy(np.concatenate([pressure, fields.surface], axis=-3))
+
+
+def split(spec: ModelSpec, values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Undo `join` for an array whose axis `axis` is F: pressure (..., V, Z, ...) and surface (..., S, ...), float32."""
+    values = np.asarray(values, np.float32)
+    shape = (len(spec.variables), len(spec.levels))
+    pressure, surface = np.split(values, [shape[0] * shape[1]], axis)
+    return pressure.reshape(*values.shape[:axis], *shape, *values.shape[axis + 1 :]), surface
+
+
+def field_names(spec: ModelSpec) -> list[str]:
+    """A name for each of the F fields, e.g. `z at 500 hPa`."""
+    return [f"{v} at {z} hPa" for v in spec.variables for z in spec.levels] + list(spec.surface)
+
+
+def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[float]] | list[float]]:
+    """Smallest and largest value (F, 2) by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}."""
+    pressure, surface = split(spec, extremes, 0)
+    found: dict[str, dict[str, list[float]] | list[float]] = {}
+    for name, rows in zip(spec.variables, pressure.tolist(), strict=True):
+        found[name] = {str(level): row for level, row in zip(spec.levels, rows, strict=True)}
+    return found | dict(zip(spec.surface, surface.tolist(), strict=True))
+
+
+def families(spec: ModelSpec) -> list[Family]:
+    """Distribution family of each of the F fields."""
+    pressure, surface = spec.families
+    return [family for family in pressure for _ in spec.levels] + list(surface)
+
+
+def complete(values: Tensor) -> Tensor:
+    """Which fields are finite everywhere: (..., Y, X) -> (...) bool."""
+    return torch.isfinite(values).all(-1).all(-1)
+
+
+def spaced(dates: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` of `dates`, evenly spaced."""
+    if len(dates) <= most:
+        return dates
+    return dates[np.linspace(0, len(dates) - 1, most).round().astype(int)]
+
+
+def neighbours(times: np.ndarray) -> np.ndarray:
+    """For each date, whether the one before it is as near as dates come here, (D,) bool."""
+    if len(times) < 2:
+        return np.zeros(len(times), bool)
+    gaps = np.diff(times).astype(np.int64)
+    return np.concatenate([[False], gaps <= 1.5 * gaps.min()])
+
+
+def _whole_years(times: np.ndarray, dates: np.ndarray) -> list[int]:
+    """The calendar years that `dates` make up, where they take all dates of each; else none."""
+    years = times.astype("datetime64[Y]").astype(int) + 1970
+    chosen = np.unique(years[dates])
+    return [int(y) for y in chosen] if np.isin(years, chosen).sum() == len(np.unique(dates)) else []

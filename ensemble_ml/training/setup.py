@@ -1,0 +1,194 @@
+"""Before the first step: dates, the model's spec, the run folder, and what a resumed run must have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ensemble_ml.config import DataConfig, TrainConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import ModelSpec
+from ensemble_ml.models.padding import geometries
+from ensemble_ml.store.source import Part, Source, select_dates
+from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point
+
+log = logging.getLogger(__name__)
+
+STATIC = ("orog", "lsm")
+# Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
+_FREE = ("run", "output", "resume", "threads", "max_minutes", "validate_every", "checkpoint_every", "data.store")
+_FREE_GROUPS = ("loading.", "tracking.")
+
+
+def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training and the validation dates.
+
+    Raises:
+        UserError: no training date, a period without dates, or a date in both.
+    """
+    if not config.train:
+        raise UserError("data.train: empty; name start dates to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
+    train = select_dates(init_time, [str(p) for p in config.train])
+    validation = select_dates(init_time, [str(p) for p in config.validation])
+    both = np.intersect1d(train, validation)
+    if len(both):
+        first = np.datetime64(init_time[both[0]], "h")
+        raise UserError(
+            f"data.validation={config.validation}: shares {len(both)} start dates with data.train, first {first};"
+            " choose dates apart, or the best checkpoint is chosen on what it was trained on"
+        )
+    return train, validation
+
+
+def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
+    """What the model takes and gives, from the settings and what the store holds.
+
+    Raises:
+        UserError: the store lacks something that is asked for, or there is nothing to learn from.
+    """
+    layout, data, model = source.layout, config.data, config.model
+    leads = tuple(sorted(_chosen("data.leads_in", data.leads_in, layout.lead_hours)))
+    default = [lead for lead in leads if lead > 0] or list(leads)
+    static = tuple(name for name in STATIC if name in source.static())
+    if not static:
+        log.info("static fields: the store holds none, so the model sees no orography or land mask")
+    if model.postprocess and not source.has(Part.TRUTH):
+        if not model.spread:
+            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=..., or set model.spread=true")
+        log.info("truth: the store holds none, so the spread alone is learned")
+        model = replace(model, postprocess=False)
+    if len(layout.realization) < 2:
+        raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
+    spec = ModelSpec(
+        model,
+        _chosen("data.variables", data.variables, layout.variables),
+        tuple(sorted(_chosen("data.levels", data.levels, layout.levels))),
+        _chosen("data.surface", data.surface, layout.surface),
+        leads,
+        tuple(sorted(_chosen("data.leads_out", data.leads_out, default))),
+        tuple(layout.grid.latitude),
+        tuple(layout.grid.longitude),
+        static,
+    )
+    geometries(spec.grid, model.pole, model.depth)  # refuses a depth that the grid cannot have, before the long fits
+    return spec
+
+
+def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
+    if wanted is None:
+        return tuple(there)
+    missing = [item for item in wanted if item not in there]
+    if missing:
+        raise UserError(f"{key}={missing}: not available; there are {', '.join(map(str, there)) or 'none'}")
+    return tuple(dict.fromkeys(wanted))
+
+
+def open_run(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
+    """Return the run folder and the checkpoint to go on from, None for a new run.
+
+    Raises:
+        UserError: the folder exists and `resume` is off, or `resume` meets other settings.
+    """
+    run = Path(config.output) / config.run
+    if not config.resume:
+        if run.exists():
+            raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
+        return run, None
+    checkpoints = run / "checkpoints"
+    if not (checkpoints / "last").exists():
+        log.info("resume: %s holds no checkpoint, so the run starts anew", run)
+        return run, None
+    checkpoint = load_checkpoint(checkpoints / "last", training=True)
+    _refuse_other_settings(config, checkpoint)
+    best = checkpoint.meta["best"]
+    if best is not None:  # the run may have died between the exchange of the two links
+        point(checkpoints, "best", f"step_{best['step']:08d}")
+    clean(checkpoints)
+    return run, checkpoint
+
+
+def _refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
+    fixed = [k for k in {**ours, **theirs} if k not in _FREE and not k.startswith(_FREE_GROUPS)]
+    fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
+    differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
+    if differ:
+        told = "; ".join(f"{k}={ours.get(k)} (was {theirs.get(k)})" for k in differ)
+        raise UserError(f"resume: settings differ from {checkpoint.path}: {told}; give the same, or use init_from")
+
+
+def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
+    """Raise a UserError where the store is not the one that the run began with."""
+    was, now = checkpoint.meta["data_fingerprint"], source.fingerprint()
+    if was != now:
+        raise UserError(
+            f"data.store={source.path}: fingerprint {now}, the run began with {was}; give that store, or use init_from"
+        )
+
+
+def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Raise a UserError that says in what the spec of a checkpoint to start from differs."""
+    ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
+    harmless = ("config.precision", "config.min_members")
+    differ = [k for k in ours if k not in harmless and ours[k] != theirs.get(k)]
+    if differ:
+        told = "; ".join(f"{k}: {_short(ours[k])} here, {_short(theirs.get(k))} there" for k in differ)
+        raise UserError(f"init_from={checkpoint.path}: its layout differs: {told}; use the same settings")
+
+
+def use_threads(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
+    """Set torch's threads and return how many; warn where a resumed run had another number."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = config.threads or cores
+    torch.set_num_threads(threads)
+    if checkpoint is not None and checkpoint.meta["threads"] != threads:
+        was = checkpoint.meta["threads"]
+        log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)
+    return threads
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A configuration as JSON values, nested as its groups."""
+    return _plain(asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions that a checkpoint records."""
+    found = {"python": platform.python_version()}
+    for name in ("ensemble-ml", "torch", "numpy", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,116 @@
+"""Everything that a run has beside its settings, and its way into a checkpoint and back.
+
+What decides the next step is the weights, the optimizer's moments and the number of steps done; dates and members
+follow from seed and step (`loading.order`), the learning rate from the step. The climate and the loss's scale for the
+CRPS are buffers of the model. So a resumed run is equal to an uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ensemble_ml.models import EnsembleModel
+from ensemble_ml.optim.schedule import Schedule
+from ensemble_ml.training.checkpoint import Checkpoint
+
+_OPTIMIZER, _RAW, _SPREAD_ERROR = "optimizer.", "raw.", "spread_error"
+
+
+class Average:
+    """Running average of the weights, `decay` a step; its memory is shorter while few steps are done."""
+
+    def __init__(self, model: EnsembleModel, decay: float):
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: EnsembleModel, step: int) -> None:
+        """Take in the weights after `step` (counted from 1)."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, p in model.named_parameters():
+            self.weights[name].lerp_(p.detach(), 1 - decay)
+
+    @contextmanager
+    def in_place(self, model: EnsembleModel) -> Iterator[None]:
+        """Let `model` have the averaged weights for a while."""
+        self._exchange(model)
+        try:
+            yield
+        finally:
+            self._exchange(model)
+
+    def _exchange(self, model: EnsembleModel) -> None:
+        for name, p in model.named_parameters():
+            p.data, self.weights[name] = self.weights[name], p.data
+
+
+@dataclass(eq=False)
+class State:
+    """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation."""
+
+    model: EnsembleModel
+    optimizer: Optimizer
+    schedule: Schedule
+    steps: int
+    spread_error: Tensor  # (N + 1, T, F), scale of the spread loss
+    average: Average | None = None
+    step: int = 0
+    best: dict[str, Any] | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def predicting(self) -> Iterator[EnsembleModel]:
+        """The model as it would predict: in evaluation mode, with averaged weights where there are any."""
+        self.model.eval()
+        try:
+            if self.average is None:
+                yield self.model
+            else:
+                with self.average.in_place(self.model):
+                    yield self.model
+        finally:
+            self.model.train()
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The state_dict that predicts, and the other tensors that a resumed run needs."""
+        training = {_SPREAD_ERROR: self.spread_error}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            training |= {f"{_OPTIMIZER}{index}.{name}": torch.as_tensor(v) for name, v in values.items()}
+        if self.average is not None:
+            training |= {f"{_RAW}{name}": p for name, p in self.model.named_parameters()}
+        with self.predicting() as model:
+            return {k: v.detach().clone() for k, v in model.state_dict().items()}, training
+
+    def meta(self) -> dict[str, Any]:
+        """The numbers beside the tensors."""
+        return {"steps": self.steps, "best": self.best, "scores": self.scores}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
+        self._restore_optimizer(checkpoint.training)
+        if self.average is not None:
+            self.average.weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            for name, p in self.model.named_parameters():
+                p.data.copy_(checkpoint.training[f"{_RAW}{name}"])
+        self.step = checkpoint.meta["step"]
+        self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]
+
+    def _restore_optimizer(self, training: dict[str, Tensor]) -> None:
+        plain = self.optimizer.state_dict()
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        plain["state"] = {}
+        for key, value in training.items():
+            if key.startswith(_OPTIMIZER):
+                index, name = key.removeprefix(_OPTIMIZER).split(".", 1)
+                like = params[int(index)]
+                # The order of axes in memory goes with the weight's, as it did when the run began.
+                kept = torch.empty_like(like).copy_(value) if value.shape == like.shape else value
+                plain["state"].setdefault(int(index), {})[name] = kept
+        self.optimizer.load_state_dict(plain)

@@ -1,0 +1,149 @@
+"""What a run tells while it goes: a progress bar or plain lines, `log.jsonl`, TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+LOG = "log.jsonl"
+
+
+class Tracker:
+    """Logs of one run folder; a context manager.
+
+    Lines of `log.jsonl` hold `step` and either the loss and its parts (means since the line before), lr, samples_per_s,
+    memory_mb and wait (the share of the time that was spent waiting for data), or `validation` with its scores. A
+    resumed run takes back the lines that a killed one had written beyond its last checkpoint.
+    """
+
+    def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):
+        self._run, self._steps, self._every = run, steps, every
+        if resumed:
+            _cut(run / LOG, start_step)
+        else:
+            (run / LOG).unlink(missing_ok=True)
+        self._stream = open(run / LOG, "a")  # noqa: SIM115 - closed by __exit__
+        self._board = _board(run, start_step) if tensorboard else None
+        terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
+        self._plain = not terminal
+        self._sums: dict[str, float] = {}
+        self._count = 0
+        self.restart_clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._stream.close()
+        if self._board is not None:
+            self._board.close()
+
+    def step(self, step: int, *, samples: int, waited: float, lr: float, loss: dict[str, float]) -> None:
+        """Tell of a step that is done (counted from 1)."""
+        self._samples += samples
+        self._waited += waited
+        self._count += 1
+        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in loss.items()}
+        self._bar.update()
+        if step % self._every and step != self._steps:
+            return
+        took = max(time.perf_counter() - self._began, 1e-9)
+        values = {
+            **{name: _digits(value / self._count) for name, value in self._sums.items()},
+            "lr": lr,
+            "samples_per_s": _digits(self._samples / took, 4),
+            "memory_mb": round(memory_mb()),
+            "wait": round(self._waited / took, 3),
+        }
+        self._write({"step": step, **values})
+        self._scalars(step, {f"train/{k}": v for k, v in values.items()})
+        short = f"loss {values['loss']:.4f}, {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB"
+        self._bar.set_postfix_str(short)
+        if self._plain:
+            log.info("step %d/%d: %s", step, self._steps, short)
+        self._sums, self._count = {}, 0
+        self.restart_clock()
+
+    def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
+        """Tell of scores on the validation dates."""
+        self._write({"step": step, "validation": scores, "best": best})
+        self._scalars(step, {f"validation/{k}": v for k, v in scores.items()})
+        told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or "no target to score"
+        self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches."""
+        if self._plain:
+            log.info("%s", text)
+        else:
+            self._bar.write(text, file=sys.stderr)
+
+    def restart_clock(self) -> None:
+        """Begin a new interval of samples/s, so that it holds training alone."""
+        self._began, self._samples, self._waited = time.perf_counter(), 0, 0.0
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(line) + "\n")
+        self._stream.flush()
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+
+def memory_mb() -> float:
+    """Memory in use: of the process, or on the GPU at its highest where there is one; 1e6 bytes."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    except OSError:  # no /proc: the highest so far, in bytes on macOS, else in kilobytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Lines of a `log.jsonl`; one that a killed run left unfinished is skipped."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def _cut(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in read_log(path) if line["step"] <= step]
+    partial = path.with_name(f".{LOG}.partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(partial, path)
+
+
+def _board(run: Path, start_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.info("tensorboard: not installed, so only %s is written; pip install 'ensemble-ml[tracking]'", LOG)
+        return None
+    return SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+
+
+def _digits(value: float, digits: int = 9) -> float:
+    return float(f"{value:.{digits}g}")

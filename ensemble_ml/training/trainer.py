@@ -1,0 +1,215 @@
+"""The training loop: from a configuration to a run folder.
+
+    runs/NAME/config.yaml, log.jsonl, tensorboard/, checkpoints/{step_..., last, best}
+
+The folder appears with its first checkpoint, at step 0, once data, climate and model are known to be sound; so a
+mistake in the settings leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from ensemble_ml.config import TrainConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading import Batch, Reader, fixed_batches
+from ensemble_ml.optim import build
+from ensemble_ml.store import open_store
+from ensemble_ml.training import setup
+from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.checkpoint import save_checkpoint
+from ensemble_ml.training.signals import StopRequest
+from ensemble_ml.training.state import State
+from ensemble_ml.training.tracking import Tracker
+from ensemble_ml.training.validation import validate
+
+log = logging.getLogger(__name__)
+
+_TIMED_STEPS = 3
+_MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
+
+
+def train(config: TrainConfig) -> Path:
+    """Train a model and return the run folder; see the head of the file.
+
+    Raises:
+        UserError: something in settings or data that the user can mend; or loss or gradient are no longer finite.
+        KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
+    """
+    began = time.perf_counter()
+    folder, checkpoint = setup.open_run(config)
+    with StopRequest() as stop:
+        threads = setup.use_threads(config, checkpoint)
+        source = open_store(config.data.store)
+        spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
+        reader = Reader(source, spec, cache_gb=config.loading.cache_gb)
+        trainer = Trainer(assemble(config, reader, checkpoint, threads), folder)
+        if checkpoint is None and config.max_minutes:
+            trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
+        try:
+            trainer.run(stop, resumed=checkpoint is not None)
+        finally:
+            if not (folder / "checkpoints" / "last").exists():  # stopped before there was anything to keep
+                shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+class Trainer:
+    """The loop over the steps of a run, in one process."""
+
+    def __init__(self, run: Run, folder: Path):
+        self.setup, self.folder = run, folder
+        self.config, self.state = run.config, run.state
+        self.area = run.loss.area
+
+    def run(self, stop: StopRequest, *, resumed: bool) -> None:
+        """Train to the last step, or to the first after a request to stop."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        wanted, state = self.config.tracking, self.state
+        with Tracker(
+            self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
+            tensorboard=wanted.tensorboard,
+        ) as tracker:  # fmt: skip
+            if resumed:
+                tracker.say(f"resumed after step {state.step} of {state.steps}")
+            else:
+                _write_config(self.config, self.folder)
+                self._save(best=self._validated(tracker))
+            stop.arm()
+            self._loop(tracker, stop)
+            self._say_end(tracker)
+
+    def plan_steps(self, seconds: float) -> None:
+        """Shorten the run to what fits into `seconds`; what is measured happens to a copy of the model."""
+        start = time.perf_counter()
+        self._scores()
+        per_validation = time.perf_counter() - start if len(self.setup.validation_dates) else 0.0
+        per_step = self._seconds_a_step()
+        left = _MARGIN * seconds - (time.perf_counter() - start) - 2 * per_validation
+        fitting = math.floor(left / (per_step + per_validation / self.config.validate_every))
+        steps = max(1, min(self.config.steps, fitting))
+        log.info("max_minutes=%g: %.3g s a step, so %d steps", self.config.max_minutes, per_step, steps)
+        self.state.steps = steps
+        self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
+
+    def _seconds_a_step(self) -> float:
+        trial = Trainer(self.setup, self.folder)
+        model = copy.deepcopy(self.state.model)
+        optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps)
+        trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error)
+        times = []
+        for batch in self.setup.batches(0, _TIMED_STEPS + 1):
+            start = time.perf_counter()
+            trial._step(self._moved(batch))
+            times.append(time.perf_counter() - start)
+        return float(np.median(times[1:]))
+
+    def _loop(self, tracker: Tracker, stop: StopRequest) -> None:
+        state = self.state
+        state.model.train()
+        with closing(iter(self.setup.batches(state.step, state.steps))) as batches:  # type: ignore[type-var]
+            while state.step < state.steps:
+                start = time.perf_counter()
+                batch = self._moved(next(batches))
+                waited = time.perf_counter() - start
+                losses = self._step(batch)
+                lr = state.optimizer.param_groups[0]["lr"]
+                tracker.step(state.step, samples=len(batch), waited=waited, lr=lr, loss=losses)
+                self._keep(tracker)
+                if stop.requested and state.step < state.steps:
+                    self._save(best=False)
+                    tracker.say(f"{stop.requested}: stopped after step {state.step}; go on with resume=true")
+                    raise KeyboardInterrupt
+
+    def _step(self, batch: Batch) -> dict[str, float]:
+        """One optimizer step; returns the loss and its parts."""
+        state = self.state
+        for group in state.optimizer.param_groups:
+            group["lr"] = state.schedule(state.step)
+        state.optimizer.zero_grad(set_to_none=True)
+        losses = self.setup.loss(state.model(batch.inputs), batch)
+        losses["loss"].backward()
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        values = {name: float(value.detach()) for name, value in losses.items()}
+        self._refuse_infinite(values["loss"], float(norm), batch)
+        if self.config.optim.clip:
+            torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), self.config.optim.clip, norm)
+        state.optimizer.step()
+        state.step += 1
+        if state.average is not None:
+            state.average.update(state.model, state.step)
+        return values
+
+    def _refuse_infinite(self, loss: float, norm: float, batch: Batch) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {norm}"
+        raise UserError(
+            f"step {self.state.step + 1}: {what}, on start dates {', '.join(batch.init_time)};"
+            " checkpoints/last is the state before; try a lower optim.lr, optim.clip=1 or model.precision=float32"
+        )
+
+    def _keep(self, tracker: Tracker) -> None:
+        """Validate and write checkpoints where they are due."""
+        step, last = self.state.step, self.state.step == self.state.steps
+        better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
+        if better or last or step % self.config.checkpoint_every == 0:
+            self._save(best=better)
+            tracker.restart_clock()
+
+    def _validated(self, tracker: Tracker) -> bool:
+        """Score the validation dates, and say whether no score before was as good."""
+        state, scores = self.state, self._scores()
+        if not scores:
+            return False
+        better = state.best is None or scores["score"] < state.best["score"]
+        state.scores = scores
+        if better:
+            state.best = {"step": state.step, **scores}
+        tracker.validation(state.step, scores, best=better)
+        tracker.restart_clock()
+        return better
+
+    def _scores(self) -> dict[str, float]:
+        run = self.setup
+        with self.state.predicting() as model:
+            return validate(model, self._validation_batches(), full_size=run.reader.full_size, area=self.area)
+
+    def _validation_batches(self) -> Iterator[Batch]:
+        run = self.setup
+        members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
+        size, ahead = self.config.batch_size, self.config.loading.prefetch
+        for batch in fixed_batches(run.reader, run.validation_dates, members, batch_size=size, prefetch=ahead):
+            yield self._moved(batch)
+
+    def _moved(self, batch: Batch) -> Batch:
+        return batch.to(self.setup.device, self.setup.dtype)
+
+    def _save(self, *, best: bool) -> None:
+        state_dict, training = self.state.tensors()
+        meta = {**self.setup.facts, **self.state.meta()}
+        folder = self.folder / "checkpoints"
+        save_checkpoint(folder, self.state.step, state_dict=state_dict, training=training, meta=meta, best=best)
+
+    def _say_end(self, tracker: Tracker) -> None:
+        best = self.state.best
+        if best is None:
+            tracker.say(f"done: no validation date, so {self.folder}/checkpoints/last is the model")
+        else:
+            tracker.say(f"done: best at step {best['step']}, score {best['score']:.4f}: {self.folder}/checkpoints/best")
+
+
+def _write_config(config: TrainConfig, folder: Path) -> None:
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(setup.plain_config(config))))

@@ -1,0 +1,137 @@
+"""Scores on validation dates, which choose `checkpoints/best`: always with the first M members.
+
+Axes: B date, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
+
+    crps_ratio    CRPS over that of the raw members' N(m, (1 + 1/M) s^2)
+    spread_ratio  RMSE of the predicted spread over that of the size-corrected raw spread, s c4(N) / c4(M)
+                  (of the climatological spread for M = 1)
+    score         the geometric mean of those that there are; lower is better
+
+Each is a mean over dates and area for every lead, variable and level, then a geometric mean over these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.loading import Batch
+from ensemble_ml.models import EnsembleModel, Prediction, distributions
+from ensemble_ml.training.losses import crps
+
+
+def c4(n: int) -> float:
+    """E[s] / sigma of n independent normal values, s with ddof = 1: sqrt(2 / (n-1)) Gamma(n/2) / Gamma((n-1)/2)."""
+    return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
+
+
+@torch.no_grad()
+def validate(model: EnsembleModel, batches: Iterable[Batch], *, full_size: int, area: Tensor) -> dict[str, float]:
+    """Score `model` on `batches`.
+
+    Args:
+        batches: all samples of one have the same number of members.
+        full_size: N, members of the full ensemble.
+        area: (Y, X) weights of the cells.
+
+    Returns:
+        `crps_ratio`, `spread_ratio` and `score`, as far as there are targets; empty where there are none.
+
+    Raises:
+        UserError: a prediction is NaN or infinite.
+    """
+    crps_sums, spread_sums = _Sums(area), _Sums(area)
+    for batch in batches:
+        prediction = model(batch.inputs)
+        if batch.truth_p is not None and batch.truth_s is not None:
+            crps_sums.add(*_crps(model, batch, prediction))
+        if batch.target_spread_p is not None and batch.target_spread_s is not None:
+            spread_sums.add(*_spread_error(model, batch, prediction, full_size))
+    found = {"crps_ratio": crps_sums.ratio(), "spread_ratio": spread_sums.ratio(0.5)}
+    scores = {name: ratio for name, ratio in found.items() if ratio is not None}
+    if scores:
+        scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
+    return scores
+
+
+class _Sums:
+    """Sums over dates of area means for every field, ours and the raw ensemble's."""
+
+    def __init__(self, area: Tensor):
+        self.area = area
+        self.ours: Tensor | float = 0.0
+        self.raw: Tensor | float = 0.0
+
+    def add(self, ours: Tensor, raw: Tensor, target: Tensor) -> None:
+        """Add maps (B, T, F, Y, X); a cell without a target weighs nothing, in both sums alike."""
+        known = torch.isfinite(target)
+        weight = (known * self.area).double()
+        share = weight.sum((-2, -1)).clamp(min=1e-12)
+        means = [(torch.where(known, maps, 0.0) * weight).sum((-2, -1)) / share for maps in (ours, raw)]
+        self.ours, self.raw = self.ours + means[0].sum(0), self.raw + means[1].sum(0)
+
+    def ratio(self, power: float = 1.0) -> float | None:
+        """Geometric mean over fields of (ours / raw)^power; None where no field can be scored."""
+        if not isinstance(self.ours, Tensor) or not isinstance(self.raw, Tensor):
+            return None
+        if not bool(torch.isfinite(self.ours).all()):
+            raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
+        scored = (self.raw > 0) & (self.ours > 0)
+        logs = power * (torch.log(self.ours[scored]) - torch.log(self.raw[scored]))
+        return math.exp(logs.mean().item()) if logs.numel() else None
+
+
+def _crps(model: EnsembleModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
+    """CRPS of the prediction and of the raw members' normal distribution, and the truth: (B, T, F, Y, X)."""
+    members = int(batch.inputs.count[0])
+    ours, raw, truths = [], [], []
+    for suffix, families in _kinds(model):
+        truth, mean, spread = _of(batch, "truth", suffix), *_raw(model, batch, suffix)
+        scale = (math.sqrt(1 + 1 / members) * spread).clamp(min=1e-12)
+        ours.append(crps(families, _of(prediction, "location", suffix), _of(prediction, "scale", suffix), truth))
+        raw.append(distributions.crps(Family.NORMAL, mean, scale, truth))
+        truths.append(truth)
+    return _join(ours), _join(raw), _join(truths)
+
+
+def _spread_error(
+    model: EnsembleModel, batch: Batch, prediction: Prediction, full_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared errors of the predicted and of the reference spread, and the full spread: (B, T, F, Y, X)."""
+    members = int(batch.inputs.count[0])
+    ours, raw, targets = [], [], []
+    for suffix, _ in _kinds(model):
+        target, (_, spread) = _of(batch, "target_spread", suffix), _raw(model, batch, suffix)
+        if members > 1:
+            reference = spread * (c4(full_size) / c4(members))
+        else:
+            part = model.pressure if suffix == "p" else model.surface
+            reference = part.heads.base_spread(spread, batch.inputs.count)  # type: ignore[union-attr]
+        ours.append((_of(prediction, "spread", suffix) - target) ** 2)
+        raw.append((reference - target) ** 2)
+        targets.append(target)
+    return _join(ours), _join(raw), _join(targets)
+
+
+def _kinds(model: EnsembleModel) -> list[tuple[str, tuple[Family, ...]]]:
+    return [(suffix, families) for suffix, families in zip("ps", model.spec.families, strict=True) if families]
+
+
+def _raw(model: EnsembleModel, batch: Batch, suffix: str) -> tuple[Tensor, Tensor]:
+    """Mean and spread of the members given, at the predicted leads."""
+    leads = model.spec.lead_positions
+    return _of(batch.inputs, "mean", suffix)[:, leads], _of(batch.inputs, "spread", suffix)[:, leads]
+
+
+def _of(owner: object, name: str, suffix: str) -> Tensor:
+    return getattr(owner, f"{name}_{suffix}")
+
+
+def _join(kinds: list[Tensor]) -> Tensor:
+    """(B, T, V, Z, Y, X) and (B, T, S, Y, X) -> (B, T, F, Y, X), at least float32."""
+    return torch.cat([kind.flatten(2, -3) for kind in kinds], 2)

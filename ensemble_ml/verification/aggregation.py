@@ -1,0 +1,120 @@
+"""Weighted means that can be put together from parts: sums of weighted values and of weights.
+
+Axes: D start date, W weighting (exact cell area first, then one a point), C column (a lead, variable and level).
+A state of some dates, rows or columns is added to that of others; the sum is the state of all, whatever the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ensemble_ml.verification.statistics import Key, Statistic
+
+WEIGHTINGS = ("area", "unweighted")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field that is scored: `level` in hPa, None at the surface."""
+
+    lead_hours: int
+    variable: str
+    level: int | None
+
+    @property
+    def name(self) -> str:
+        """As t850 or msl."""
+        return self.variable if self.level is None else f"{self.variable}{self.level}"
+
+
+@dataclass(eq=False)
+class AggregationState:
+    """Sums over points for each start date, weighting and column: `total` and `weight` (D, W, C).
+
+    `left_out` and `points` (D, C) count the points that a mask left out, and all.
+    """
+
+    dates: int
+    columns: int
+    total: dict[Key, np.ndarray] = field(default_factory=dict)
+    weight: dict[Key, np.ndarray] = field(default_factory=dict)
+    left_out: dict[Key, np.ndarray] = field(default_factory=dict)
+    points: dict[Key, np.ndarray] = field(default_factory=dict)
+
+    def record(
+        self,
+        date: int,
+        columns: slice,
+        statistics: Mapping[Key, np.ndarray],
+        mask: np.ndarray,
+        weights: np.ndarray,
+    ) -> None:
+        """Add the points of one start date, or of some rows of it.
+
+        Args:
+            date: position on D.
+            columns: the Z columns that the values belong to.
+            statistics: (Z, Y, X) values. A NaN under a true mask makes the mean NaN, which the report shows.
+            mask: (Z, Y, X) bool, points that count.
+            weights: (W, Y, X).
+        """
+        flat_w = weights.reshape(len(weights), -1).T
+        flat_mask = mask.reshape(len(mask), -1)
+        weight = (flat_mask @ flat_w).T  # (W, Z)
+        left_out = (~flat_mask).sum(1)
+        for key, values in statistics.items():
+            self._open(key)
+            kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
+            self.total[key][date, :, columns] += (kept @ flat_w).T
+            self.weight[key][date, :, columns] += weight
+            self.left_out[key][date, columns] += left_out
+            self.points[key][date, columns] += flat_mask.shape[1]
+
+    def _open(self, key: Key) -> None:
+        if key not in self.total:
+            for table in (self.total, self.weight):
+                table[key] = np.zeros((self.dates, len(WEIGHTINGS), self.columns))
+            for counts in (self.left_out, self.points):
+                counts[key] = np.zeros((self.dates, self.columns), np.int64)
+
+    def __add__(self, other: AggregationState) -> AggregationState:
+        if (self.dates, self.columns) != (other.dates, other.columns):
+            raise ValueError("states of different dates or columns cannot be added")
+        merged = AggregationState(self.dates, self.columns)
+        for name in ("total", "weight", "left_out", "points"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            getattr(merged, name).update(mine)
+            for key, array in theirs.items():
+                getattr(merged, name)[key] = mine[key] + array if key in mine else array
+        return merged
+
+    def mean(self, key: Key, weighting: str = "area", draws: np.ndarray | None = None) -> np.ndarray:
+        """Weighted mean over dates and points: (C,), or (B, C) for the dates' counts `draws` (B, D) of a bootstrap.
+
+        NaN where nothing was recorded or every point was left out.
+        """
+        which = WEIGHTINGS.index(weighting)
+        total, weight = self.total[key][:, which], self.weight[key][:, which]
+        if draws is None:
+            total, weight = total.sum(0), weight.sum(0)
+        else:
+            total, weight = draws @ total, draws @ weight
+        return np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight > 0)
+
+    def choose(self, entrant: str, target: Statistic, options: Iterable[Statistic]) -> dict[int, Statistic]:
+        """Make `target` of an entrant, column by column, that of `options` with the smallest mean; return which."""
+        keys = [Key(entrant, option) for option in options if Key(entrant, option) in self.total]
+        means = np.stack([self.mean(key) for key in keys])
+        known = np.flatnonzero(np.isfinite(means).any(0))
+        best = np.zeros(self.columns, int)
+        best[known] = np.nanargmin(means[:, known], axis=0)
+        new = Key(entrant, target)
+        self._open(new)
+        for name in ("total", "weight", "left_out", "points"):
+            table = getattr(self, name)
+            for column in known:
+                table[new][..., column] = table[keys[best[column]]][..., column]
+        return {int(column): keys[best[column]].statistic for column in known}

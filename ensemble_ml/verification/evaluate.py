@@ -1,0 +1,211 @@
+"""Score forecasts beside the raw ensemble and its statistical corrections; leave scores.json and report.html.
+
+scores.json holds
+
+- `format` 1; `settings` (the configuration); `definitions` (what each score is);
+- `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
+- `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
+- `forecasts`: {label, path, members_in, dates};
+- `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
+- `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
+- `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline};
+- `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
+- `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, forecast, reference};
+- `left_out`: points that a mask left out, by entrant and field; `notes`: sentences a reader should know; `headline`.
+
+A score in physical units of the variable; null where it is not defined.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ensemble_ml.config import EvaluateConfig, as_list, require
+from ensemble_ml.store.source import Source
+from ensemble_ml.verification import summary
+from ensemble_ml.verification.aggregation import AggregationState, Column
+from ensemble_ml.verification.baselines import CORRECTIONS
+from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
+from ensemble_ml.verification.forecasts import open_forecasts
+from ensemble_ml.verification.page import DEFINITIONS
+from ensemble_ml.verification.pictures import Pictures
+from ensemble_ml.verification.plan import Plan, iso, make_plan
+from ensemble_ml.verification.report import write_report
+from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
+from ensemble_ml.verification.scoring import (
+    CLIMATOLOGY,
+    Setting,
+    check_members,
+    fit_group,
+    score_group,
+    settle_families,
+)
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+FILES = ("scores.json", "report.html")
+
+
+def evaluate(config: EvaluateConfig, source: Source) -> Path:
+    """Score the forecasts of `config` against `source` and return the folder with scores.json and report.html.
+
+    Args:
+        config: settings.
+        source: the full ensemble, and the truth where there is one.
+
+    Raises:
+        UserError: a report exists, forecasts cannot be read or have another grid, no date is common, or the dates that
+            baselines should be fitted on are not in the source.
+    """
+    output = Path(config.output)
+    for name in FILES:
+        free = config.overwrite or not (output / name).exists()
+        require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")
+    check_members(source, config.members_in)
+    forecasts = open_forecasts(as_list(config.forecast))
+    try:
+        plan = make_plan(config, source, forecasts)
+        for note in plan.notes:
+            log.info("%s", note)
+        weights = np.stack([source.layout.grid.area_weights(), np.ones(source.layout.grid.shape)])
+        halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
+        setting = Setting(source, tuple(forecasts), config.members_in, plan.fit, halves, weights, plan.truth)
+        state, pictures = _score(setting, plan)
+    finally:
+        for forecast in forecasts:
+            forecast.close()
+    names = [f"{name}_{size}" for size in (setting.reduced, setting.full) for name in CORRECTIONS]
+    families = settle_families(state, plan.columns, [*names, CLIMATOLOGY])
+    test_times = source.layout.init_time[plan.test]
+    blocks = blocks_of(test_times, config.block_days)
+    scores = Scores(
+        state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
+        config.confidence, tuple(f.label for f in forecasts), setting.reduced, setting.full,
+    )  # fmt: skip
+    content = _content(config, setting, plan, scores, families)
+    _write(output, content, scores, pictures, source)
+    for line in content["headline"]:
+        log.info("%s", line)
+    log.info("-> %s, %s", output / FILES[1], output / FILES[0])
+    return output
+
+
+def _score(setting: Setting, plan: Plan) -> tuple[AggregationState, Pictures]:
+    state = AggregationState(len(plan.test), len(plan.columns))
+    pictures = Pictures(_headline_columns(plan.columns), setting.weights[0], setting.reduced, len(plan.test) - 1)
+    with tqdm(plan.groups, desc="evaluate", unit="field", disable=not sys.stderr.isatty()) as bar:
+        for group in bar:
+            score_group(setting, group, fit_group(setting, group), plan.test, state, pictures)
+    return state, pictures
+
+
+_PREFERRED = ("t850", "z500", "t2m", "msl")
+
+
+def _headline_columns(columns: tuple[Column, ...]) -> tuple[int, ...]:
+    """Two fields to draw, at the headline lead."""
+    leads = {column.lead_hours for column in columns}
+    lead = HEADLINE_LEAD if HEADLINE_LEAD in leads else max(leads)
+    there = {column.name: c for c, column in enumerate(columns) if column.lead_hours == lead}
+    order = [name for name in _PREFERRED if name in there] + [name for name in there if name not in _PREFERRED]
+    return tuple(there[name] for name in order[:2])
+
+
+def _content(
+    config: EvaluateConfig, setting: Setting, plan: Plan, scores: Scores, families: dict[str, dict[str, str]]
+) -> dict[str, Any]:
+    layout = setting.source.layout
+    times = layout.init_time
+    numbers = [int(number) for number in layout.realization]
+    left_out = _left_out(scores)
+    notes = list(plan.notes)
+    if left_out:
+        notes.append(f"{len(left_out)} scores leave points out that miss a value: see left_out in scores.json.")
+    return {
+        "format": FORMAT,
+        "headline": summary.headline(scores, len(plan.test)),
+        "claims": [claim.as_dict(scores.blocks) for claim in summary.claims(scores)],
+        "notes": notes,
+        "settings": asdict(config),
+        "definitions": {name: " ".join(text.split()) for name, text in DEFINITIONS.items()},
+        "dates": {
+            "test": [iso(t) for t in times[plan.test]],
+            "fit": [iso(t) for t in times[plan.fit]],
+            "dropped": plan.dropped,
+            "blocks": scores.blocks,
+            "block_days": config.block_days,
+        },
+        "ensemble": {
+            "path": setting.source.path,
+            "members": numbers,
+            "reduced": numbers[: setting.reduced],
+            "held_out": numbers[setting.reduced :],
+            "grid": layout.grid.describe(),
+            "fingerprint": setting.source.fingerprint(),
+        },
+        "forecasts": [
+            {"label": f.label, "path": f.path, "members_in": list(f.members_in), "dates": len(f.files)}
+            for f in setting.forecasts
+        ],
+        "entrants": {entrant: summary.describe(entrant) for entrant in scores.entrants()},
+        "families": families,
+        "summary": summary.summary_rows(scores),
+        "comparisons": summary.comparison_rows(scores),
+        "scores": summary.rows(scores),
+        "left_out": left_out,
+    }
+
+
+def _left_out(scores: Scores) -> list[dict[str, Any]]:
+    found = []
+    for key, counts in scores.state.left_out.items():
+        for c in np.flatnonzero(counts.sum(0)):
+            column = scores.columns[c]
+            found.append(
+                {
+                    "entrant": key.entrant,
+                    "statistic": key.statistic.value,
+                    "field": column.name,
+                    "lead_hours": column.lead_hours,
+                    "left_out": int(counts[:, c].sum()),
+                    "points": int(scores.state.points[key][:, c].sum()),
+                }
+            )
+    return found
+
+
+def _write(output: Path, content: dict[str, Any], scores: Scores, pictures: Pictures, source: Source) -> None:
+    """Write both files beside their names, then rename: a report is whole or not there."""
+    output.mkdir(parents=True, exist_ok=True)
+    drafts = {name: output / f".{name}.partial-{os.getpid()}" for name in FILES}
+    try:
+        drafts[FILES[0]].write_text(json.dumps(_plain(content), indent=1, allow_nan=False), encoding="utf-8")
+        land = source.static().get("lsm")
+        drafts[FILES[1]].write_text(write_report(content, scores, pictures, source.layout.grid, land), encoding="utf-8")
+        for name, draft in drafts.items():
+            os.replace(draft, output / name)
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types: NaN, which JSON lacks, becomes null."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,224 @@
+"""Read forecasts back: folders of CF NetCDF files, one a start date, as `predict` writes them.
+
+A field NAME is scored through NAME_location and NAME_scale (parameters of the law that the attribute
+`distribution_family` names), or through NAME_mean and NAME_stddev as a normal law where a file has only these;
+its predicted spread of the full ensemble is NAME_ensemble_spread. Axes: Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.fields import field as registered
+from ensemble_ml.grid import Grid, canonical
+
+
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """What a forecast says of one variable, lead and start date; (Z, Y, X) float64, None where it says nothing."""
+
+    family: Family
+    location: np.ndarray | None
+    scale: np.ndarray | None
+    mean: np.ndarray | None
+    stddev: np.ndarray | None
+    spread: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class _File:
+    """An open file and where its leads and levels are."""
+
+    data: xr.Dataset
+    hours: list[int]
+    levels: list[int]
+    time: str  # the dimension of leads
+
+
+@dataclass(eq=False)
+class ForecastSet:
+    """The forecasts of one folder."""
+
+    label: str
+    path: str
+    files: dict[np.datetime64, Path]
+    names: frozenset[str]
+    members_in: tuple[str, ...]
+    training_dates: np.ndarray
+    lead_hours: tuple[int, ...]
+    variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
+    grid: Grid
+    mixed: bool  # whether members or checkpoints differ between its dates
+    _rows: np.ndarray
+    _columns: np.ndarray
+    _open: dict[Path, _File] = field(default_factory=dict)
+
+    def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
+        """Read one variable at one lead.
+
+        Raises:
+            UserError: the file lacks the lead, or cannot be read.
+        """
+        path = self.files[init_time]
+        file = self._file(path)
+        if lead not in file.hours:
+            raise UserError(f"{path}: no lead of {lead} h; it has {_listed(file.hours)}. Make the forecast again")
+        step = file.hours.index(lead)
+        parts = {part: self._field(file, f"{name}_{part}", step, levels) for part in _PARTS}
+        location, scale, family = parts["location"], parts["scale"], registered(name).family
+        if location is None or scale is None:
+            location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
+        else:
+            family = Family(file.data[f"{name}_location"].attrs.get("distribution_family", family.value))
+        mean = parts["mean"] if parts["mean"] is not None else location
+        stddev = parts["stddev"] if parts["stddev"] is not None else scale
+        return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
+
+    def fields(self) -> list[tuple[str, int | None]]:
+        """Names and levels of all fields."""
+        return [(name, level) for name, levels in self.variables.items() for level in levels]
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.data.close()
+        self._open.clear()
+
+    def _file(self, path: Path) -> _File:
+        # Only headers stay in memory, and xarray itself keeps no more than 128 files open.
+        if path not in self._open:
+            data = _open_file(path)
+            time = str(data["time"].dims[0]) if data["time"].dims else "time"
+            self._open[path] = _File(data, _lead_hours(data, path), _levels(data), time)
+        return self._open[path]
+
+    def _field(self, file: _File, name: str, step: int, levels: tuple[int | None, ...]) -> np.ndarray | None:
+        if name not in self.names:
+            return None  # or it would be scored on some dates only
+        data = file.data
+        if name not in data:
+            raise UserError(f"{data.encoding.get('source')}: lacks {name}, which other files hold; make it again")
+        found = data[name].variable
+        found = found.isel({file.time: step}) if file.time in found.dims else found
+        if "level" in found.dims:
+            found = found.isel(level=[file.levels.index(level) for level in levels if level is not None])
+            found = found.transpose("level", "latitude", "longitude")
+        try:
+            values = np.asarray(found.values, np.float64)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{data.encoding.get('source')}: {name} cannot be read ({error}); make it again") from error
+        return np.atleast_3d(values.T).T[..., self._rows[:, None], self._columns]
+
+
+_PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
+
+
+def open_forecasts(folders: list[str]) -> list[ForecastSet]:
+    """Open one or more folders of forecasts; each is known by its folder's name.
+
+    Raises:
+        UserError: a folder is missing or holds no forecast, a file is damaged, or two folders have the same name.
+    """
+    sets = [_open_folder(Path(folder)) for folder in folders]
+    labels = [one.label for one in sets]
+    for one in sets:
+        if labels.count(one.label) > 1:
+            one.label = one.path
+    if len({one.label for one in sets}) < len(sets):
+        raise UserError(f"forecast={_listed(folders)}: a folder is named twice; name each once")
+    return sets
+
+
+def _open_folder(folder: Path) -> ForecastSet:
+    if not folder.exists():
+        raise UserError(f"forecast={folder}: no such folder; make forecasts with ensemble-ml predict")
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.nc"))
+    if not paths:
+        raise UserError(f"forecast={folder}: holds no NetCDF file; make forecasts with ensemble-ml predict")
+    files: dict[np.datetime64, Path] = {}
+    made_of: set[tuple[str, str]] = set()
+    for path in paths:
+        with _open_file(path) as data:
+            start = _reference_time(data, path)
+            made_of.add((str(data.attrs.get("members_in")), str(data.attrs.get("checkpoint_sha256"))))
+        if start in files:
+            raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
+        files[start] = path
+    with _open_file(paths[0]) as first:
+        grid, rows, columns = _grid(first, paths[0])
+        return ForecastSet(
+            label=folder.stem if folder.is_file() else folder.resolve().name,
+            path=str(folder),
+            files=files,
+            names=frozenset(str(name) for name in first.data_vars),
+            members_in=tuple(str(first.attrs.get("members_in", "")).split()),
+            training_dates=_dates(first, paths[0]),
+            lead_hours=tuple(_lead_hours(first, paths[0])),
+            variables=_variables(first),
+            grid=grid,
+            mixed=len(made_of) > 1,
+            _rows=rows,
+            _columns=columns,
+        )
+
+
+def _open_file(path: Path) -> xr.Dataset:
+    try:
+        return xr.open_dataset(path, decode_timedelta=False, cache=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: not a readable NetCDF file ({error}); make the forecast again") from error
+
+
+def _reference_time(data: xr.Dataset, path: Path) -> np.datetime64:
+    if "forecast_reference_time" not in data.variables:
+        raise UserError(f"{path}: no forecast_reference_time; only forecasts of ensemble-ml predict are read")
+    return np.datetime64(data["forecast_reference_time"].values.reshape(-1)[0], "ns")
+
+
+def _lead_hours(data: xr.Dataset, path: Path) -> list[int]:
+    if "time" not in data.variables:
+        raise UserError(f"{path}: no time; only forecasts of ensemble-ml predict are read")
+    valid = np.atleast_1d(data["time"].values).astype("datetime64[ns]")
+    return [int(hours) for hours in (valid - _reference_time(data, path)) / np.timedelta64(1, "h")]
+
+
+def _levels(data: xr.Dataset) -> list[int]:
+    if "level" not in data.variables:
+        return []
+    scale = 0.01 if data["level"].attrs.get("units") == "Pa" else 1.0
+    return [round(float(level) * scale) for level in np.atleast_1d(data["level"].values)]
+
+
+def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
+    found: dict[str, tuple[int | None, ...]] = {}
+    for full_name, array in data.data_vars.items():
+        for part in ("location", "mean", "ensemble_spread"):
+            name = str(full_name).removesuffix(f"_{part}")
+            if name != full_name and "latitude" in array.dims:
+                found[name] = tuple(_levels(data)) if "level" in array.dims else (None,)
+    return found
+
+
+def _grid(data: xr.Dataset, path: Path) -> tuple[Grid, np.ndarray, np.ndarray]:
+    missing = [name for name in ("latitude", "longitude") if name not in data.dims]
+    if missing:
+        raise UserError(f"{path}: not on a grid (no dimension {missing[0]}); evaluate needs forecasts without points=")
+    return canonical(data["latitude"].values, data["longitude"].values)
+
+
+def _dates(data: xr.Dataset, path: Path) -> np.ndarray:
+    text = str(data.attrs.get("training_dates", ""))
+    try:
+        return np.array(text.split(), "datetime64[ns]")
+    except ValueError as error:
+        raise UserError(f"{path}: training_dates is no list of ISO dates ({error}); give fit=[...]") from error
+
+
+def _listed(values) -> str:
+    return ", ".join(str(value) for value in values)

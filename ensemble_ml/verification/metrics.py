@@ -1,0 +1,82 @@
+"""Metrics: functions of weighted means of statistics, for scores, for draws of the bootstrap and for comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.verification.aggregation import AggregationState
+from ensemble_ml.verification.statistics import Key, Statistic
+
+
+@dataclass(frozen=True)
+class Metric:
+    """`formula` takes the means of the statistics `needs`, in their order, and returns the score, elementwise."""
+
+    name: str
+    long_name: str
+    needs: tuple[Statistic, ...]
+    formula: Callable[..., np.ndarray]
+
+    def available(self, state: AggregationState, entrant: str) -> bool:
+        """Whether everything that the formula needs was recorded."""
+        return all(Key(entrant, statistic) in state.total for statistic in self.needs)
+
+    def __call__(
+        self, state: AggregationState, entrant: str, *, weighting: str = "area", draws: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The score of each column (C,), or of each draw and column (B, C)."""
+        means = (state.mean(Key(entrant, statistic), weighting, draws) for statistic in self.needs)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.formula(*means)
+
+
+def _same(mean: np.ndarray) -> np.ndarray:
+    return mean
+
+
+def _ratio_of_roots(variance: np.ndarray, squared_error: np.ndarray) -> np.ndarray:
+    return np.sqrt(variance / squared_error)
+
+
+_S = Statistic
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("crps", "CRPS", (_S.CRPS,), _same),
+        Metric("crps_fair", "fair CRPS of the members", (_S.CRPS_FAIR,), _same),
+        Metric("crps_members", "CRPS of the members", (_S.CRPS_MEMBERS,), _same),
+        Metric("crps_normal", "CRPS of N(m, s^2)", (_S.CRPS_NORMAL,), _same),
+        Metric("crps_family", "CRPS as the variable's family", (_S.CRPS_FAMILY,), _same),
+        Metric("rmse", "RMSE of the mean", (_S.SQUARED_ERROR,), np.sqrt),
+        Metric("bias", "bias of the mean", (_S.ERROR,), _same),
+        # Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1: the root is taken after the mean, and a raw ensemble's
+        # variance carries (M + 1) / M (see Statistic.VARIANCE).
+        Metric("spread_skill", "predicted standard deviation / RMSE", (_S.VARIANCE, _S.SQUARED_ERROR), _ratio_of_roots),
+        Metric("spread_rmse", "RMSE of the spread", (_S.SPREAD_SQUARED_ERROR,), np.sqrt),
+        Metric("spread_bias", "bias of the spread", (_S.SPREAD_ERROR,), _same),
+        Metric("held_out_rmse", "RMSE against the held-out spread", (_S.HELD_OUT_SQUARED_ERROR,), np.sqrt),
+    )
+}
+
+
+def geometric_mean(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Geometric mean of score ratios (..., C) over the given columns that have a finite, positive one: (...).
+
+    Columns without a ratio in the first row (no truth, nothing predicted) are left out of all rows, so that every draw
+    of a bootstrap averages the same fields.
+    """
+    columns = comparable(ratio, columns)
+    if not len(columns):
+        return np.full(ratio.shape[:-1], np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.exp(np.log(ratio[..., columns]).mean(-1))
+
+
+def comparable(ratio: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Which of `columns` have a finite, positive ratio."""
+    first = ratio.reshape(-1, ratio.shape[-1])[0]
+    good = np.isfinite(first) & (first > 0)
+    return columns[good[columns]]

@@ -1,0 +1,112 @@
+"""The pieces that the report is built from: definitions in words, style, tables, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from html import escape
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ensemble_ml.verification import plots
+from ensemble_ml.verification.baselines import CORRECTIONS
+from ensemble_ml.verification.bootstrap import Interval
+
+_CORRECTIONS = "; ".join(f"{name} - {words}" for name, words in CORRECTIONS.items())
+DEFINITIONS = {
+    "spread": """Sample standard deviation of the members with ddof = 1. The size-corrected spread of M
+        members is s_M c4(N)/c4(M), where E[s] = c4 sigma for normal members. The spread regression is a + b s_M + c
+        s_clim for each lead, variable and level, fitted by area-weighted least squares; s_clim is the root of the
+        full ensemble's mean variance over the fit dates at each grid point, and stands alone as climatology.""",
+    "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
+        shares members with the input; these do not.""",
+    "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw
+        ensemble as N(m, (1 + 1/M) s^2), the figure that claims are made against. Beside it stand N(m, s^2), the fair
+        CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)), and the ordinary one with M^2.
+        They are not the same: a perfect 10-member ensemble with sigma 1 scores 0.600, 0.601, 0.564 and 0.621.""",
+    "baselines": f"""Fitted on the fit dates with the same members: {_CORRECTIONS}. A variance v from n dates
+        (n - 1 in its denominator) predicts with v (1 + 1/n). Shrinkage keeps what odd and even blocks of
+        the fit dates agree on. A quantity that cannot be negative is scored as a normal law and as the variable's own
+        family, and the better on the test dates is taken. The best baseline is the one from the reduced ensemble with
+        the lowest geometric mean CRPS on the test dates themselves, which favours it.""",
+    "standard deviation / RMSE": """Root of the mean predicted variance over the RMSE of the mean; for a raw
+        ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
+    "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds);
+        unweighted stands beside it. Means over variables and levels are geometric means of score ratios.""",
+    "intervals": """Block bootstrap over start dates, in blocks of block_days or more that never cross a
+        year's end; the same draws for all; percentiles. Better means that the whole interval of a difference is on
+        the good side.""",
+    "masks": """A point counts where all members, the truth and all forecasts are there; what is left out is
+        counted.""",
+}
+
+STYLE = """
+:root{color-scheme:light}
+body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;color:#1a1a1a;max-width:1060px;margin:0 auto;
+  padding:1rem 1.4rem 4rem;background:#fff}
+h1{font-size:1.4rem;margin:0 0 .2rem}
+h2{font-size:1.15rem;margin:2.2rem 0 .5rem;border-bottom:1px solid #ddd;padding-bottom:.2rem}
+h3{font-size:1rem;margin:1.2rem 0 .3rem}
+.sub,.note,caption{color:#555;font-size:.88rem}
+.answer{background:#f3f7fa;border-left:4px solid #0072B2;padding:.5rem 1rem;margin:.7rem 0}
+.answer p{margin:.2rem 0}
+.side{display:flex;flex-wrap:wrap;gap:.4rem 2.2rem}
+table{border-collapse:collapse;font-size:.86rem;margin:.5rem 0}
+th,td{padding:.2rem .55rem;text-align:right;border-bottom:1px solid #e8e8e8;white-space:nowrap}
+th:first-child,td:first-child{text-align:left}
+table.wrap td{white-space:normal}
+thead th{border-bottom:2px solid #bbb}
+caption{text-align:left;padding:.2rem 0}
+td small{color:#555;display:block;font-size:.75rem}
+.b{background:#cfe3f2;font-weight:600}.w{background:#fbe3bf;font-weight:600}.us{font-weight:600}
+img{max-width:100%;height:auto;display:block;margin:.3rem 0}
+.scroll{overflow-x:auto}
+dt{font-weight:600;margin-top:.5rem}dd{margin:0 0 0 1rem}
+details summary{cursor:pointer;color:#0072B2;margin:.3rem 0}
+.yes{color:#00634a;font-weight:600}.no{color:#a64a00;font-weight:600}
+"""
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document; the empty icon keeps a browser from asking a server for one."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{STYLE}</style></head><body>\n{body}\n</body></html>\n"
+    )
+
+
+def image(figure: Figure, text: str, width: int | None = None) -> str:
+    """A figure with its caption, at most `width` pixels wide."""
+    size = f' style="max-width:min(100%,{width}px)"' if width else ""
+    return f'<img alt="{escape(text)}"{size} src="{plots.data_uri(figure)}"><p class="note">{escape(text)}</p>'
+
+
+def number(value: Interval, digits: int = 1, general: bool = False) -> str:
+    """A figure with its interval below it; `digits` after the point, or significant ones."""
+    # The z leaves the sign of a rounded zero out.
+    form: Callable[[float], str] = (lambda x: f"{x:.{digits}g}") if general else (lambda x: f"{x:z.{digits}f}")
+    if not np.isfinite(value.low) or value.low == value.high:
+        return form(value.value)
+    return f"{form(value.value)}<small>{form(value.low)} to {form(value.high)}</small>"
+
+
+def table(
+    heads: Iterable[str],
+    lines: list[list[str]],
+    *,
+    caption: str = "",
+    classes: list[list[str | None]] | None = None,
+    wrap: bool = False,
+) -> str:
+    """Cells are HTML already; captions and heads are text. `classes` marks cells; `wrap` lets them break lines."""
+    body = []
+    for i, line in enumerate(lines):
+        marks = classes[i] if classes else [None] * len(line)
+        cells = (f"<td{f' class={mark}' if mark else ''}>{cell}</td>" for cell, mark in zip(line, marks, strict=True))
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{escape(str(h))}</th>" for h in heads)
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    kind = ' class="wrap"' if wrap else ""
+    rows = "".join(body)
+    return f'<div class="scroll"><table{kind}>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

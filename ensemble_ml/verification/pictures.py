@@ -1,0 +1,140 @@
+"""What the report draws beside scores: mean maps, one date's spread, and spread against error in bins.
+
+Kept only for a few headline fields, and summed date by date like everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ensemble_ml.verification.statistics import Key, Statistic, ensemble_moments
+
+if TYPE_CHECKING:
+    from ensemble_ml.verification.forecasts import Predicted
+    from ensemble_ml.verification.scoring import Sample
+
+_CRPS = (Statistic.CRPS, Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY)
+_BINS = np.geomspace(0.1, 6.0, 16)  # upper edges but the last, in units of the first date's mean spread
+
+
+@dataclass(eq=False)
+class Bins:
+    """Sums over points by predicted standard deviation: weight, its square, and the square of what came."""
+
+    edges: np.ndarray
+    weight: np.ndarray
+    predicted: np.ndarray
+    actual: np.ndarray
+
+    @classmethod
+    def around(cls, typical: float) -> Bins:
+        """Empty bins, geometric around a typical value."""
+        n = len(_BINS) + 1
+        return cls(_BINS * max(typical, 1e-30), np.zeros(n), np.zeros(n), np.zeros(n))
+
+    def record(self, predicted: np.ndarray, squared: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
+        """Add the points of a field (Y, X)."""
+        where = np.digitize(predicted[mask], self.edges)
+        for table, values in (
+            (self.weight, weights[mask]),
+            (self.predicted, (weights * predicted**2)[mask]),
+            (self.actual, (weights * squared)[mask]),
+        ):
+            table += np.bincount(where, values, len(table))
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Root mean square of prediction and outcome in bins that hold 0.5 % of the weight or more, and that share."""
+        share = self.weight / max(self.weight.sum(), 1e-300)
+        kept = share >= 0.005
+        root = lambda table: np.sqrt(table[kept] / self.weight[kept])  # noqa: E731
+        return root(self.predicted), root(self.actual), share[kept]
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One date's spread (Y, X): of the full ensemble, of the reduced one, and as each forecast has it."""
+
+    date: int
+    actual: np.ndarray
+    reduced: np.ndarray
+    predicted: dict[str, np.ndarray]
+
+
+@dataclass(eq=False)
+class Pictures:
+    """Sums for the `headline` columns (positions on C)."""
+
+    headline: tuple[int, ...]
+    area: np.ndarray
+    reduced: int
+    snapshot_date: int
+    maps: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
+    counts: dict[int, np.ndarray] = field(default_factory=dict)
+    error_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
+    spread_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+
+    def record(
+        self,
+        columns: slice,
+        date: int,
+        values: dict[Key, np.ndarray],
+        verified: np.ndarray,
+        sample: Sample,
+        said: dict[str, Predicted],
+        spread_mask: np.ndarray,
+    ) -> None:
+        """Take what is needed from one date of a group whose columns are `columns`."""
+        for z, column in enumerate(range(columns.start, columns.stop)):
+            if column in self.headline:
+                self._maps(column, {key: value[z] for key, value in values.items()}, verified[z])
+                self._spread(column, z, date, sample, said, spread_mask[z])
+
+    def mean_map(self, column: int, key: Key) -> np.ndarray | None:
+        """Mean over the test dates (Y, X), NaN where no date counts; None where nothing was kept."""
+        total = self.maps.get((column, key))
+        if total is None:
+            return None
+        count = self.counts[column]
+        return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+
+    def _maps(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray) -> None:
+        if not values:
+            return
+        self.counts[column] = self.counts.get(column, 0) + mask
+        for key, value in values.items():
+            if key.statistic in _CRPS:
+                self.maps[column, key] = self.maps.get((column, key), 0) + np.where(mask, value, 0.0)
+        for entrant in {key.entrant for key in values}:
+            variance = values.get(Key(entrant, Statistic.VARIANCE))
+            squared = values.get(Key(entrant, Statistic.SQUARED_ERROR))
+            if variance is not None and squared is not None:
+                self._bin(self.error_bins, column, entrant, np.sqrt(variance), squared, mask)
+
+    def _spread(
+        self, column: int, z: int, date: int, sample: Sample, said: dict[str, Predicted], mask: np.ndarray
+    ) -> None:
+        members = sample.members[:, z]
+        if len(members) < 2:
+            return
+        actual = np.sqrt(ensemble_moments(members)[1])
+        given = np.sqrt(ensemble_moments(members[: self.reduced])[1])
+        predicted = {label: one.spread[z] for label, one in said.items() if one.spread is not None}
+        entrants = predicted | ({f"raw_{self.reduced}": given} if self.reduced > 1 else {})
+        for entrant, spread in entrants.items():
+            self._bin(self.spread_bins, column, entrant, spread, actual**2, mask)
+        if date == self.snapshot_date:
+            self.snapshots[column] = Snapshot(date, actual, given, predicted)
+
+    def _bin(
+        self, table: dict, column: int, entrant: str, predicted: np.ndarray, squared: np.ndarray, mask: np.ndarray
+    ) -> None:
+        if (column, entrant) not in table:
+            # One set of bins for all entrants of a field, or their curves could not be compared.
+            shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)
+            typical = float(np.sqrt(np.mean(squared[mask]))) if mask.any() else 1.0
+            table[column, entrant] = Bins.around(typical if shared is None else float(shared[0] / _BINS[0]))
+        table[column, entrant].record(predicted, squared, self.area, mask)

@@ -1,0 +1,162 @@
+"""What is compared with what: the dates, leads, variables and levels that forecasts and ensemble share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.config import EvaluateConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.source import Part, Source, select_dates
+from ensemble_ml.verification.aggregation import Column
+from ensemble_ml.verification.baselines import FEWEST_DATES
+from ensemble_ml.verification.forecasts import ForecastSet
+from ensemble_ml.verification.scoring import Group
+
+
+@dataclass(eq=False)
+class Plan:
+    """What is compared: dates (indices into the source), columns and their groups, and what had to be left out."""
+
+    test: np.ndarray
+    fit: np.ndarray
+    columns: tuple[Column, ...]
+    groups: tuple[Group, ...]
+    dropped: list[dict[str, str]]
+    notes: list[str]
+    truth: bool
+
+
+def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> Plan:
+    """Find what all forecasts and the source share.
+
+    Raises:
+        UserError: another grid, no common date, or fit dates that the source lacks.
+    """
+    layout = source.layout
+    for forecast in forecasts:
+        if not forecast.grid.same_as(layout.grid):
+            raise UserError(
+                f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
+                f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region="
+            )
+    truth = source.has(Part.TRUTH)
+    notes: list[str] = [] if truth else ["There is no truth: spread alone is scored."]
+    fit = _fit_dates(config, source, forecasts, notes)
+    test, dropped = _test_dates(source, forecasts, fit, truth)
+    if dropped:
+        reasons = sorted({d["reason"] for d in dropped})
+        counts = (f"{sum(d['reason'] == reason for d in dropped)} {reason}" for reason in reasons)
+        notes.append(f"{len(dropped)} start dates are not scored: {', '.join(counts)}.")
+    if truth and len(fit) < FEWEST_DATES:
+        notes.append(f"Only {len(fit)} dates to fit on: corrections need {FEWEST_DATES}, so none is shown.")
+    groups, columns = _groups(source, forecasts, notes)
+    notes += _member_notes(config, source, forecasts)
+    return Plan(test, fit, columns, groups, dropped, notes, truth)
+
+
+def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
+    times = source.layout.init_time
+    if config.fit is not None:
+        return select_dates(times, config.fit)
+    trained = next((f for f in forecasts if len(f.training_dates)), None)
+    if trained is None:
+        raise UserError(f"{forecasts[0].path}: records no training_dates; say with fit=[...] what to fit baselines on")
+    if any(len(f.training_dates) and set(f.training_dates) != set(trained.training_dates) for f in forecasts):
+        notes.append(f"Forecasts were trained on different dates; baselines are fitted on those of {trained.label}.")
+    missing = np.setdiff1d(trained.training_dates, times)
+    if len(missing):
+        raise UserError(
+            f"ensemble={source.path}: lacks {len(missing)} of the {len(trained.training_dates)} training dates of "
+            f"{trained.path} (first {str(missing[0])[:13]}), which baselines are fitted on; "
+            "give the archive that has them, or other dates with fit=[...]"
+        )
+    return np.flatnonzero(np.isin(times, trained.training_dates))
+
+
+def _test_dates(
+    source: Source, forecasts: list[ForecastSet], fit: np.ndarray, truth: bool
+) -> tuple[np.ndarray, list[dict[str, str]]]:
+    times = source.layout.init_time
+    offered = sorted({start for forecast in forecasts for start in forecast.files})
+    trained = {start for forecast in forecasts for start in forecast.training_dates}
+    test, dropped = [], []
+    for start in offered:
+        found = np.flatnonzero(times == start)
+        reason = _why_not(source, forecasts, found, start, truth)
+        if reason is None and start in trained:
+            reason = "seen in training"
+        if reason is None and found[0] in fit:
+            reason = "used to fit the baselines"
+        if reason is None:
+            test.append(int(found[0]))
+        else:
+            dropped.append({"date": iso(start), "reason": reason})
+    if not test:
+        why = ", ".join(sorted({d["reason"] for d in dropped}))
+        counted = f"none of {len(offered)} start dates can be scored ({why})"
+        raise UserError(f"forecast={forecasts[0].path}: {counted}; forecast other dates")
+    return np.array(test), dropped
+
+
+def _why_not(
+    source: Source, forecasts: list[ForecastSet], found: np.ndarray, start: np.datetime64, truth: bool
+) -> str | None:
+    lacking = [forecast.label for forecast in forecasts if start not in forecast.files]
+    if lacking:
+        return f"missing from {lacking[0]}"
+    if not len(found):
+        return "not in the ensemble"
+    if not any(part.any() for part in source.present(Part.FORECAST, int(found[0]))):
+        return "without members"
+    if truth and not any(part.any() for part in source.present(Part.TRUTH, int(found[0]))):
+        return "without truth"
+    return None
+
+
+def _groups(
+    source: Source, forecasts: list[ForecastSet], notes: list[str]
+) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
+    layout = source.layout
+    leads = [h for h in layout.lead_hours if all(h in f.lead_hours for f in forecasts)]
+    names = [name for name in layout.names if all(name in f.variables for f in forecasts)]
+    groups: list[Group] = []
+    columns: list[Column] = []
+    for lead in leads:
+        for name in names:
+            held: tuple[int | None, ...] = layout.levels if name in layout.variables else (None,)
+            levels = tuple(level for level in held if all(level in f.variables[name] for f in forecasts))
+            if levels:
+                groups.append(Group(name, lead, levels, slice(len(columns), len(columns) + len(levels))))
+                columns += [Column(lead, name, level) for level in levels]
+    if not columns:
+        raise UserError(f"forecast={forecasts[0].path}: shares no lead, variable and level with {source.path}")
+    offered = {Column(h, *field) for f in forecasts for h in f.lead_hours for field in f.fields()}
+    unpaired = sorted(f"{column.name} {column.lead_hours} h" for column in offered - set(columns))
+    if unpaired:
+        notes.append(f"{len(unpaired)} fields are not in all forecasts and the ensemble: {_short(unpaired)}.")
+    return tuple(groups), tuple(columns)
+
+
+def _member_notes(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> list[str]:
+    held = [str(number) for number in source.layout.realization]
+    reduced = held[: config.members_in]
+    notes = [f"{f.label}: members or checkpoints differ between its dates." for f in forecasts if f.mixed]
+    notes += [
+        f"{f.label} was made from members {' '.join(f.members_in)}, not from {' '.join(reduced)}, the reduced ensemble."
+        for f in forecasts
+        if f.members_in and list(f.members_in) != reduced
+    ]
+    if len(held) == config.members_in:
+        notes.append("The reduced ensemble is the full one: its spread is both input and target.")
+    return notes
+
+
+def iso(time: np.datetime64) -> str:
+    """YYYY-MM-DDTHH."""
+    return str(time.astype("datetime64[h]"))
+
+
+def _short(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

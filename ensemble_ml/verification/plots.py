@@ -1,0 +1,150 @@
+"""Figures of the report, as PNG in a data URI: nothing is fetched and nothing runs in the browser.
+
+Colours are those of Okabe & Ito, which colour-blind readers can tell apart; blue is better, orange worse throughout.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ensemble_ml.grid import Grid
+from ensemble_ml.verification.bootstrap import Interval
+from ensemble_ml.verification.pictures import Bins
+
+BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#6b6b6b"
+COLOURS = (BLUE, "#D55E00", "#009E73", "#CC79A7", ORANGE, "#56B4E9", "#000000")
+_GAIN_MAP = "RdBu"  # red worse, blue better; safe for the colour-blind
+_FONT: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def data_uri(figure: Figure) -> str:
+    """A figure as `data:image/png;base64,...`."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=130, facecolor="white")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, np.ndarray]:
+    import matplotlib as mpl
+
+    with mpl.rc_context(_FONT):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, np.atleast_2d(figure.subplots(rows, columns, squeeze=False))
+
+
+def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
+    """Gains with their intervals, one line each; filled where the interval excludes zero."""
+    figure, axes = _figure(7.2, 0.5 + 0.32 * len(entries))
+    axis: Axes = axes[0, 0]
+    for y, (_, gain) in enumerate(reversed(entries)):
+        sure = gain.excludes(0)
+        colour = (BLUE if gain.value > 0 else ORANGE) if sure else GREY
+        if np.isfinite(gain.low):
+            axis.plot([gain.low, gain.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
+        axis.plot(gain.value, y, "o", color=colour, mfc=colour if sure else "white", ms=6, zorder=3)
+    axis.axvline(0, color="black", lw=0.8)
+    axis.set_yticks(range(len(entries)), [name for name, _ in reversed(entries)])
+    axis.set_ylim(-0.6, len(entries) - 0.4)
+    axis.set_xlabel(f"gain in {unit} (right of zero: better)")
+    axis.grid(axis="x", color="#dddddd", lw=0.6)
+    axis.set_axisbelow(True)
+    axis.tick_params(axis="y", length=0)
+    return figure
+
+
+def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) -> Figure:
+    """Curves over lead time, a panel each; bars are intervals. The first curve of a panel is drawn thickest."""
+    figure, axes = _figure(4.9 * len(panels), 3.3, columns=len(panels))
+    for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        for number, (name, points) in enumerate(curves.items()):
+            hours = np.array([lead for lead, _ in points], float)
+            values = np.array([point.value for _, point in points])
+            ends = np.array([[point.value - point.low, point.high - point.value] for _, point in points]).T
+            # Side by side, so that intervals at one lead can be told apart.
+            shift = (number - (len(curves) - 1) / 2) * 0.012 * max(np.ptp(hours), 24)
+            axis.errorbar(
+                hours + shift, values, yerr=np.nan_to_num(np.maximum(ends, 0)), label=name, marker="o", ms=4,
+                color=COLOURS[number % len(COLOURS)], lw=2.4 if number == 0 else 1.2, elinewidth=1, capsize=2,
+            )  # fmt: skip
+        axis.set_xticks(sorted({lead for points in curves.values() for lead, _ in points}))
+        axis.set_xlabel("lead time, h")
+        axis.set_title(title, fontsize=9.5, loc="left")
+        axis.grid(color="#e4e4e4", lw=0.6)
+        axis.legend(frameon=False, fontsize=7.5)
+    return figure
+
+
+def gain_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.ndarray | None) -> Figure:
+    """Maps of gain in percent, one scale for all: the 98th percentile of sizes, 30 % at most."""
+    sizes = np.concatenate([np.abs(values[np.isfinite(values)]) for _, values in maps])
+    limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
+    figure, axes = _map_axes(len(maps), grid)
+    for axis, (title, values) in zip(axes, maps, strict=True):
+        mesh = _map(axis, values, grid, land, title, cmap=_GAIN_MAP, vmin=-limit, vmax=limit)
+    figure.colorbar(mesh, ax=list(axes), shrink=0.75, extend="both", label="gain, %")
+    return figure
+
+
+def spread_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.ndarray | None, units: str) -> Figure:
+    """Maps of spread, one scale for all."""
+    top = float(np.nanpercentile(np.concatenate([values.ravel() for _, values in maps]), 99.5)) or 1.0
+    figure, axes = _map_axes(len(maps), grid)
+    for axis, (title, values) in zip(axes, maps, strict=True):
+        mesh = _map(axis, values, grid, land, title, cmap="viridis", vmin=0, vmax=top)
+    figure.colorbar(mesh, ax=list(axes), shrink=0.75, extend="max", label=f"spread, {units}")
+    return figure
+
+
+def _map_axes(count: int, grid: Grid) -> tuple[Figure, np.ndarray]:
+    columns = count if count <= 3 else 2
+    rows = -(-count // columns)
+    high, wide = np.ptp(grid.latitude), max(np.ptp(grid.longitude), 1e-6)
+    height = float(np.clip(4.4 * high / wide, 1.6, 4.4)) + 0.45
+    wide_each = 4.6 if columns < 3 else 3.9
+    figure, axes = _figure(wide_each * columns + 0.9, height * rows, rows, columns)
+    for axis in axes.ravel()[count:]:
+        axis.set_visible(False)
+    return figure, axes.ravel()[:count]
+
+
+def _map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, title: str, **colours):
+    mesh = axis.pcolormesh(grid.longitude, grid.latitude, values, shading="nearest", rasterized=True, **colours)
+    if land is not None and min(land.shape) > 1:
+        axis.contour(grid.longitude, grid.latitude, land, levels=[0.5], colors="black", linewidths=0.6)
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.set_facecolor("#bbbbbb")  # what is left out shows as grey
+    axis.tick_params(labelsize=7)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(True)
+    return mesh
+
+
+def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_label: str) -> Figure:
+    """Outcome against prediction in bins of the prediction: calibrated forecasts lie on the diagonal."""
+    figure, axes = _figure(3.7 * len(panels), 3.5, columns=len(panels))
+    for axis, unit, (title, curves) in zip(axes[0], units, panels.items(), strict=True):
+        top = 0.0
+        for number, (name, bins) in enumerate(curves.items()):
+            predicted, actual, share = bins.curve()
+            colour = COLOURS[number % len(COLOURS)]
+            axis.plot(predicted, actual, "-", color=colour, lw=1.6, label=name)
+            axis.scatter(predicted, actual, s=8 + 160 * share, color=colour, alpha=0.75, lw=0)
+            top = max([top, *predicted, *actual])
+        axis.plot([0, top], [0, top], color=GREY, lw=0.8, ls="--")
+        axis.set_xlabel(f"predicted standard deviation, {unit}")
+        axis.set_ylabel(f"{y_label}, {unit}")
+        axis.set_title(title, fontsize=9.5, loc="left")
+        axis.legend(frameon=False, fontsize=7.5)
+    return figure

@@ -1,0 +1,129 @@
+"""Scores of everyone with intervals, and their comparison by geometric means.
+
+Axes: B draw of the bootstrap, C column (a lead, variable and level).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ensemble_ml.verification.aggregation import AggregationState, Column
+from ensemble_ml.verification.baselines import CORRECTIONS
+from ensemble_ml.verification.bootstrap import Interval, interval
+from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
+
+HEADLINE_LEAD = 48  # hours
+
+
+@dataclass(frozen=True)
+class Score:
+    """Values of a metric: `value` and `unweighted` (C,), `draws` (B, C)."""
+
+    value: np.ndarray
+    unweighted: np.ndarray
+    draws: np.ndarray
+
+
+@dataclass(eq=False)
+class Scores:
+    """All scores of an evaluation, computed when first asked for. `counts` (B, D): the draws, the same for all."""
+
+    state: AggregationState
+    columns: tuple[Column, ...]
+    counts: np.ndarray
+    blocks: int
+    confidence: float
+    forecasts: tuple[str, ...]
+    reduced: int
+    full: int
+    _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
+
+    def entrants(self) -> list[str]:
+        """Everyone with a score, forecasts first."""
+        found = dict.fromkeys(self.forecasts) | dict.fromkeys(key.entrant for key in self.state.total)
+        return list(found)
+
+    def score(self, metric: str, entrant: str) -> Score | None:
+        """None where the entrant has no such score."""
+        if (metric, entrant) not in self._cache:
+            rule, found = METRICS[metric], None
+            if rule.available(self.state, entrant):
+                value = rule(self.state, entrant)
+                plain = rule(self.state, entrant, weighting="unweighted")
+                found = Score(value, plain, rule(self.state, entrant, draws=self.counts))
+            self._cache[metric, entrant] = found
+        return self._cache[metric, entrant]
+
+    def interval(self, value: float, draws: np.ndarray) -> Interval:
+        """A figure and its draws as an interval at the level asked for."""
+        return interval(value, draws, self.confidence, self.blocks)
+
+    def at_lead(self, lead: int) -> np.ndarray:
+        """Columns of a lead."""
+        return np.array([c for c, column in enumerate(self.columns) if column.lead_hours == lead], int)
+
+    @property
+    def leads(self) -> list[int]:
+        """Leads that are scored, ascending."""
+        return sorted({column.lead_hours for column in self.columns})
+
+    @property
+    def headline_lead(self) -> int:
+        """48 h, or the last lead where that is not there."""
+        return HEADLINE_LEAD if HEADLINE_LEAD in self.leads else self.leads[-1]
+
+    def ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> Interval | None:
+        """Geometric mean over `columns` of the entrant's score over the other's; None where they share no field."""
+        first, second = self.score(metric, entrant), self.score(metric, other)
+        if first is None or second is None:
+            return None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = np.vstack([first.value / second.value, first.draws / second.draws])
+        mean = geometric_mean(ratios, columns)
+        return self.interval(mean[0], mean[1:]) if np.isfinite(mean[0]) else None
+
+    def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
+        """As `ratio`, every point counting the same."""
+        first, second = self.score(metric, entrant), self.score(metric, other)
+        if first is None or second is None:
+            return float("nan")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(geometric_mean(first.unweighted / second.unweighted, columns))
+
+    def difference(self, metric: str, entrant: str, other: str) -> list[tuple[Interval, Interval]]:
+        """Per column: the entrant's score less the other's, and its gain in percent of the other's."""
+        first, second = self.score(metric, entrant), self.score(metric, other)
+        if first is None or second is None:
+            return []
+        found = []
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gain, gains = 100 * (1 - first.value / second.value), 100 * (1 - first.draws / second.draws)
+        for c in range(len(self.columns)):
+            less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c])
+            found.append((less, self.interval(gain[c], gains[:, c])))
+        return found
+
+    def best_baseline(self, lead: int, members: int | None = None) -> str | None:
+        """The correction of the reduced ensemble with the lowest geometric mean CRPS on the test dates themselves.
+
+        Picking it on the test dates favours the baseline: nobody could have known it before.
+        """
+        names = [f"{name}_{members or self.reduced}" for name in CORRECTIONS]
+        scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
+        if not scores:
+            return None
+        values = np.stack([score.value for score in scores.values()])
+        columns = self.at_lead(lead)
+        for row in values:
+            columns = comparable(row, columns)
+        if not len(columns):
+            return None
+        means = np.log(values[:, columns]).mean(1)
+        return list(scores)[int(means.argmin())]
+
+
+def gain(ratio: Interval | None) -> Interval | None:
+    """A ratio of scores as a gain in percent."""
+    return None if ratio is None else ratio.map(lambda r: 100 * (1 - r))

@@ -1,0 +1,222 @@
+"""From scores to statements: the claims, sentences for the reader, and the tables of scores.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
+from ensemble_ml.verification.metrics import METRICS
+from ensemble_ml.verification.scores import Score, Scores, gain
+
+_SMALL_GAIN = 2.0  # percent: what a network must gain over statistics to be worth having
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement to be held or not. `better_below`: whether smaller values are better."""
+
+    claim: str
+    interval: Interval
+    unit: str
+    target: float
+    better_below: bool
+    forecast: str
+    reference: str
+
+    def as_dict(self, blocks: int) -> dict:
+        """The entry of scores.json: `holds` goes by the value, `certain` by whether the interval excludes no gain."""
+        value, neutral = self.interval.value, 1.0 if self.unit == "ratio" else 0.0
+        holds = value < self.target if self.better_below else value >= self.target if self.target else value > 0
+        certain = self.interval.high < neutral if self.better_below else self.interval.low > neutral
+        return {
+            "claim": self.claim, "value": value, "unit": self.unit, "target": self.target, "holds": bool(holds),
+            "low": self.interval.low, "high": self.interval.high, "certain": bool(certain),
+            "enough_blocks": blocks >= FEWEST_BLOCKS, "forecast": self.forecast, "reference": self.reference,
+        }  # fmt: skip
+
+
+def claims(scores: Scores) -> list[Claim]:
+    """What is claimed of each forecast at the headline lead; only what its fields and the truth allow."""
+    return [claim for label in scores.forecasts for claim in _claims_of(scores, label)]
+
+
+def _claims_of(scores: Scores, label: str) -> list[Claim]:
+    m, n, lead = scores.reduced, scores.full, scores.headline_lead
+    columns = scores.at_lead(lead)
+    who = f"{label}: " if len(scores.forecasts) > 1 else ""
+    start = f"{who}from {m} of {n} members at {lead} h, geometric mean over variables and levels: "
+    found = []
+    for reference, words in (
+        (f"raw_{m}", f"raw {m}"),
+        (f"size_corrected_{m}", f"size-corrected {m}"),
+        (f"spread_regression_{m}", "regressed"),
+    ):
+        ratio = scores.ratio("spread_rmse", label, reference, columns)
+        if ratio is not None:
+            text = f"{start}RMSE of predicted spread over that of {words} spread"
+            found.append(Claim(text, ratio, "ratio", 1.0, True, label, reference))
+    best = scores.best_baseline(lead)
+    references = [(best, "the best statistical baseline fitted on the same dates", _SMALL_GAIN)] if best else []
+    references.append((f"raw_{n}", f"the raw {n} members' N(m, (1+1/M) s^2)", 0.0))
+    for reference, words, target in references:
+        lower = gain(scores.ratio("crps", label, reference, columns))
+        if lower is not None:
+            found.append(Claim(f"{start}CRPS lower than that of {words}", lower, "%", target, False, label, reference))
+    return found
+
+
+def headline(scores: Scores, test_dates: int) -> list[str]:
+    """Sentences for the terminal and the top of the report: better or not, by how much, where, how sure."""
+    lines = []
+    for label in scores.forecasts:
+        who = f"{label}, {scores.headline_lead} h" if len(scores.forecasts) > 1 else f"At {scores.headline_lead} h"
+        # Post-processing first: it is what most readers came for.
+        found = sorted(_claims_of(scores, label), key=lambda claim: claim.unit != "%")
+        lines += [f"{who}: {_sentence(claim, scores)}" for claim in found]
+        where = _where(scores, label)
+        lines += [f"{who}: {where}"] if where else []
+    if not lines:
+        lines.append("Nothing could be compared: no field has both a forecast and something to score it with.")
+    lines.append(certainty(scores.blocks, test_dates))
+    return lines
+
+
+def _sentence(claim: Claim, scores: Scores) -> str:
+    of_crps = claim.unit == "%"
+    percent = claim.interval if of_crps else claim.interval.map(lambda r: 100 * (1 - r))
+    if percent.value < 0:
+        percent = percent.map(lambda p: -p)
+        direction, verdict = "higher", "worse"
+    else:
+        direction, verdict = "lower", "better"
+    best = "the best statistical baseline, " if of_crps and not claim.reference.startswith("raw") else ""
+    what, than = "CRPS" if of_crps else "spread RMSE", best + describe(claim.reference)
+    text = f"{what} {percent.value:.1f} % {direction} than {than}"
+    if not np.isfinite(percent.low):
+        return f"{text} (no interval)."
+    if percent.value < 0.05:
+        verdict = "no difference"
+    sure = verdict if percent.excludes(0) else "not sure, the interval holds zero"
+    return f"{text} ({100 * scores.confidence:g} % interval {percent.low:.1f} to {percent.high:.1f} %): {sure}."
+
+
+def _where(scores: Scores, label: str) -> str:
+    """In how many fields a forecast is better, against the best correction, or the spread regression without truth."""
+    lead = scores.headline_lead
+    best = scores.best_baseline(lead)
+    metric, other = ("crps", best) if best else ("spread_rmse", f"spread_regression_{scores.reduced}")
+    pairs = scores.difference(metric, label, other)
+    found = {scores.columns[c].name: pairs[c] for c in scores.at_lead(lead) if pairs and np.isfinite(pairs[c][1].value)}
+    if not found:
+        return ""
+    better = sum(less.below(0) for less, _ in found.values())
+    worse = sum(less.low > 0 for less, _ in found.values())
+    order = sorted(found, key=lambda name: found[name][1].value)
+    low, high = order[0], order[-1]
+    return (
+        f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: better in {better} of {len(found)} fields, "
+        f"worse in {worse}; gain from {found[low][1].value:+.1f} % ({low}) to {found[high][1].value:+.1f} % ({high})."
+    )
+
+
+def certainty(blocks: int, dates: int) -> str:
+    """How much the intervals are worth."""
+    counted = f"{dates} test date{'s' * (dates != 1)} in {blocks} independent block{'s' * (blocks != 1)}"
+    if blocks < 2:
+        return f"{counted}: too few for any interval."
+    if blocks < FEWEST_BLOCKS:
+        return f"{counted}: fewer than {FEWEST_BLOCKS}, so the intervals are too narrow; treat them as a rough guide."
+    return f"{counted}."
+
+
+def describe(entrant: str) -> str:
+    """An entrant's name in words."""
+    kind, _, members = entrant.rpartition("_")
+    words = {
+        "raw": "the raw {} members",
+        "size_corrected": "the size-corrected spread of {} members",
+        "spread_regression": "the spread regression on {} members",
+        "held_out_regression": "the regression of the held-out spread on {} members",
+        "global": "global bias-and-inflation of {} members",
+        "local": "per-grid-point bias-and-inflation of {} members",
+        "local_constant": "per-grid-point bias and constant sigma of {} members",
+        "shrunk": "per-grid-point bias-and-inflation shrunk to global, {} members",
+        "local_blend": "per-grid-point bias-and-inflation with a fitted share of s^2, {} members",
+        "blend": "shrunk bias-and-inflation with a fitted share of s^2, {} members",
+    }
+    if kind in words and members.isdigit():
+        return words[kind].format(members)
+    return "climatology of the fit dates" if entrant == "climatology" else entrant
+
+
+def short_name(entrant: str) -> str:
+    """An entrant's name as it fits beside a figure."""
+    return entrant.replace("_", " ") if describe(entrant) != entrant else entrant
+
+
+def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
+    """The `scores` of scores.json: one entry an entrant and column, a metric being null where it does not apply."""
+    found = []
+    for entrant in scores.entrants():
+        per_metric = {name: score for name in metrics if (score := scores.score(name, entrant)) is not None}
+        for c, column in enumerate(scores.columns):
+            entry: dict = {"entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable}
+            entry["level"] = column.level
+            known = {name: score for name, score in per_metric.items() if np.isfinite(score.value[c])}
+            if known:
+                found.append(entry | {name: _figure(scores, score, c) for name, score in known.items()})
+    return found
+
+
+def _figure(scores: Scores, score: Score, column: int) -> dict:
+    ends = scores.interval(score.value[column], score.draws[:, column])
+    return {"value": ends.value, "low": ends.low, "high": ends.high, "unweighted": float(score.unweighted[column])}
+
+
+def summary_rows(scores: Scores) -> list[dict]:
+    """The `summary` of scores.json: each entrant's geometric mean ratio to each reference, lead by lead."""
+    m, n = scores.reduced, scores.full
+    references = {
+        "crps": (f"raw_{n}", f"raw_{m}"),
+        "spread_rmse": (f"raw_{m}", f"size_corrected_{m}", f"spread_regression_{m}"),
+        "held_out_rmse": (f"raw_{m}", f"size_corrected_{m}", f"spread_regression_{m}", f"held_out_regression_{m}"),
+        "rmse": (f"raw_{n}", f"raw_{m}"),
+    }
+    found = []
+    for lead in scores.leads:
+        columns, best = scores.at_lead(lead), scores.best_baseline(lead)
+        for metric, others in references.items():
+            for other in (*others, best) if metric == "crps" and best else others:
+                for entrant in scores.entrants():
+                    ratio = scores.ratio(metric, entrant, other, columns) if entrant != other else None
+                    if ratio is not None:
+                        found.append(
+                            {"lead_hours": lead, "metric": metric, "entrant": entrant, "reference": other,
+                             "ratio": ratio.value, "low": ratio.low, "high": ratio.high,
+                             "unweighted": scores.unweighted_ratio(metric, entrant, other, columns),
+                             "better": ratio.below(1.0), "best_baseline": other == best}
+                        )  # fmt: skip
+    return found
+
+
+def comparison_rows(scores: Scores) -> list[dict]:
+    """The `comparisons` of scores.json: each forecast against its main references, field by field."""
+    m, n = scores.reduced, scores.full
+    found = []
+    for label in scores.forecasts:
+        pairs: list[tuple[str, str, int | None]] = [("crps", f"raw_{n}", None)]
+        pairs += [("spread_rmse", f"{kind}_{m}", None) for kind in ("spread_regression", "size_corrected")]
+        pairs += [("crps", best, lead) for lead in scores.leads if (best := scores.best_baseline(lead))]
+        for metric, other, lead in pairs:
+            for c, (less, percent) in enumerate(scores.difference(metric, label, other)):
+                column = scores.columns[c]
+                if (lead is None or column.lead_hours == lead) and np.isfinite(less.value):
+                    found.append(
+                        {"forecast": label, "reference": other, "metric": metric, "lead_hours": column.lead_hours,
+                         "variable": column.variable, "level": column.level,
+                         "difference": vars(less), "gain_percent": vars(percent), "better": less.below(0.0)}
+                    )  # fmt: skip
+    return found

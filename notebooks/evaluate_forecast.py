@@ -1,0 +1,215 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # How good are these forecasts?
+#
+# Opens the NetCDF forecasts of a run with xarray, sets the verifying fields and the raw ensemble beside them, and asks:
+# is the predicted uncertainty as large as the error, and is the predicted distribution worth more than the ensemble it
+# was made from? `ensemble-ml evaluate` answers this for all variables at once; here every step can be seen and changed.
+#
+# Needs a run as `scripts/quickstart.sh` leaves it: `RUN/forecast/forecast_*.nc` and `RUN/store.zarr`. Environment
+# variables name another one: `ENSEMBLE_ML_RUN`, `ENSEMBLE_ML_FORECAST`, `ENSEMBLE_ML_STORE`, `ENSEMBLE_ML_VARIABLE`
+# (a short name, with a level in hPa where it has one: `t 850`).
+
+# %%
+import os
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import xarray as xr
+from scipy.stats import norm
+from scores.continuous import rmse
+from scores.probability import crps_for_ensemble
+
+from ensemble_ml.fields import field
+from ensemble_ml.grid import Grid
+
+root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
+run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
+folder = Path(os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast"))
+store = Path(os.environ.get("ENSEMBLE_ML_STORE", run / "store.zarr"))
+name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
+units = field(name).units
+label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
+
+# %% [markdown]
+# ## The forecasts
+#
+# One file a start date; its time axis is the valid time. Side by side they stand better on start date and lead time.
+
+
+# %%
+def of_variable(data):
+    """This variable at this level, on `lead_time` instead of valid time."""
+    held = data[[key for key in data.data_vars if key.startswith(f"{name}_")]]
+    held = held.swap_dims(time="forecast_period").drop_vars("time").rename(forecast_period="lead_time")
+    return held.sel(level=int(level[0]), drop=True) if level else held
+
+
+def read(path):
+    with xr.open_dataset(path, decode_timedelta=True) as data:
+        return of_variable(data).load()
+
+
+files = sorted(folder.glob("forecast_*.nc"))
+dates = [read(path) for path in files]
+forecast = xr.concat(dates, "forecast_reference_time", coords="minimal", compat="override")
+forecast = forecast.rename(forecast_reference_time="init_time")
+print(forecast)
+
+# %% [markdown]
+# ## Truth and raw ensemble, from the tensor store
+#
+# The engine decodes lazily; only what is selected here is read. The raw ensemble is taken twice: the members that the
+# forecast was made from, and all of them.
+
+# %%
+archive = xr.open_dataset(store, engine="ensemble_ml")
+archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)
+archive = archive.sel(level=int(level[0]), drop=True) if level else archive
+with xr.open_dataset(files[0]) as first:
+    used = [int(number) for number in first.attrs["members_in"].split()]
+truth = archive[f"{name}_truth"].load()
+members = archive[name].load()
+reduced = members.sel(realization=used)
+grid = Grid(truth.latitude.values, truth.longitude.values)
+weights = xr.DataArray(grid.area_weights(), coords={"latitude": truth.latitude, "longitude": truth.longitude})
+print(f"{label}: {len(files)} start dates, {len(used)} of {members.sizes['realization']} members in")
+
+# %% [markdown]
+# ## What one forecast looks like
+
+# %%
+one = forecast.isel(init_time=0, lead_time=-1)
+pictures = {f"mean ({units})": one[f"{name}_mean"], f"standard deviation ({units})": one[f"{name}_stddev"]}
+figure, axes = plt.subplots(1, 2, figsize=(13, 3.6), layout="constrained")
+for axis, (title, values), colours in zip(axes, pictures.items(), ("viridis", "magma"), strict=True):
+    drawn = axis.pcolormesh(values.longitude, values.latitude, values, cmap=colours)
+    if "lsm" in archive:
+        axis.contour(archive.longitude, archive.latitude, archive.lsm, [0.5], colors="white", linewidths=0.6)
+    figure.colorbar(drawn, ax=axis)
+    axis.set(title=f"{label}: {title}", xlabel="longitude", ylabel="latitude", ylim=(-90, 90))
+
+# %% [markdown]
+# ## Is the uncertainty as large as the error?
+#
+# Root mean square of the spread over the root mean square error of the mean, weighted by cell area: one, if the
+# forecast knows how good it is. A finite ensemble's mean is itself uncertain, so raw spread is taken times
+# sqrt(1 + 1/M).
+
+
+# %%
+def root_mean_square(values):
+    """Over dates and the sphere, area-weighted; a function of lead time."""
+    return np.sqrt((values**2).weighted(weights).mean(["init_time", "latitude", "longitude"]))
+
+
+def normal_law(ensemble):
+    """Mean, and the standard deviation (1 + 1/M)^(1/2) s of a new member or the truth around it."""
+    inflation = np.sqrt(1 + 1 / ensemble.sizes["realization"])
+    return ensemble.mean("realization"), ensemble.std("realization", ddof=1) * inflation
+
+
+laws = {
+    "predicted": (forecast[f"{name}_mean"], forecast[f"{name}_stddev"]),
+    f"raw {members.sizes['realization']}": normal_law(members),
+}
+if len(used) > 1:
+    laws[f"raw {len(used)}"] = normal_law(reduced)
+hours = (forecast.lead_time / np.timedelta64(1, "h")).values.astype(int)
+for who, (mean, sigma) in laws.items():
+    error = rmse(mean, truth, preserve_dims="lead_time", weights=weights)
+    ratio = root_mean_square(sigma) / error
+    for hour, e, r in zip(hours, error.values, ratio.values, strict=True):
+        print(f"{who:>10} +{hour} h: error of the mean {e:.4g} {units}, spread/skill {r:.2f}")
+if f"{name}_ensemble_spread" in forecast:
+    full = archive[f"{name}_spread"]
+    spreads = {"predicted": forecast[f"{name}_ensemble_spread"], "raw": reduced.std("realization", ddof=1)}
+    for who, spread in spreads.items():
+        for hour, e in zip(hours, root_mean_square(spread - full).values, strict=True):
+            print(f"{who:>10} +{hour} h: error of the full ensemble's spread {e:.3g} {units}")
+
+# %% [markdown]
+# ## Is the distribution worth more than the ensemble?
+#
+# The continuous ranked probability score is an absolute error for distributions: lower is better, in the variable's
+# units. For a normal law it has a closed form (Gneiting et al. 2005), which a large sample of quantiles confirms; of
+# raw members `scores` computes the fair version, which does not punish an ensemble for being small: it is what
+# infinitely many such members would score, so it shows what is left to gain, and is no competitor.
+
+
+# %%
+def crps_normal(mean, sigma, observed):
+    """sigma (z (2 Phi(z) - 1) + 2 phi(z) - 1/sqrt(pi)), z = (y - mean) / sigma."""
+    z = (observed - mean) / sigma
+    return sigma * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / np.sqrt(np.pi))
+
+
+sample = xr.DataArray(norm.ppf((np.arange(4000) + 0.5) / 4000), dims="realization")
+by_hand = crps_for_ensemble(sample, xr.DataArray(0.7), "realization", method="ecdf")
+assert abs(crps_normal(0.0, 1.0, 0.7) - float(by_hand)) < 1e-3
+
+
+def by_date(values):
+    """Area-weighted mean over the sphere; (init_time, lead_time)."""
+    return values.weighted(weights).mean(["latitude", "longitude"]).transpose("init_time", "lead_time")
+
+
+score = {who: by_date(crps_normal(mean, sigma, truth)) for who, (mean, sigma) in laws.items()}
+fair = crps_for_ensemble(members, truth, "realization", method="fair", preserve_dims="all")
+score[f"raw {members.sizes['realization']}, fair"] = by_date(fair)
+
+# %% [markdown]
+# Start dates that follow each other share their weather, so the bootstrap draws blocks of ten days with replacement.
+# The same blocks are drawn for all competitors: the interval is that of the *difference*.
+
+
+# %%
+def bootstrap(ours, theirs, days=10, draws=1000, seed=0):
+    """95 % interval of 1 - mean(ours) / mean(theirs) in percent, by lead: (2, lead_time)."""
+    days_in = (ours.init_time - ours.init_time[0]) / np.timedelta64(1, "D")
+    block = np.unique((days_in.values // days).astype(int), return_inverse=True)[1]
+    drawn = np.random.default_rng(seed).integers(0, block.max() + 1, (draws, block.max() + 1))
+    times = np.stack([np.bincount(row, minlength=block.max() + 1) for row in drawn])[:, block]
+    gain = 100 * (1 - (times @ ours.values) / (times @ theirs.values))
+    return np.quantile(gain, [0.025, 0.975], axis=0)
+
+
+figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+for who, values in score.items():
+    axis.plot(hours, values.mean("init_time"), marker="o", label=who)
+axis.set(title=f"{label}: CRPS", xlabel="lead time (h)", ylabel=units, xticks=hours)
+axis.legend()
+
+rival = f"raw {len(used)}" if len(used) > 1 else f"raw {members.sizes['realization']}"
+gain = 100 * (1 - score["predicted"].mean("init_time") / score[rival].mean("init_time"))
+interval = bootstrap(score["predicted"], score[rival])
+figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+axis.axhline(0, color="grey", linewidth=0.8)
+axis.errorbar(hours, gain, np.abs(interval - gain.values), marker="o", capsize=4, linestyle="none")
+axis.set(title=f"CRPS gained on {rival}, with 95 % intervals", xlabel="lead time (h)", ylabel="%", xticks=hours)
+
+# %% [markdown]
+# ## In a sentence
+
+# %%
+low, high = interval[:, -1]
+verdict = "better" if low > 0 else "worse" if high < 0 else "not to be told apart from it on so few dates"
+print(
+    f"From {len(used)} of {members.sizes['realization']} members, the predicted distribution of {label} at"
+    f" {hours[-1]} h has a CRPS of {score['predicted'].mean('init_time').values[-1]:.4g} {units}:"
+    f" {float(gain[-1]):.1f} % below that of the normal law of {rival} (95 % interval {low:.1f} to {high:.1f} %,"
+    f" {len(files)} start dates), so it is {verdict}."
+)

@@ -1,0 +1,70 @@
+"""The step benchmark: a fair race, and truthful results."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ensemble_ml.benchmarks import step
+from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.config import BenchmarkConfig, Pole, Vertical
+from ensemble_ml.models import Climate, EnsembleModel
+
+
+def awake(spec):
+    torch.manual_seed(0)
+    model = EnsembleModel(spec, Climate.default(spec))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("pole", list(Pole))
+@pytest.mark.parametrize("vertical", [Vertical.SHARED, Vertical.AFFINE])
+@pytest.mark.parametrize("rows", [16, 17])
+def test_naive_gives_the_same_numbers(vertical, pole, rows):
+    spec = step.benchmark_spec(3, rows, 32, hidden=8, max_hidden=16, vertical=vertical, pole=pole)
+    ours, batch = awake(spec), step.random_batch(spec, 2)
+    naive = step.naive_form(ours)
+    a, b = ours(batch), naive(batch)
+    for name in ("location_p", "scale_p", "spread_p"):
+        torch.testing.assert_close(getattr(b, name), getattr(a, name), rtol=1e-4, atol=1e-4)
+    a.spread_p.square().mean().backward()
+    b.spread_p.square().mean().backward()
+    ours_grad, naive_grad = ours.pressure.stem.conv.weight.grad, naive.pressure.stem.conv.weight.grad
+    torch.testing.assert_close(naive_grad.permute(0, 1, 3, 4, 2), ours_grad, rtol=1e-3, atol=1e-4)
+    assert sum(p.numel() for p in naive.parameters()) == sum(p.numel() for p in ours.parameters())
+
+
+def test_other_forms_have_no_naive_form():
+    spec = step.benchmark_spec(3, 16, 32, hidden=8, vertical=Vertical.FULL)
+    with pytest.raises(ValueError, match="vertical=full"):
+        step.naive_form(EnsembleModel(spec, Climate.default(spec)))
+
+
+def test_run_writes_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "_SHAPE", (2, 16, 32))
+    path = step.run(BenchmarkConfig(benchmark="step", output=str(tmp_path), repeats=2))
+    found = json.loads(path.read_text())
+    assert path == tmp_path / "step" / "results.json"
+    assert {"machine", "commit", "runs", "figures", "claims"} <= set(found)
+    ratio = found["figures"]["naive over ours"]["median"]
+    [claim] = found["claims"]
+    assert claim["value"] == ratio and claim["target"] == 5 and claim["holds"] == (ratio >= 5)
+    assert found["figures"]["step, naive"]["unit"] == "ms" and found["runs"] == 2
+    page = (tmp_path / "step" / "report.html").read_text()
+    assert "two cores" in page and "<script" not in page and "http" not in page
+
+
+def test_claims_are_truthful(tmp_path):
+    slow, small = Claim("fast", 4.99, "times", 5.0), Claim("small", 3.0, "s", 4.0, at_most=True)
+    assert not slow.holds and small.holds and not Claim("nothing", float("nan"), "s", 1.0).holds
+    figure = Figure.of([3.0, 1.0, 2.0], "ms")
+    assert (figure.median, figure.min, figure.max) == (2.0, 1.0, 3.0)
+    path = write_results(tmp_path / "a" / "b", title="<x>", runs=3, figures={"f": figure}, claims=[slow, small])
+    assert [c["holds"] for c in json.loads(path.read_text())["claims"]] == [False, True]
+    assert "&lt;x&gt;" in path.with_name("report.html").read_text()
+    assert "DOES NOT HOLD: fast" in summary({"f": figure}, [slow])

@@ -1,0 +1,184 @@
+"""The files follow CF-1.11, as an independent checker reads it, and appear whole or not at all."""
+
+import json
+import subprocess
+import sys
+
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+from forecasting import make_checkpoint, make_grid, make_source, make_spec
+
+from ensemble_ml.config import PredictConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
+from ensemble_ml.inference import Header, Kind, Output, file_name, predict, select, write_forecast
+
+# The checker runs in a process of its own: its C libraries and xarray's crash together when the interpreter ends.
+CHECK = """
+import json, sys
+from compliance_checker.runner import CheckSuite
+CheckSuite.load_all_available_checkers()
+suite, found = CheckSuite(), {}
+for path in sys.argv[1:]:
+    data = suite.load_dataset(path)
+    (results, crashes), = suite.run_all(data, ["cf:1.11"]).values()
+    bad = [m for r in results if r.weight == 3 and r.value not in (True, 1) and r.value[0] < r.value[1] for m in r.msgs]
+    found[path] = {"errors": bad, "crashes": [str(c) for c in crashes.values()], "checks": len(results)}
+    data.close()
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A forecast of each kind of option set, by name."""
+    folder = tmp_path_factory.mktemp("written")
+
+    def make(*surface, **other):
+        made = make_source(**({"dates": 1, "variables": ("t",), "surface": surface} | other))
+        if "fg10" in surface:
+            made.lead_bounds["fg10"] = made.lead_bounds["tp"]
+        return made
+
+    mixed = make("tp", "fg10", levels=(500,))
+    mixed.lead_bounds["fg10"] = [None, [21, 24], [45, 48]]
+    full = make("t2m", "tp", "fg10")
+    sources = {
+        "members": (full, {"members_out": True, "quantiles": []}),
+        "thresholds": (full, {"thresholds": {"tp": [0.001, 0.01], "t": [273.15], "fg10": [20.0]}}),
+        "region": (make("tp"), {"region": [60, -45, -30, 45], "members_out": True}),
+        "points": (make("tp"), {"points": [[47, 11]], "members_out": True, "thresholds": {"t": [273.15]}}),
+        "surface": (make("t2m", "tp", variables=(), levels=()), {}),
+        "pressure": (make(variables=("t", "z")), {"members_out": True}),
+        "one_lead": (make("t2m", leads=(0,)), {}),
+        "mixed_bounds": (mixed, {}),
+        "regional": (make("t2m", grid=make_regional()), {}),
+    }
+    return {name: forecast(folder / name, source, settings) for name, (source, settings) in sources.items()}
+
+
+def make_regional():
+    return Grid(np.arange(56.0, 47, -1), np.arange(-8.0, 8))
+
+
+def forecast(folder, source, settings):
+    leads = [lead for lead in source.layout.lead_hours if lead] or list(source.layout.lead_hours)
+    checkpoint = make_checkpoint(folder / "checkpoints", make_spec(source, leads_out=tuple(leads)))
+    given = PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(folder), members_in=3, **settings)
+    return predict(given, source)[0]
+
+
+def test_compliance_checker_finds_no_error(written):
+    ran = subprocess.run(
+        [sys.executable, "-c", CHECK, *map(str, written.values())], capture_output=True, text=True, check=False
+    )
+    assert "RESULT" in ran.stdout, ran.stderr
+    found = json.loads(ran.stdout.split("RESULT")[1])
+    assert len(found) == len(written)
+    for name, path in written.items():
+        assert found[str(path)]["checks"] > 30
+        assert not found[str(path)]["errors"] and not found[str(path)]["crashes"], name
+
+
+def test_storage(written):
+    with netCDF4.Dataset(written["members"]) as data:
+        assert data.data_model == "NETCDF4"
+        variable = data["t_member"]
+        assert variable.filters()["zlib"] and variable.filters()["shuffle"] and variable.filters()["complevel"] == 1
+        assert variable.dtype == np.float32 and np.isnan(variable._FillValue)
+        assert "axis" not in data["realization"].ncattrs()
+        assert data["forecast_period"].getncattr("dtype") == "timedelta64[ns]"
+
+
+def test_cell_methods_and_bounds(written):
+    with xr.open_dataset(written["members"]) as data:
+        assert data.tp_mean.attrs["cell_methods"] == "time: sum realization: mean"
+        assert data.fg10_stddev.attrs["cell_methods"] == "time: maximum realization: standard_deviation"
+        assert data.t_mean.attrs["cell_methods"] == "time: point realization: mean"
+        assert data.t_member.attrs["cell_methods"] == "time: point"
+        hours = (data.time_bnds - data.forecast_reference_time) / np.timedelta64(1, "h")
+        assert hours.values.tolist() == [[0, 24], [0, 48]]
+    with xr.open_dataset(written["pressure"]) as data:
+        assert (
+            "time_bnds" not in data
+            and data.t_ensemble_spread.attrs["cell_methods"] == "realization: standard_deviation"
+        )
+    with xr.open_dataset(written["mixed_bounds"]) as data:
+        assert "time_bnds" not in data
+        said = data.fg10_mean.attrs["cell_methods"]
+        assert said == "time: maximum (comment: over lead times 21-24 h, 45-48 h) realization: mean"
+
+
+def test_names_units_and_families(written):
+    with xr.open_dataset(written["thresholds"]) as data:
+        assert data.t_mean.attrs["units_metadata"] == "temperature: on_scale"
+        for kind in ("stddev", "scale", "ensemble_spread"):
+            assert data[f"t_{kind}"].attrs["units_metadata"] == "temperature: difference"
+        assert "units_metadata" not in data.tp_mean.attrs
+        assert data.tp_scale.attrs["distribution_family"] == "censored_normal"
+        assert data.t_location.attrs["distribution_family"] == "normal"
+        assert data.tp_prob_above.attrs["units"] == "1" and data.tp_prob_above.dims[0] == "threshold_tp"
+        assert data.t2m_mean.attrs["standard_name"] == "air_temperature" and float(data.t2m_mean.height_2m) == 2
+        assert data.fg10_mean.height_10m == 10
+
+
+def test_xarray_decodes_without_options_and_writes_again(written, tmp_path):
+    with xr.open_dataset(written["members"]) as data:
+        assert data.forecast_period.dtype.kind == "m" and data.time.dtype.kind == "M"
+        data.load().to_netcdf(tmp_path / "again.nc")
+    with xr.open_dataset(tmp_path / "again.nc") as again:
+        assert again.identical(data)
+
+
+def test_many_files_open_as_one(config, source):
+    paths = predict(config(members_in=2), source)
+    with xr.open_mfdataset(
+        paths,
+        combine="nested",
+        concat_dim="forecast_reference_time",
+        join="outer",
+        coords="different",
+        compat="no_conflicts",
+    ) as data:
+        assert data.t_mean.sizes["forecast_reference_time"] == 3
+
+
+def header(places):
+    return Header(np.datetime64("2001-01-01T06", "ns"), (24,), (500,), places)
+
+
+def test_a_failure_leaves_what_was_there(tmp_path):
+    places = select(make_grid(), None, None)
+    values = np.zeros((1, 1, *places.shape), np.float32)
+    path = tmp_path / file_name(np.datetime64("2001-01-01T06", "ns"))
+    assert path.name == "forecast_2001010106.nc"
+    write_forecast(path, header(places), [Output("t", Kind.MEAN, values)])
+    before = path.read_bytes()
+
+    def outputs(error):
+        yield Output("t", Kind.MEAN, values + 1)
+        raise error
+
+    for error in (KeyboardInterrupt(), MemoryError(), RuntimeError("a defect")):
+        with pytest.raises(type(error)):
+            write_forecast(path, header(places), outputs(error))
+        assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_a_users_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("NetCDF: HDF error")
+
+    monkeypatch.setattr("ensemble_ml.inference.netcdf._data_variable", full)
+    places = select(make_grid(), None, None)
+    with pytest.raises(UserError, match=r"output .*f.nc: cannot be written \(NetCDF: HDF error\)"):
+        write_forecast(tmp_path / "f.nc", header(places), [Output("t", Kind.MEAN, np.zeros((1, 1, *places.shape)))])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_forecast(tmp_path / "file" / "f.nc", header(select(make_grid(), None, None)), [])

@@ -1,0 +1,336 @@
+"""Forecasts hold what the model says, whatever the number of members and the part of the grid."""
+
+import importlib
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from forecasting import make_checkpoint, make_grid, make_source, make_spec
+from scipy.stats import norm, truncnorm
+
+from ensemble_ml.config import Precision
+from ensemble_ml.errors import UserError
+from ensemble_ml.inference import predict
+from ensemble_ml.models import ensemble_input
+from ensemble_ml.training.checkpoint import load_model
+
+
+def opened(path):
+    with xr.open_dataset(path, decode_timedelta=True) as data:
+        return data.load()
+
+
+def model_output(checkpoint, source, date, members):
+    """What the model says, from members reduced in double precision by torch."""
+    model, _ = load_model(checkpoint)
+    lay = source.layout
+    fields = [torch.from_numpy(x[date : date + 1, :members]).double() for x in (source.pressure, source.surface)]
+    fields[1] = fields[1].nan_to_num(0)  # rain at lead 0
+    day = lay.init_time[date].astype("datetime64[D]").item().timetuple().tm_yday
+    with torch.inference_mode():
+        return model(ensemble_input(*fields, torch.tensor([float(day)]).double()).to(torch.float32))
+
+
+@pytest.mark.parametrize("members", [1, 3, 5, None])
+def test_round_trip_equals_the_model(config, source, checkpoint, members):
+    paths = predict(config(members_in=members), source)
+    assert [p.name for p in paths] == [f"forecast_20010{d}12.nc" for d in (130, 131, 201)]
+    for date, path in enumerate(paths):
+        data, said = opened(path), model_output(checkpoint, source, date, members or 6)
+        for position, name in enumerate(("t", "z")):
+            for kind in ("location", "scale"):
+                values = getattr(said, f"{kind}_p")[0, :, position].numpy()
+                np.testing.assert_allclose(data[f"{name}_{kind}"], values, rtol=2e-6)
+            np.testing.assert_allclose(data[f"{name}_ensemble_spread"], said.spread_p[0, :, position], rtol=2e-5)
+        np.testing.assert_allclose(data.tp_location, said.location_s[0, :, 1], rtol=2e-5, atol=1e-9)
+        assert data.attrs["members_in"] == " ".join(str(i + 1) for i in range(members or 6))
+
+
+def test_batches_do_not_change_what_a_date_gets(config, source, tmp_path):
+    together = predict(config(), source)
+    alone = predict(config(output=str(tmp_path / "alone"), dates=["2001-01-31"]), source)
+    one, other = opened(alone[0]), opened(together[1])
+    for name in one.data_vars:
+        np.testing.assert_allclose(one[name].astype("f8"), other[name].astype("f8"), rtol=1e-5, atol=1e-9)
+
+
+def test_order_of_members_does_not_matter(config, source, tmp_path):
+    first = opened(predict(config(members_in=[2, 5, 3]), source)[0])
+    second = opened(predict(config(members_in=[5, 3, 2], output=str(tmp_path / "two")), source)[0])
+    assert first.attrs["members_in"] == second.attrs["members_in"] == "2 3 5"
+    assert first.drop_attrs().identical(second.drop_attrs())
+
+
+def test_coordinates(config, source):
+    data = opened(predict(config(members_in=2), source)[0])
+    hour = np.timedelta64(1, "h")
+    start = source.layout.init_time[0]
+    assert data.forecast_reference_time.values == start
+    assert data.forecast_period.values.tolist() == (np.array([24, 48]) * hour).astype("m8[ns]").tolist()
+    assert np.array_equal(data.time, start + np.array([24, 48]) * hour)
+    assert np.array_equal(data.time_bnds, start + np.array([[0, 24], [0, 48]]) * hour)
+    assert data.t_mean.dims == ("time", "level", "latitude", "longitude")
+    assert data.t2m_quantile.dims == ("quantile", "time", "latitude", "longitude")
+    assert data.level.values.tolist() == [500, 850] and data.level.attrs["positive"] == "down"
+    assert np.array_equal(data.latitude, source.layout.grid.latitude)
+    assert np.array_equal(data.longitude, source.layout.grid.longitude)
+
+
+def test_moments_quantiles_and_probabilities_agree_with_scipy(config, source):
+    thresholds = {"tp": [0.004, 0.0], "t": [255.0], "z": [4.9e4]}
+    data = opened(predict(config(members_in=3, thresholds=thresholds, quantiles=[0.9, 0.1]), source)[0])
+    data = data.astype("f8")
+    assert data["quantile"].values.tolist() == [0.1, 0.9] and data.threshold_tp.values.tolist() == [0, 0.004]
+    law = norm(data.t_location, data.t_scale)
+    np.testing.assert_allclose(data.t_mean, data.t_location)
+    np.testing.assert_allclose(data.t_stddev, data.t_scale)
+    np.testing.assert_allclose(data.t_quantile[1], law.ppf(0.9), rtol=1e-6)
+    np.testing.assert_allclose(data.t_prob_above[0], law.sf(255), rtol=1e-4)
+    rain = norm(data.tp_location, data.tp_scale)
+    np.testing.assert_allclose(data.tp_prob_above, [rain.sf(0), rain.sf(0.004)], rtol=1e-4)
+    np.testing.assert_allclose(data.tp_quantile[0], np.maximum(rain.ppf(0.1), 0), rtol=1e-4, atol=1e-9)
+    # E max(X, 0) = sigma (phi(l) - l (1 - Phi(l))) with l = -mu / sigma
+    l = -data.tp_location / data.tp_scale
+    np.testing.assert_allclose(data.tp_mean, data.tp_scale * (norm.pdf(l) - l * norm.sf(l)), rtol=1e-4, atol=1e-9)
+
+
+def test_members_out_keep_places_and_take_the_predicted_moments(config, source):
+    data = opened(predict(config(members_in=[1, 3, 4, 6], members_out=True), source)[0])
+    assert data.realization.values.tolist() == [1, 3, 4, 6]
+    assert data.t_member.dims == ("realization", "time", "level", "latitude", "longitude")
+    np.testing.assert_allclose(data.t_member.mean("realization"), data.t_mean, rtol=1e-6)
+    np.testing.assert_allclose(data.t_member.std("realization", ddof=1), data.t_stddev, rtol=1e-3)
+    raw = source.pressure[0][[0, 2, 3, 5]][:, 1:, 0]
+    assert np.array_equal(np.argsort(raw, axis=0), data.t_member.argsort(0))
+    assert float(data.tp_member.min()) >= 0
+
+
+@pytest.mark.parametrize("where", [{"region": [60, -50, -30, 50]}, {"points": [[47.3, 11.4], [-33.9, -70.6]]}])
+def test_a_part_equals_the_whole_bit_for_bit(config, source, tmp_path, where):
+    settings = {"members_in": 4, "members_out": True, "thresholds": {"tp": [0.001]}}
+    whole = opened(predict(config(**settings), source)[0])
+    part = opened(predict(config(**settings, **where, output=str(tmp_path / "part")), source)[0])
+    longitude = part.longitude % 360
+    expected = whole.sel(latitude=part.latitude, longitude=longitude)
+    assert {"t_mean", "tp_prob_above", "z_member"} <= set(part.data_vars) == set(whole.data_vars)
+    for name in part.data_vars:
+        assert part[name].size and np.array_equal(part[name].values, expected[name].values), name
+    if "points" in where:
+        assert part.requested_latitude.values.tolist() == [47.3, -33.9]
+        assert part.t_mean.dims == ("time", "level", "point")
+    else:
+        assert part.longitude.values.tolist() == [-45, -22.5, 0, 22.5, 45]
+
+
+def test_a_missing_member_warns_and_is_recorded(config, caplog):
+    source = make_source()
+    source.pressure[1, 2, 1, 0, 1] = np.nan
+    paths = predict(config(members_in=4, members_out=True), source)
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == 1 and "2001-01-31T12:00: member 3 is missing (t at 850 hPa, +24 h)" in told[0]
+    data = [opened(path) for path in paths]
+    assert [d.attrs["members_in"] for d in data] == ["1 2 3 4", "1 2 4", "1 2 3 4"]
+    assert "member 3 is missing" in data[1].attrs["comment"] and "comment" not in data[0].attrs
+    assert data[1].realization.values.tolist() == [1, 2, 4]
+
+
+def test_too_few_members_are_an_error_before_anything_is_read(config, tmp_path):
+    source = make_source()
+    source.surface[2, 1, 2, 1] = np.nan
+    given = make_checkpoint(tmp_path / "checkpoints", make_spec(source, min_members=3))
+    with pytest.raises(UserError, match=r"2001-02-01T12:00: member 2 is missing \(tp, \+48 h\), which leaves 2; .*=3"):
+        predict(config(checkpoint=str(given), members_in=3), source)
+    assert not source.reads and not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match=r"members_in=2: 2 members; .*min_members=3"):
+        predict(config(checkpoint=str(given), members_in=2), source)
+
+
+def test_a_field_that_no_member_has_is_named(config):
+    source = make_source()
+    source.pressure[0, :, 2, 1, 0] = np.nan
+    with pytest.raises(UserError, match=r"2001-01-30T12:00: z at 500 hPa, \+48 h, is missing for every member"):
+        predict(config(), source)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_named(config, tmp_path, bad):
+    source = make_source()
+    source.pressure[2, 3, 1, 1, 1, 4, 5] = bad
+    with pytest.raises(UserError, match=r"z at 850 hPa of 2001-02-01T12:00 \+24 h, member 4, is missing or holds"):
+        predict(config(), source)
+    assert not list((tmp_path / "out").glob("*partial*"))
+
+
+def test_inputs_beyond_the_training_range_warn_once(config, tmp_path, caplog):
+    source = make_source()
+    source.pressure[:, 0, 0, 0, 1, 3, 3] = 400.0
+    source.pressure[1:, 0, 0, 0, 0, 3, 3] = 420.0
+    source.surface[2, 1, 0, 0, 0, 0] = 150.0
+    paths = predict(config(), source)
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == 2
+    assert "t at 850 hPa reaches 400 K, 102 above the training range (202 to 298)" in told[0]
+    assert "t2m reaches 150 K, 82 below the training range" in told[1]
+    comments = [opened(path).attrs["comment"] for path in paths]
+    assert "400 K" in comments[0] and "t at 500 hPa reaches 420 K" in comments[1] and "t2m" in comments[2]
+
+
+def test_existing_output_is_refused_before_anything_is_read(config, tmp_path):
+    source = make_source()
+    there = tmp_path / "out" / "forecast_2001013112.nc"
+    there.parent.mkdir()
+    there.write_text("kept")
+    with pytest.raises(UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; set overwrite=true"):
+        predict(config(), source)
+    assert there.read_text() == "kept" and not source.reads
+    assert len(predict(config(dates=["2001-01-30"]), source)) == 1
+    assert len(predict(config(overwrite=True), source)) == 3
+    assert "t_mean" in opened(there)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"members_in": 9}, r"members_in=9: the input holds 6 members \(1, 2, 3, 4, 5, 6\)"),
+        ({"members_in": 0}, "members_in=0"),
+        ({"members_in": [1, 12]}, "member 12 is not there"),
+        ({"members_in": [1, 1]}, "different member numbers"),
+        ({"members_in": "five"}, "give a number of members, or a list"),
+        ({"members_in": 1, "members_out": True}, "members_out=true needs two members or more"),
+        ({"dates": ["1999"]}, "dates 1999: no start date lies there"),
+        ({"thresholds": {"q": [1.0]}}, "thresholds: q is not predicted; the checkpoint predicts t, z, t2m, tp"),
+        ({"thresholds": {"t": []}}, "thresholds.t"),
+        ({"thresholds": {"t": [float("nan")]}}, "thresholds.t"),
+        ({"points": [[95, 0]]}, "outside the grid"),
+        ({"checkpoint": "nowhere"}, "checkpoint nowhere: no such folder"),
+        ({"static": "f.nc"}, None),
+    ],
+)
+def test_mistakes_are_refused(config, source, tmp_path, settings, message):
+    if message is None:  # the checkpoint takes no static field, so a file of them is no matter
+        assert predict(config(**settings), source)
+        return
+    with pytest.raises(UserError, match=message):
+        predict(config(**settings), source)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        ({"leads": (0, 24)}, r"needs leads \(h\) 48 \(there are 0, 24\)"),
+        (
+            {"levels": (500,), "surface": ("t2m",)},
+            r"levels \(hPa\) 850 \(there are 500\); surface variables tp \(there are t2m\)",
+        ),
+        ({"variables": ("z",)}, r"pressure-level variables t \(there are z\)"),
+    ],
+)
+def test_a_source_that_lacks_something_is_refused(config, other, message):
+    with pytest.raises(UserError, match=message):
+        predict(config(), make_source(**other))
+
+
+def test_another_grid_is_refused(config):
+    with pytest.raises(UserError, match=r"its grid has 13 x 24 points, .*, the checkpoint's 9 x 16 points"):
+        predict(config(), make_source(grid=make_grid((13, 24))))
+
+
+def test_the_same_model_reads_a_larger_source_in_another_order(config, source, tmp_path):
+    larger = make_source(leads=(0, 12, 24, 48), variables=("z", "t"), levels=(300, 500, 850), surface=("tp", "t2m"))
+    for target, values in ((larger.pressure, source.pressure), (larger.surface, source.surface)):
+        leads = [0, 2, 3]
+        for new, old in ((0, 1), (1, 0)):
+            if values is source.pressure:
+                target[:, :, leads, new, 1:] = values[:, :, :, old]
+            else:
+                target[:, :, leads, new] = values[:, :, :, old]
+    first = opened(predict(config(), source)[0])
+    second = opened(predict(config(output=str(tmp_path / "two")), larger)[0])
+    assert first.drop_attrs().identical(second.drop_attrs())
+
+
+def test_spread_alone(config, source, tmp_path):
+    given = str(make_checkpoint(tmp_path / "checkpoints", make_spec(source, postprocess=False)))
+    data = opened(predict(config(checkpoint=given), source)[0])
+    assert {n for n in data.data_vars if n != "time_bnds"} == {f"{n}_ensemble_spread" for n in ("t", "z", "t2m", "tp")}
+    for settings in ({"members_out": True}, {"thresholds": {"t": [250.0]}}):
+        with pytest.raises(UserError, match="no postprocess head"):
+            predict(config(checkpoint=given, overwrite=True, **settings), source)
+
+
+def test_distribution_alone(config, source, tmp_path):
+    given = str(make_checkpoint(tmp_path / "checkpoints", make_spec(source, spread=False, one_member=True)))
+    data = opened(predict(config(checkpoint=given, members_in=1), source)[0])
+    assert "t_mean" in data and "t_ensemble_spread" not in data
+
+
+def test_truncated_normal_variables(config, tmp_path):
+    source = make_source(variables=(), levels=(), surface=("fg10",))
+    given = str(make_checkpoint(tmp_path / "checkpoints", make_spec(source)))
+    data = opened(predict(config(checkpoint=given, members_in=2, members_out=True), source)[0])
+    assert "level" not in data.dims and data.fg10_location.attrs["distribution_family"] == "truncated_normal"
+    law = truncnorm(-data.fg10_location / data.fg10_scale, np.inf, data.fg10_location, data.fg10_scale)
+    np.testing.assert_allclose(data.fg10_mean, law.mean(), rtol=1e-3)
+    np.testing.assert_allclose(data.fg10_quantile[0], law.ppf(0.1), rtol=1e-3)
+    assert float(data.fg10_member.min()) >= 0
+
+
+def test_static_fields_given_replace_those_of_the_checkpoint(config, source, tmp_path):
+    grid = source.layout.grid
+    given = str(make_checkpoint(tmp_path / "checkpoints", make_spec(source, static=("orog",))))
+    other = make_source()
+    with pytest.raises(UserError, match="static: orog missing, which the checkpoint takes; it holds none"):
+        predict(config(checkpoint=given, static="f.nc"), other)
+    other.fields = {"orog": np.random.default_rng(5).random(grid.shape).astype(np.float32)}
+    kept = opened(predict(config(checkpoint=given), other)[0])
+    replaced = opened(predict(config(checkpoint=given, static="f.nc", overwrite=True), other)[0])
+    assert not np.array_equal(kept.t_mean, replaced.t_mean)
+
+
+def test_precision_and_threads(config, source, tmp_path):
+    before = torch.get_num_threads()
+    double = predict(config(precision=Precision.FLOAT64, threads=1), source)
+    single = predict(config(output=str(tmp_path / "single")), source)
+    assert torch.get_num_threads() == before
+    one, other = opened(double[0]), opened(single[0])
+    for name in ("t_mean", "tp_scale"):
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-4)
+
+
+def test_interrupted_nothing_is_half_written(config, source, tmp_path, monkeypatch):
+    module = importlib.import_module("ensemble_ml.inference.predict")  # the name in the package is the function
+    read, calls = type(source).read, itertools.count()
+
+    def stop(self, *args):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return read(self, *args)
+
+    monkeypatch.setattr(type(source), "read", stop)
+    monkeypatch.setattr(module, "_LARGEST_BATCH", 1)
+    with pytest.raises(KeyboardInterrupt):
+        predict(config(), source)
+    left = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert left == [f"forecast_20010{d}12.nc" for d in (130, 131)][: len(left)]
+    assert all("t_mean" in opened(tmp_path / "out" / name) for name in left)
+
+
+def test_progress_in_plain_lines(config, source, caplog):
+    with caplog.at_level(logging.INFO):
+        predict(config(), source)
+    assert "forecast_2001020112.nc (3 of 3)" in caplog.text
+
+
+def test_attributes(config, source, checkpoint):
+    attrs = opened(predict(config(members_in=5), source)[0]).attrs
+    _, meta = load_model(checkpoint)
+    assert attrs["Conventions"] == "CF-1.11" and attrs["checkpoint_sha256"] == meta["sha256"]
+    assert attrs["training_dates"] == "2000-01-01T00:00 2000-01-02T00:00"
+    assert attrs["data_fingerprint"] == source.fingerprint()
+    assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
+    assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"
+    assert "ensemble-ml predict" in attrs["history"] and "(step 7), from memory" in attrs["source"]

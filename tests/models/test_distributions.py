@@ -1,0 +1,174 @@
+"""Closed forms against scoringrules, quadrature, finite differences and brute-force samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scoringrules
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.models import cdf, crps, moments, quantile, remap_members
+from ensemble_ml.models.distributions import location_of_mean
+
+NORMAL, TRUNCATED, CENSORED = Family.NORMAL, Family.TRUNCATED_NORMAL, Family.CENSORED_NORMAL
+FAMILIES = [NORMAL, TRUNCATED, CENSORED]
+F64 = torch.float64
+
+
+def table():
+    """Locations from far below zero to far above, observations from zero to the far tail."""
+    mu, sigma, y = np.meshgrid([-6.0, -2.0, -0.5, 0.0, 0.7, 3.0, 20.0], [0.3, 1.0, 2.5], [0.0, 0.01, 0.8, 4.0, 25.0])
+    return mu.ravel(), sigma.ravel(), y.ravel()
+
+
+def oracle(family, mu, sigma, y):
+    if family is NORMAL:
+        return scoringrules.crps_normal(y, mu, sigma)
+    masses = {"lmass": stats.norm.cdf(-mu / sigma)} if family is CENSORED else {}
+    return scoringrules.crps_gtcnormal(y, mu, sigma, lower=np.zeros_like(mu), **masses)
+
+
+def sf(family, mu, sigma, x):
+    if family is TRUNCATED:
+        return np.exp(stats.norm.logsf((x - mu) / sigma) - stats.norm.logsf(-mu / sigma))
+    return stats.norm.sf((x - mu) / sigma)
+
+
+def quadrature(family, mu, sigma, y):
+    low = mu - 12 * sigma if family is NORMAL else 0.0
+    top = max(y, mu, 0) + 12 * sigma
+    centre = [mu] if low < mu < y else None
+    exact = {"epsabs": 1e-11, "limit": 400}
+    below = integrate.quad(lambda x: (1 - sf(family, mu, sigma, x)) ** 2, low, y, points=centre, **exact)[0]
+    above = integrate.quad(lambda x: sf(family, mu, sigma, x) ** 2, y, top, **exact)[0]
+    return below + above
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_crps_equals_scoringrules(family):
+    mu, sigma, y = table()
+    near = mu / sigma > -5  # beyond, the oracle loses its digits to a vanishing mass; quadrature holds us there
+    ours = crps(family, *(torch.tensor(v, dtype=F64) for v in (mu, sigma, y))).numpy()
+    np.testing.assert_allclose(ours[near], oracle(family, mu, sigma, y)[near], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25, deadline=None)
+@given(mu=st.floats(-15, 15), sigma=st.floats(0.2, 4), y=st.floats(0, 20))
+def test_crps_equals_quadrature(family, mu, sigma, y):
+    ours = crps(family, *(torch.tensor(v, dtype=F64) for v in (mu, sigma, y))).item()
+    assert ours == pytest.approx(quadrature(family, mu, sigma, y), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_function(family):
+    mu, sigma, y = (torch.tensor(v, dtype=F64) for v in table())
+    leaves = mu.requires_grad_(), sigma.requires_grad_()
+    assert torch.autograd.gradcheck(lambda m, s: crps(family, m, s, y), leaves, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_keeps_its_digits(family):
+    mu, sigma, y = table()
+    wide = crps(family, *(torch.tensor(v, dtype=F64) for v in (mu, sigma, y)))
+    narrow = crps(family, *(torch.tensor(v, dtype=torch.float32) for v in (mu, sigma, y)))
+    scale = torch.tensor(np.maximum(np.abs(mu), y) + sigma)
+    assert ((narrow.double() - wide).abs() / scale).max() < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_stay_finite_in_far_tails(family):
+    mu = torch.tensor([-1e6, -1e3, -40.0, -12.0, 0.0, 12.0, 1e3, 1e6, 0.0, 0.0]).requires_grad_()
+    sigma = torch.tensor([1.0, 1.0, 1.0, 1.0, 1e-8, 1.0, 1e-6, 1.0, 1e8, 1.0]).requires_grad_()
+    y = torch.tensor([0.0, 5.0, 0.0, 30.0, 1.0, 0.0, 2.0, 0.0, 0.0, 1e6])
+    score = crps(family, mu, sigma, y)
+    score.sum().backward()
+    assert torch.isfinite(score).all() and torch.isfinite(mu.grad).all() and torch.isfinite(sigma.grad).all()
+    assert (score > -1e-3 * (1 + mu.detach().abs() * 1e-3)).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_crps_of_many_samples(family):
+    generator = np.random.default_rng(0)
+    samples = torch.from_numpy(generator.uniform(1e-6, 1 - 1e-6, 200_000))
+    values = quantile(family, torch.tensor(0.4, dtype=F64), torch.tensor(1.3, dtype=F64), samples).sort().values
+    ranks = 2 * torch.arange(1, len(values) + 1) - len(values) - 1
+    brute = (values - 1.1).abs().mean() - (ranks * values).sum() / len(values) ** 2
+    exact = crps(family, *(torch.tensor(v, dtype=F64) for v in (0.4, 1.3, 1.1)))
+    assert brute.item() == pytest.approx(exact.item(), abs=5e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mu", [-60.0, -9.0, -1.0, 0.0, 2.0, 30.0])
+def test_quantile_inverts_cdf(family, mu):
+    location, scale = torch.tensor(mu, dtype=F64), torch.tensor(1.5, dtype=F64)
+    levels = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999], dtype=F64)
+    found = quantile(family, location, scale, levels)
+    back = cdf(family, location, scale, found)
+    inside = found > 0 if family is CENSORED else torch.ones_like(found, dtype=torch.bool)
+    torch.testing.assert_close(back[inside], levels[inside], rtol=1e-3 if mu < -45 else 1e-7, atol=1e-9)
+    assert (back[~inside] >= levels[~inside]).all()
+
+
+def test_cdf_counts_the_censored_mass():
+    zero, one = torch.zeros(()), torch.ones(())
+    assert cdf(CENSORED, zero, one, zero).item() == pytest.approx(0.5)
+    assert cdf(CENSORED, zero, one, -one).item() == 0
+    assert cdf(TRUNCATED, zero, one, zero).item() == 0
+
+
+@pytest.mark.parametrize("mu", [-80.0, -31.0, -29.0, -5.0, -0.3, 0.0, 1.0, 8.0])
+def test_moments(mu):
+    location, scale = torch.tensor(mu, dtype=F64), torch.tensor(1.0, dtype=F64)
+    mean, deviation = moments(TRUNCATED, location, scale)
+    if mu > -8:
+        exact = stats.truncnorm(-mu, np.inf, loc=mu)
+        assert (mean.item(), deviation.item()) == pytest.approx((exact.mean(), exact.std()), rel=1e-7)
+    else:
+        assert mean.item() == pytest.approx(-1 / mu, rel=0.1) and deviation.item() == pytest.approx(-1 / mu, rel=0.1)
+    mean, deviation = moments(CENSORED, location, scale)
+    first = integrate.quad(lambda x: stats.norm.sf(x - mu), 0, max(mu, 0) + 12)[0]
+    second = integrate.quad(lambda x: 2 * x * stats.norm.sf(x - mu), 0, max(mu, 0) + 12)[0]
+    assert (mean.item(), deviation.item()) == pytest.approx((first, np.sqrt(second - first**2)), abs=1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_location_of_mean_gives_that_mean(family):
+    mean, scale = torch.tensor([0.4, 1.0, 3.0, 7.0, 500.0]), torch.tensor([1.0, 1.0, 1.5, 0.5, 2.0])
+    found = moments(family, location_of_mean(family, mean, scale), scale)[0]
+    torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-5)
+
+
+def test_dry_members_stay_dry():
+    scale = torch.tensor([1e-9, 1e-3, 1.0])
+    location = location_of_mean(CENSORED, torch.zeros(3), scale)
+    assert (moments(CENSORED, location, scale)[0] <= scale * 1e-4).all()
+
+
+def test_remapped_members_have_the_predicted_mean_and_spread():
+    members = torch.randn(5, 7, 3, dtype=F64)
+    location, scale = torch.randn(7, 3, dtype=F64), torch.rand(7, 3, dtype=F64) + 0.5
+    found = remap_members(members, members.mean(0), members.std(0), location, scale)
+    torch.testing.assert_close(found.mean(0), location)
+    torch.testing.assert_close(found.std(0), scale)
+    assert (found.argsort(0) == members.argsort(0)).all()
+
+
+@pytest.mark.parametrize("family", [TRUNCATED, CENSORED])
+def test_remapped_members_respect_zero_and_order(family):
+    members = torch.randn(5, 50)
+    found = remap_members(members, members.mean(0), members.std(0), torch.full((50,), 0.2), torch.ones(50), family)
+    assert (found >= 0).all()
+    assert (torch.gather(found, 0, members.argsort(0)).diff(dim=0) >= 0).all()
+
+
+def test_remapping_equal_members_and_one_member():
+    equal = remap_members(torch.ones(3, 2), torch.ones(2), torch.zeros(2), torch.tensor([4.0, 5.0]), torch.ones(2))
+    assert torch.equal(equal, torch.tensor([[4.0, 5.0]]).expand(3, 2))
+    with pytest.raises(UserError, match="two or more"):
+        remap_members(torch.ones(1, 2), torch.ones(2), torch.zeros(2), torch.ones(2), torch.ones(2))

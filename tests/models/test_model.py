@@ -1,0 +1,226 @@
+"""The whole model: what it says untrained, what it must not depend on, every form of input."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_climate, make_input, make_model, make_spec, tensors
+
+from ensemble_ml.config import Pole, Vertical
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, moments, shrunk_spread
+
+
+def test_untrained_model_is_the_statistical_correction():
+    spec = make_spec()
+    climate = make_climate(spec)
+    x = make_input(spec)
+    found = EnsembleModel(spec, climate)(x)
+    lead = spec.lead_positions
+    for suffix, names in (("p", spec.variables), ("s", spec.surface)):
+        mean, spread = getattr(x, f"mean_{suffix}")[:, lead], getattr(x, f"spread_{suffix}")[:, lead]
+        arrays = (getattr(climate, f"{n}_{suffix}") for n in ("spread", "bias", "inflation"))
+        clim, bias, inflation = (torch.from_numpy(array) for array in arrays)
+        shrink = torch.from_numpy(getattr(climate, f"shrink_{suffix}"))[..., None, None]
+        s0 = torch.sqrt((2 * spread**2 + shrink * clim**2) / (2 + shrink))
+        torch.testing.assert_close(getattr(found, f"spread_{suffix}"), s0)
+        torch.testing.assert_close(getattr(found, f"scale_{suffix}"), s0 * inflation.exp())
+        location = getattr(found, f"location_{suffix}")
+        for index, name in enumerate(names):
+            if spec.families[suffix == "s"][index] is Family.NORMAL:
+                torch.testing.assert_close(location[:, :, index], (mean + bias)[:, :, index])
+            else:  # the mean of the distribution is the corrected mean
+                at = location[:, :, index], getattr(found, f"scale_{suffix}")[:, :, index]
+                predicted = moments(spec.families[suffix == "s"][index], *at)[0]
+                reachable = (mean + bias)[:, :, index] > 0.3 * at[1]
+                wanted = (mean + bias)[:, :, index]
+                torch.testing.assert_close(predicted[reachable], wanted[reachable], rtol=1e-3, atol=1e-3)
+                assert name in ("q", "tp")
+
+
+def test_one_member_gives_finite_climatological_spread():
+    spec = make_spec(vertical=Vertical.SHARED)
+    x = make_input(spec, members=1)
+    assert (x.spread_p == 0).all()
+    model = EnsembleModel(spec, make_climate(spec))
+    found = model(x)
+    torch.testing.assert_close(found.spread_p, model.pressure.heads.climatology.expand_as(found.spread_p))
+    assert all(torch.isfinite(v).all() for v in tensors(make_model(spec)(x)).values())
+
+
+def test_order_of_members_changes_nothing():
+    spec, members = make_spec(), 4
+    p, s = torch.randn(1, members, 2, *spec.pressure_shape[1:]), torch.randn(1, members, 2, *spec.surface_shape[1:])
+    model, day, order = make_model(spec), torch.tensor([10.0]), torch.tensor([2, 0, 3, 1])
+    a, b = model(ensemble_input(p, s, day)), model(ensemble_input(p[:, order], s[:, order], day))
+    for key, value in tensors(a).items():
+        torch.testing.assert_close(getattr(b, key), value, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_of_a_batch_do_not_see_each_other():
+    spec = make_spec()
+    model, x = make_model(spec), make_input(spec, batch=3)
+    x.count[1], x.spread_p[1], x.spread_s[1] = 1.0, 0.0, 0.0
+    together = tensors(model(x))
+    for sample in range(3):
+        one = dataclasses.replace(x, **{k: v[sample : sample + 1] for k, v in vars(x).items() if v is not None})
+        for key, value in tensors(model(one)).items():
+            torch.testing.assert_close(value, together[key][sample : sample + 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shift", [4, 12])
+def test_the_earth_may_be_turned(shift):
+    """Rolling inputs, positions, climate and local terms by whole blocks rolls the prediction."""
+    spec = make_spec(static=("orog",))
+    model, x = make_model(spec).double(), make_input(spec).to(torch.float64)
+    turned = copy.deepcopy(model)
+    roll = lambda v: v.roll(shift, -1) if v.ndim >= 3 and v.shape[-2:] == (9, 16) else v  # noqa: E731
+    turned.load_state_dict({k: roll(v) for k, v in model.state_dict().items()})
+    moved = dataclasses.replace(x, **{k: roll(v) for k, v in vars(x).items() if v is not None})
+    found = tensors(turned(moved))
+    for key, value in tensors(model(x)).items():
+        torch.testing.assert_close(found[key], value.roll(shift, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vertical", list(Vertical))
+@pytest.mark.parametrize("pole", list(Pole))
+def test_every_form_trains(vertical, pole):
+    spec = make_spec(vertical=vertical, pole=pole, depth=1)
+    model = make_model(spec)
+    sum(v.square().mean() for v in tensors(model(make_input(spec))).values()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+FORMS = {
+    "no surface": {"surface": ()},
+    "no pressure levels": {"variables": (), "levels": ()},
+    "one level": {"levels": (500,), "surface": ()},
+    "one lead, zero": {"leads_in": (0,), "leads_out": (0,)},
+    "four leads": {"leads_in": (0, 24, 48, 72), "leads_out": (24, 72)},
+    "static": {"static": ("orog", "lsm")},
+    "one member": {"one_member": True},
+    "no local terms": {"local_terms": False},
+    "spread alone": {"postprocess": False},
+    "distribution alone": {"spread": False},
+    "33 rows": {"rows": 33, "columns": 32, "depth": 3},
+    "no pooling": {"depth": 0},
+    "between the rows": {"rows": 10, "pole_row": False},
+    "region": {"region": (55 - np.arange(7) * 0.5, -3 + np.arange(9) * 0.5)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_input(form):
+    settings = dict(FORMS[form])
+    spec = make_spec(settings.pop("rows", 9), settings.pop("columns", 16), **settings)
+    found = make_model(spec)(make_input(spec, one_member=spec.config.one_member))
+    shapes = {"p": (2, *spec.pressure_shape), "s": (2, *spec.surface_shape)}
+    expected = {f"{n}_{s}" for n in ("location", "scale") for s in "ps" if spec.config.postprocess}
+    expected |= {f"spread_{s}" for s in "ps" if spec.config.spread}
+    gone = ("_p" if not spec.variables else "") + ("_s" if not spec.surface else "")
+    assert set(tensors(found)) == {k for k in expected if k[-2:] not in gone or not gone}
+    for key, value in tensors(found).items():
+        assert tuple(value.shape) == shapes[key[-1]] and torch.isfinite(value).all()
+
+
+def test_361_rows():
+    spec = make_spec(361, 16, variables=("t",), surface=(), levels=(500,), depth=3, hidden=4, max_hidden=4)
+    assert make_model(spec)(make_input(spec, batch=1)).spread_p.shape == (1, 1, 1, 1, 361, 16)
+
+
+def test_state_dict_is_self_contained():
+    spec = make_spec(static=("orog",))
+    model, x = make_model(spec), make_input(spec)
+    loaded = EnsembleModel(ModelSpec.from_json(spec.to_json()), Climate.default(spec))
+    loaded.load_state_dict(model.state_dict())
+    for key, value in tensors(model(x)).items():
+        assert torch.equal(getattr(loaded(x), key), value)
+
+
+def test_static_fields_from_the_climate_reach_the_network():
+    spec = make_spec(static=("orog",))
+    model, x = make_model(spec), make_input(spec)
+    before = model(x).spread_p
+    model.features.position[4] += 1
+    assert not torch.equal(model(x).spread_p, before)
+
+
+def test_nothing_overflows():
+    spec = make_spec()
+    model = make_model(spec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    assert all(torch.isfinite(v).all() for v in tensors(model(make_input(spec))).values())
+
+
+def test_tiny_variables_reach_the_network_at_full_size():
+    """A variable in units a hundred million times as large gives the same channels: no constant is added to a scale."""
+    spec = make_spec(variables=("t", "q"), surface=())
+    climate, x = make_climate(spec), make_input(spec)
+    factor = np.array([1, 1e-8], np.float32)
+    scaled = copy.deepcopy(climate)
+    for name, trailing in (("mean", 1), ("std", 1), ("spread", 3), ("bias", 3), ("level_spread", 1)):
+        getattr(scaled, f"{name}_p")[:] *= factor.reshape(2, *[1] * trailing)
+    by = torch.from_numpy(factor)[:, None, None, None]
+    small = dataclasses.replace(x, mean_p=x.mean_p * by, spread_p=x.spread_p * by)
+    seen = []
+    for given, statistics in ((x, climate), (small, scaled)):
+        model = EnsembleModel(spec, statistics)
+        model.features.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+        model(given)
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-4, atol=1e-4)
+
+
+def test_param_groups_cover_everything_once():
+    spec = make_spec()
+    model = EnsembleModel(spec, make_climate(spec))
+    groups = {g["name"]: g for g in model.param_groups()}
+    assert sorted(id(p) for g in groups.values() for p in g["params"]) == sorted(id(p) for p in model.parameters())
+    assert len(groups["local"]["params"]) == 6 and groups["plain"]["weight_decay"] == 0
+    assert all((p == 0).all() for p in groups["local"]["params"])  # decay pulls them to climatology
+
+
+def test_shrunk_spread_weighs_by_members():
+    s, clim = torch.full((2, 1), 3.0), torch.ones(1)
+    found = shrunk_spread(s, torch.tensor([1.0, 5.0]), clim, 4.0)
+    assert found[:, 0].tolist() == pytest.approx([1.0, np.sqrt((4 * 9 + 4) / 8)])
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="leads_out"):
+        make_spec(leads_in=(0, 24), leads_out=(48,))
+    with pytest.raises(UserError, match="t2m: is a surface variable"):
+        make_spec(variables=("t2m",))
+    with pytest.raises(UserError, match="both are empty"):
+        make_spec(variables=(), surface=())
+    spec = make_spec()
+    climate = make_climate(spec)
+    climate.spread_p = climate.spread_p[:, :, :1]
+    with pytest.raises(UserError, match="climate spread_p: shape"):
+        EnsembleModel(spec, climate)
+    climate = make_climate(spec)
+    climate.bias_s[0, 0, 0, 0] = np.nan
+    with pytest.raises(UserError, match="climate bias_s: holds NaN"):
+        EnsembleModel(spec, climate)
+    with pytest.raises(UserError, match="input: shape"):
+        make_model(spec)(make_input(make_spec(leads_in=(24,))))
+    with pytest.raises(UserError, match="one_member"):
+        one = make_spec(one_member=True)
+        make_model(one)(make_input(one))
+
+
+def test_climate_fills_what_was_not_fitted():
+    spec = make_spec(leads_in=(0, 24), leads_out=(24,))
+    climate = make_climate(spec)
+    climate.level_spread_p = climate.level_spread_s = None
+    climate.std_p[0] = 0
+    full = climate.checked(spec)
+    assert full.level_spread_p.shape == (2, 4, 2) and (full.level_spread_p > 0).all() and (full.std_p > 0).all()

@@ -1,0 +1,69 @@
+"""Choosing precision and memory order by measuring."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from conftest import make_input, make_model, make_spec, tensors
+
+from ensemble_ml.config import Precision
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import Speed, choose
+from ensemble_ml.models import speed as module
+
+
+def passes(model, x):
+    return lambda: sum(v.mean() for v in tensors(model(x)).values()).backward()
+
+
+def test_choice_is_logged_set_and_leaves_weights_alone(caplog):
+    spec = make_spec()
+    model, x = make_model(spec), make_input(spec)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with caplog.at_level(logging.INFO):
+        chosen = choose(model, passes(model, x), seconds=1)
+    assert model.speed == chosen and len(caplog.records) == 1 and "taken: " in caplog.text and " ms" in caplog.text
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_fixed_precision_is_kept():
+    spec = make_spec(depth=1)
+    model = make_model(spec)
+    assert choose(model, passes(model, make_input(spec)), wanted=Precision.FLOAT32).precision is Precision.FLOAT32
+
+
+@pytest.mark.skipif(not module._has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16")
+def test_bfloat16_stays_inside_the_network():
+    spec = make_spec()
+    model, x = make_model(spec), make_input(spec)
+    wide = model(x)
+    Speed(Precision.BFLOAT16).apply(model)
+    low = model(x)
+    for key, value in tensors(low).items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, getattr(wide, key), rtol=0.1, atol=0.1)
+    passes(model, x)()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_float64():
+    spec = make_spec()
+    model = make_model(spec)
+    Speed(Precision.FLOAT64).apply(model)
+    assert model(make_input(spec).to(torch.float64)).scale_p.dtype == torch.float64
+
+
+def test_json_round_trip():
+    for speed in (Speed(), Speed(Precision.BFLOAT16, False)):
+        assert Speed.from_json(speed.to_json()) == speed
+
+
+def test_bfloat16_without_hardware_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "_has_bfloat16", lambda device: False)
+    cpu = torch.device("cpu")
+    assert {s.precision for s in module.candidates(cpu, Precision.AUTO)} == {Precision.FLOAT32}
+    with pytest.raises(UserError, match="bfloat16"):
+        module.candidates(cpu, Precision.BFLOAT16)

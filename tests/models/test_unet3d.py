@@ -1,0 +1,101 @@
+"""The U-Net: sizes, poolings, equivariance, all vertical forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import awake
+from torch.nn import functional as F
+
+from ensemble_ml.config import Pole, Vertical
+from ensemble_ml.grid import Grid
+from ensemble_ml.models.blocks.resample import add_upsampled, pool
+from ensemble_ml.models.blocks.unet3d import Convolution, UNet3d
+from ensemble_ml.models.padding import Padder, geometries
+
+
+def unet(rows, columns, planes=3, depth=2, vertical=Vertical.SHARED, pole=Pole.CROSS):
+    grid = Grid(np.linspace(90, -90, rows), np.arange(columns) * 360 / columns)
+    return awake(UNet3d(geometries(grid, pole, depth), planes, [4, 8, 8, 8][: depth + 1], 1, vertical))
+
+
+@pytest.mark.parametrize("vertical", list(Vertical))
+@pytest.mark.parametrize("pole", list(Pole))
+@pytest.mark.parametrize("planes", [1, 3])
+def test_every_form_runs_and_trains(vertical, pole, planes):
+    net = unet(9, 16, planes, vertical=vertical, pole=pole)
+    x = torch.randn(2, 4, 9, 16, planes)
+    out = net(x)
+    out.square().mean().backward()
+    assert out.shape == x.shape and not torch.equal(out, x)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("rows", [33, 361, 6, 7, 1])
+def test_odd_sizes_equal_masked_padding(rows):
+    """Pooling valid rows alone is padding to a multiple of 2^L with rows of weight zero."""
+    x = torch.randn(1, 2, rows, 8, 2, dtype=torch.float64)
+    whole = -rows % 8
+    values, mask = F.pad(x, (0, 0, 0, 0, 0, whole)), F.pad(torch.ones_like(x), (0, 0, 0, 0, 0, whole))
+    small = x
+    for _ in range(3):
+        small = pool(small)
+        weight = F.avg_pool3d(mask, (2, 2, 1))
+        values = F.avg_pool3d(values * mask, (2, 2, 1)) / weight.clamp(min=1e-9)
+        mask = (weight > 0).double()
+        torch.testing.assert_close(small, values[:, :, : small.shape[2]])
+        assert (mask[:, :, small.shape[2] :] == 0).all()
+
+
+@pytest.mark.parametrize("rows,columns", [(33, 64), (361, 720), (7, 9), (2, 3), (181, 45)])
+def test_upsampling_is_nearest_neighbour_cut_to_size(rows, columns):
+    like = torch.randn(1, 2, rows, columns, 3)
+    small = torch.randn(1, 2, -(-rows // 2), -(-columns // 2), 3)
+    expected = small.repeat_interleave(2, 2).repeat_interleave(2, 3)[:, :, :rows, :columns]
+    assert torch.equal(add_upsampled(like, small), like + expected)
+
+
+@pytest.mark.parametrize("rows,columns", [(4, 6), (5, 3), (1, 2), (2, 1)])
+def test_gradients_of_pooling_and_upsampling(rows, columns):
+    large = torch.randn(2, 2, rows, columns, 2, dtype=torch.float64, requires_grad=True)
+    small = torch.randn(2, 2, -(-rows // 2), -(-columns // 2), 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(pool, large)
+    assert torch.autograd.gradcheck(add_upsampled, (large, small))
+    last = large.detach().contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    assert pool(last).is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(pool(last), pool(large))
+
+
+@pytest.mark.parametrize("shift", [4, 8, 12, -4])
+@pytest.mark.parametrize("pole", list(Pole))
+def test_rolling_longitude_rolls_the_output(shift, pole):
+    net, x = unet(9, 16, pole=pole).double(), torch.randn(1, 4, 9, 16, 3, dtype=torch.float64)
+    torch.testing.assert_close(net(x.roll(shift, 3)), net(x).roll(shift, 3), rtol=1e-12, atol=1e-12)
+
+
+def test_seen_from_the_other_side_of_the_pole_nothing_changes():
+    """Mirroring the grid north to south mirrors a network with mirrored kernels: both edges follow one rule."""
+    net = unet(8, 16, depth=0).double()
+    other = unet(8, 16, depth=0).double()
+    other.load_state_dict({k: v.flip(2) if v.ndim == 5 else v for k, v in net.state_dict().items()})
+    x = torch.randn(1, 4, 8, 16, 3, dtype=torch.float64)
+    torch.testing.assert_close(other(x.flip(2)), net(x).flip(2))
+
+
+def test_full_with_equal_kernels_is_shared():
+    grid = Grid(np.linspace(90, -90, 5), np.arange(8) * 45.0)
+    pad = Padder(geometries(grid, Pole.CROSS, 0)[0])
+    shared = Convolution(3, 4, 3, Vertical.SHARED, pad, bias=True)
+    full = Convolution(3, 4, 3, Vertical.FULL, pad, bias=True)
+    for conv in full.by_plane:
+        conv.load_state_dict(shared.conv.state_dict())
+    x = torch.randn(2, 3, 5, 8, 3)
+    torch.testing.assert_close(full(x), shared(x), rtol=1e-5, atol=1e-5)
+
+
+def test_memory_order_changes_nothing():
+    net, x = unet(9, 16), torch.randn(1, 4, 9, 16, 3)
+    last = x.contiguous(memory_format=torch.channels_last_3d)
+    assert net(last).is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(net(last), net(x), rtol=1e-4, atol=1e-5)

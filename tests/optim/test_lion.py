@@ -1,0 +1,89 @@
+"""Lion against lion-pytorch step by step, and the settings that it refuses."""
+
+import lion_pytorch
+import pytest
+import torch
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.optim import Lion
+
+SHAPES = [(7,), (3, 5), (2, 3, 4, 1), (1,)]
+
+
+def weights(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for s in SHAPES]
+
+
+def gradients(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 + step)
+    made = [(torch.randn(s, generator=generator, dtype=dtype), torch.rand(s, generator=generator)) for s in SHAPES]
+    return [values * (keep > 0.2) for values, keep in made]  # some are exactly zero
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.98)])
+def test_equals_lion_pytorch_bit_for_bit(decay, betas):
+    ours, theirs = weights(), weights()
+    a = Lion(ours, lr=3e-3, betas=betas, weight_decay=decay)
+    b = lion_pytorch.Lion(theirs, lr=3e-3, betas=betas, weight_decay=decay)
+    for step in range(20):
+        for optimizer, params in ((a, ours), (b, theirs)):
+            optimizer.param_groups[0]["lr"] = 3e-3 / (1 + step)
+            for p, g in zip(params, gradients(step), strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True)), step
+    assert all(torch.equal(a.state[p]["exp_avg"], b.state[q]["exp_avg"]) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_first_step_moves_every_weight_by_lr():
+    p = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+    p.grad = torch.tensor([1e-8, -5.0, 0.0])
+    Lion([p], lr=0.25, weight_decay=0.0).step()
+    assert torch.equal(p.detach(), torch.tensor([0.75, -1.75, 0.5]))
+
+
+def test_mixed_types_and_absent_gradients():
+    a, b, still = weights()[0], weights(torch.float64)[1], torch.nn.Parameter(torch.ones(3))
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    before = a.detach().clone()
+    optimizer = Lion([a, b, still], lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    torch.testing.assert_close(a.detach(), before - 0.1)
+    assert torch.equal(still.detach(), torch.ones(3)) and still not in optimizer.state
+
+
+def test_state_dict_round_trip():
+    first, second = weights(), weights()
+    a, b = Lion(first), Lion(second)
+    for params, optimizer in ((first, a), (second, b)):
+        for p, g in zip(params, gradients(0), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    b.load_state_dict(a.state_dict())
+    for params, optimizer in ((first, a), (second, b)):
+        for p, g in zip(params, gradients(1), strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+def test_closure_sees_gradients():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = Lion([p], lr=0.1, weight_decay=0.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 2.0
+    torch.testing.assert_close(p.detach(), torch.full((2,), 0.9))
+
+
+@pytest.mark.parametrize("setting", [{"lr": 0.0}, {"betas": (1.0, 0.9)}, {"weight_decay": -1.0}])
+def test_refuses_settings_outside_their_range(setting):
+    with pytest.raises(UserError, match=next(iter(setting))):
+        Lion([torch.nn.Parameter(torch.ones(1))], **setting)

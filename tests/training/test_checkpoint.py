@@ -1,0 +1,167 @@
+"""Checkpoints: whole or not there, verified when they are read, and free of code."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from ensemble_ml.config import ModelConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
+from ensemble_ml.training import checkpoint as module
+from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights, save_checkpoint
+
+SPEC = ModelSpec(
+    ModelConfig(hidden=8, max_hidden=8, depth=1), ("t",), (500, 850), ("t2m",), (0, 24), (24,),
+    tuple(np.linspace(90, -90, 9)), tuple(np.arange(16) * 22.5),
+)  # fmt: skip
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return EnsembleModel(SPEC, Climate.default(SPEC))
+
+
+def save(folder, step=7, best=True, seed=0):
+    training = {"optimizer.0.exp_avg": torch.arange(3.0)}
+    meta = {"spec": SPEC.to_json(), "config": {"run": "a"}, "best": None}
+    weights = model_of(seed).state_dict()
+    return save_checkpoint(folder, step, state_dict=weights, training=training, meta=meta, best=best)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_round_trip(folder):
+    found = load_checkpoint(folder / "best", training=True)
+    assert found.spec.to_json() == SPEC.to_json() and found.meta["step"] == 7 and found.meta["format"] == module.FORMAT
+    assert torch.equal(found.training["optimizer.0.exp_avg"], torch.arange(3.0))
+    model, meta = load_model(folder / "last")
+    assert not model.training and meta["sha256"] == found.sha256
+    assert all(torch.equal(v, found.state_dict[k]) for k, v in model.state_dict().items())
+    assert load_checkpoint(folder / "last").training == {}
+
+
+def test_channels_last_weights_are_kept(tmp_path):
+    weight = torch.randn(4, 3, 2, 2, 2).contiguous(memory_format=torch.channels_last_3d)
+    meta = {"spec": SPEC.to_json()}
+    saved = save_checkpoint(tmp_path, 0, state_dict={"w": weight}, training={"w": weight}, meta=meta)
+    assert torch.equal(load_checkpoint(saved).state_dict["w"], weight)
+
+
+def test_old_checkpoints_go_unless_a_link_leads_there(folder):
+    save(folder, 8, best=False)
+    save(folder, 9, best=False)
+    assert sorted(p.name for p in folder.iterdir()) == ["best", "last", "step_00000007", "step_00000009"]
+    assert os.readlink(folder / "best") == "step_00000007" and os.readlink(folder / "last") == "step_00000009"
+    save(folder, 10, best=True)
+    assert sorted(p.name for p in folder.iterdir()) == ["best", "last", "step_00000010"]
+
+
+@pytest.mark.parametrize("name", [module.MODEL, module.TRAINING, module.META])
+@pytest.mark.parametrize("harm", ["cut", "flip"])
+def test_damage_is_found(folder, name, harm):
+    file = folder / "step_00000007" / name
+    data = bytearray(file.read_bytes())
+    if harm == "cut":
+        data = data[: len(data) // 2]
+    else:
+        data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=rf"checkpoint .*last: {name} is damaged"):
+        load_checkpoint(folder / "last", training=True)
+
+
+def test_a_file_that_is_not_needed_may_be_absent(folder):
+    (folder / "last" / module.TRAINING).unlink()
+    load_model(folder / "last")
+    with pytest.raises(UserError, match=r"optimizer.safetensors is absent"):
+        load_checkpoint(folder / "last", training=True)
+
+
+def test_another_format_is_refused(folder):
+    file = folder / "last" / module.META
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
+    with pytest.raises(UserError, match="format 99; this version reads 1"):
+        load_checkpoint(folder / "last")
+
+
+def test_what_is_no_checkpoint_is_refused(folder, tmp_path):
+    with pytest.raises(UserError, match="no such folder"):
+        load_checkpoint(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"holds no checkpoint.json"):
+        load_checkpoint(tmp_path)
+    (tmp_path / module.META).write_text("[1, 2]")
+    with pytest.raises(UserError, match="damaged"):
+        load_checkpoint(tmp_path)
+
+
+def test_pickled_weights_are_not_executed(folder, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    file = folder / "last" / module.MODEL
+    torch.save({"w": Evil()}, file)
+    meta_file = folder / "last" / module.META
+    meta = json.loads(meta_file.read_text())
+    meta["files"][module.MODEL] = module._sha256(file)
+    meta_file.write_text(json.dumps(meta | {"sha256": module._digest(meta)}))
+    with pytest.raises(UserError, match="damaged"):
+        load_checkpoint(folder / "last")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_other_layout_names_the_first_tensor(folder):
+    other = ModelSpec.from_json(SPEC.to_json() | {"levels": [500]})
+    with pytest.raises(UserError, match=r"layout differs .* tensors, first"):
+        load_weights(EnsembleModel(other, Climate.default(other)), load_checkpoint(folder / "last"))
+
+
+class Killed(BaseException):
+    pass
+
+
+def crash_at(monkeypatch, function, count):
+    """Let the `count`-th call of a system function during the next save be the last thing that happens."""
+    real, calls = getattr(module.os, function), []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == count:
+            raise Killed
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module.os, function, counted)
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [("fsync", n) for n in range(1, 8)] + [(f, n) for f in ("symlink", "replace") for n in (1, 2)] + [("rename", 1)],
+)
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(folder, monkeypatch, function, count):
+    with monkeypatch.context() as patch:
+        crash_at(patch, function, count)
+        with pytest.raises(Killed):
+            save(folder, 8, best=True, seed=1)
+    for link in ("last", "best"):
+        found = load_checkpoint(folder / link, training=True)
+        weights = model_of(seed=found.meta["step"] - 7).state_dict()
+        assert all(torch.equal(v, weights[k]) for k, v in found.state_dict.items())
+    clean(folder)
+    assert all(p.name in ("last", "best") or p.name.startswith("step_") for p in folder.iterdir())
+    save(folder, 8, best=True, seed=1)
+    assert load_checkpoint(folder / "best").meta["step"] == 8 and len(list(folder.iterdir())) == 3
+
+
+def test_an_orphan_of_the_same_step_is_replaced(folder):
+    shutil.copytree(folder / "step_00000007", folder / "step_00000008")
+    (folder / "step_00000008" / module.MODEL).write_bytes(b"rubbish")
+    save(folder, 8)
+    assert load_checkpoint(folder / "last").meta["step"] == 8

@@ -1,0 +1,172 @@
+"""The climate of the training dates, on ensembles whose bias and dispersion are known."""
+
+import numpy as np
+import pytest
+import torch
+from synthetic import make_store
+
+from ensemble_ml.config import ModelConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.loading import Reader, fixed_batches
+from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
+from ensemble_ml.store import Fields, Part
+from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
+from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.validation import validate
+
+TRAIN, TEST = np.arange(30), np.arange(30, 40)
+
+
+def spec_of(store, **config):
+    lay = store.layout
+    grid = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=0, **config)
+    return ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid)
+
+
+def reader_of(store, **config):
+    return Reader(store, spec_of(store, **config), cache_gb=1)
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """Bias of 0.5 sigma, members 0.7 times too close."""
+    path = tmp_path_factory.mktemp("fit") / "wrong.zarr"
+    return make_store(path, dates=40, members=10, shape=(13, 24), surface=("t2m", "tp"), bias=0.5, dispersion=0.7)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """Calibrated exactly."""
+    return make_store(tmp_path_factory.mktemp("fit") / "right.zarr", dates=40, members=10, shape=(13, 24))
+
+
+@pytest.fixture(scope="module")
+def fit(wrong):
+    return fit_climate(reader_of(wrong), TRAIN, TEST, 5, sizes=[1, 5, 8])
+
+
+def test_spread_is_the_root_mean_variance(wrong, fit):
+    spreads = np.stack([wrong.read(Part.SPREAD, int(d)).pressure[0, 1:] for d in TRAIN])
+    np.testing.assert_allclose(fit.climate.spread_p, np.sqrt((spreads.astype(float) ** 2).mean(0)), rtol=1e-4)
+    assert fit.climate.level_spread_p.shape == (3, 2, 2)
+    expected = np.sqrt((fit.climate.spread_p.astype(float) ** 2).mean((-2, -1)))
+    np.testing.assert_allclose(fit.climate.level_spread_p[1:], expected, rtol=0.02)
+
+
+def test_bias_and_inflation_are_found(fit):
+    in_spreads = fit.climate.bias_p / fit.climate.spread_p
+    assert in_spreads.mean() == pytest.approx(-0.5 / 0.7, abs=0.1)
+    # Residuals have the variance sigma^2 (1 + 0.49 / 5); s0 is 0.7 sigma.
+    assert fit.climate.inflation_p.mean() == pytest.approx(np.log(np.sqrt(1 + 0.49 / 5) / 0.7), abs=0.06)
+
+
+def test_a_calibrated_ensemble_is_left_alone(right):
+    climate = fit_climate(reader_of(right), TRAIN, TEST, 5).climate
+    assert np.abs(climate.bias_p / climate.spread_p).mean() < 0.08
+    assert climate.inflation_p.mean() == pytest.approx(0.5 * np.log(1.2), abs=0.05)
+    assert climate.inflation_p.std() < 0.1
+
+
+def test_error_is_the_crps_on_unseen_dates(wrong, fit):
+    """What the loss is divided by is what the untrained model scores on dates that it was not fitted to."""
+    reader = reader_of(wrong)
+    model = EnsembleModel(reader.spec, fit.climate)
+    area = torch.from_numpy(reader.spec.grid.area_weights()).float()
+    scores = []
+    with torch.no_grad():
+        for batch in fixed_batches(reader, TEST, range(5)):
+            made = model(batch.inputs)
+            crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p, batch.truth_p)
+            scores.append((crps * area).mean((-2, -1))[0])
+    np.testing.assert_allclose(torch.stack(scores).mean(0), fit.climate.error_p, rtol=0.12)
+    found = validate(model, fixed_batches(reader, TEST, range(5)), full_size=10, area=area)
+    assert found["crps_ratio"] < 0.9 and found["spread_ratio"] < 0.95
+
+
+def test_spread_error_falls_with_members(fit):
+    errors = fit.spread_error
+    assert errors.shape == (11, 2, 6)
+    assert (errors[1] > errors[5]).all() and (errors[5] > errors[8]).all()
+    np.testing.assert_array_equal(errors[3], errors[5])  # not asked for
+
+
+def test_shrink_leans_on_members_as_they_grow_reliable(wrong):
+    with_validation = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate.shrink_p
+    assert len(np.unique(with_validation)) >= 1 and with_validation.min() > 0
+    without = fit_climate(reader_of(wrong), TRAIN, [], 5).climate
+    assert (without.shrink_p == 2).all() and (without.shrink_s == 2).all()
+
+
+def test_standardisation_comes_from_the_training_dates(wrong, fit):
+    values = np.stack([wrong.read(Part.FORECAST, int(d)).pressure for d in TRAIN]).astype(float)
+    over = (0, 1, 2, 5, 6)
+    np.testing.assert_allclose(fit.climate.mean_p, values.mean(over), rtol=1e-6)
+    np.testing.assert_allclose(fit.climate.std_p, values.std(over), rtol=1e-5)
+    np.testing.assert_allclose(fit.input_range[:4, 0], values.min(over).ravel(), rtol=1e-6)
+
+
+def test_whole_years_use_the_statistics_of_the_store(tmp_path, monkeypatch):
+    dates = ["2001-01-01", "2001-01-03", "2002-01-01", "2002-01-03"]
+    store = make_store(tmp_path / "a.zarr", dates=dates, members=3, shape=(9, 16))
+    reader = reader_of(store)
+    direct = Dates(reader, 3).input_moments(np.array([0, 1, 2]))  # not all of 2002: read
+    monkeypatch.setattr(Reader, "forecast", None)
+    years = Dates(reader, 3).input_moments(np.array([0, 1]))
+    monkeypatch.undo()
+    same = Dates(Reader(Plain(store), reader.spec), 3).input_moments(np.array([0, 1]))
+    for name in ("count", "mean", "std", "minimum", "maximum"):
+        np.testing.assert_allclose(getattr(years, name), getattr(same, name), rtol=1e-6)
+    assert direct.count[0] == 1.5 * years.count[0]
+
+
+class Plain:
+    """A source without statistics, in which the truth of one field may be missing."""
+
+    def __init__(self, store, missing=None):
+        self.store, self.missing = store, missing
+        self.path, self.layout, self.static = store.path, store.layout, store.static
+
+    def read(self, part, date, selection):
+        fields = self.store.read(part, date, selection)
+        if part is Part.TRUTH and self.missing is not None and self.missing(date):
+            return Fields(fields.pressure, fields.surface * np.nan)
+        return fields
+
+
+def test_truth_missing_on_some_dates(wrong, fit):
+    spec = spec_of(wrong)
+    gappy = fit_climate(Reader(Plain(wrong, lambda date: date % 3 == 0), spec, cache_gb=1), TRAIN, TEST, 5).climate
+    np.testing.assert_allclose(gappy.bias_p, fit.climate.bias_p, atol=0.25 * float(fit.climate.spread_p.max()))
+    assert all(np.isfinite(v).all() for v in vars(gappy).values())
+    gappy.checked(spec)
+    with pytest.raises(UserError, match=r"t2m at \+24 h has no complete truth on any training date; leave it out"):
+        fit_climate(Reader(Plain(wrong, lambda date: True), spec, cache_gb=1), TRAIN, TEST, 5)
+
+
+def test_spread_alone_needs_no_truth(wrong):
+    climate = fit_climate(reader_of(wrong, postprocess=False), TRAIN, TEST, 5).climate
+    assert not climate.bias_p.any() and not climate.inflation_p.any() and (climate.error_p == 1).all()
+
+
+@pytest.mark.parametrize("members", [1, 2, 10])
+def test_any_number_of_members_and_few_dates(wrong, members):
+    found = fit_climate(reader_of(wrong), [0, 1, 2], [], members)
+    found.climate.checked(spec_of(wrong))
+    assert np.isfinite(found.spread_error).all() and (found.spread_error > 0).all()
+
+
+def test_join_and_split_are_inverse(wrong):
+    spec = spec_of(wrong)
+    fields = wrong.read(Part.FORECAST, 0)
+    pressure, surface = split(spec, join(fields).numpy(), 2)
+    np.testing.assert_array_equal(pressure, fields.pressure)
+    np.testing.assert_array_equal(surface, fields.surface)
+
+
+def test_helpers():
+    assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(np.arange(3), 4).tolist() == [0, 1, 2]
+    times = np.array(["2001-01-01", "2001-01-03", "2001-01-05", "2001-07-01"], "datetime64[ns]")
+    assert neighbours(times).tolist() == [False, True, True, False]
+    assert neighbours(times[:1]).tolist() == [False]

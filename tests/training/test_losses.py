@@ -1,0 +1,193 @@
+"""Loss and validation scores against numbers worked out by hand and by scoringrules."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scoringrules
+import torch
+
+from ensemble_ml.config import ModelConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading import Batch
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction
+from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.validation import c4, validate
+
+SPEC = ModelSpec(
+    ModelConfig(hidden=8, max_hidden=8, depth=0), ("t", "q"), (500, 850), ("t2m",), (0, 24), (24,),
+    tuple(np.linspace(90, -90, 9)), tuple(np.arange(16) * 22.5),
+)  # fmt: skip
+AREA = torch.from_numpy(SPEC.grid.area_weights()).float()
+GENERATOR = torch.Generator().manual_seed(1)
+P, S = (3, 1, 2, 2, 9, 16), (3, 1, 1, 9, 16)
+
+
+def rand(*shape):
+    return torch.rand(*shape, generator=GENERATOR) + 0.5
+
+
+def case(count=(2.0, 4.0, 4.0)):
+    prediction = Prediction(rand(*P), rand(*P), rand(*P), rand(*S), rand(*S), rand(*S))
+    inputs = EnsembleInput(
+        rand(3, 2, 2, 2, 9, 16), rand(3, 2, 2, 2, 9, 16), rand(3, 2, 1, 9, 16), rand(3, 2, 1, 9, 16),
+        torch.tensor(count), torch.ones(3),
+    )  # fmt: skip
+    return prediction, Batch(inputs, ["a", "b", "c"], rand(*P), rand(*S), rand(*P), rand(*S))
+
+
+def loss_of(**changes):
+    scales = rand(1, 2, 2), rand(1, 1), rand(7, 1, 2, 2), rand(7, 1, 1)
+    return Loss(SPEC, *scales, AREA, **changes)
+
+
+def test_against_an_independent_sum():
+    prediction, batch = case()
+    loss = loss_of(spread_weight=0.5)
+    crps, spread, weight = 0.0, 0.0, 0.0
+    for b in range(3):
+        members = int(batch.inputs.count[b])
+        for v in range(2):
+            for z in range(2):
+                mu, sigma, y = (
+                    x[b, 0, v, z].numpy() for x in (prediction.location_p, prediction.scale_p, batch.truth_p)
+                )
+                score = scoringrules.crps_normal(y, mu, sigma) if v == 0 else scoringrules.crps_tnormal(y, mu, sigma, 0)
+                crps += (score * AREA.numpy()).sum() / float(loss.error_p[0, v, z])
+                square = (prediction.spread_p - batch.target_spread_p)[b, 0, v, z] ** 2
+                spread += float((square * AREA).sum() / loss.spread_error_p[members, 0, v, z])
+        y, mu, sigma = (x[b, 0, 0].numpy() for x in (batch.truth_s, prediction.location_s, prediction.scale_s))
+        crps += (scoringrules.crps_normal(y, mu, sigma) * AREA.numpy()).sum() / float(loss.error_s[0, 0])
+        square = (prediction.spread_s - batch.target_spread_s)[b, 0, 0] ** 2
+        spread += float((square * AREA).sum() / loss.spread_error_s[members, 0, 0])
+        weight += 5 * float(AREA.sum())
+    found = loss(prediction, batch)
+    assert found["crps"].item() == pytest.approx(crps / weight, rel=1e-4)
+    assert found["spread"].item() == pytest.approx(spread / weight, rel=1e-4)
+    assert found["loss"].item() == pytest.approx((crps + 0.5 * spread) / weight, rel=1e-4)
+
+
+def test_missing_targets_weigh_nothing_and_leave_gradients_finite():
+    prediction, batch = case()
+    loss = loss_of()
+    whole = loss(prediction, batch)["crps"]
+    only = replace(batch, truth_p=batch.truth_p.clone(), target_spread_p=batch.target_spread_p.clone())
+    only.truth_p[:, :, 1, 1] = torch.nan
+    only.target_spread_p[0] = torch.nan
+    prediction.location_p.requires_grad_()
+    found = loss(prediction, only)
+    assert torch.isfinite(found["loss"]) and found["crps"] != whole
+    found["loss"].backward()
+    gradient = prediction.location_p.grad
+    assert torch.isfinite(gradient).all() and not gradient[:, :, 1, 1].any() and gradient[:, :, 0].abs().min() > 0
+    nothing = replace(batch, truth_p=batch.truth_p * torch.nan, truth_s=batch.truth_s * torch.nan)
+    assert loss(prediction, nothing)["crps"].item() == 0
+
+
+def test_a_short_batch_weighs_as_its_samples_do():
+    prediction, batch = case()
+
+    def part(rows):
+        cut = {k: v[rows] for k, v in vars(prediction).items()}
+        inputs = EnsembleInput(**{k: v[rows] for k, v in vars(batch.inputs).items() if v is not None})
+        targets = {k: v[rows] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+        return Prediction(**cut), Batch(inputs, [], **targets)
+
+    loss = loss_of()
+    two, one, all_three = (loss(*part(rows))["loss"] for rows in (slice(0, 2), slice(2, 3), slice(0, 3)))
+    assert all_three.item() == pytest.approx((2 * two + one).item() / 3, rel=1e-5)
+
+
+def test_heads_that_are_off_have_no_term():
+    prediction, batch = case()
+    no_spread = Prediction(prediction.location_p, prediction.scale_p, None, prediction.location_s, prediction.scale_s)
+    assert set(loss_of()(no_spread, batch)) == {"loss", "crps"}
+    only_spread = Prediction(spread_p=prediction.spread_p, spread_s=prediction.spread_s)
+    assert set(loss_of()(only_spread, batch)) == {"loss", "spread"}
+
+
+@pytest.mark.parametrize(("n", "expected"), [(2, 0.7979), (3, 0.8862), (5, 0.9400), (10, 0.9727)])
+def test_c4(n, expected):
+    assert c4(n) == pytest.approx(expected, abs=1e-4)
+
+
+class Fixed(EnsembleModel):
+    """A model that predicts what it is given."""
+
+    def __init__(self, prediction):
+        super().__init__(SPEC, Climate.default(SPEC))
+        self.prediction = prediction
+
+    def forward(self, x):
+        return self.prediction
+
+
+def test_scores_against_an_independent_sum():
+    prediction, batch = case(count=(4.0, 4.0, 4.0))
+    # Truth never below zero, so the truncated normal needs no special case here.
+    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA)
+    ours, raw = [], []
+    mean, spread = (x[:, 1:] for x in (batch.inputs.mean_p, batch.inputs.spread_p))
+    for v, z in np.ndindex(2, 2):
+        at = (slice(None), 0, v, z)
+        mu, sigma, y = (x[at].numpy() for x in (prediction.location_p, prediction.scale_p, batch.truth_p))
+        score = scoringrules.crps_normal(y, mu, sigma) if v == 0 else scoringrules.crps_tnormal(y, mu, sigma, 0)
+        ours.append((score * AREA.numpy()).mean())
+        wide = np.sqrt(1.25) * spread[at].numpy()
+        raw.append((scoringrules.crps_normal(y, mean[at].numpy(), wide) * AREA.numpy()).mean())
+    mu, sigma, y = (x[:, 0, 0].numpy() for x in (prediction.location_s, prediction.scale_s, batch.truth_s))
+    ours.append((scoringrules.crps_normal(y, mu, sigma) * AREA.numpy()).mean())
+    m, s = batch.inputs.mean_s[:, 1, 0].numpy(), np.sqrt(1.25) * batch.inputs.spread_s[:, 1, 0].numpy()
+    raw.append((scoringrules.crps_normal(y, m, s) * AREA.numpy()).mean())
+    assert found["crps_ratio"] == pytest.approx(np.exp(np.mean(np.log(ours) - np.log(raw))), rel=1e-4)
+    squares = [
+        (((p - t) ** 2) * AREA).mean((0, -2, -1)) / (((c4(10) / c4(4) * r - t) ** 2) * AREA).mean((0, -2, -1))
+        for p, t, r in (
+            (prediction.spread_p, batch.target_spread_p, spread),
+            (prediction.spread_s, batch.target_spread_s, batch.inputs.spread_s[:, 1:]),
+        )
+    ]
+    ratio = torch.cat([s.flatten() for s in squares]).log().mean().div(2).exp().item()
+    assert found["spread_ratio"] == pytest.approx(ratio, rel=1e-4)
+    assert found["score"] == pytest.approx((found["crps_ratio"] * ratio) ** 0.5)
+
+
+def test_scores_do_not_depend_on_the_batches():
+    prediction, batch = case(count=(4.0, 4.0, 4.0))
+    model = Fixed(prediction)
+    whole = validate(model, [batch], full_size=10, area=AREA)
+
+    def parts():
+        for row in range(3):
+            model.prediction = Prediction(**{k: v[[row]] for k, v in vars(prediction).items()})
+            inputs = EnsembleInput(**{k: v[[row]] for k, v in vars(batch.inputs).items() if v is not None})
+            targets = {k: v[[row]] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+            yield Batch(inputs, [], **targets)
+
+    assert validate(model, parts(), full_size=10, area=AREA) == pytest.approx(whole, rel=1e-6)
+
+
+def test_one_member_is_compared_with_the_climate():
+    prediction, batch = case(count=(1.0, 1.0, 1.0))
+    batch.inputs.spread_p.zero_()
+    batch.inputs.spread_s.zero_()
+    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA)
+    ours = ((prediction.spread_p - batch.target_spread_p) ** 2 * AREA).mean((0, -2, -1))
+    assert found["spread_ratio"] > 0 and torch.isfinite(ours).all() and np.isfinite(found["crps_ratio"])
+
+
+def test_no_target_gives_no_score():
+    prediction, batch = case()
+    bare = Batch(batch.inputs, batch.init_time)
+    assert validate(Fixed(prediction), [bare], full_size=10, area=AREA) == {}
+    assert validate(Fixed(prediction), [], full_size=10, area=AREA) == {}
+    all_in = replace(batch, truth_p=None, truth_s=None, target_spread_p=batch.target_spread_p * torch.nan,
+                     target_spread_s=batch.target_spread_s * torch.nan)  # fmt: skip
+    assert validate(Fixed(prediction), [all_in], full_size=10, area=AREA) == {}
+
+
+def test_a_broken_prediction_is_no_good_score():
+    prediction, batch = case()
+    prediction.location_p[0, 0, 0, 0, 3, 3] = torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        validate(Fixed(prediction), [batch], full_size=10, area=AREA)

@@ -1,0 +1,276 @@
+"""The training run: what it leaves, what it refuses, and that a resumed run is an uninterrupted one."""
+
+import json
+import logging
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from synthetic import make_store
+
+from ensemble_ml.config import OptimName, Precision
+from ensemble_ml.errors import UserError
+from ensemble_ml.training import load_checkpoint, load_model, train, trainer
+from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.tracking import Tracker, read_log
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+def weights(run, link="last"):
+    return load_checkpoint(run / "checkpoints" / link, training=True)
+
+
+def assert_equal_runs(a, b):
+    first, second = weights(a), weights(b)
+    assert first.meta["step"] == second.meta["step"]
+    for one, other in ((first.state_dict, second.state_dict), (first.training, second.training)):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(v, other[k]) for k, v in one.items())
+
+
+def stop_at(monkeypatch, step, number=signal.SIGTERM):
+    """Send a signal to this process when `step` is done."""
+    real = Tracker.step
+
+    def told(self, done, **values):
+        real(self, done, **values)
+        if done == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Tracker, "step", told)
+
+
+def test_what_a_run_leaves(config_of, caplog):
+    caplog.set_level(logging.INFO)
+    config = config_of(tracking__tensorboard=True)
+    run = train(config)
+    assert {p.name for p in run.iterdir()} == {"config.yaml", "log.jsonl", "checkpoints", "tensorboard"}
+    assert list((run / "tensorboard").iterdir())
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["data"]["train"] == ["2001-01"] and settings["model"]["precision"] == "float32"
+    lines = read_log(run / "log.jsonl")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert {"loss", "crps", "spread", "lr", "samples_per_s", "memory_mb", "wait"} <= steps[0].keys()
+    assert [line["step"] for line in lines if "validation" in line] == [0, 6, 12]
+    assert "step 12/12: loss" in caplog.text and "samples/s" in caplog.text and "best at step" in caplog.text
+
+
+def test_what_a_checkpoint_tells(config_of, store):
+    meta = weights(train(config_of())).meta
+    assert meta["training_dates"][0] == "2001-01-01T00:00" and len(meta["training_dates"]) == 16
+    assert len(meta["validation_dates"]) == 4 and meta["data_fingerprint"] == store.fingerprint()
+    assert meta["precision"] == {"precision": "float32", "channels_last": True}
+    assert meta["threads"] == 1 and meta["seeds"] == {"seed": 0} and meta["versions"]["torch"] == torch.__version__
+    low, high = meta["input_range"]["t"]["500"]
+    assert 180 < low < high < 330 and len(meta["input_range"]["t2m"]) == 2
+    assert set(meta["scores"]) == {"crps_ratio", "spread_ratio", "score"} == set(meta["best"]) - {"step"}
+
+
+def test_it_learns(config_of):
+    run = train(config_of(steps=60, validate_every=30, optim__lr=2e-3))
+    scores = [line["validation"]["score"] for line in read_log(run / "log.jsonl") if "validation" in line]
+    assert scores[0] < 0.95  # bias and inflation alone
+    assert min(scores) < 0.98 * scores[0]
+    best = weights(run, "best").meta
+    assert best["best"]["score"] == min(scores) == best["scores"]["score"]
+    model, _ = load_model(run / "checkpoints" / "best")
+    assert not model.training
+
+
+def test_two_runs_are_equal(config_of):
+    assert_equal_runs(train(config_of(run="a")), train(config_of(run="b", loading__prefetch=0)))
+
+
+def test_golden_run(config_of):
+    run = train(config_of(steps=20, validate_every=20, checkpoint_every=20))
+    losses = [line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line]
+    if os.environ.get("ENSEMBLE_ML_WRITE_GOLDEN"):
+        GOLDEN.write_text(json.dumps(losses, indent=0) + "\n")
+    assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"average": 0.9, "optim__name": OptimName.ADAMW, "optim__clip": 0.5}])
+def test_resumed_equals_uninterrupted(config_of, monkeypatch, changes, caplog):
+    caplog.set_level(logging.INFO)
+    whole = train(config_of(run="whole", **changes))
+    config = config_of(run="parts", checkpoint_every=100, validate_every=100, **changes)
+    for step, number in ((5, signal.SIGTERM), (9, signal.SIGINT)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, step, number)
+            with pytest.raises(KeyboardInterrupt):
+                train(config)
+        assert weights(whole.parent / "parts").meta["step"] == step
+        config = replace(config, resume=True)
+    assert "SIGTERM: stopped after step 5; go on with resume=true" in caplog.text
+    parts = train(config)
+    assert_equal_runs(whole, parts)
+    one, other = ([line for line in read_log(r / "log.jsonl") if "loss" in line] for r in (whole, parts))
+    assert [(a["step"], a["loss"]) for a in one] == [(b["step"], b["loss"]) for b in other]
+    train(config)  # a run that is done stays as it is
+    assert_equal_runs(whole, parts)
+
+
+def test_stopped_before_the_first_checkpoint_leaves_nothing(config_of, monkeypatch):
+    monkeypatch.setattr(Tracker, "validation", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    config = config_of()
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert not (Path(config.output) / "a").exists()
+
+
+def test_average_is_what_predicts(config_of):
+    plain, averaged = train(config_of(run="plain")), weights(train(config_of(run="averaged", average=0.9)))
+    raw = {k.removeprefix("raw."): v for k, v in averaged.training.items() if k.startswith("raw.")}
+    # Averaging watches the training and does not touch it.
+    assert all(torch.equal(v, weights(plain).state_dict[k]) for k, v in raw.items())
+    moved = [k for k, v in raw.items() if not torch.equal(v, averaged.state_dict[k])]
+    assert len(moved) > len(raw) / 2
+
+
+def test_init_from_takes_the_weights(config_of, monkeypatch):
+    first = train(config_of(run="first", optim__lr=1e-2))
+    given = weights(first)
+    second = train(config_of(run="second", steps=1, optim__lr=1e-12, init_from=str(first / "checkpoints" / "last")))
+    now = weights(second)
+    assert all(torch.allclose(v, given.state_dict[k], atol=1e-9) for k, v in now.state_dict.items())
+    assert now.meta["step"] == 1
+    with pytest.raises(UserError, match=r"init_from=.*leads_out: \[24\] here, \[24, 48\] there"):
+        train(config_of(run="third", data__leads_out=[24], init_from=str(first / "checkpoints" / "last")))
+    assert not (first.parent / "third").exists()
+
+
+def test_planned_by_time(config_of, monkeypatch):
+    monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 1.0)
+    config = config_of(max_minutes=9 / 60, steps=500)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    monkeypatch.undo()
+    run = train(replace(config, resume=True))
+    meta = weights(run).meta
+    assert 3 <= meta["steps"] <= 8 and meta["step"] == meta["steps"]
+    assert read_log(run / "log.jsonl")[-2]["lr"] == pytest.approx(3e-4 * 0.02)
+
+
+def test_measuring_does_not_touch_the_weights(config_of):
+    # Enough time for all steps, so both runs have the same schedule.
+    assert_equal_runs(train(config_of(run="a", max_minutes=10)), train(config_of(run="b")))
+
+
+def test_precision_is_measured(config_of, caplog):
+    caplog.set_level(logging.INFO)
+    meta = weights(train(config_of(steps=1, model__precision=Precision.AUTO))).meta
+    assert meta["precision"]["precision"] in ("float32", "bfloat16") and "; taken: " in caplog.text
+    low = weights(train(config_of(run="b", steps=2, model__precision=Precision.FLOAT64)))
+    assert low.meta["precision"]["precision"] == "float64"
+    assert all(v.dtype == torch.float64 for k, v in low.state_dict.items() if v.ndim == 5)
+
+
+def test_without_truth_the_spread_alone_is_learned(config_of, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    lone = make_store(tmp_path / "lone.zarr", dates=4, members=4, leads=(0,), shape=(9, 16), truth=False, static=False)
+    run = train(config_of(data__store=lone.path, data__validation=[], steps=3))
+    assert not (run / "checkpoints" / "best").exists()
+    meta = weights(run).meta
+    assert meta["spec"]["config"]["postprocess"] is False and meta["spec"]["leads_out"] == [0] and meta["best"] is None
+    assert "holds none, so the spread alone" in caplog.text and "checkpoints/last is the model" in caplog.text
+    assert "no orography" in caplog.text
+    with pytest.raises(UserError, match="holds no truth"):
+        train(config_of(run="b", data__store=lone.path, data__validation=[], model__spread=False))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__validation": ["2001-01-31/2001-02-08"]}, "shares 1 start dates with data.train, first 2001-01-31T00"),
+        ({"data__train": []}, "data.train: empty"),
+        ({"data__train": ["1999"]}, "dates 1999: no start date"),
+        ({"data__variables": ["t", "q"]}, r"data.variables=\['q'\]: not available; there are t, z"),
+        ({"data__levels": [1000]}, r"data.levels=\[1000\]"),
+        ({"data__leads_out": [72]}, r"data.leads_out=\[72\]"),
+        ({"data__members": [9]}, r"data.members=\[9\]"),
+        ({"model__depth": 4}, r"model.depth=4"),
+        ({"data__store": "/nowhere"}, "/nowhere"),
+        ({"init_from": "/nowhere"}, "checkpoint /nowhere: no such folder"),
+    ],
+)
+def test_mistakes_leave_nothing(config_of, changes, message):
+    config = config_of(**changes)
+    with pytest.raises(UserError, match=message):
+        train(config)
+    assert not Path(config.output).exists()
+
+
+def test_an_existing_run_is_not_overwritten(config_of):
+    run = train(config_of(steps=1))
+    with pytest.raises(UserError, match=r"runs/a: exists; go on with resume=true"):
+        train(config_of(steps=1))
+    with pytest.raises(UserError, match=r"steps=2 \(was 1\).*init_from"):
+        train(config_of(steps=2, resume=True))
+    with pytest.raises(UserError, match=r"model.hidden=16 \(was 8\)"):
+        train(config_of(steps=1, model__hidden=16, resume=True))
+    assert weights(run).meta["step"] == 1
+
+
+def test_resume_needs_the_same_data(config_of, tmp_path, caplog):
+    train(config_of(steps=1))
+    with pytest.raises(UserError, match="the run began with"):
+        other = make_store(tmp_path / "b.zarr", dates=20, members=6, shape=(9, 16), seed=9)
+        train(config_of(steps=1, data__store=other.path, resume=True))
+    caplog.set_level(logging.INFO)
+    train(config_of(steps=1, threads=2, resume=True))
+    torch.set_num_threads(1)
+    assert "threads: 2 now, 1 before" in caplog.text
+
+
+def test_resume_without_a_checkpoint_begins(config_of, caplog):
+    caplog.set_level(logging.INFO)
+    run = train(config_of(steps=1, resume=True))
+    assert "starts anew" in caplog.text and weights(run).meta["step"] == 1
+
+
+def test_a_damaged_last_is_refused(config_of):
+    run = train(config_of(steps=1))
+    file = run / "checkpoints" / "last" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(UserError, match="damaged"):
+        train(config_of(steps=1, resume=True))
+
+
+@pytest.mark.parametrize(("where", "what"), [("loss", "loss nan"), ("gradient", "norm of the gradient nan")])
+def test_what_is_not_finite_stops_the_run(config_of, monkeypatch, where, what):
+    real, calls = Loss.__call__, []
+
+    def spoiled(self, prediction, batch):
+        losses = real(self, prediction, batch)
+        calls.append(1)
+        if len(calls) == 6:
+            if where == "loss":
+                losses["loss"] = losses["loss"] * float("nan")
+            else:
+                losses["loss"].register_hook(lambda g: g * float("nan"))
+        return losses
+
+    monkeypatch.setattr(Loss, "__call__", spoiled)
+    config = config_of()
+    with pytest.raises(UserError, match=rf"step 6: {what}, on start dates 2001-01-\d\dT00:00.*checkpoints/last"):
+        train(config)
+    last = weights(Path(config.output) / "a")
+    assert last.meta["step"] == 4 and all(torch.isfinite(v).all() for v in last.state_dict.values())
+
+
+def test_a_link_that_was_not_exchanged_is_mended(config_of):
+    run = train(config_of(steps=60, validate_every=30, checkpoint_every=30, optim__lr=2e-3))
+    folder = run / "checkpoints"
+    best = os.readlink(folder / "best")
+    (folder / "best").unlink()
+    (folder / ".partial-step_00000099").mkdir()
+    train(config_of(steps=60, optim__lr=2e-3, resume=True))
+    assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))

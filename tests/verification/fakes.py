@@ -1,0 +1,64 @@
+"""Forecasts made up for the tests: written by the real writer, with numbers of the test's own choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ensemble_ml.inference import Header, Kind, Output, Places, file_name, write_forecast
+from ensemble_ml.store import Part, TensorStore
+
+Numbers = dict[Kind, np.ndarray]
+Rule = Callable[[str, np.ndarray], Numbers]
+
+
+def corrected(shift: float = 0.0, inflate: float = 1.0, members: int = 5) -> Rule:
+    """N((1 + ...) m + shift, inflate^2 (1 + 1/M) s^2) of the first members, and the size-corrected spread."""
+
+    def rule(name: str, members_m: np.ndarray) -> Numbers:
+        given = members_m[:members]
+        mean, spread = given.mean(0), given.std(0, ddof=1)
+        scale = inflate * np.sqrt(1 + 1 / members) * spread
+        return {
+            Kind.MEAN: mean + shift, Kind.STDDEV: scale, Kind.LOCATION: mean + shift, Kind.SCALE: scale,
+            Kind.SPREAD: 1.035 * spread,
+        }  # fmt: skip
+
+    return rule
+
+
+def write_forecasts(
+    folder: Path,
+    store: TensorStore,
+    dates: list[int],
+    rule: Rule,
+    *,
+    leads: tuple[int, ...] = (24, 48),
+    names: tuple[str, ...] | None = None,
+    train: list[int] = (),
+    members_in: str = "1 2 3 4 5",
+    rows: slice = slice(None),
+) -> Path:
+    """Forecasts of `dates` (indices into the store's start dates), one file each."""
+    layout, steps = store.layout, [store.layout.lead_hours.index(lead) for lead in leads]
+    grid = layout.grid
+    latitude = grid.latitude[rows]
+    y, x = len(latitude), len(grid.longitude)
+    places = Places(np.arange(y), np.arange(x), latitude, grid.longitude, None)
+    trained = " ".join(str(layout.init_time[date])[:19] for date in train)
+    attributes = {"members_in": members_in, "training_dates": trained, "title": "made up"}
+    for date in dates:
+        fields = store.read(Part.FORECAST, date)
+        outputs = []
+        for name in names or layout.names:
+            if name in layout.variables:
+                values = fields.pressure[:, steps, layout.variables.index(name)]
+            else:
+                values = fields.surface[:, steps, layout.surface.index(name)]
+            numbers = rule(name, values.astype(np.float64))
+            outputs += [Output(name, kind, value[..., rows, :]) for kind, value in numbers.items()]
+        header = Header(layout.init_time[date], leads, layout.levels, places, attributes=attributes)
+        write_forecast(folder / file_name(layout.init_time[date]), header, outputs)
+    return folder

@@ -1,0 +1,156 @@
+"""Baselines find what was put into the data, and are what they are said to be."""
+
+import numpy as np
+import pytest
+
+from ensemble_ml.fields import Family
+from ensemble_ml.grid import Grid
+from ensemble_ml.verification import baselines as base
+from ensemble_ml.verification.statistics import c4, crps, ensemble_moments
+
+GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 12.0))
+SHAPE = (1, *GRID.shape)
+AREA = GRID.area_weights()
+
+
+def sample(rng, dates, members=5, bias=0.0, ratio=1.0, flow=0.4):
+    """Members N(0, sigma^2) around a truth N(bias, ratio sigma^2), sigma changing from date to date."""
+    sigma = np.exp(flow * rng.normal(size=(dates, *SHAPE)))
+    x = sigma * rng.normal(size=(members, dates, *SHAPE))
+    return x, bias + np.sqrt(ratio) * sigma * rng.normal(size=(dates, *SHAPE))
+
+
+def corrections_of(x, y, **kw):
+    sums = base.CellSums.zeros(SHAPE)
+    for date in range(len(y)):
+        terms = base.error_terms(*ensemble_moments(x[:, date]), y[date])
+        sums.record(int(2 * date >= len(y)), terms, np.isfinite(y[date]))
+    return base.fit_corrections(sums, AREA, **kw)
+
+
+def score(correction, x, y):
+    found = [crps(Family.NORMAL, *correction(*ensemble_moments(x[:, d])), y[d]) for d in range(len(y))]
+    return np.average(np.mean(found, 0)[0], weights=AREA)
+
+
+def test_bias_and_inflation_are_found():
+    rng = np.random.default_rng(0)
+    x, y = sample(rng, 400, bias=1.5, ratio=2.0)
+    found = corrections_of(x, y)
+    for name in base.CORRECTIONS:
+        np.testing.assert_allclose(found[name].bias.mean(), 1.5, atol=0.01)
+    # The mean of M members errs by sigma^2 / M beside the truth's own variance.
+    assert np.average(found["global"].slope[0], weights=AREA) == pytest.approx(2 + 1 / 5, rel=0.03)
+    assert (found["global"].constant == 0).all() and (found["local_constant"].slope == 0).all()
+    np.testing.assert_allclose(found["global"].bias, found["global"].bias.flat[0])
+
+
+def test_the_local_fit_is_the_textbook_one():
+    rng = np.random.default_rng(1)
+    x, y = sample(rng, 7)
+    mean, variance = zip(*(ensemble_moments(x[:, d]) for d in range(7)), strict=True)
+    found, error = corrections_of(x, y)["local"], y - np.array(mean)
+    np.testing.assert_allclose(found.bias, error.mean(0), atol=1e-12)
+    np.testing.assert_allclose(found.slope, error.var(0, ddof=1) * (1 + 1 / 7) / np.mean(variance, 0), rtol=1e-10)
+
+
+def test_shrinkage_goes_where_the_signal_is():
+    rng = np.random.default_rng(2)
+    pattern = rng.normal(size=SHAPE)
+    x, y = sample(rng, 12, bias=0.0)
+    none, strong = corrections_of(x, y), corrections_of(x, y + 5 * pattern)
+    assert none["shrunk"].bias.std() < 0.4 * none["local"].bias.std()
+    np.testing.assert_allclose(strong["shrunk"].bias, strong["local"].bias, atol=0.2)
+    test_x, test_y = sample(rng, 60)
+    scores = {name: score(none[name], test_x, test_y) for name in base.CORRECTIONS}
+    assert scores["shrunk"] < scores["local"] and scores["blend"] <= scores["shrunk"] * 1.002
+
+
+def test_a_lasting_error_is_not_taken_for_a_bias():
+    """Errors that persist through half of the dates look like a bias to a standard error of independent dates."""
+    rng = np.random.default_rng(3)
+    x, y = sample(rng, 40)
+    y[:20] += rng.normal(size=SHAPE)
+    y[20:] += rng.normal(size=SHAPE)
+    found = corrections_of(x, y)
+    assert found["shrunk"].bias.std() < 0.4 * found["local"].bias.std()
+
+
+@pytest.mark.parametrize(("flow", "low", "high"), [(0.0, 0.0, 0.05), (1.0, 0.5, 1.0)])
+def test_the_share_of_the_flow_is_fitted(flow, low, high):
+    x, y = sample(np.random.default_rng(4), 150, members=10, flow=flow)
+    blend, shrunk = (corrections_of(x, y)[name] for name in ("blend", "shrunk"))
+    assert low <= (blend.slope / shrunk.slope).mean() <= high
+
+
+def test_gaps_and_cells_without_spread():
+    rng = np.random.default_rng(5)
+    x, y = sample(rng, 10)
+    y[:, 0, 2] = np.nan  # no truth in a row
+    x[:, :, 0, 4] = 0.0  # all members the same
+    found = corrections_of(x, y)
+    for correction in found.values():
+        location, scale = correction(*ensemble_moments(x[:, 0]))
+        assert np.isfinite(location).all() and np.isfinite(scale).all() and (scale[0, 5:] > 0).all()
+    np.testing.assert_allclose(found["local"].bias[0, 2], found["global"].bias[0, 2])
+    assert (found["local"].constant[0, 4] > 0).all()
+
+
+def test_one_member_takes_its_spread_from_climate():
+    x, y = sample(np.random.default_rng(6), 50, members=1, flow=0.0)
+    found = corrections_of(x, y, clim_variance=np.ones(SHAPE))
+    _, scale = found["global"](*ensemble_moments(x[:, 0]))
+    np.testing.assert_allclose(scale, np.sqrt(2), rtol=0.02)
+
+
+def test_sums_add_up():
+    rng = np.random.default_rng(7)
+    x, y = sample(rng, 6)
+    parts = [base.CellSums.zeros(SHAPE) for _ in range(3)]
+    for date in range(6):
+        terms = base.error_terms(*ensemble_moments(x[:, date]), y[date])
+        for sums in (parts[0], parts[1 + date % 2]):
+            sums.record(int(date >= 3), terms, np.ones(SHAPE, bool))
+    whole, both = base.fit_corrections(parts[0], AREA), base.fit_corrections(parts[1] + parts[2], AREA)
+    np.testing.assert_allclose(both["blend"].slope, whole["blend"].slope, rtol=1e-10)
+
+
+def spread_sums(rng, dates=60, members=10, given=5):
+    sums, rows = base.CellSums.zeros(SHAPE), []
+    local = np.exp(0.5 * rng.normal(size=SHAPE))
+    for date in range(dates):
+        x = local * np.exp(0.3 * rng.normal(size=SHAPE)) * rng.normal(size=(members, *SHAPE))
+        s, f, h = (np.sqrt(ensemble_moments(part)[1]) for part in (x[:given], x, x[given:]))
+        sums.record(int(2 * date >= dates), base.spread_terms(s, f, h), np.ones(SHAPE, bool))
+        rows.append((s, f, h))
+    return sums, np.array(rows)
+
+
+@pytest.mark.parametrize(("target", "position"), [("f", 1), ("h", 2)])
+def test_spread_regression_is_weighted_least_squares(target, position):
+    sums, rows = spread_sums(np.random.default_rng(8))
+    found = base.fit_spread(sums, AREA, target)
+    np.testing.assert_allclose(found.climate, np.sqrt((rows[:, 1] ** 2).mean(0)), rtol=1e-12)
+    s, y = rows[:, 0].ravel(), rows[:, position].ravel()
+    root = np.sqrt(np.broadcast_to(AREA, rows[:, 0].shape).ravel())
+    climate = np.broadcast_to(found.climate, rows[:, 0].shape).ravel()
+    expected = np.linalg.lstsq(root[:, None] * np.stack([np.ones_like(s), s, climate], 1), root * y)[0]
+    np.testing.assert_allclose(found.coefficients[0], expected, atol=1e-8)
+
+
+def test_spread_regression_survives_a_constant_predictor():
+    sums = base.CellSums.zeros(SHAPE)
+    for _ in range(3):
+        sums.record(0, base.spread_terms(np.full(SHAPE, np.nan), np.full(SHAPE, 2.0), None), np.ones(SHAPE, bool))
+    np.testing.assert_allclose(base.fit_spread(sums, AREA)(np.full(SHAPE, np.nan)), 2.0, rtol=1e-8)
+
+
+def test_size_correction_and_climatology():
+    assert base.size_corrected(np.array(1.0), 5, 10) == pytest.approx(c4(10) / c4(5))
+    y = np.random.default_rng(9).normal(3, 2, size=(9, *SHAPE))
+    sums = base.CellSums.zeros(SHAPE)
+    for date in range(9):
+        sums.record(0, {"y": y[date], "yy": y[date] ** 2}, np.ones(SHAPE, bool))
+    mean, scale = base.fit_climatology(sums)
+    np.testing.assert_allclose(mean, y.mean(0))
+    np.testing.assert_allclose(scale, np.sqrt(y.var(0, ddof=1) * (1 + 1 / 9)))

@@ -1,0 +1,351 @@
+"""From forecasts to scores.json and report.html, on a synthetic store whose answers are known."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import scoringrules
+import xarray as xr
+from fakes import corrected, write_forecasts
+from synthetic import make_store
+
+from ensemble_ml.config import EvaluateConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.inference import Kind
+from ensemble_ml.store import Fields, Part
+from ensemble_ml.verification import evaluate
+
+TRAIN, TEST = list(range(12)), list(range(12, 30))
+DATES = [str(np.datetime64(year, "D") + 3 * i) for year, n in (("2001", 12), ("2003", 18)) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Under-dispersive and biased; 12 dates to fit on, 18 to test on."""
+    path = tmp_path_factory.mktemp("store") / "store.zarr"
+    return make_store(
+        path,
+        dates=DATES,
+        members=10,
+        variables=("t", "q"),
+        levels=(500, 850),
+        surface=("tp",),
+        bias=0.6,
+        dispersion=0.7,
+    )
+
+
+@pytest.fixture(scope="module")
+def forecast(store, tmp_path_factory):
+    """Wider than raw by what the ensemble lacks; also made for two dates of training."""
+    folder = tmp_path_factory.mktemp("made") / "forecast"
+    return write_forecasts(folder, store, TRAIN[-2:] + TEST, corrected(inflate=1 / 0.7), train=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def result(store, forecast, tmp_path_factory):
+    output = tmp_path_factory.mktemp("scores")
+    found = evaluate(settings(forecast, store, output), store)
+    assert found == output
+    return json.loads((output / "scores.json").read_text()), (output / "report.html").read_text()
+
+
+def settings(forecast, store, output, **kw):
+    given = forecast if isinstance(forecast, list) else str(forecast)
+    return EvaluateConfig(forecast=given, ensemble=store.path, output=str(output), **({"bootstrap": 100} | kw))
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Figures take most of the time of a small evaluation; one test looks at them."""
+    module = sys.modules[evaluate.__module__]  # the package's `evaluate` is the function
+    monkeypatch.setattr(module, "write_report", lambda *_: "<!doctype html>")
+
+
+def entry(content, entrant, variable, level, lead=48):
+    wanted = {"entrant": entrant, "variable": variable, "level": level, "lead_hours": lead}
+    return next(row for row in content["scores"] if all(row[k] == v for k, v in wanted.items()))
+
+
+def truth_and_members(store, date, name, level, lead):
+    layout = store.layout
+    at = (slice(None), layout.lead_hours.index(lead), layout.variables.index(name), layout.levels.index(level))
+    return store.read(Part.TRUTH, date).pressure[at][0], store.read(Part.FORECAST, date).pressure[at].astype(float)
+
+
+def test_scores_are_those_of_an_independent_computation(result, store):
+    """scoringrules on the numbers of store and rule, np.average with the grid's exact areas."""
+    content, _ = result
+    weights, found = store.layout.grid.area_weights(), []
+    for date in TEST:
+        y, x = truth_and_members(store, date, "t", 850, 24)
+        given = x[:5]
+        s = given.std(0, ddof=1)
+        ours = scoringrules.crps_normal(y, given.mean(0), np.sqrt(1.2) * s / 0.7)
+        raw = scoringrules.crps_normal(y, x.mean(0), np.sqrt(1.1) * x.std(0, ddof=1))
+        fair = scoringrules.crps_ensemble(y, given, m_axis=0, estimator="fair")
+        held = x[5:].std(0, ddof=1) * 0.97266 / 0.93999
+        found.append([ours, raw, fair, (1.035 * s - x.std(0, ddof=1)) ** 2, (1.035 * s - held) ** 2])
+    crps, raw, fair, spread, held = (np.average(values, weights=weights) for values in np.mean(found, 0))
+    mine = entry(content, "forecast", "t", 850, 24)
+    assert mine["crps"]["value"] == pytest.approx(crps, rel=1e-5)  # NetCDF holds float32
+    assert mine["spread_rmse"]["value"] == pytest.approx(np.sqrt(spread), rel=1e-5)
+    assert mine["held_out_rmse"]["value"] == pytest.approx(np.sqrt(held), rel=1e-4)
+    assert entry(content, "raw_10", "t", 850, 24)["crps"]["value"] == pytest.approx(raw, rel=1e-9)
+    assert entry(content, "raw_5", "t", 850, 24)["crps_fair"]["value"] == pytest.approx(fair, rel=1e-9)
+    assert mine["crps"]["low"] < mine["crps"]["value"] < mine["crps"]["high"]
+    assert mine["crps"]["unweighted"] == pytest.approx(np.mean([f[0] for f in found]), rel=1e-5)
+
+
+def test_claims_summary_and_comparisons_agree(result):
+    content, _ = result
+    assert [claim["unit"] for claim in content["claims"]] == ["ratio"] * 3 + ["%"] * 2
+    assert [claim["target"] for claim in content["claims"]] == [1, 1, 1, 2, 0]
+    best = next(row["reference"] for row in content["summary"] if row["best_baseline"] and row["lead_hours"] == 48)
+    assert content["claims"][3]["reference"] == best and best.endswith("_5")
+    rows = [r for r in content["comparisons"] if r["reference"] == best and r["lead_hours"] == 48]
+    gains = [1 - row["gain_percent"]["value"] / 100 for row in rows]
+    assert len(rows) == 5 and content["claims"][3]["value"] == pytest.approx(100 * (1 - np.exp(np.mean(np.log(gains)))))
+    for claim in content["claims"]:
+        assert claim["low"] <= claim["value"] <= claim["high"]
+        assert {"claim", "value", "unit", "target", "holds", "certain", "enough_blocks"} <= set(claim)
+    # Inflation alone beats raw; it cannot beat a correction that also removes the bias.
+    assert not content["claims"][3]["holds"] and content["claims"][3]["value"] < 0
+    assert not content["claims"][2]["holds"]
+
+
+def test_nobody_is_left_out(result):
+    content, _ = result
+    kinds = ("raw", "global", "local", "local_constant", "shrunk", "local_blend", "blend")
+    expected = {f"{kind}_{size}" for kind in kinds for size in (5, 10)} | {"forecast", "climatology"}
+    expected |= {"size_corrected_5", "spread_regression_5", "held_out_regression_5"}
+    assert set(content["entrants"]) == expected
+    assert (
+        set(content["families"]["local_5"]) >= {"q500 48 h", "tp 24 h"}
+        and "t500 48 h" not in content["families"]["local_5"]
+    )
+    raw = entry(content, "raw_10", "q", 500)
+    assert {"crps", "crps_normal", "crps_fair", "crps_members", "spread_skill"} <= set(raw)
+    local = entry(content, "local_5", "tp", None)
+    assert local["crps"]["value"] == min(local["crps_normal"]["value"], local["crps_family"]["value"])
+
+
+def test_dates_are_accounted_for(result):
+    content, _ = result
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST]
+    assert content["dates"]["fit"] == [f"{DATES[d]}T00" for d in TRAIN]
+    assert [d["reason"] for d in content["dates"]["dropped"]] == ["seen in training"] * 2
+    assert "2 start dates are not scored: 2 seen in training." in content["notes"]
+    assert content["dates"]["blocks"] == 4 and content["left_out"] == []
+
+
+class Checker(HTMLParser):
+    """Collects what would make a browser fetch or run something, and checks that tags close."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.fetched, self.images = [], [], 0
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [v for k, v in attrs if k in ("src", "href") and not v.startswith("data:")]
+        self.fetched += [tag] if tag in ("script", "iframe", "object") else []
+        self.images += tag == "img"
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_one_whole_file_that_answers_first(result):
+    content, html = result
+    checker = Checker()
+    checker.feed(html)
+    assert not checker.open and not checker.fetched and checker.images == 7
+    top = html[: html.index("<img")]
+    assert "CRPS" in top and "95 % interval" in top and "better in" in top and "independent blocks" in top
+    for text in content["definitions"]:
+        assert f"<dt>{text}</dt>" in html
+    assert "url(" not in html and "@import" not in html and not re.search(r"\bnan\b", html)
+
+
+def test_a_calibrated_ensemble_has_spread_skill_one(tmp_path, plain):
+    levels = (300, 500, 700, 850)
+    store = make_store(
+        tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), variables=("t",), levels=levels, surface=()
+    )
+    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(24,), train=TRAIN)
+    evaluate(settings(folder, store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+
+    def mean(entrant, metric):
+        return np.mean([entry(content, entrant, "t", level, 24)[metric]["value"] for level in levels])
+
+    for entrant in ("raw_5", "raw_10", "f"):
+        assert mean(entrant, "spread_skill") == pytest.approx(1, abs=0.05)
+    assert mean("blend_5", "spread_skill") == pytest.approx(1, abs=0.1)  # fitted on a few dates
+    assert mean("raw_5", "crps_fair") == pytest.approx(mean("raw_10", "crps_fair"), rel=0.02)
+    assert mean("raw_5", "crps") > mean("raw_10", "crps") > mean("raw_10", "crps_fair")
+
+
+def spread_only(name, members):
+    return {Kind.SPREAD: members[:5].std(0, ddof=1)}
+
+
+def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
+    caplog.set_level("INFO")
+    store = make_store(tmp_path / "s.zarr", dates=4, members=10, leads=(0,), surface=(), truth=False, static=False)
+    folder = write_forecasts(tmp_path / "f", store, [3], spread_only, leads=(0,), train=[0, 1, 2])
+    evaluate(settings(folder, store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert "There is no truth: spread alone is scored." in content["notes"]
+    assert [claim["unit"] for claim in content["claims"]] == ["ratio"] * 3
+    assert content["claims"][0]["value"] == pytest.approx(1, rel=1e-5) and content["claims"][0]["low"] is None
+    assert not any(claim["certain"] for claim in content["claims"])
+    assert "1 test date in 1 independent block: too few for any interval." in content["headline"]
+    assert "crps" not in entry(content, "raw_5", "t", 500, 0)
+    assert "too few for any interval" in caplog.text and "report.html" in caplog.text
+
+
+def test_two_forecasts_share_dates_leads_and_draws(store, forecast, tmp_path, plain):
+    other = write_forecasts(
+        tmp_path / "one", store, TEST[:-1], corrected(members=3), leads=(48,), names=("t",), members_in="1 2 3"
+    )
+    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert len(content["dates"]["test"]) == len(TEST) - 1
+    reasons = sorted(d["reason"] for d in content["dates"]["dropped"])
+    assert reasons == ["missing from one"] * 3
+    assert {(row["variable"], row["lead_hours"]) for row in content["scores"]} == {("t", 48)}
+    assert any("one was made from members 1 2 3, not from 1 2 3 4 5" in note for note in content["notes"])
+    assert any("8 fields are not in all forecasts" in note for note in content["notes"])
+    assert {claim["forecast"] for claim in content["claims"]} == {"forecast", "one"}
+    assert content["claims"][0]["claim"].startswith("forecast: from 5 of 10 members at 48 h")
+
+
+def test_one_member_has_no_raw_spread(store, forecast, tmp_path):
+    evaluate(settings(forecast, store, tmp_path / "r", members_in=1), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert "raw_1" in content["entrants"] and "size_corrected_1" not in content["entrants"]
+    assert "crps" not in entry(content, "raw_1", "t", 500) and "crps" in entry(content, "local_1", "t", 500)
+    references = [claim["reference"] for claim in content["claims"]]
+    assert references[0] == "spread_regression_1" and references[-1] == "raw_10"
+
+
+class Holes:
+    """A source with a hole in the truth of one date, and no truth at all on another."""
+
+    def __init__(self, store):
+        self._store, self.path, self.layout = store, store.path, store.layout
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def read(self, part, date, *args):
+        found = self._store.read(part, date, *args)
+        if part is Part.TRUTH and date == TEST[0]:
+            pressure = found.pressure.copy()
+            pressure[..., 3, 5] = np.nan
+            return Fields(pressure, found.surface)
+        return found
+
+    def present(self, part, date):
+        there = self._store.present(part, date)
+        return tuple(a & (part is not Part.TRUTH or date != TEST[1]) for a in there)
+
+
+def test_holes_are_counted(store, forecast, tmp_path, plain):
+    evaluate(settings(forecast, store, tmp_path / "r"), Holes(store))
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert {"date": f"{DATES[TEST[1]]}T00", "reason": "without truth"} in content["dates"]["dropped"]
+    holes = [hole for hole in content["left_out"] if hole["entrant"] == "forecast" and hole["statistic"] == "crps"]
+    assert {(h["field"], h["left_out"]) for h in holes} == {(f, 1) for f in ("t500", "t850", "q500", "q850")}
+    assert np.isfinite(entry(content, "forecast", "t", 500)["crps"]["value"])
+    assert any("scores leave points out" in note for note in content["notes"])
+
+
+def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
+    """Latitude south to north, levels in another order and in Pa, mean and standard deviation only."""
+    (tmp_path / "f").mkdir()
+    for path in forecast.glob("*.nc"):
+        with xr.open_dataset(path, decode_timedelta=False) as data:
+            kept = data[["t_mean", "t_stddev"]].isel(latitude=slice(None, None, -1), level=slice(None, None, -1))
+            kept = kept.assign_coords(level=("level", kept.level.values * 100, {"units": "Pa"}))
+            kept.to_netcdf(tmp_path / "f" / path.name)
+    evaluate(settings([str(forecast), str(tmp_path / "f")], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    for level in (500, 850):
+        ours, theirs = (entry(content, name, "t", level)["crps"] for name in ("forecast", "f"))
+        assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
+
+
+def truncate(folder):
+    path = sorted(folder.glob("*.nc"))[0]
+    path.write_bytes(path.read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"forecast": "nowhere"}, "forecast=nowhere: no such folder"),
+        ({"members_in": 11}, "members_in=11: .* has 10 members"),
+        ({"fit": ["1999"]}, "dates 1999: no start date lies there"),
+        ({"fit": ["2003"]}, r"none of 20 start dates can be scored \(seen in training, used to fit"),
+    ],
+)
+def test_mistakes_of_the_configuration(store, forecast, tmp_path, change, match):
+    config = settings(forecast, store, tmp_path / "r")
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(UserError, match=match):
+        evaluate(config, store)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        ({"rows": slice(2, 9)}, "its grid .* is not that of"),
+        ({"train": []}, "records no training_dates; say with fit"),
+        ({"leads": (24,), "names": ("t",), "broken": True}, "not a readable NetCDF file"),
+    ],
+)
+def test_mistakes_of_the_forecasts(store, tmp_path, made, match):
+    broken = made.pop("broken", False)
+    folder = write_forecasts(tmp_path / "f", store, TEST[:2], corrected(), **({"train": TRAIN} | made))
+    if broken:
+        truncate(folder)
+    with pytest.raises(UserError, match=match):
+        evaluate(settings(folder, store, tmp_path / "r"), store)
+    assert not (tmp_path / "r").exists()
+
+
+def test_fit_dates_must_be_in_the_ensemble(store, forecast, tmp_path):
+    small = make_store(tmp_path / "s.zarr", dates=DATES[10:], members=10, variables=("t",), surface=())
+    with pytest.raises(UserError, match="lacks 10 of the 12 training dates"):
+        evaluate(settings(forecast, small, tmp_path / "r"), small)
+
+
+def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no NetCDF file"):
+        evaluate(settings(tmp_path / "empty", store, tmp_path / "r"), store)
+    with pytest.raises(UserError, match="named twice"):
+        evaluate(settings([str(forecast)] * 2, store, tmp_path / "r"), store)
+    folder = write_forecasts(tmp_path / "f", store, TEST[:1], corrected(), train=TRAIN)
+    write_forecasts(folder, store, TEST[1:2], corrected(), names=("q", "tp"), train=TRAIN)
+    with pytest.raises(UserError, match="lacks t_location, which other files hold"):
+        evaluate(settings(folder, store, tmp_path / "r"), store)
+
+
+def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UserError, match=r"report\.html exists there; set overwrite=true"):
+        evaluate(settings(forecast, store, tmp_path), store)
+    assert (tmp_path / "report.html").read_text() == "mine"
+    evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
