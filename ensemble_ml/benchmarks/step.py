@@ -1,9 +1,9 @@
 """A training step of our network against the naive form of the same network, in one run.
 
 Axes: B date, C channel, Z plane, Y latitude, X longitude. Naive is what one writes first: tensors (B, C, Z, Y, X) in
-float32, padding by `torch.cat` and `F.pad`, conv3d, pooling and upsampling in 3D. It has the same
-parameters and gives the same numbers, which a test holds it to; features, heads, loss and optimizer are one code for
-both. A step is forward, closed-form CRPS and spread loss, backward, Lion.
+float32, padding by `torch.cat` and `F.pad`, conv3d, pooling and upsampling in 3D. It has the same parameters and gives
+the same numbers, which a test holds it to; features, heads, loss and optimizer are one code for both. A step is
+forward, closed-form CRPS and spread loss, backward, Lion.
 """
 
 from __future__ import annotations

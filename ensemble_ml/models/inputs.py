@@ -125,7 +125,8 @@ class Prediction:
     """Parameters of the predicted distributions, physical units; T runs over `leads_out`.
 
     `location_*`, `scale_*`: location and scale of the variable's family (None without the postprocess head);
-    `spread_*`: predicted standard deviation of the full ensemble (None without the spread head).
+    `spread_*`: predicted standard deviation of the full ensemble (None without the spread head). All `_p` (`_s`) are
+    None where the model has no pressure-level (surface) variable.
     Shapes (B, T, V, Z, Y, X) for `_p` and (B, T, S, Y, X) for `_s`.
     """
 

@@ -30,7 +30,8 @@ def oracle(family, mu, sigma, y):
     if family is NORMAL:
         return scoringrules.crps_normal(y, mu, sigma)
     masses = {"lmass": stats.norm.cdf(-mu / sigma)} if family is CENSORED else {}
-    return scoringrules.crps_gtcnormal(y, mu, sigma, lower=np.zeros_like(mu), **masses)
+    with np.errstate(all="ignore"):  # it divides by the mass above zero, be that zero
+        return scoringrules.crps_gtcnormal(y, mu, sigma, lower=np.zeros_like(mu), **masses)
 
 
 def sf(family, mu, sigma, x):

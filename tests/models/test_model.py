@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import make_climate, make_input, make_model, make_spec, tensors
+from small_models import make_climate, make_input, make_model, make_spec, tensors
 
 from ensemble_ml.config import Pole, Vertical
 from ensemble_ml.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import make_climate, make_spec
+from small_models import make_climate, make_spec
 
 from ensemble_ml.config import Pole
 from ensemble_ml.errors import UserError

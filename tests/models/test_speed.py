@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from conftest import make_input, make_model, make_spec, tensors
+from small_models import make_input, make_model, make_spec, tensors
 
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError

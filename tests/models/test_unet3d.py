@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import awake
+from small_models import awake
 from torch.nn import functional as F
 
 from ensemble_ml.config import Pole, Vertical
