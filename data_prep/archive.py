@@ -39,7 +39,7 @@ class ArchiveSource:
         self,
         catalogue: Catalogue,
         *,
-        control: Control = Control.APART,
+        control: Control = Control.apart,
         variables: Sequence[str] | None = None,
         levels: Sequence[int] | None = None,
         leads: Sequence[int] | None = None,
@@ -47,7 +47,7 @@ class ArchiveSource:
     ):
         self.catalogue, self.path = catalogue, catalogue.path
         records = from_start(catalogue.records)
-        if control is Control.INCLUDE:
+        if control is Control.include:
             records = control_as_member(records, self.path)
         keep = not_at_lead_zero(records) & chosen(records, self.path, variables, levels, dates)
         rows = np.flatnonzero(keep)
@@ -177,7 +177,7 @@ def open_archive(
     paths: Any,
     *,
     role: str = FORECAST,
-    control: Control = Control.APART,
+    control: Control = Control.apart,
     variables: Sequence[str] | None = None,
     levels: Sequence[int] | None = None,
     leads: Sequence[int] | None = None,

@@ -124,7 +124,7 @@ class Pair:
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def open_source(path: Any, *, control: Control = Control.APART) -> Source:
+def open_source(path: Any, *, control: Control = Control.apart) -> Source:
     """Open a tensor store or a forecast archive, whichever `path` is.
 
     Raises:
@@ -134,7 +134,7 @@ def open_source(path: Any, *, control: Control = Control.APART) -> Source:
     return store if store is not None else open_archive(path, control=control)
 
 
-def open_pair(forecast: Any, truth: Any = None, static: Any = None, *, control: Control = Control.APART) -> Pair:
+def open_pair(forecast: Any, truth: Any = None, static: Any = None, *, control: Control = Control.apart) -> Pair:
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
     Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own.

@@ -103,7 +103,7 @@ def _check_truth(truth: ArchiveTruth) -> None:
 
 
 def _blocks(gathered: Gathered, writer: StoreWriter) -> tuple[PackedBlock, PackedBlock]:
-    if writer.packing is Packing.FLOAT32:
+    if writer.packing is Packing.float32:
         return gathered.plain()
     return gathered.quantised(writer.layout, writer.errors)
 
@@ -140,7 +140,7 @@ def _log_errors(writer: StoreWriter) -> None:
     worst = {name: bound for name, bound in writer.errors.items() if bound > 0}
     for name, bound in sorted(worst.items()):
         log.info("%s: packed into 16 bits, error at most %.3g %s", name, bound, field(name).units)
-    if not worst and writer.packing is Packing.UINT16:
+    if not worst and writer.packing is Packing.uint16:
         log.info("all fields keep the archive's own integers: exact")
 
 

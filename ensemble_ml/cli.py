@@ -1,8 +1,8 @@
 """The command line: `ensemble-ml TASK key=value ...`.
 
-Hydra composes the files of `conf/` and the overrides over the schema in `config`, `OmegaConf.to_object` turns the result
-into dataclasses, and the task runs. This is the only file that knows Hydra. A user's mistake ends in one line and
-status 2; `-m` hands a sweep to Hydra's own launcher.
+Hydra composes the files of `conf/` and the overrides over the schema in `config`, `OmegaConf.to_object` turns the
+result into dataclasses, and the task runs. This is the only file that knows Hydra. A user's mistake ends in one line
+and status 2; `-m` hands a sweep to Hydra's own launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from ensemble_ml.errors import UserError
 
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
-_EXTRAS = {"eccodes": "grib", "cfgrib": "grib", "gribapi": "grib", "jcm": "simulate", "jax": "simulate", "dinosaur": "simulate"}
+_EXTRAS = {
+    "eccodes": "grib",
+    "cfgrib": "grib",
+    "gribapi": "grib",
+    "jcm": "simulate",
+    "jax": "simulate",
+    "dinosaur": "simulate",
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ TASKS: dict[str, Task] = {
         "OUTPUT/{ensemble,truth}/*.grib, OUTPUT/static.grib, OUTPUT/archive.json (with the realism of the ensemble)",
     ),
     "prepare": Task(
-        schema.PrepareConfig, _prepare, "input=archive/ensemble truth=archive/truth static=archive/static.grib output=store.zarr",
+        schema.PrepareConfig, _prepare, "input=archive/ensemble truth=archive/truth static=archive/static.grib "
+        "output=store.zarr",
         "OUTPUT, a tensor store: xr.open_dataset(OUTPUT, engine='ensemble_ml')",
     ),
     "train": Task(
@@ -95,11 +103,13 @@ TASKS: dict[str, Task] = {
         "runs/RUN/{config.yaml, log.jsonl, checkpoints/best, checkpoints/last}",
     ),
     "predict": Task(
-        schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 output=forecast",
+        schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
+        "output=forecast",
         "OUTPUT/forecast_YYYYMMDDHH.nc, one a start date",
     ),
     "evaluate": Task(
-        schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 output=scores",
+        schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
+        "output=scores",
         "OUTPUT/{scores.json, report.html}",
     ),
     "benchmark": Task(
@@ -236,7 +246,10 @@ def help_page(task: str) -> str:
     shown = [f"  {g}={' | '.join(names)}" for g, names in groups.items() if g in own and names]
     if shown:
         lines += ["", "Groups (files of conf/, chosen by name):", *shown]
-    lines += ["", "Also: --cfg prints the composed configuration; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'."]
+    lines += [
+        "",
+        "Also: --cfg prints the composed configuration; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'.",
+    ]
     return "\n".join(lines)
 
 
@@ -244,7 +257,13 @@ def overview() -> str:
     """The page that `ensemble-ml --help` prints."""
     rows = [f"  {name:<10} {(task.config.__doc__ or '').strip()}" for name, task in TASKS.items()]
     return "\n".join(
-        ["ensemble-ml TASK key=value ...", "", *rows, "", "ensemble-ml TASK --help explains a task; scripts/quickstart.sh runs them all."]
+        [
+            "ensemble-ml TASK key=value ...",
+            "",
+            *rows,
+            "",
+            "ensemble-ml TASK --help explains a task; scripts/quickstart.sh runs them all.",
+        ]
     )
 
 
@@ -255,7 +274,9 @@ def _dispatch(arguments: list[str]) -> int:
     task, rest = arguments[0], arguments[1:]
     if task not in TASKS:
         near = difflib.get_close_matches(task, TASKS, n=1)
-        raise UserError(f"{task}: no such task; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(TASKS)}"))
+        raise UserError(
+            f"{task}: no such task; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(TASKS)}")
+        )
     if "-h" in rest or "--help" in rest:
         print(help_page(task))
         return 0

@@ -2,7 +2,7 @@
 
 Hydra composes the files of `conf/` over these classes; `OmegaConf.to_object` turns the result into them once, in `cli`.
 Below that border nobody sees a DictConfig. Classes are not frozen and hold no Literal, tuple or Path, because
-OmegaConf cannot compose those. `doc` in a field's metadata is the line that `--help` prints.
+OmegaConf cannot compose those; members of an Enum are named as they are written, because it matches names. `doc` in a field's metadata is the line that `--help` prints.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, fields
 from datetime import date
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 from ensemble_ml.errors import UserError
@@ -22,69 +23,52 @@ class Packing(Enum):
     """How values lie in a tensor store."""
 
     uint16 = "uint16"
-    UINT16 = "uint16"
     float32 = "float32"
-    FLOAT32 = "float32"
 
 
 class Control(Enum):
     """What becomes of an unperturbed member."""
 
     apart = "apart"
-    APART = "apart"
     include = "include"
-    INCLUDE = "include"
 
 
 class Vertical(Enum):
     """How the weights of the 3D U-Net act across pressure levels."""
 
     shared = "shared"
-    SHARED = "shared"
     affine = "affine"
-    AFFINE = "affine"
     separable = "separable"
-    SEPARABLE = "separable"
     full = "full"
-    FULL = "full"
 
 
 class Pole(Enum):
     """What a convolution sees beyond a pole."""
 
     cross = "cross"
-    CROSS = "cross"
     replicate = "replicate"
-    REPLICATE = "replicate"
     zero = "zero"
-    ZERO = "zero"
 
 
 class Precision(Enum):
     """Arithmetic of the convolutions; `auto` times a step of each and takes the fastest that the hardware has."""
 
     auto = "auto"
-    AUTO = "auto"
     float32 = "float32"
-    FLOAT32 = "float32"
     bfloat16 = "bfloat16"
-    BFLOAT16 = "bfloat16"
     float64 = "float64"
-    FLOAT64 = "float64"
 
 
 class OptimName(Enum):
     """Optimizers."""
 
     lion = "lion"
-    LION = "lion"
     adamw = "adamw"
-    ADAMW = "adamw"
 
 
 def opt(default: Any, doc: str) -> Any:
     """A dataclass field with a default (or a factory of one) and the line that `--help` prints for it."""
-    if callable(default) and not isinstance(default, type | Enum) or default in (list, dict):
+    if (callable(default) and not isinstance(default, type | Enum)) or default in (list, dict):
         return field(default_factory=default, metadata={"doc": doc})
     return field(default=default, metadata={"doc": doc})
 
@@ -156,7 +140,7 @@ class SimulateConfig:
         require("simulate.windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
         days = [date(2001, *map(int, window.split("-"))).toordinal() for window in self.windows]
         needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
-        gaps = [later - earlier for earlier, later in zip(days, days[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in pairwise(days)]
         require("simulate.windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
         require("simulate.spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
         require("simulate.norm", self.norm, self.norm > 0, "must be above 0 K")
@@ -175,8 +159,8 @@ class PrepareConfig:
     levels: list[int] | None = opt(None, "pressure levels to keep, hPa; null keeps all")
     leads: list[int] | None = opt(None, "lead times to keep, hours; null keeps all")
     dates: list[str] | None = opt(None, "start dates to keep: years, ISO dates or start/end ranges; null keeps all")
-    packing: Packing = opt(Packing.UINT16, "uint16 | float32")
-    control: Control = opt(Control.APART, "apart | include: whether an unperturbed member counts as a member")
+    packing: Packing = opt(Packing.uint16, "uint16 | float32")
+    control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
     overwrite: bool = opt(False, "replace an existing store")
 
 
@@ -212,14 +196,14 @@ class ModelConfig:
     max_hidden: int = opt(128, "most channels of a level")
     depth: int = opt(3, "number of poolings L; latitude is processed in blocks of 2^L rows")
     blocks: int = opt(1, "residual blocks a level")
-    vertical: Vertical = opt(Vertical.AFFINE, "shared | affine | separable | full: how weights act across pressure levels")
-    pole: Pole = opt(Pole.CROSS, "cross | replicate | zero: what a convolution sees beyond a pole")
+    vertical: Vertical = opt(Vertical.affine, "shared | affine | separable | full: how weights act across pressure levels")
+    pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
     min_members: int = opt(1, "fewest members that predict accepts")
-    precision: Precision = opt(Precision.AUTO, "auto | float32 | bfloat16 | float64")
+    precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 
     def __post_init__(self) -> None:
         require("model.name", self.name, self.name == "unet3d", "unet3d is allowed")
@@ -234,7 +218,7 @@ class ModelConfig:
 class OptimConfig:
     """Optimizer and schedule."""
 
-    name: OptimName = opt(OptimName.LION, "lion | adamw")
+    name: OptimName = opt(OptimName.lion, "lion | adamw")
     lr: float = opt(3e-4, "peak learning rate")
     beta1: float = opt(0.9, "weight of the momentum in the update")
     beta2: float = opt(0.99, "decay of the momentum (Lion) or of the second moment (AdamW)")
@@ -319,7 +303,7 @@ class PredictConfig:
     region: list[float] | None = opt(None, "[north, west, south, east] of the output, degrees")
     points: Any = opt(None, "list of [latitude, longitude]: nearest grid points instead of fields")
     overwrite: bool = opt(False, "replace forecasts that exist")
-    precision: Precision = opt(Precision.AUTO, "auto takes the checkpoint's")
+    precision: Precision = opt(Precision.auto, "auto takes the checkpoint's")
     threads: int = opt(0, "CPU threads; 0 takes all cores")
 
     def __post_init__(self) -> None:

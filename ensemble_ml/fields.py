@@ -45,17 +45,22 @@ class Field:
         return self.units == "K"
 
 
-def _pressure(name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw) -> Field:
+def _pressure(
+    name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
+) -> Field:
     return Field(name, standard_name, long_name, units, False, ids, aliases, **kw)
 
 
-def _surface(name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw) -> Field:
+def _surface(
+    name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw
+) -> Field:
     return Field(name, standard_name, long_name, units, True, ids, aliases, **kw)
 
 
 _TRUNCATED = Family.TRUNCATED_NORMAL
 _CENSORED = Family.CENSORED_NORMAL
 
+# fmt: off
 FIELDS: tuple[Field, ...] = (
     _pressure("t", "air_temperature", "temperature", "K", (130,), "T", "temperature", "ta"),
     _pressure("z", "geopotential", "geopotential", "m2 s-2", (129,), "Z", "geopotential"),
@@ -80,6 +85,7 @@ FIELDS: tuple[Field, ...] = (
     _surface("orog", "surface_altitude", "orography", "m", (228002,), "orography", static=True),
     _surface("lsm", "land_area_fraction", "land-sea mask", "1", (172,), "LSM", "land_sea_mask", "sftlf", static=True),
 )
+# fmt: on
 
 
 @cache

@@ -1,7 +1,7 @@
 """Geometry of a regular latitude-longitude grid: order, wrap, poles, exact cell areas.
 
-Inside the program latitude runs from north to south and longitude eastwards. A grid that closes the circle starts at its
-first longitude in [0, 360); a regional one stays in one piece, so it starts below zero where it crosses Greenwich.
+Inside the program latitude runs from north to south and longitude eastwards. A grid that closes the circle starts at
+its first longitude in [0, 360); a regional one stays in one piece, so it starts below zero where it crosses Greenwich.
 """
 
 from __future__ import annotations

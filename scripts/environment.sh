@@ -24,8 +24,8 @@ if [ ! -e "$stamp" ]; then
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
   [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
   # torch first and alone: a package that depends on it would otherwise choose its build.
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]"
   rm -f "$venv"/.ensemble-ml-*
   touch "$stamp"
 fi

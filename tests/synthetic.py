@@ -47,7 +47,7 @@ def make_store(
     static: bool = True,
     bias: float = 0.0,
     dispersion: float = 1.0,
-    packing: Packing = Packing.UINT16,
+    packing: Packing = Packing.uint16,
     seed: int = 0,
     overwrite: bool = False,
 ) -> TensorStore:

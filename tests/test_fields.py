@@ -15,15 +15,34 @@ def test_names_and_parameters_are_unique():
 
 @pytest.mark.parametrize(
     ("alias", "name"),
-    [("T", "t"), ("T2M", "t2m"), ("2t", "t2m"), ("SSTK", "sst"), ("U10M", "u10"), ("Z", "z"), ("D", "d"), ("air_temperature", "t"),
-     ("temperature", "t"), ("10fg3", "fg10"), ("TCW", "tcw"), ("hus", "q")],
+    [("T", "t"), ("T2M", "t2m"), ("2t", "t2m"), ("SSTK", "sst"), ("U10M", "u10"), ("Z", "z"), ("D", "d"),
+     ("air_temperature", "t"), ("temperature", "t"), ("10fg3", "fg10"), ("TCW", "tcw"), ("hus", "q")],
 )  # fmt: skip
 def test_archives_names_lead_to_the_registry(alias, name):
     assert resolve(alias).name == name
 
 
 def test_all_of_ens10_is_known():
-    for name in ["Z", "T", "U", "V", "Q", "W", "D", "SSTK", "TCW", "TCWV", "CP", "MSL", "TCC", "U10M", "V10M", "T2M", "TP", "SKT"]:
+    for name in [
+        "Z",
+        "T",
+        "U",
+        "V",
+        "Q",
+        "W",
+        "D",
+        "SSTK",
+        "TCW",
+        "TCWV",
+        "CP",
+        "MSL",
+        "TCC",
+        "U10M",
+        "V10M",
+        "T2M",
+        "TP",
+        "SKT",
+    ]:
         assert resolve(name)
 
 

@@ -67,7 +67,11 @@ def test_region_from_minus_180_is_moved_east():
 
 @pytest.mark.parametrize(
     ("latitude", "longitude", "text"),
-    [([90, 60, 0], [0, 120, 240], "latitude: not evenly"), ([45, 0], [0, 120, 200], "longitude: not evenly"), ([], [0], "at least one")],
+    [
+        ([90, 60, 0], [0, 120, 240], "latitude: not evenly"),
+        ([45, 0], [0, 120, 200], "longitude: not evenly"),
+        ([], [0], "at least one"),
+    ],
 )
 def test_irregular_axes_are_refused(latitude, longitude, text):
     with pytest.raises(UserError, match=text):

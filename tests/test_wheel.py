@@ -18,7 +18,18 @@ def installed(tmp_path_factory) -> Path:
     subprocess.run(build, check=True, capture_output=True)
     wheel = next(folder.glob("*.whl"))
     target = folder / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
     subprocess.run(pip, check=True, capture_output=True)
     assert zipfile.ZipFile(wheel).testzip() is None
     return target

@@ -1,7 +1,7 @@
 """The main job as a benchmark: the claims that the scores of `scripts/quickstart.sh` make, as a results file.
 
-Nothing is computed here: `scores.json` holds ours and every baseline, scored in one run on the same test dates. A figure's
-range is its confidence interval, for there is one run.
+Nothing is computed here: `scores.json` holds ours and every baseline, scored in one run on the same test dates. A
+figure's range is its confidence interval, for there is one run.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def run(config: BenchmarkConfig) -> Path:
     torch.manual_seed(0)
     ours = EnsembleModel(spec, Climate.default(spec))
     entrants: dict[str, Callable[[], object]] = {"naive": _stepper(naive_form(ours), batch)}
-    speed = choose(ours, _pass(ours, batch), wanted=Precision.AUTO)
+    speed = choose(ours, _pass(ours, batch), wanted=Precision.auto)
     entrants["ours"] = _stepper(ours, batch)
     plain = EnsembleModel(spec, Climate.default(spec))
-    Speed(Precision.FLOAT32, True).apply(plain)
+    Speed(Precision.float32, True).apply(plain)
     entrants["ours in float32"] = _stepper(plain, batch)
     figures = _race(entrants, config.repeats)
     ratios = [n / o for n, o in zip(figures["naive"], figures["ours"], strict=True)]
@@ -131,7 +131,7 @@ def naive_form(model: EnsembleModel) -> EnsembleModel:
     Raises:
         ValueError: `vertical` is separable or full; those have no second form here.
     """
-    if model.spec.config.vertical not in (Vertical.SHARED, Vertical.AFFINE):
+    if model.spec.config.vertical not in (Vertical.shared, Vertical.affine):
         raise ValueError(
             f"vertical={model.spec.config.vertical.value}: the naive form is written for shared and affine"
         )

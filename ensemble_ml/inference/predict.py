@@ -103,7 +103,7 @@ def _groups(samples: Samples, starts: list[Start]) -> Iterator[list[Sample]]:
 
 
 def _forward(model: EnsembleModel, group: Sequence[Sample], device: torch.device) -> Prediction:
-    dtype = torch.float64 if model.speed.precision is Precision.FLOAT64 else torch.float32
+    dtype = torch.float64 if model.speed.precision is Precision.float64 else torch.float32
     found = model(collate(group, model.spec).to(device=device, dtype=dtype))
     return Prediction(**{name: None if values is None else values.cpu() for name, values in vars(found).items()})
 
@@ -180,9 +180,9 @@ def _place(model: EnsembleModel, meta: Mapping[str, Any], config: PredictConfig)
     """Put `model` on the fastest device, in the precision that is asked for or that the checkpoint was trained in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = Speed.from_json(meta["precision"])
-    if config.precision is Precision.AUTO:
-        able = {speed.precision for speed in candidates(device, Precision.AUTO)} | {Precision.FLOAT64}
-        speed = trained if trained.precision in able else Speed(Precision.FLOAT32, trained.channels_last)
+    if config.precision is Precision.auto:
+        able = {speed.precision for speed in candidates(device, Precision.auto)} | {Precision.float64}
+        speed = trained if trained.precision in able else Speed(Precision.float32, trained.channels_last)
         if speed is not trained:
             log.info("precision: %s has no %s as in training; float32 is used", device.type, trained.precision.value)
     else:

@@ -14,7 +14,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.inputs import ModelSpec
 
-_SCALES = ("std", "spread", "shrink", "error", "level_spread")
+_SCALES = ("std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread")
 _LEAST_CELL = 1e-3  # of its level's typical spread: a cell where no member ever differed
 _LEAST = 1e-6  # of a level's standard deviation: a level where none did
 
@@ -28,6 +28,7 @@ class Climate:
     | mean, std | (V, Z) | (S,) | of the values, for standardising inputs |
     | spread | (T_out, V, Z, Y, X) | (T_out, S, Y, X) | s_clim: root of the mean variance of the full ensemble |
     | shrink | (T_out, V, Z) | (T_out, S) | k in s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k), in members |
+    | spread_shrink, spread_gain, spread_level | as shrink | as shrink | of `features.unbiased_spread` |
     | bias | as spread | as spread | shrunk mean error (truth - ensemble mean) |
     | inflation | as spread | as spread | log(sigma / s0), shrunk |
     | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, which the loss is divided by |
@@ -44,6 +45,12 @@ class Climate:
     spread_s: np.ndarray
     shrink_p: np.ndarray
     shrink_s: np.ndarray
+    spread_shrink_p: np.ndarray
+    spread_shrink_s: np.ndarray
+    spread_gain_p: np.ndarray
+    spread_gain_s: np.ndarray
+    spread_level_p: np.ndarray
+    spread_level_s: np.ndarray
     bias_p: np.ndarray
     bias_s: np.ndarray
     inflation_p: np.ndarray
@@ -88,7 +95,7 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{name}_p": (variables, levels), f"{name}_s": (surface,)}
     for name in ("spread", "bias", "inflation"):
         shapes |= {f"{name}_p": spec.pressure_shape, f"{name}_s": spec.surface_shape}
-    for name in ("shrink", "error"):
+    for name in ("shrink", "spread_shrink", "spread_gain", "spread_level", "error"):
         shapes |= {f"{name}_p": (leads, variables, levels), f"{name}_s": (leads, surface)}
     shapes |= {
         "level_spread_p": (len(spec.leads_in), variables, levels),

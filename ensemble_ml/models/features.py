@@ -39,6 +39,26 @@ def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Te
     return torch.sqrt((freedom * spread**2 + shrink * climatology**2) / (freedom + shrink))
 
 
+def unbiased_spread(
+    spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor, gain: Tensor, level: Tensor
+) -> Tensor:
+    """The full ensemble's spread as its expectation, from M members: s1 = ((M-1) g s / c4(M) + k l s_clim) / (M-1+k).
+
+    s / c4(M) is free of the bias of small samples (E[s] = c4(M) sigma); g and l bring it and s_clim to the mean of the
+    full ensemble's spread, k weighs them. Unlike s0, whose square is right on average, s1 is right on average itself.
+
+    Args:
+        spread, count, climatology: as for `shrunk_spread`.
+        shrink, gain, level: k in members, g and l, broadcast against `spread`; positive.
+    """
+    several = count.clamp(min=2)
+    c4 = torch.sqrt(2 / (several - 1)) * torch.exp(torch.lgamma(several / 2) - torch.lgamma((several - 1) / 2))
+    shape = (-1, *[1] * (spread.ndim - 1))
+    freedom = (count - 1).reshape(shape)
+    sample = gain * spread / c4.reshape(shape)
+    return (freedom * sample + shrink * level * climatology) / (freedom + shrink)
+
+
 class Features(nn.Module):
     """Turns an `EnsembleInput` into (pressure (B, C, Y, X, Z), surface (B, C, Y, X), common (B, C, Y, X))."""
 

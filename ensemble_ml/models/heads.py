@@ -2,15 +2,16 @@
 
 Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 
-    location = base + s_clim dL + a s0        scale = s0 exp(B + dB + b)        spread = s0 exp(dC + c)
+    location = base + s_clim dL + a s0        scale = s0 exp(B + dB + b)        spread = s1 exp(dC + c)
 
 a, b, c come from the network, whose last layer starts at zero; dL, dB, dC are learned, one number a cell, and start at
 zero; base and B come from the train dates. So the untrained model *is* shrunk bias and inflation, and weight decay
 pulls the local terms back to what the train dates say. All learned terms are in spreads or logarithms: a step of a
 sign-based optimizer moves each by the same sensible share.
 
-The base is m + L for a normal variable. For one that cannot be negative it is the location at which the distribution's
-*mean* is m + L: where all members are dry, the untrained forecast is dry too.
+s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
+itself): see `features`. The base is m + L for a normal variable. For one that cannot be negative it is the location at
+which the distribution's *mean* is m + L: where all members are dry, the untrained forecast is dry too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
-from ensemble_ml.models.features import shrunk_spread
+from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 
 _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
 
@@ -32,15 +33,20 @@ class Heads(nn.Module):
     """The last step for one set of variables (pressure levels, or surface).
 
     Args:
-        climate: spread, bias, inflation (T, V, [Z,] Y, X); shrink (T, V[, Z]).
+        climate: spread, bias, inflation (T, V, [Z,] Y, X); shrink and what `BY_FIELD` names beside it (T, V[, Z]).
         families: of each variable.
         local_terms, postprocess, spread: as in `ModelConfig`.
     """
+
+    BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # one number a lead, variable and level
 
     climatology: Tensor
     bias: Tensor
     inflation: Tensor
     shrink: Tensor
+    spread_shrink: Tensor
+    spread_gain: Tensor
+    spread_level: Tensor
     local_location: nn.Parameter | None
     local_scale: nn.Parameter | None
     local_spread: nn.Parameter | None
@@ -56,7 +62,7 @@ class Heads(nn.Module):
     ):
         super().__init__()
         self.families, self.postprocess, self.spread = tuple(families), postprocess, spread
-        for name in ("climatology", "bias", "inflation", "shrink"):
+        for name in ("climatology", "bias", "inflation", *self.BY_FIELD):
             self.register_buffer(name, torch.from_numpy(np.asarray(climate[name], np.float32).copy()))
         names = ["local_location", "local_scale"] * postprocess + ["local_spread"] * spread
         for name in ("local_location", "local_scale", "local_spread"):
@@ -72,12 +78,17 @@ class Heads(nn.Module):
         """s0 (B, T, V, [Z,] Y, X) of the predicted leads."""
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
 
-    def forward(self, mean: Tensor, spread0: Tensor, network: Tensor) -> dict[str, Tensor | None]:
+    def full_spread(self, spread: Tensor, count: Tensor) -> Tensor:
+        """s1 (B, T, V, [Z,] Y, X) of the predicted leads."""
+        terms = (getattr(self, name)[..., None, None] for name in self.BY_FIELD[1:])
+        return unbiased_spread(spread, count, self.climatology, *terms)
+
+    def forward(self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor) -> dict[str, Tensor | None]:
         """Return location, scale and spread.
 
         Args:
             mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads.
-            spread0: s0, the same shape.
+            spread0, spread1: s0 and s1, the same shape.
             network: (B, outputs, T, V, [Z,] Y, X), float32.
         """
         found: dict[str, Tensor | None] = {"location": None, "scale": None, "spread": None}
@@ -90,7 +101,7 @@ class Heads(nn.Module):
                 shift = shift + self.climatology * self.local_location
             found |= {"location": self._base(mean, spread0) + shift, "scale": scale}
         if self.spread:
-            found["spread"] = spread0 * torch.exp(_bounded(_plus(parts[-1], self.local_spread)))
+            found["spread"] = spread1 * torch.exp(_bounded(_plus(parts[-1], self.local_spread)))
         return found
 
     def _base(self, mean: Tensor, spread0: Tensor) -> Tensor:

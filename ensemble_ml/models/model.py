@@ -69,7 +69,8 @@ class EnsembleModel(nn.Module):
                 continue
             network = part.read_out(piece)
             mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
-            found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, network).items()}
+            s1 = part.heads.full_spread(self._spread(x, suffix), x.count)
+            found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, s1, network).items()}
         return Prediction(**found)
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -91,8 +92,11 @@ class EnsembleModel(nn.Module):
     def _parts(self) -> tuple[tuple[_PlaneSet | None, str], tuple[_PlaneSet | None, str]]:
         return (self.pressure, "p"), (self.surface, "s")
 
+    def _spread(self, x: EnsembleInput, suffix: str) -> Tensor:
+        return getattr(x, f"spread_{suffix}")[:, self.spec.lead_positions]
+
     def _base_spread(self, x: EnsembleInput, part: _PlaneSet | None, suffix: str) -> Tensor:
-        spread = getattr(x, f"spread_{suffix}")[:, self.spec.lead_positions]
+        spread = self._spread(x, suffix)
         return spread if part is None else part.heads.base_spread(spread, x.count)
 
     def _climatology(self, part: _PlaneSet | None, like: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ class _PlaneSet(nn.Module):
         pad = Padder(geometry, *features.pole_rule(surface=surface))
         channels = features.channels(surface=surface)
         self.stem = Convolution(channels, config.hidden, self.planes, config.vertical, pad, bias=True)
-        names = {"climatology": "spread", "bias": "bias", "inflation": "inflation", "shrink": "shrink"}
+        names = {"climatology": "spread"} | {k: k for k in ("bias", "inflation", *Heads.BY_FIELD)}
         self.heads = Heads(
             {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
             spec.families[surface],

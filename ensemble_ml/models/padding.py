@@ -91,9 +91,9 @@ def _pooled(positions: np.ndarray) -> np.ndarray:
 
 def _edge_rule(edge: Edge, pole: Pole, positions: np.ndarray, pole_at: float, spacing: float) -> EdgeRule:
     """The rule of a northern edge; `positions` ascend away from it."""
-    if edge is Edge.OPEN or pole is Pole.REPLICATE:
+    if edge is Edge.OPEN or pole is Pole.replicate:
         return EdgeRule(Beyond.REPLICATE)
-    if pole is Pole.ZERO:
+    if pole is Pole.zero:
         return EdgeRule(Beyond.ZERO)
     wanted = 2 * pole_at - (positions[0] - spacing)  # the row beyond, seen from the other side of the pole
     skip = int(np.argmin(np.abs(positions[:2] - wanted)))  # argmin takes the first of equals
@@ -104,7 +104,7 @@ def _check_longitudes(grid: Grid, pole: Pole, depth: int) -> None:
     columns = grid.shape[1]
     if not grid.wraps:
         return
-    crosses = pole is Pole.CROSS and (grid.north is not Edge.OPEN or grid.south is not Edge.OPEN)
+    crosses = pole is Pole.cross and (grid.north is not Edge.OPEN or grid.south is not Edge.OPEN)
     if crosses and columns % 2:
         raise UserError(
             f"model.pole=cross: {columns} longitudes are an odd number, so no point lies opposite another;"

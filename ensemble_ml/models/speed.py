@@ -30,13 +30,13 @@ _SECONDS = 3.0  # for all trials together
 class Speed:
     """Precision of the convolutions and order of axes in memory; heads and losses keep the parameters' own."""
 
-    precision: Precision = Precision.FLOAT32
+    precision: Precision = Precision.float32
     channels_last: bool = True
 
     @property
     def low(self) -> bool:
         """Whether convolutions run in bfloat16."""
-        return self.precision is Precision.BFLOAT16
+        return self.precision is Precision.bfloat16
 
     def arrange(self, x: Tensor) -> Tensor:
         """A 5D tensor in the chosen order of axes."""
@@ -48,7 +48,7 @@ class Speed:
         for module in model.modules():
             if isinstance(module, nn.Conv3d):
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
-        if self.precision is Precision.FLOAT64:
+        if self.precision is Precision.float64:
             model.double()
         model.speed = self  # type: ignore[assignment]
 
@@ -69,9 +69,9 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
         UserError: bfloat16 is asked for on a device without it.
     """
     low = _has_bfloat16(device)
-    if wanted is Precision.BFLOAT16 and not low:
+    if wanted is Precision.bfloat16 and not low:
         raise UserError(f"model.precision=bfloat16: {device.type} has no bfloat16 arithmetic; use auto or float32")
-    kinds = [Precision.FLOAT32] + [Precision.BFLOAT16] * low if wanted is Precision.AUTO else [wanted]
+    kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
     return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
 
 
@@ -87,7 +87,7 @@ def choose(
     model: nn.Module,
     step: Callable[[], Any],
     *,
-    wanted: Precision = Precision.AUTO,
+    wanted: Precision = Precision.auto,
     seconds: float = _SECONDS,
 ) -> Speed:
     """Time `step` (a forward and backward pass of `model` on a real batch) at each speed; set and return the fastest.

@@ -38,7 +38,7 @@ def build(
     """
     betas = (config.beta1, config.beta2)
     optimizer: Optimizer
-    if config.name is OptimName.LION:
+    if config.name is OptimName.lion:
         optimizer = Lion(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
     else:
         optimizer = torch.optim.AdamW(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)

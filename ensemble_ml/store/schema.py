@@ -115,7 +115,7 @@ class ArraySpec:
 
 def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]:
     """List the arrays of one part; a kind that has no variables, or no members, has no array."""
-    dtype = np.dtype(np.uint16 if packing is Packing.UINT16 and part in WRITTEN else np.float32)
+    dtype = np.dtype(np.uint16 if packing is Packing.uint16 and part in WRITTEN else np.float32)
     members = len(layout.realization) if part is Part.FORECAST else 1
     specs = []
     for kind, names in ((Kind.PRESSURE, layout.variables), (Kind.SURFACE, layout.surface)):

@@ -51,7 +51,7 @@ class StoreWriter:
         layout: Layout,
         *,
         parts: Iterable[Part],
-        packing: Packing = Packing.UINT16,
+        packing: Packing = Packing.uint16,
         static: dict[str, np.ndarray] | None = None,
         lead_bounds: dict[str, list[list[int] | None]] | None = None,
         provenance: dict | None = None,

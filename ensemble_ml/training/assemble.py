@@ -130,7 +130,7 @@ def _fastest(config: TrainConfig, first: Batch, state: State, loss: Loss) -> Spe
     Two runs may measure differently, and then differ in the last bits; a precision that is given is taken unmeasured.
     """
     device = loss.area.device
-    if config.model.precision is not Precision.AUTO:
+    if config.model.precision is not Precision.auto:
         speed = candidates(device, config.model.precision)[0]
         speed.apply(state.model)
         log.info("speed: %s, as model.precision says, channels last", speed.precision.value)

@@ -6,7 +6,9 @@ time; at most `_MOST_DATES` of them, evenly spaced.
 With m, s mean and spread of the first M members, S the spread of all, y the truth:
 
     s_clim^2  = mean over dates of S^2                            (smoothed by one cell where dates are few)
-    k         = argmin RMSE(s0, S) on validation dates            s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k)
+    k         = argmax likelihood of y given s0 (RMSE(s1, S) where there is no truth)
+                                                                  s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k)
+    s1        = the full spread expected from M members (`features.unbiased_spread`), its k by RMSE on validation dates
     bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
     inflation = log of [c * root of the shrunk mean of (y - m - bias without this date)^2 / s0^2]
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, distributions
+from ensemble_ml.models.features import unbiased_spread
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, complete, families, neighbours, spaced, split
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
@@ -49,7 +52,7 @@ _TINY = 1e-30
 class Fit:
     """The model's `climate`, and what only the training needs of the dates.
 
-    `spread_error` (N + 1, T_out, F): mean squared error of s0 from M members as a forecast of the full spread, in row
+    `spread_error` (N + 1, T_out, F): mean squared error of s1 from M members as a forecast of the full spread, in row
     M: the scale of the spread loss. Rows of sizes that were not asked for repeat that of `members`;
     `input_range` (F, 2): smallest and largest value of the inputs.
     """
@@ -61,16 +64,25 @@ class Fit:
 
 @dataclass(eq=False)
 class _Spread:
-    """s_clim (T, F, Y, X) and k (T, F): what makes s0 of a date."""
+    """s_clim (T, F, Y, X), and (T, F) each: k of s0; k, g and l of s1."""
 
     climatology: Tensor
     shrink: Tensor
     members: int
+    full_shrink: Tensor
+    gain: Tensor
+    level: Tensor
 
     def s0(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
         k = (self.shrink if shrink is None else shrink)[..., None, None]
         freedom = self.members - 1
         return torch.sqrt((freedom * spread**2 + k * self.climatology**2) / (freedom + k)).clamp(min=_TINY)
+
+    def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
+        k = self.full_shrink if shrink is None else shrink
+        count = torch.tensor([float(self.members)])
+        terms = (v[..., None, None] for v in (k, self.gain, self.level))
+        return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
 
 def fit_climate(
@@ -96,10 +108,10 @@ def fit_climate(
     sample = spaced(all_train, _SAMPLE_DATES)
     moments = dates.input_moments(all_train)
     climatology = _climatology(dates, chosen, scales)
-    spread = _Spread(climatology, torch.full(dates.shape, _SHRINK_DEFAULT), dates.members)
-    spread.shrink = _best_shrink(dates, spaced(np.asarray(validation, int), _SAMPLE_DATES), spread, scales)
-    arrays = {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
-    arrays |= _truth_terms(dates, chosen, sample, spread, scales)
+    spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
+    arrays = _truth_terms(dates, chosen, sample, spread, scales)
+    arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
+    arrays |= {"spread_shrink": spread.full_shrink, "spread_gain": spread.gain, "spread_level": spread.level}
     found = {}
     for name, values in arrays.items():
         found[f"{name}_p"], found[f"{name}_s"] = split(reader.spec, np.asarray(values), 1)
@@ -136,28 +148,52 @@ def _climatology(dates: Dates, chosen: np.ndarray, scales: Scales) -> Tensor:
     return torch.maximum(variance, least).sqrt()
 
 
+def _fit_spread(
+    dates: Dates, sample: np.ndarray, validation: np.ndarray, climatology: Tensor, scales: Scales
+) -> _Spread:
+    """g and l as ratios of means over the training dates `sample`, k by `_best_shrink`; k of s0 is the same for now."""
+    default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
+    spread = _Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
+    full, few = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
+    for date in sample:
+        found = dates.sample(int(date))
+        full += torch.nan_to_num(scales.mean(found.full_spread))
+        few += torch.nan_to_num(scales.mean(spread.s1(found.spread)))  # s / c4(M): nothing is shrunk yet
+    spread.level = _ratio(full, len(sample) * scales.mean(climatology))
+    spread.gain = _ratio(full, few) if dates.members > 1 else one
+    spread.full_shrink = _best_shrink(dates, validation, spread, scales)
+    spread.shrink = spread.full_shrink
+    return spread
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b as float32, one where either is nothing."""
+    good = (a > 0) & (b > 0)
+    return torch.where(good, a / torch.where(good, b, 1.0), 1.0).float()
+
+
 def _best_shrink(dates: Dates, validation: np.ndarray, spread: _Spread, scales: Scales) -> Tensor:
-    """k (T, F): the best of a list on validation dates; a default where there is none, or one member only."""
+    """k of s1 (T, F): the best of a list on validation dates; a default where there is none, or one member only."""
     if not len(validation) or dates.members < 2:
-        return spread.shrink
+        return torch.full(dates.shape, _SHRINK_DEFAULT)
     errors = torch.zeros(len(_SHRINK), *dates.shape, dtype=torch.float64)
     for date in validation:
         sample = dates.sample(int(date))
         for position, k in enumerate(_SHRINK):
-            errors[position] += _square_error(spread.s0(sample.spread, k.expand(dates.shape)), sample, scales)
+            errors[position] += _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
     return _SHRINK[errors.argmin(0)]
 
 
-def _square_error(s0: Tensor, sample: Sample, scales: Scales) -> Tensor:
-    return scales.mean(torch.nan_to_num(s0 - sample.full_spread) ** 2)
+def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
+    return scales.mean(torch.nan_to_num(s1 - sample.full_spread) ** 2)
 
 
 def _spread_errors(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
-    """Mean squared error of s0 as a forecast of S, a row for each number of members: (N + 1, T, F) float32."""
+    """Mean squared error of s1 as a forecast of S, a row for each number of members: (N + 1, T, F) float32."""
     full = dates.reader.full_size
     rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)
     for size in {size for size in sizes if size <= full} - {dates.members}:
-        other = _Spread(spread.climatology, spread.shrink, size)
+        other = replace(spread, members=size)
         rows[size] = _spread_error(Dates(dates.reader, size), chosen, other, scales)
     return rows
 
@@ -167,8 +203,8 @@ def _spread_error(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Sca
     total = torch.zeros(dates.shape, dtype=torch.float64)
     for date in chosen:
         sample = dates.sample(int(date))
-        total += _square_error(spread.s0(sample.spread), sample, scales)
-    # With all members in, s0 is almost exact: a thousandth of the variance keeps the loss from blowing up.
+        total += _square_error(spread.s1(sample.spread), sample, scales)
+    # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
     least = 1e-3 * scales.mean(spread.climatology**2)
     return torch.maximum(total / len(chosen), least).clamp(min=_TINY).float()
 
@@ -181,6 +217,7 @@ def _truth_terms(
     if not dates.spec.config.postprocess:
         return {"bias": nothing, "inflation": nothing, "error": torch.ones(dates.shape)}
     truth = _Truth(dates, spread, scales, chosen)
+    spread.shrink = truth.likeliest_shrink(sample)
     inflation = truth.inflation()
     factor, error = truth.best_factor(sample, inflation)
     bias = truth.bias.map() * spread.climatology
@@ -213,6 +250,25 @@ class _Truth:
         sample = self.dates.sample(int(date))
         bias = self.bias.without(torch.nan_to_num(self._error(date))) * self.spread.climatology
         return self.dates.target(Part.TRUTH, date), sample.mean + bias, self.spread.s0(sample.spread)
+
+    def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
+        """k of s0 (T, F) at which N(centre, c^2 s0^2) gives the truth the highest likelihood, c free for each k.
+
+        With c^2 = mean r, r = (y - centre)^2 / s0^2, minus the mean log likelihood is log(mean r) / 2 + mean log s0.
+        """
+        if self.dates.members < 2:
+            return self.spread.shrink
+        ratios, logs = (torch.zeros(len(_SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
+        for date in chosen:
+            truth, centre, _ = self._unseen(date)
+            few = self.dates.sample(int(date)).spread
+            for position, k in enumerate(_SHRINK):
+                s0 = self.spread.s0(few, k.expand(self.dates.shape))
+                ratio = (((truth - centre) / s0) ** 2).clamp(max=_LARGEST_RATIO)
+                ratios[position] += torch.nan_to_num(self.scales.mean(ratio))
+                logs[position] += torch.nan_to_num(self.scales.mean(s0.log()))
+        misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / len(chosen)) + logs / len(chosen)
+        return _SHRINK[misfit.argmin(0)]
 
     def inflation(self) -> Tensor:
         """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean."""

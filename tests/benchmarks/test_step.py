@@ -23,7 +23,7 @@ def awake(spec):
 
 
 @pytest.mark.parametrize("pole", list(Pole))
-@pytest.mark.parametrize("vertical", [Vertical.SHARED, Vertical.AFFINE])
+@pytest.mark.parametrize("vertical", [Vertical.shared, Vertical.affine])
 @pytest.mark.parametrize("rows", [16, 17])
 def test_naive_gives_the_same_numbers(vertical, pole, rows):
     spec = step.benchmark_spec(3, rows, 32, hidden=8, max_hidden=16, vertical=vertical, pole=pole)
@@ -40,7 +40,7 @@ def test_naive_gives_the_same_numbers(vertical, pole, rows):
 
 
 def test_other_forms_have_no_naive_form():
-    spec = step.benchmark_spec(3, 16, 32, hidden=8, vertical=Vertical.FULL)
+    spec = step.benchmark_spec(3, 16, 32, hidden=8, vertical=Vertical.full)
     with pytest.raises(ValueError, match="vertical=full"):
         step.naive_form(EnsembleModel(spec, Climate.default(spec)))
 

@@ -102,7 +102,7 @@ class TestControl:
         np.testing.assert_array_equal(control[0, 0, 0, 0], list(decoded(path))[2][1])
 
     def test_it_can_be_counted_as_a_member(self, path):
-        source = open_archive(path, control=Control.INCLUDE)
+        source = open_archive(path, control=Control.include)
         assert source.layout.realization == (0, 1, 2) and not source.has(Part.CONTROL)
         np.testing.assert_array_equal(source.read(Part.FORECAST, 0).pressure[0, 0, 0, 0], list(decoded(path))[2][1])
         with pytest.raises(UserError, match="has no control"):
@@ -112,13 +112,13 @@ class TestControl:
         path = write(tmp_path / "a.grib", [message("t", member=0, kind="cf")])
         with pytest.raises(UserError, match=r"no member of an ensemble is left; .*control=include"):
             open_archive(path)
-        assert open_archive(path, control=Control.INCLUDE).layout.realization == (0,)
+        assert open_archive(path, control=Control.include).layout.realization == (0,)
 
     def test_its_number_may_be_taken(self, tmp_path):
         path = write(tmp_path / "a.grib", [message("t", member=0), message("t", member=0, kind="cf")])
         assert open_archive(path).has(Part.CONTROL)
         with pytest.raises(UserError, match=r"control=include: .* has a perturbed member 0 beside it"):
-            open_archive(path, control=Control.INCLUDE)
+            open_archive(path, control=Control.include)
 
 
 class TestMissing:

@@ -58,7 +58,7 @@ def assert_same(one, other, parts):
 
 def test_a_store_holds_what_the_archive_holds(archive):
     store = open_store(prepare(config(archive)))
-    assert store.packing is Packing.UINT16 and store.quantisation_error == {}
+    assert store.packing is Packing.uint16 and store.quantisation_error == {}
     assert_same(store, open_pair(archive, archive), Part)
     assert sorted(store.static()) == ["lsm", "orog"]
     assert store.lead_bounds == {"tp": [None, [0, 24]]}
@@ -66,14 +66,14 @@ def test_a_store_holds_what_the_archive_holds(archive):
 
 
 def test_float32_packing(archive):
-    store = open_store(prepare(config(archive, packing=Packing.FLOAT32)))
-    assert store.packing is Packing.FLOAT32
+    store = open_store(prepare(config(archive, packing=Packing.float32)))
+    assert store.packing is Packing.float32
     assert_same(store, open_pair(archive, archive), Part)
 
 
 def test_control_as_a_member(archive):
     (archive / "ensemble" / "sfc.grib").unlink()
-    store = open_store(prepare(config(archive, control=Control.INCLUDE)))
+    store = open_store(prepare(config(archive, control=Control.include)))
     assert store.layout.realization == (0, 1, 2, 3) and not store.has(Part.CONTROL)
 
 
@@ -115,7 +115,7 @@ def test_netcdf_is_packed_within_the_bound_or_kept(tmp_path, packing):
         store.read(Part.FORECAST, 1).pressure,
         open_pair(tmp_path / "a.nc").read(Part.FORECAST, 1).pressure,
     )
-    if packing is Packing.FLOAT32:
+    if packing is Packing.float32:
         np.testing.assert_array_equal(found, expected)
     else:
         assert 0 < np.abs(found - expected).max() <= store.quantisation_error["t"] < 1e-3

@@ -110,7 +110,7 @@ def test_gusts_of_12_bits(stores):
 
 
 def test_control_counted_as_a_member(tmp_path):
-    config = PrepareConfig(input=str(real("z500_ens.grib")), output=str(tmp_path / "s.zarr"), control=Control.INCLUDE)
+    config = PrepareConfig(input=str(real("z500_ens.grib")), output=str(tmp_path / "s.zarr"), control=Control.include)
     store = open_store(prepare(config))
     assert store.layout.realization == tuple(range(51)) and not store.has(Part.CONTROL)
     assert not store.layout.grid.wraps

@@ -293,7 +293,7 @@ def test_static_fields_given_replace_those_of_the_checkpoint(config, source, tmp
 
 def test_precision_and_threads(config, source, tmp_path):
     before = torch.get_num_threads()
-    double = predict(config(precision=Precision.FLOAT64, threads=1), source)
+    double = predict(config(precision=Precision.float64, threads=1), source)
     single = predict(config(output=str(tmp_path / "single")), source)
     assert torch.get_num_threads() == before
     one, other = opened(double[0]), opened(single[0])

@@ -14,6 +14,7 @@ from ensemble_ml.config import Pole, Vertical
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, moments, shrunk_spread
+from ensemble_ml.models.features import unbiased_spread
 
 
 def test_untrained_model_is_the_statistical_correction():
@@ -28,7 +29,12 @@ def test_untrained_model_is_the_statistical_correction():
         clim, bias, inflation = (torch.from_numpy(array) for array in arrays)
         shrink = torch.from_numpy(getattr(climate, f"shrink_{suffix}"))[..., None, None]
         s0 = torch.sqrt((2 * spread**2 + shrink * clim**2) / (2 + shrink))
-        torch.testing.assert_close(getattr(found, f"spread_{suffix}"), s0)
+        k, gain, level = (
+            torch.from_numpy(getattr(climate, f"spread_{n}_{suffix}"))[..., None, None]
+            for n in ("shrink", "gain", "level")
+        )
+        s1 = (2 * gain * spread / (np.sqrt(np.pi) / 2) + k * level * clim) / (2 + k)  # c4(3) = sqrt(pi) / 2
+        torch.testing.assert_close(getattr(found, f"spread_{suffix}"), s1)
         torch.testing.assert_close(getattr(found, f"scale_{suffix}"), s0 * inflation.exp())
         location = getattr(found, f"location_{suffix}")
         for index, name in enumerate(names):
@@ -44,13 +50,24 @@ def test_untrained_model_is_the_statistical_correction():
 
 
 def test_one_member_gives_finite_climatological_spread():
-    spec = make_spec(vertical=Vertical.SHARED)
+    spec = make_spec(vertical=Vertical.shared)
     x = make_input(spec, members=1)
     assert (x.spread_p == 0).all()
     model = EnsembleModel(spec, make_climate(spec))
     found = model(x)
-    torch.testing.assert_close(found.spread_p, model.pressure.heads.climatology.expand_as(found.spread_p))
+    heads = model.pressure.heads
+    expected = heads.spread_level[..., None, None] * heads.climatology
+    torch.testing.assert_close(found.spread_p, expected.expand_as(found.spread_p))
     assert all(torch.isfinite(v).all() for v in tensors(make_model(spec)(x)).values())
+
+
+@pytest.mark.parametrize("members", [2, 3, 5, 10])
+def test_unbiased_spread_is_right_on_average(members):
+    """E[s] = c4(M) sigma: whatever the weight of climatology, s1 of normal samples averages to sigma."""
+    spread = torch.randn(members, 200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).std(0)
+    one = torch.ones(1, dtype=torch.float64)
+    s1 = unbiased_spread(spread[None], members * one, one, 3 * one, one, one)
+    assert float(s1.mean()) == pytest.approx(1, abs=3e-3)
 
 
 def test_order_of_members_changes_nothing():

@@ -57,7 +57,7 @@ def test_cross_continues_a_smooth_scalar(rows, pole_row):
     grid = global_grid(rows, 16, pole_row)
     padded = beyond(grid)
     inner = scalar(np.deg2rad(grid.latitude)[:, None], np.deg2rad(grid.longitude)[None])
-    found = Padder(geometries(grid, Pole.CROSS, 0)[0])(field(inner))
+    found = Padder(geometries(grid, Pole.cross, 0)[0])(field(inner))
     torch.testing.assert_close(found, field(scalar(*padded)))
 
 
@@ -68,7 +68,7 @@ def test_cross_turns_the_wind_in_physical_units(pole_row):
     climate = make_climate(spec)
     features = Features(spec, climate).double()
     grid = spec.grid
-    padder = Padder(geometries(grid, Pole.CROSS, 0)[0], *features.pole_rule(surface=False)).double()
+    padder = Padder(geometries(grid, Pole.cross, 0)[0], *features.pole_rule(surface=False)).double()
     mean, std = (torch.from_numpy(a).double() for a in (climate.mean_p, climate.std_p))
     inner = wind(np.deg2rad(grid.latitude)[:, None], np.deg2rad(grid.longitude)[None])
     channels = padder.sign.shape[0]
@@ -97,13 +97,13 @@ def test_only_wind_changes_sign():
 
 def test_mirror_rule_of_each_level():
     def skips(rows, pole_row=True):
-        levels = geometries(global_grid(rows, 64, pole_row), Pole.CROSS, 3)
+        levels = geometries(global_grid(rows, 64, pole_row), Pole.cross, 3)
         return [(g.north.skip, g.south.skip) for g in levels]
 
     assert skips(33) == [(1, 1), (0, 1), (0, 1), (0, 1)]  # the last pooled row holds the pole alone
     assert skips(361) == [(1, 1), (0, 1), (0, 1), (0, 1)]
     assert skips(32, False) == [(0, 0)] * 4
-    assert [g.rows for g in geometries(global_grid(361, 64), Pole.CROSS, 4)] == [361, 181, 91, 46, 23]
+    assert [g.rows for g in geometries(global_grid(361, 64), Pole.cross, 4)] == [361, 181, 91, 46, 23]
 
 
 def test_pooled_mirror_takes_the_nearest_row():
@@ -111,7 +111,7 @@ def test_pooled_mirror_takes_the_nearest_row():
     for rows, pole_row in ((33, True), (34, True), (35, True), (36, False), (37, False), (38, False)):
         grid = global_grid(rows, 32, pole_row)
         positions = np.arange(float(rows))
-        for level, geometry in enumerate(geometries(grid, Pole.CROSS, 3)):
+        for level, geometry in enumerate(geometries(grid, Pole.cross, 3)):
             last = positions[-1]
             pole = rows - 1 if pole_row else rows - 0.5
             wanted = 2 * pole - (last + 2**level)
@@ -123,11 +123,11 @@ def test_pooled_mirror_takes_the_nearest_row():
 def test_other_edges():
     x = torch.arange(12.0).reshape(1, 1, 3, 4, 1)
     grid = Grid(np.array([45.0, 0, -45]), np.arange(4) * 90.0)  # wraps, but reaches no pole
-    found = Padder(geometries(grid, Pole.CROSS, 0)[0])(x)[0, 0, :, :, 0]
+    found = Padder(geometries(grid, Pole.cross, 0)[0])(x)[0, 0, :, :, 0]
     assert torch.equal(found[0], found[1]) and torch.equal(found[:, 0], found[:, 4])
-    open_grid = Padder(geometries(region(3, 4), Pole.CROSS, 0)[0])(x)[0, 0, :, :, 0]
+    open_grid = Padder(geometries(region(3, 4), Pole.cross, 0)[0])(x)[0, 0, :, :, 0]
     assert torch.equal(open_grid[:, 0], open_grid[:, 1]) and torch.equal(open_grid[-1], open_grid[-2])
-    zero = Padder(geometries(global_grid(3, 4), Pole.ZERO, 0)[0])(x + 1)[0, 0, :, :, 0]
+    zero = Padder(geometries(global_grid(3, 4), Pole.zero, 0)[0])(x + 1)[0, 0, :, :, 0]
     assert (zero[0] == 0).all() and (zero[-1] == 0).all() and (zero[1:-1] > 0).all()
 
 
@@ -147,11 +147,11 @@ def test_gradient_is_the_adjoint(grid, pole):
 
 def test_longitudes_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match=r"model.depth=3: 24 longitudes.*use model.depth=2"):
-        geometries(global_grid(13, 24), Pole.CROSS, 3)
-    assert len(geometries(global_grid(13, 24), Pole.REPLICATE, 3)) == 4
+        geometries(global_grid(13, 24), Pole.cross, 3)
+    assert len(geometries(global_grid(13, 24), Pole.replicate, 3)) == 4
     with pytest.raises(UserError, match="odd number"):
-        geometries(global_grid(13, 15), Pole.CROSS, 0)
+        geometries(global_grid(13, 15), Pole.cross, 0)
     with pytest.raises(UserError, match=r"use model.depth=0"):
-        geometries(global_grid(13, 15), Pole.REPLICATE, 1)
-    assert [g.columns for g in geometries(region(7, 9), Pole.CROSS, 3)] == [9, 5, 3, 2]
-    assert geometries(region(), Pole.CROSS, 0)[0].north.beyond is Beyond.REPLICATE
+        geometries(global_grid(13, 15), Pole.replicate, 1)
+    assert [g.columns for g in geometries(region(7, 9), Pole.cross, 3)] == [9, 5, 3, 2]
+    assert geometries(region(), Pole.cross, 0)[0].north.beyond is Beyond.REPLICATE

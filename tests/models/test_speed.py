@@ -32,7 +32,7 @@ def test_choice_is_logged_set_and_leaves_weights_alone(caplog):
 def test_fixed_precision_is_kept():
     spec = make_spec(depth=1)
     model = make_model(spec)
-    assert choose(model, passes(model, make_input(spec)), wanted=Precision.FLOAT32).precision is Precision.FLOAT32
+    assert choose(model, passes(model, make_input(spec)), wanted=Precision.float32).precision is Precision.float32
 
 
 @pytest.mark.skipif(not module._has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16")
@@ -40,7 +40,7 @@ def test_bfloat16_stays_inside_the_network():
     spec = make_spec()
     model, x = make_model(spec), make_input(spec)
     wide = model(x)
-    Speed(Precision.BFLOAT16).apply(model)
+    Speed(Precision.bfloat16).apply(model)
     low = model(x)
     for key, value in tensors(low).items():
         assert value.dtype == torch.float32
@@ -52,18 +52,18 @@ def test_bfloat16_stays_inside_the_network():
 def test_float64():
     spec = make_spec()
     model = make_model(spec)
-    Speed(Precision.FLOAT64).apply(model)
+    Speed(Precision.float64).apply(model)
     assert model(make_input(spec).to(torch.float64)).scale_p.dtype == torch.float64
 
 
 def test_json_round_trip():
-    for speed in (Speed(), Speed(Precision.BFLOAT16, False)):
+    for speed in (Speed(), Speed(Precision.bfloat16, False)):
         assert Speed.from_json(speed.to_json()) == speed
 
 
 def test_bfloat16_without_hardware_is_refused(monkeypatch):
     monkeypatch.setattr(module, "_has_bfloat16", lambda device: False)
     cpu = torch.device("cpu")
-    assert {s.precision for s in module.candidates(cpu, Precision.AUTO)} == {Precision.FLOAT32}
+    assert {s.precision for s in module.candidates(cpu, Precision.auto)} == {Precision.float32}
     with pytest.raises(UserError, match="bfloat16"):
-        module.candidates(cpu, Precision.BFLOAT16)
+        module.candidates(cpu, Precision.bfloat16)

@@ -15,7 +15,7 @@ from ensemble_ml.models.blocks.unet3d import Convolution, UNet3d
 from ensemble_ml.models.padding import Padder, geometries
 
 
-def unet(rows, columns, planes=3, depth=2, vertical=Vertical.SHARED, pole=Pole.CROSS):
+def unet(rows, columns, planes=3, depth=2, vertical=Vertical.shared, pole=Pole.cross):
     grid = Grid(np.linspace(90, -90, rows), np.arange(columns) * 360 / columns)
     return awake(UNet3d(geometries(grid, pole, depth), planes, [4, 8, 8, 8][: depth + 1], 1, vertical))
 
@@ -85,9 +85,9 @@ def test_seen_from_the_other_side_of_the_pole_nothing_changes():
 
 def test_full_with_equal_kernels_is_shared():
     grid = Grid(np.linspace(90, -90, 5), np.arange(8) * 45.0)
-    pad = Padder(geometries(grid, Pole.CROSS, 0)[0])
-    shared = Convolution(3, 4, 3, Vertical.SHARED, pad, bias=True)
-    full = Convolution(3, 4, 3, Vertical.FULL, pad, bias=True)
+    pad = Padder(geometries(grid, Pole.cross, 0)[0])
+    shared = Convolution(3, 4, 3, Vertical.shared, pad, bias=True)
+    full = Convolution(3, 4, 3, Vertical.full, pad, bias=True)
     for conv in full.by_plane:
         conv.load_state_dict(shared.conv.state_dict())
     x = torch.randn(2, 3, 5, 8, 3)

@@ -32,7 +32,7 @@ def test_runs_shorter_than_the_warm_up(steps):
     assert rates[-1] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("name", "cls"), [(OptimName.LION, Lion), (OptimName.ADAMW, torch.optim.AdamW)])
+@pytest.mark.parametrize(("name", "cls"), [(OptimName.lion, Lion), (OptimName.adamw, torch.optim.AdamW)])
 def test_build(name, cls):
     config = OptimConfig(name=name, lr=1e-2, beta1=0.8, beta2=0.9, weight_decay=0.3, warmup=0)
     weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))

@@ -279,7 +279,7 @@ def test_a_failure_in_the_last_step_keeps_the_old_store_and_leaves_nothing(copy,
 
 
 def test_a_file_of_another_size_or_an_index_that_points_nowhere_is_damage(tmp_path):
-    spec = array_specs(make_layout(dates=1, members=1, leads=(0,), surface=()), Part.FORECAST, Packing.UINT16)[0]
+    spec = array_specs(make_layout(dates=1, members=1, leads=(0,), surface=()), Part.FORECAST, Packing.uint16)[0]
     path, chunks = tmp_path / "shard", int(np.prod(spec.chunks))
     path.write_bytes(b"short")
     with pytest.raises(UserError, match="it is cut short"):

@@ -30,7 +30,7 @@ def random_block(rng, fields, shape, absent=0.2):
     return PackedBlock(codes, rng.normal(0, 100, fields), scale, decimal, rng.random(fields) >= absent)
 
 
-def write_random(path, *, parts=(Part.FORECAST, Part.TRUTH, Part.CONTROL), packing=Packing.UINT16, seed=0, absent=0.2):
+def write_random(path, *, parts=(Part.FORECAST, Part.TRUTH, Part.CONTROL), packing=Packing.uint16, seed=0, absent=0.2):
     layout, rng, blocks = make_layout(shape=SHAPE, **LAYOUT), np.random.default_rng(seed), {}
     with StoreWriter(path, layout, parts=parts, packing=packing) as writer:
         for date in range(2):
@@ -83,7 +83,7 @@ def test_zarr_python_reads_the_same_integers_and_factors(written):
             there = block.present if part is Part.FORECAST else block.present[0]
             values = group[name][date]
             assert same(plain[name][date].values, values)
-            if store.packing is Packing.UINT16:
+            if store.packing is Packing.uint16:
                 reference, scale, decimal = (
                     group[f"{name}_{key}"][date][..., None, None] for key in ("reference", "scale", "decimal")
                 )
@@ -249,7 +249,7 @@ def test_float_blocks_are_quantised_within_the_error_that_is_reported(tmp_path):
 
 def test_specs_cover_only_what_the_layout_has():
     layout = make_layout(shape=SHAPE, **{**LAYOUT, "variables": (), "surface": ("t2m",)})
-    assert [spec.kind for spec in array_specs(layout, Part.TRUTH, Packing.UINT16)] == [Kind.SURFACE]
+    assert [spec.kind for spec in array_specs(layout, Part.TRUTH, Packing.uint16)] == [Kind.SURFACE]
 
 
 def test_dates_are_chosen_by_period():

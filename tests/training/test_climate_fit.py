@@ -92,11 +92,19 @@ def test_spread_error_falls_with_members(fit):
     np.testing.assert_array_equal(errors[3], errors[5])  # not asked for
 
 
-def test_shrink_leans_on_members_as_they_grow_reliable(wrong):
-    with_validation = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate.shrink_p
-    assert len(np.unique(with_validation)) >= 1 and with_validation.min() > 0
+def test_shrink_of_the_spread_comes_from_validation_dates(wrong):
+    found = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
     without = fit_climate(reader_of(wrong), TRAIN, [], 5).climate
-    assert (without.shrink_p == 2).all() and (without.shrink_s == 2).all()
+    assert (without.spread_shrink_p == 2).all() and (without.spread_shrink_s == 2).all()
+    assert (found.spread_shrink_p != 2).any() and found.spread_shrink_p.min() > 0
+    np.testing.assert_array_equal(found.shrink_p, without.shrink_p)  # that of sigma is fitted to the truth
+
+
+def test_spread_of_few_members_is_right_on_average(wrong):
+    """g and l bring s / c4(5) and s_clim to the mean of the full spread, whatever the weight between them."""
+    climate = fit_climate(reader_of(wrong), TRAIN, [], 5).climate
+    np.testing.assert_allclose(climate.spread_gain_p, 0.973, rtol=0.04)  # c4(10): the synthetic members are normal
+    assert (climate.spread_level_p <= 1.0001).all() and (climate.spread_level_p > 0.7).all()  # a mean is below its rms
 
 
 def test_standardisation_comes_from_the_training_dates(wrong, fit):

@@ -95,7 +95,7 @@ def test_golden_run(config_of):
     assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"average": 0.9, "optim__name": OptimName.ADAMW, "optim__clip": 0.5}])
+@pytest.mark.parametrize("changes", [{}, {"average": 0.9, "optim__name": OptimName.adamw, "optim__clip": 0.5}])
 def test_resumed_equals_uninterrupted(config_of, monkeypatch, changes, caplog):
     caplog.set_level(logging.INFO)
     whole = train(config_of(run="whole", **changes))
@@ -166,9 +166,9 @@ def test_measuring_does_not_touch_the_weights(config_of):
 
 def test_precision_is_measured(config_of, caplog):
     caplog.set_level(logging.INFO)
-    meta = weights(train(config_of(steps=1, model__precision=Precision.AUTO))).meta
+    meta = weights(train(config_of(steps=1, model__precision=Precision.auto))).meta
     assert meta["precision"]["precision"] in ("float32", "bfloat16") and "; taken: " in caplog.text
-    low = weights(train(config_of(run="b", steps=2, model__precision=Precision.FLOAT64)))
+    low = weights(train(config_of(run="b", steps=2, model__precision=Precision.float64)))
     assert low.meta["precision"]["precision"] == "float64"
     assert all(v.dtype == torch.float64 for k, v in low.state_dict.items() if v.ndim == 5)
 

@@ -56,10 +56,10 @@ class Convolution(nn.Module):
         self.pad = pad
         deep = 3 if planes > 1 else 1
         self.deep = deep
-        if vertical is Vertical.FULL:
+        if vertical is Vertical.full:
             convs = [nn.Conv3d(inputs, outputs, (3, 3, deep), bias=bias) for _ in range(planes)]
             self.by_plane = nn.ModuleList(convs)
-        elif vertical is Vertical.SEPARABLE:
+        elif vertical is Vertical.separable:
             self.across = nn.Conv3d(inputs, outputs, (3, 3, 1), bias=False)
             self.along = nn.Conv3d(outputs, outputs, (1, 1, deep), padding=(0, 0, deep // 2), bias=bias)
         else:
@@ -68,18 +68,18 @@ class Convolution(nn.Module):
 
     def start_at_zero(self) -> None:
         """Let the output be zero until something is learned."""
-        last = {Vertical.FULL: "by_plane", Vertical.SEPARABLE: "along"}.get(self.vertical, "conv")
+        last = {Vertical.full: "by_plane", Vertical.separable: "along"}.get(self.vertical, "conv")
         for parameter in self.get_submodule(last).parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         padded = self.pad(x_BCYXZ)
-        if self.vertical is Vertical.FULL:
+        if self.vertical is Vertical.full:
             half = self.deep // 2
             padded = F.pad(padded, (half, half)) if half else padded
             parts = [conv(padded[..., z : z + self.deep]) for z, conv in enumerate(self.by_plane)]
             return torch.cat(parts, -1)
-        if self.vertical is Vertical.SEPARABLE:
+        if self.vertical is Vertical.separable:
             return self.along(self.across(padded))
         return self.conv(padded)
 
@@ -92,7 +92,7 @@ class ResidualBlock(nn.Module):
         pad = Padder(geometry)
         self.scale1 = ScaleShift(channels)
         self.conv1 = Convolution(channels, channels, planes, vertical, pad, bias=False)
-        self.scale2 = ScaleShift(channels, planes if vertical is Vertical.AFFINE else None)
+        self.scale2 = ScaleShift(channels, planes if vertical is Vertical.affine else None)
         self.conv2 = Convolution(channels, channels, planes, vertical, pad, bias=True)
         self.conv2.start_at_zero()
 
