@@ -184,10 +184,10 @@ def _one_line(task: str, text: str) -> str:
         options = ", ".join(choice.group(3).split())
         return f"{choice.group(2)}={choice.group(1).rpartition('/')[2]}: no such file in conf; there are {options}"
     lines = [line.strip() for line in text.splitlines() if line.strip() and "object_type" not in line]
-    full = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+    where = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
     dull = ("full_key", "reference_type", "Error merging override", "See https")
     body = "; ".join(line for line in lines if not line.startswith(dull))
-    return f"{full}: {body}" if full else body
+    return f"{where}: {body}" if where else body
 
 
 def _groups() -> list[str]:

@@ -109,7 +109,7 @@ def fit_climate(
     moments = dates.input_moments(all_train)
     climatology = _climatology(dates, chosen, scales)
     spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
-    arrays = _truth_terms(dates, chosen, sample, spread, scales)
+    arrays: dict[str, Tensor | np.ndarray] = {**_truth_terms(dates, chosen, sample, spread, scales)}
     arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
     arrays |= {"spread_shrink": spread.full_shrink, "spread_gain": spread.gain, "spread_level": spread.level}
     found = {}
