@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -49,13 +50,12 @@ def tiny_archive() -> Path:
     from data_prep.simulate import simulate
 
     folder = cache_folder() / f"tiny-{fingerprint(tiny_config(Path('x')))}"
-    if not (folder / "archive.json").exists():
-        # Two test processes may want it at once: each makes its own draft, the first to finish names it.
-        draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(draft, ignore_errors=True)
-        simulate(tiny_config(draft))
-        try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may want it at once: the second waits for the first
+        if not (folder / "archive.json").exists():
+            draft = folder.with_name(f".{folder.name}")
+            shutil.rmtree(draft, ignore_errors=True)
+            simulate(tiny_config(draft))
             draft.rename(folder)
-        except OSError:
-            shutil.rmtree(draft)
     return folder

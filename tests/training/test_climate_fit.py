@@ -11,8 +11,8 @@ from ensemble_ml.fields import Family
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
 from ensemble_ml.store import Fields, Part
-from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
 from ensemble_ml.training import climate_fit
+from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.validation import validate
 

@@ -1,0 +1,46 @@
+"""Scores become claims, and claims the README's table, without a figure being touched by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ensemble_ml.benchmarks import quickstart
+from ensemble_ml.config import BenchmarkConfig
+from ensemble_ml.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def scores(ratio: float, gain: float) -> dict:
+    claims = [
+        {"claim": "spread", "value": ratio, "unit": "ratio", "target": 1.0},
+        {"claim": "crps", "value": gain, "unit": "%", "target": 2.0},
+    ]
+    entry = {"metric": "crps", "lead_hours": 48, "entrant": "forecast", "reference": "raw_10"}
+    summary = [{**entry, "ratio": 0.8, "low": 0.7, "high": 0.9}]
+    return {"claims": claims, "summary": summary, "headline": ["better"]}
+
+
+@pytest.mark.parametrize(("ratio", "gain", "holds"), [(0.9, 2.5, [True, True]), (1.1, 1.5, [False, False])])
+def test_claims_hold_as_the_scores_say(tmp_path, ratio, gain, holds):
+    (tmp_path / "scores.json").write_text(json.dumps(scores(ratio, gain)))
+    path = quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
+    results = json.loads(path.read_text())
+    assert [claim["holds"] for claim in results["claims"]] == holds
+    figure = results["figures"]["crps 48 h: forecast over raw_10"]
+    assert figure == {"median": 0.8, "min": 0.7, "max": 0.9, "unit": "ratio"}
+    assert {"machine", "commit", "runs"} <= results.keys() and "better" in results["notes"]
+
+
+def test_without_scores_it_says_what_to_run(tmp_path):
+    with pytest.raises(UserError, match="holds no scores"):
+        quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path), run=str(tmp_path)))
+
+
+def test_the_readme_shows_the_published_results():
+    check = [sys.executable, str(ROOT / "scripts" / "readme_table.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
