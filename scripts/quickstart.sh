@@ -6,22 +6,23 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh simulate,tracking
 run=runs/quickstart
+data=runs/quickstart-data
 started=$(date +%s)
 say() { printf '\n== %s (%d s)\n' "$1" $(($(date +%s) - started)); }
 
 say "1/5 simulate: a ten-member ensemble and its truth, as GRIB"
-ensemble-ml simulate simulate=quickstart output=$run/archive
+ensemble-ml simulate simulate=quickstart output=$data/archive
 say "2/5 prepare: the archive as a tensor store"
-[ -d $run/store.zarr ] || ensemble-ml prepare input=$run/archive/ensemble truth=$run/archive/truth \
-  static=$run/archive/static.grib output=$run/store.zarr
+[ -d $data/store.zarr ] || ensemble-ml prepare input=$data/archive/ensemble truth=$data/archive/truth \
+  static=$data/archive/static.grib output=$data/store.zarr
 say "3/5 train: spread and post-processing"
 resume=false
 [ -e $run/checkpoints/last ] && resume=true
-ensemble-ml train experiment=quickstart data.store=$run/store.zarr resume=$resume
+ensemble-ml train experiment=quickstart data.store=$data/store.zarr resume=$resume
 say "4/5 predict: the test dates, from five members"
-ensemble-ml predict checkpoint=$run/checkpoints/best input=$run/archive/ensemble members_in=5 'dates=["2003"]' \
+ensemble-ml predict checkpoint=$run/checkpoints/best input=$data/archive/ensemble members_in=5 'dates=["2003"]' \
   output=$run/forecast overwrite=true
 say "5/5 evaluate: beside the raw ensemble and statistical baselines"
-ensemble-ml evaluate forecast=$run/forecast ensemble=$run/store.zarr truth=$run/store.zarr members_in=5 output=$run \
+ensemble-ml evaluate forecast=$run/forecast ensemble=$data/store.zarr truth=$data/store.zarr members_in=5 output=$run \
   overwrite=true
 say "done: $run/report.html, $run/scores.json, $run/forecast/*.nc"

@@ -46,7 +46,8 @@ def road(tiny_archive, tmp_path_factory):  # noqa: F811
     checkpoint = folder / "runs" / "quickstart" / "checkpoints" / "best"
     for members in (1, 2, 3):
         ensemble_ml(
-            "predict", f"checkpoint={checkpoint}", f"input={archive}/ensemble", f"members_in={members}", "dates=['2003']",
+            "predict", f"checkpoint={checkpoint}", f"input={archive}/ensemble", f"members_in={members}",
+            "dates=['2003']",
             f"output={folder}/from{members}",
         )  # fmt: skip
     return folder, archive, store, checkpoint
