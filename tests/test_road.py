@@ -102,7 +102,11 @@ def test_predict_from_store_equals_predict_from_archive(road):
         ("predict", ["checkpoint={folder}/none", "input={store}", "output={folder}/x"], "no such folder"),
         ("predict", ["checkpoint={checkpoint}", "input={store}", "output={folder}/from3", "dates=['2003']"], "exists"),
         ("predict", ["checkpoint={checkpoint}", "input={store}", "output={folder}/x", "members_in=7"], "members_in=7"),
-        ("evaluate", ["forecast={folder}/none", "ensemble={store}", "truth={store}", "output={folder}/x"], "none"),
+        (
+            "evaluate",
+            ["members_in=2", "forecast={folder}/none", "ensemble={store}", "truth={store}", "output={folder}/x"],
+            "none",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(road, capfd, task, arguments, text):
