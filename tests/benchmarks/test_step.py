@@ -46,15 +46,15 @@ def test_other_forms_have_no_naive_form():
 
 
 def test_run_writes_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "_SHAPE", (2, 16, 32))
+    monkeypatch.setattr(step, "CASES", (step.Case("small", (2, 16, 32), 2, {"hidden": 8}),))
     path = step.run(BenchmarkConfig(benchmark="step", output=str(tmp_path), repeats=2))
     found = json.loads(path.read_text())
     assert path == tmp_path / "step" / "results.json"
     assert {"machine", "commit", "runs", "figures", "claims"} <= set(found)
-    ratio = found["figures"]["naive over ours"]["median"]
+    ratio = found["figures"]["small: naive over ours"]["median"]
     [claim] = found["claims"]
     assert claim["value"] == ratio and claim["target"] == 5 and claim["holds"] == (ratio >= 5)
-    assert found["figures"]["step, naive"]["unit"] == "ms" and found["runs"] == 2
+    assert found["figures"]["small: step, naive"]["unit"] == "ms" and found["runs"] == 2
     page = (tmp_path / "step" / "report.html").read_text()
     assert "two cores" in page and "<script" not in page and "http" not in page
 
