@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import os
 import re
 import signal
 import sys
@@ -306,3 +307,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ensemble-ml: interrupted", file=sys.stderr)
         return STATUS_INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -298,7 +298,7 @@ class PredictConfig:
     members_in: Any = opt(None, "how many first members to use, or a list of member numbers; null takes all")
     dates: list[str] | None = opt(None, "start dates: years, ISO dates or start/end ranges; null takes all")
     quantiles: list[float] = opt(lambda: [0.1, 0.25, 0.5, 0.75, 0.9], "quantiles to write")
-    thresholds: dict[str, list[float]] = opt(dict, "probabilities of exceeding, e.g. {tp: [0.001, 0.01]}; SI units")
+    thresholds: Any = opt(None, "probabilities of exceeding, e.g. {tp: [0.001, 0.01]}; SI units")
     members_out: bool = opt(False, "also write coherent members remapped to the predicted distribution")
     region: list[float] | None = opt(None, "[north, west, south, east] of the output, degrees")
     points: Any = opt(None, "list of [latitude, longitude]: nearest grid points instead of fields")
@@ -307,6 +307,9 @@ class PredictConfig:
     threads: int = opt(0, "CPU threads; 0 takes all cores")
 
     def __post_init__(self) -> None:
+        self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary
+        good = isinstance(self.thresholds, dict) and all(isinstance(v, list) for v in self.thresholds.values())
+        require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
         for level in self.quantiles:
             require("quantiles", level, 0 < level < 1, "must lie between 0 and 1")
         if self.region is not None:

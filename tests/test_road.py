@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,35 @@ def test_scores_from_store_and_from_raw_archive_agree(road):
     values = [[entry["ratio"] for entry in scores["summary"]] for scores in (one, other)]
     np.testing.assert_allclose(*values, rtol=1e-3)  # rain is packed anew in the store
     assert {claim["unit"] for claim in one["claims"]} == {"ratio", "%"}
+
+
+def test_thresholds_members_and_a_region_by_the_command_line(road):
+    folder, archive, _, checkpoint = road
+    ensemble_ml(
+        "predict", f"checkpoint={checkpoint}", f"input={archive}/ensemble", "dates=['2003-01-09']", "members_out=true",
+        "thresholds={tp: [0.001, 0.01], t: [273.15]}", "region=[60,-20,30,40]", f"output={folder}/cut",
+    )  # fmt: skip
+    name = "forecast_2003010900.nc"
+    with xr.open_dataset(folder / "cut" / name) as cut, xr.open_dataset(folder / "from3" / name) as whole:
+        assert cut["tp_prob_above"].sizes["threshold_tp"] == 2 and cut["t_member"].sizes["realization"] == 3
+        longitude = cut["longitude"].values
+        assert (np.diff(longitude) > 0).all() and longitude[0] < 0 < longitude[-1]
+        same = whole["t_mean"].sel(latitude=cut["latitude"], longitude=longitude % 360)
+        np.testing.assert_array_equal(cut["t_mean"].values, same.values)
+
+
+def test_a_sweep_trains_one_run_a_seed(road, tmp_path):
+    _, _, store, _ = road
+    arguments = [
+        "experiment=quickstart",
+        f"data.store={store}",
+        *QUICK,
+        "data.validation_members=2",
+        "data.members=[1,2]",
+    ]
+    command = [sys.executable, "-m", "ensemble_ml", "train", "-m", *arguments, "run=seed${seed}", "seed=0,1"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["seed0", "seed1"]
 
 
 def test_predict_from_store_equals_predict_from_archive(road):
