@@ -7,7 +7,6 @@ GRIB keys the ECMWF parameter database; ENS-10's names are those of its own load
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -134,12 +133,6 @@ def resolve(alias: str) -> Field:
 def by_param_id(number: int) -> Field | None:
     """Return the variable with ECMWF parameter `number`, or None where the registry lacks it."""
     return _by_param_id().get(number)
-
-
-def split_levels(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split short names into those on pressure levels and those at the surface, order kept."""
-    known = [field(name) for name in names]
-    return tuple(f.name for f in known if not f.surface), tuple(f.name for f in known if f.surface)
 
 
 def _suggest(name: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve, split_levels, unit_conversion
+from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve, unit_conversion
 
 
 def test_names_and_parameters_are_unique():
@@ -58,10 +58,6 @@ def test_families_fit_the_quantity():
     assert field("q").family is Family.TRUNCATED_NORMAL
     assert field("tp").family is Family.CENSORED_NORMAL
     assert field("tp").accumulated
-
-
-def test_split_levels_keeps_order():
-    assert split_levels(["t2m", "z", "tp", "t"]) == (("z", "t"), ("t2m", "tp"))
 
 
 def test_parameters():

@@ -16,6 +16,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.contents import HEIGHTS, Header, Output, attributes, dimensions, height_name
 from ensemble_ml.inference.select import Places
+from ensemble_ml.training.checkpoint import sync
 
 # HDF5 serves one thread at a time, and a thread may be reading an archive through xarray: xarray's own lock keeps
 # the two apart.
@@ -52,9 +53,9 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Pat
         with _access(path):
             data.close()
             for each in (partial, path.parent):
-                _sync(each)
+                sync(each)
             os.replace(partial, path)
-            _sync(path.parent)
+            sync(path.parent)
     finally:
         with _LOCK:
             if data.isopen():
@@ -175,11 +176,3 @@ def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:
             break
         chunks[axis], size = shape[axis], size * shape[axis]
     return tuple(chunks)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -74,13 +74,13 @@ def save_checkpoint(
     full["sha256"] = _digest(full)
     (partial / META).write_text(json.dumps(full, indent=1, allow_nan=False) + "\n")
     for name in (MODEL, TRAINING, META):
-        _sync(partial / name)
-    _sync(partial)
+        sync(partial / name)
+    sync(partial)
     if final.exists() and not _is_target(folder, final.name):
         shutil.rmtree(final)  # left by a run that died between the rename and the exchange of the link
     if not final.exists():
         os.rename(partial, final)
-    _sync(folder)
+    sync(folder)
     for link in ("last", "best") if best else ("last",):
         point(folder, link, final.name)
     clean(folder)
@@ -143,7 +143,7 @@ def point(folder: Path, link: str, target: str) -> None:
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
     os.replace(temporary, folder / link)
-    _sync(folder)
+    sync(folder)
 
 
 def clean(folder: Path) -> None:
@@ -206,7 +206,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file or a folder's entries are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
