@@ -1,0 +1,39 @@
+"""The only schema of the configuration: plain dataclasses that validate themselves when they are made.
+
+Hydra composes the files of `conf/` over these classes; `OmegaConf.to_object` turns the result into them once, in `cli`.
+Below that border nobody sees a DictConfig. Classes are not frozen and hold no Literal, tuple or Path, because
+OmegaConf cannot compose those; members of an Enum are named as they are written, because it matches names. `doc` in a field's metadata is the line that `--help` prints.
+"""
+
+from ensemble_ml.config.archives import Control, Packing, PrepareConfig, SimulateConfig
+from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
+from ensemble_ml.config.forecasts import BenchmarkConfig, EvaluateConfig, PredictConfig
+from ensemble_ml.config.model import ModelConfig, OptimConfig, OptimName, Pole, Precision, Vertical
+from ensemble_ml.config.training import DataConfig, LoadingConfig, TrackingConfig, TrainConfig
+
+__all__ = [
+    "Control",
+    "Packing",
+    "PrepareConfig",
+    "SimulateConfig",
+    "MISSING",
+    "as_list",
+    "check_period",
+    "opt",
+    "part",
+    "require",
+    "setting_lines",
+    "BenchmarkConfig",
+    "EvaluateConfig",
+    "PredictConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OptimName",
+    "Pole",
+    "Precision",
+    "Vertical",
+    "DataConfig",
+    "LoadingConfig",
+    "TrackingConfig",
+    "TrainConfig",
+]

@@ -1,0 +1,99 @@
+"""Settings of the tasks that make archives and tensor stores."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+from ensemble_ml.config.base import MISSING, opt, require
+
+
+class Packing(Enum):
+    """How values lie in a tensor store."""
+
+    uint16 = "uint16"
+    float32 = "float32"
+
+
+class Control(Enum):
+    """What becomes of an unperturbed member."""
+
+    apart = "apart"
+    include = "include"
+
+
+@dataclass
+class SimulateConfig:
+    """Make the embedded archive: a simulated ensemble and its truth as GRIB in ENS-10's layout."""
+
+    size: str = opt("quickstart", "name of the size; chosen with simulate=tiny | quickstart | full")
+    output: str = opt(MISSING, "folder to write the archive to; an unfinished one is resumed")
+    seed: int = opt(0, "seed of spin-ups, analysis errors and perturbations")
+    members: int = opt(10, "ensemble size")
+    truth_truncation: int = opt(31, "spectral truncation of the nature run")
+    forecast_truncation: int = opt(21, "spectral truncation of the forecast model, at most that of the nature run")
+    truth_minutes: int = opt(40, "time step of the nature run")
+    forecast_minutes: int = opt(60, "time step of the forecast model")
+    rows: int = opt(33, "latitudes of the archive, both poles included")
+    columns: int = opt(64, "longitudes of the archive")
+    levels: list[int] = opt(lambda: [300, 500, 700, 850], "pressure levels, hPa; the realism gate needs 500 and 850")
+    first_year: int = opt(2001, "first model year; each year is a spin-up of its own")
+    train_years: int = opt(1, "model years for training")
+    validation_years: int = opt(1, "model years for validation")
+    test_years: int = opt(1, "model years for test")
+    windows: list[str] = opt(lambda: ["01-07"], "first start date of each window of a year, MM-DD")
+    train_dates: int = opt(60, "start dates, 48 h apart, of a window of a training year")
+    validation_dates: int = opt(14, "the same for validation: the middle of the window")
+    test_dates: int = opt(26, "the same for test")
+    warm_up_cycles: int = opt(2, "breeding cycles before a window, not written")
+    spin_up_days: int = opt(45, "days from rest to the first cycle of a year")
+    norm: float = opt(0.35, "root mean square of analysis error and perturbations, K at sigma 0.835")
+    inflation: float = opt(1.0, "size of the members' perturbations over that of the analysis error")
+    workers: int = opt(0, "processes, a model year each; 0 takes one a core")
+
+    def __post_init__(self) -> None:
+        require("simulate.members", self.members, self.members >= 2, "at least 2 are needed for breeding")
+        truncations = self.truth_truncation in (21, 31, 42) and self.forecast_truncation in (21, 31, 42)
+        given = f"{self.truth_truncation}/{self.forecast_truncation}"
+        require("simulate.truth_truncation/forecast_truncation", given, truncations, "21, 31 and 42 are allowed")
+        require("simulate.forecast_truncation", self.forecast_truncation, self.forecast_truncation <= self.truth_truncation, f"at most truth_truncation={self.truth_truncation}")
+        for key in ("truth_minutes", "forecast_minutes"):
+            require(f"simulate.{key}", getattr(self, key), getattr(self, key) in (20, 30, 40, 60, 80), "20, 30, 40, 60 or 80 minutes are allowed")
+        require("simulate.rows", self.rows, self.rows >= 9 and self.rows % 2 == 1, "an odd number from 9 up, so that poles and equator are rows")
+        require("simulate.columns", self.columns, self.columns >= 16 and self.columns % 16 == 0, "must be divisible by 16")
+        require("simulate.levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
+        for key in ("train", "validation", "test"):
+            require(f"simulate.{key}_years", getattr(self, f"{key}_years"), getattr(self, f"{key}_years") >= 0, "must be 0 or more")
+            require(f"simulate.{key}_dates", getattr(self, f"{key}_dates"), getattr(self, f"{key}_dates") >= 1, "must be 1 or more")
+        require("simulate.train_years", self.train_years, self.train_years + self.validation_years + self.test_years >= 1, "one model year at least is needed")
+        for window in self.windows:
+            require("simulate.windows", window, bool(re.fullmatch(r"(0[1-9]|1[0-2])-(0[1-9]|[12]\d)", window)), "write month and day, 01-07")
+        require("simulate.windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
+        days = [date(2001, *map(int, window.split("-"))).toordinal() for window in self.windows]
+        needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
+        gaps = [later - earlier for earlier, later in pairwise(days)]
+        require("simulate.windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
+        require("simulate.spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
+        require("simulate.norm", self.norm, self.norm > 0, "must be above 0 K")
+        require("simulate.inflation", self.inflation, self.inflation > 0, "must be above 0")
+
+
+@dataclass
+class PrepareConfig:
+    """Turn an archive (GRIB, NetCDF, Zarr) into a tensor store."""
+
+    input: Any = opt(MISSING, "forecast archive: a file, a folder, a glob, or a list of them")
+    truth: Any = opt(None, "truth archive on the same grid, or null")
+    static: str | None = opt(None, "file with orography and land mask, or null")
+    output: str = opt(MISSING, "tensor store to make (a folder ending in .zarr)")
+    variables: list[str] | None = opt(None, "variables to keep; null keeps all that the registry knows")
+    levels: list[int] | None = opt(None, "pressure levels to keep, hPa; null keeps all")
+    leads: list[int] | None = opt(None, "lead times to keep, hours; null keeps all")
+    dates: list[str] | None = opt(None, "start dates to keep: years, ISO dates or start/end ranges; null keeps all")
+    packing: Packing = opt(Packing.uint16, "uint16 | float32")
+    control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
+    overwrite: bool = opt(False, "replace an existing store")

@@ -1,0 +1,66 @@
+"""What every configuration class is made of: documented settings, checks, and the list that `--help` prints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field, fields
+from enum import Enum
+from typing import Any
+
+from ensemble_ml.errors import UserError
+
+MISSING = "???"  # OmegaConf's mark of a mandatory value
+
+
+def opt(default: Any, doc: str) -> Any:
+    """A dataclass field with a default (or a factory of one) and the line that `--help` prints for it."""
+    if (callable(default) and not isinstance(default, type | Enum)) or default in (list, dict):
+        return field(default_factory=default, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+def part(cls: type, doc: str) -> Any:
+    """A nested group of settings."""
+    return field(default_factory=cls, metadata={"doc": doc})
+
+
+def as_list(value: Any) -> list[str]:
+    """Paths as a list: one string stays one path."""
+    if value is None:
+        return []
+    return [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def require(key: str, value: Any, good: bool, allowed: str) -> None:
+    """Raise a UserError in the one form that all settings use: `key=value: what is allowed`."""
+    if not good:
+        raise UserError(f"{key}={value}: {allowed}")
+
+
+_PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")
+
+
+def check_period(key: str, spec: str) -> None:
+    """Refuse a period that is not YYYY[-MM[-DD[THH]]] or two of these joined by `/`."""
+    ends = spec.split("/")
+    good = 1 <= len(ends) <= 2 and all(_PERIOD.fullmatch(end) for end in ends)
+    require(key, spec, good, "write a year (2001), a date (2001-01-31, 2001-01-31T12) or a range (2001/2004)")
+
+
+def setting_lines(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
+    """List (key, default, doc) of a configuration class and its groups, for `--help`."""
+    lines = []
+    for item in fields(cls):
+        nested = item.default_factory if isinstance(item.default_factory, type) else None
+        if nested is not None and hasattr(nested, "__dataclass_fields__"):
+            lines += setting_lines(nested, f"{prefix}{item.name}.")
+            continue
+        default = item.default if item.default_factory is not None and not callable(item.default_factory) else item.default_factory()
+        lines.append((f"{prefix}{item.name}", _as_yaml(default), item.metadata.get("doc", "")))
+    return lines
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)

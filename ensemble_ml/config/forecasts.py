@@ -1,0 +1,74 @@
+"""Settings of the tasks that make forecasts, score them, and measure the program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ensemble_ml.config.base import MISSING, opt, require
+from ensemble_ml.config.model import Precision
+
+
+@dataclass
+class PredictConfig:
+    """Make CF NetCDF forecasts from an archive or a store."""
+
+    checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
+    input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble")
+    static: str | None = opt(None, "file with orography and land mask; null takes the checkpoint's")
+    output: str = opt(MISSING, "folder for forecast_YYYYMMDDHH.nc")
+    members_in: Any = opt(None, "how many first members to use, or a list of member numbers; null takes all")
+    dates: list[str] | None = opt(None, "start dates: years, ISO dates or start/end ranges; null takes all")
+    quantiles: list[float] = opt(lambda: [0.1, 0.25, 0.5, 0.75, 0.9], "quantiles to write")
+    thresholds: Any = opt(None, "probabilities of exceeding, e.g. {tp: [0.001, 0.01]}; SI units")
+    members_out: bool = opt(False, "also write coherent members remapped to the predicted distribution")
+    region: list[float] | None = opt(None, "[north, west, south, east] of the output, degrees")
+    points: Any = opt(None, "list of [latitude, longitude]: nearest grid points instead of fields")
+    overwrite: bool = opt(False, "replace forecasts that exist")
+    precision: Precision = opt(Precision.auto, "auto takes the checkpoint's")
+    threads: int = opt(0, "CPU threads; 0 takes all cores")
+
+    def __post_init__(self) -> None:
+        self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary
+        good = isinstance(self.thresholds, dict) and all(isinstance(v, list) for v in self.thresholds.values())
+        require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
+        for level in self.quantiles:
+            require("quantiles", level, 0 < level < 1, "must lie between 0 and 1")
+        if self.region is not None:
+            require("region", self.region, len(self.region) == 4 and self.region[0] > self.region[2], "give [north, west, south, east]")
+            require("region", self.region, self.points is None, "region and points exclude each other")
+
+
+@dataclass
+class EvaluateConfig:
+    """Score forecasts beside the raw ensemble and statistical baselines."""
+
+    forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders")
+    ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
+    truth: Any = opt(None, "archive or store with the truth; null scores spread alone")
+    members_in: int = opt(5, "members of the raw reduced ensemble that forecasts are compared with")
+    fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates")
+    output: str = opt(MISSING, "folder for scores.json and report.html")
+    block_days: int = opt(10, "length of the blocks of start dates that the bootstrap draws")
+    bootstrap: int = opt(1000, "draws of the bootstrap")
+    confidence: float = opt(0.95, "level of the confidence intervals")
+    seed: int = opt(0, "seed of the bootstrap")
+    overwrite: bool = opt(False, "replace an existing report")
+
+    def __post_init__(self) -> None:
+        require("members_in", self.members_in, self.members_in >= 1, "must be 1 or more")
+        require("confidence", self.confidence, 0 < self.confidence < 1, "must lie between 0 and 1")
+        require("bootstrap", self.bootstrap, self.bootstrap >= 100, "at least 100 draws are needed")
+
+
+@dataclass
+class BenchmarkConfig:
+    """Run one benchmark against its peers and write results.json."""
+
+    benchmark: str = opt(MISSING, "name of the benchmark")
+    output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
+    repeats: int = opt(5, "counted runs of each entrant")
+    run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
+
+    def __post_init__(self) -> None:
+        require("repeats", self.repeats, self.repeats >= 1, "must be 1 or more")

@@ -1,0 +1,86 @@
+"""Settings of a training run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ensemble_ml.config.base import MISSING, check_period, opt, part, require
+from ensemble_ml.config.model import ModelConfig, OptimConfig
+
+
+@dataclass
+class DataConfig:
+    """Which part of a store a run uses, and how start dates are split."""
+
+    store: str = opt(MISSING, "tensor store made by prepare")
+    train: list[str] = opt(list, "start dates to train on: years, ISO dates or start/end ranges")
+    validation: list[str] = opt(list, "start dates that choose the best checkpoint; may be empty")
+    variables: list[str] | None = opt(None, "pressure-level variables; null takes all of the store")
+    surface: list[str] | None = opt(None, "surface variables; null takes all of the store")
+    levels: list[int] | None = opt(None, "pressure levels, hPa; null takes all")
+    leads_in: list[int] | None = opt(None, "lead times stacked as input, hours; null takes all stored")
+    leads_out: list[int] | None = opt(None, "lead times predicted, hours; null takes all above zero, or zero where it is the only one")
+    members: list[int] = opt(lambda: [1, 2, 3, 5, 8, 10], "sizes of the random member subsets drawn in training")
+    validation_members: int = opt(5, "first members used in validation")
+
+    def __post_init__(self) -> None:
+        require("data.members", self.members, bool(self.members) and min(self.members) >= 1, "sizes from 1 up are allowed")
+        require("data.validation_members", self.validation_members, self.validation_members >= 1, "must be 1 or more")
+        for key in ("train", "validation"):
+            for spec in getattr(self, key):
+                check_period(f"data.{key}", str(spec))
+
+
+@dataclass
+class LoadingConfig:
+    """How batches reach the model."""
+
+    prefetch: int = opt(2, "batches read ahead by a thread; 0 reads in the training thread")
+    cache_gb: float = opt(2.0, "memory for decoded start dates, 1e9 bytes; dates beyond it are read anew each time")
+
+    def __post_init__(self) -> None:
+        require("loading.prefetch", self.prefetch, self.prefetch >= 0, "must be 0 or more")
+        require("loading.cache_gb", self.cache_gb, self.cache_gb >= 0, "must be 0 or more")
+
+
+@dataclass
+class TrackingConfig:
+    """Logs."""
+
+    tensorboard: bool = opt(True, "write TensorBoard files where the package is installed")
+    log_every: int = opt(10, "steps between lines of the log")
+
+    def __post_init__(self) -> None:
+        require("tracking.log_every", self.log_every, self.log_every >= 1, "must be 1 or more")
+
+
+@dataclass
+class TrainConfig:
+    """Train a model on a tensor store."""
+
+    run: str = opt(MISSING, "name of the run: results go to OUTPUT/RUN")
+    output: str = opt("runs", "folder of all runs")
+    seed: int = opt(0, "seed of weights, order of dates and member subsets")
+    steps: int = opt(1000, "optimizer steps")
+    batch_size: int = opt(4, "start dates a step, over all ranks")
+    validate_every: int = opt(100, "steps between validations")
+    checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
+    max_minutes: float = opt(0.0, "plan the length by time: scale `steps` down to what fits; 0 keeps `steps`")
+    spread_weight: float = opt(1.0, "weight of the spread loss beside the CRPS")
+    average: float = opt(0.0, "decay of a running average of the weights that validation and checkpoints/best use; 0 turns it off")
+    threads: int = opt(0, "CPU threads; 0 takes all cores. Resumed runs need the same number to be equal bit for bit")
+    resume: bool = opt(False, "go on from checkpoints/last of the same run")
+    init_from: str | None = opt(None, "start from the weights of this checkpoint, with a new schedule")
+    data: DataConfig = part(DataConfig, "dates, variables, levels, leads, members")
+    model: ModelConfig = part(ModelConfig, "network")
+    optim: OptimConfig = part(OptimConfig, "optimizer")
+    loading: LoadingConfig = part(LoadingConfig, "batches")
+    tracking: TrackingConfig = part(TrackingConfig, "logs")
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_size", "validate_every", "checkpoint_every"):
+            require(key, getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
+        require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
+        require("resume", self.resume, not (self.resume and self.init_from), "resume and init_from exclude each other")
+        require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed")
