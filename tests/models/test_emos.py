@@ -1,0 +1,123 @@
+"""EMOS against an independent fit: scipy on the closed form, point by point."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from scipy.optimize import minimize
+from scoringrules import crps_cnormal, crps_normal
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.models.rivals import Emos, fit_emos
+
+REAL = Path(os.environ.get("ENSEMBLE_ML_REAL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+def draw(rng, dates, a=0.7, b=0.9, c=0.4, d=1.5, season=0.0):
+    """Mean and variance of five members, an observation from the law itself, and one seasonal term."""
+    mean = 280 + 8 * rng.standard_normal(dates)
+    variance = rng.chisquare(4, dates) / 4 * np.exp(rng.standard_normal(dates) * 0.5)
+    term = np.sin(np.arange(dates) * 2 * np.pi / 50)
+    centre = a + 280 + b * (mean - 280) + season * term
+    return mean, variance, centre + np.sqrt(c + d * variance) * rng.standard_normal(dates), term
+
+
+def by_scipy(mean, variance, y, term=None, crps=crps_normal):
+    """Coefficients a, b, c, d, e of the smallest mean CRPS."""
+    middle = mean.mean()
+    terms = np.zeros_like(mean) if term is None else term
+
+    def loss(p):
+        return crps(y, p[0] + p[1] * (mean - middle) + p[4] * terms, np.sqrt(p[2] ** 2 + p[3] ** 2 * variance)).mean()
+
+    start = [y.mean(), 1.0, 1.0, 1.0, 0.0]
+    found = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
+    p = found.x
+    return np.array([p[0] - p[1] * middle, p[1], p[2] ** 2, p[3] ** 2, p[4]]), found.fun
+
+
+def of(emos):
+    season = emos.season[..., 0] if emos.season.shape[-1] else torch.zeros_like(emos.a)
+    return torch.stack([emos.a, emos.b, emos.c, emos.d, season], -1).numpy()
+
+
+def test_many_points_at_once_are_scipys_fits():
+    rng = np.random.default_rng(0)
+    laws = [dict(a=a, c=c, season=e) for a, c, e in ((0.7, 0.4, 0.0), (-2.0, 1.5, 1.0), (0.0, 0.2, -0.5))]
+    mean, variance, y, term = (np.stack(v) for v in zip(*(draw(rng, 400, **law) for law in laws), strict=True))
+    plain, seasonal = fit_emos(mean, variance, y), fit_emos(mean, variance, y, season=term[..., None])
+    for point in range(3):
+        sample = mean[point], variance[point], y[point]
+        for found, (wanted, least) in (
+            (plain, by_scipy(*sample)), (seasonal, by_scipy(*sample, term[point])),
+        ):  # fmt: skip
+            np.testing.assert_allclose(of(found)[point], wanted, rtol=1e-3, atol=1e-3)
+            terms = term[point][:, None] if found is seasonal else None
+            one = Emos(*(v[point] for v in (found.a, found.b, found.c, found.d, found.season)))
+            assert float(one.crps(*sample, terms).mean()) <= least + 1e-9
+
+
+def test_observations_of_a_temperature_station():
+    path = REAL / "gefs_innsbruck_temperature.nc"
+    if not path.exists():
+        pytest.skip(f"{path} is absent")
+    data = xr.open_dataset(path).load()
+    data = data.isel(init_time=(data.valid_time.dt.year <= 2010).values)
+    for members in (5, 11):
+        x, y = data.t2m.values[:, :members], data.observation.values
+        sample = x.mean(1), x.var(1, ddof=1), y
+        wanted, _ = by_scipy(*sample)
+        np.testing.assert_allclose(of(fit_emos(*sample)), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_censored_law_is_fitted_by_its_own_crps():
+    rng = np.random.default_rng(1)
+    mean = rng.gamma(0.5, 4.0, 600)
+    variance = 0.3 * mean + 0.1
+    y = np.maximum(0.8 * mean - 0.5 + np.sqrt(0.2 + 1.2 * variance) * rng.standard_normal(600), 0)
+    found = fit_emos(mean, variance, y, family=Family.CENSORED_NORMAL)
+    wanted, least = by_scipy(mean, variance, y, crps=lambda y, mu, sigma: crps_cnormal(y, mu, sigma, lower=0.0))
+    assert float(found.crps(mean, variance, y).mean()) == pytest.approx(least, abs=1e-8)
+    np.testing.assert_allclose(of(found), wanted, rtol=5e-3, atol=5e-3)
+
+
+def test_weights_and_gaps_leave_samples_out():
+    rng = np.random.default_rng(2)
+    mean, variance, y, _ = draw(rng, 300)
+    kept = rng.random(300) < 0.8
+    wanted = of(fit_emos(mean[kept], variance[kept], y[kept]))
+    np.testing.assert_allclose(of(fit_emos(mean, variance, y, weights=kept)), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of(fit_emos(mean, variance, np.where(kept, y, np.nan))), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prior_draws_as_far_as_its_strength_says():
+    rng = np.random.default_rng(3)
+    parts = [np.stack(v) for v in zip(*(draw(rng, 40, a=a) for a in (-1.0, 2.0)), strict=True)]
+    mean, variance, y = parts[:3]
+    whole = fit_emos(mean.ravel(), variance.ravel(), y.ravel())
+    free, drawn, bound = (fit_emos(mean, variance, y, prior=whole, strength=s) for s in (0.0, 10.0, 1e9))
+    np.testing.assert_allclose(of(bound), np.broadcast_to(of(whole), (2, 5)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(of(free), of(fit_emos(mean, variance, y)), rtol=1e-3, atol=1e-2)
+
+    def shift(e):  # of the forecast at a typical mean, which is better determined than a and b
+        return (e.a + 280 * e.b - 280).numpy()
+
+    assert np.all(np.abs(shift(drawn) - shift(whole)) < np.abs(shift(free) - shift(whole)))
+
+
+def test_one_member_has_no_variance_to_follow():
+    rng = np.random.default_rng(4)
+    mean, _, y, _ = draw(rng, 200)
+    found = fit_emos(mean, np.zeros(200), y)
+    assert float(found.d) == 0 and 0.5 < float(found.c) < 5
+
+
+def test_what_is_refused():
+    with pytest.raises(UserError, match="3 observations for 4 coefficients; fit on more dates"):
+        fit_emos(np.arange(3.0), np.ones(3), np.arange(3.0))
+    with pytest.raises(UserError, match="they must be equal"):
+        fit_emos(np.zeros(5), np.zeros(4), np.zeros(5))
