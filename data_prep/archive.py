@@ -59,6 +59,7 @@ class ArchiveSource:
             if name not in self.layout.names:
                 raise UserError(f"variables={name}: {self.path} has none of it at leads={list(leads or ())} h")
         self.lead_bounds = lead_bounds(self.layout.names, self.layout.lead_hours, self._intervals)
+        self.masked: tuple[str, ...] = ()
         self._place()
         self._subtrahend = self._find_subtrahends()
 

@@ -91,6 +91,12 @@ class Pair:
         self.lead_bounds: dict[str, list[list[int] | None]] = getattr(forecast, "lead_bounds", {})
         self._static = static
 
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """Variables that have points without a value, in forecast or truth."""
+        of_truth = getattr(self.truth, "masked", ())
+        return tuple(name for name in self.layout.names if name in (*self.forecast.masked, *of_truth))
+
     def has(self, part: Part) -> bool:
         """Whether any field of `part` is there."""
         if part is not Part.TRUTH or self.truth is None:

@@ -37,14 +37,14 @@ class Metadata:
     lead_bounds: dict[str, list[list[int] | None]]
     quantisation_error: dict[str, float]
     provenance: dict[str, Any]
+    masked: tuple[str, ...]
 
 
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
-    """Make the root group and the still empty arrays of fields."""
-    group = zarr.open_group(root, mode="w", zarr_format=3)
+    """Make the still empty arrays of fields, and the root group where there is none."""
+    group = zarr.open_group(root, mode="a", zarr_format=3)
     for spec in specs:
         codec = BloscCodec(typesize=spec.dtype.itemsize, cname="lz4", clevel=LEVEL, shuffle="bitshuffle")
-        attributes: dict[str, Any] = {"long_name": f"packed fields: {_FORMULA.format(spec.name)}"}
         group.create_array(
             spec.name,
             shape=spec.on_disk,
@@ -55,8 +55,16 @@ def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
             fill_value=spec.fill,
             chunk_key_encoding={"name": "default", "separator": "."},
             dimension_names=spec.dimensions,
-            attributes=attributes if spec.packed else {"long_name": f"{spec.part.value}, float32"},
+            attributes=_long_name(spec),
         )
+
+
+def _long_name(spec: ArraySpec) -> dict[str, Any]:
+    if spec.dtype == np.uint8:
+        return {"long_name": "1 where a point has no value", "flag_values": [0, 1], "flag_meanings": "valid missing"}
+    if spec.packed:
+        return {"long_name": f"packed fields: {_FORMULA.format(spec.name)}"}
+    return {"long_name": f"{spec.part.value}, float32"}
 
 
 def write_metadata(
@@ -183,6 +191,7 @@ def read_metadata(root: Path) -> Metadata:
         dict(attrs["lead_bounds"]),
         dict(attrs["quantisation_error"]),
         dict(attrs["provenance"]),
+        tuple(attrs["masked"]),
     )
 
 

@@ -22,7 +22,9 @@ class PackedBlock:
     """Fields as they lie in a store.
 
     `values` (..., Y, X) uint16, or float32 as they are; `reference`, `scale`, `decimal` (...) float64; `present` (...)
-    bool. A field's value is ((X * scale) + reference) * decimal; the three are not used where `values` are float32.
+    bool; `mask` (..., Y, X) bool, True where a point has no value (a bitmap: sea surface temperature over land), or
+    None where every point of every present field has one. A field's value is ((X * scale) + reference) * decimal; the
+    three are not used where `values` are float32.
 
     Raises:
         ValueError: shapes or types do not belong together.
@@ -33,6 +35,7 @@ class PackedBlock:
     scale: np.ndarray
     decimal: np.ndarray
     present: np.ndarray
+    mask: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.values.dtype not in (np.uint16, np.float32):
@@ -43,13 +46,19 @@ class PackedBlock:
             if array.shape != self.values.shape[:-2]:
                 raise ValueError(f"{name} has shape {array.shape}; {self.values.shape[:-2]} is needed")
             object.__setattr__(self, name, array)
+        if self.mask is not None and (self.mask.shape != self.values.shape or self.mask.dtype != bool):
+            raise ValueError(
+                f"mask is {self.mask.dtype} of shape {self.mask.shape}; bool {self.values.shape} is needed"
+            )
 
     @classmethod
-    def plain(cls, values: np.ndarray, present: np.ndarray | None = None) -> PackedBlock:
+    def plain(
+        cls, values: np.ndarray, present: np.ndarray | None = None, mask: np.ndarray | None = None
+    ) -> PackedBlock:
         """Wrap float32 `values` (..., Y, X) as they are; every field is present unless `present` (...) says no."""
         shape = values.shape[:-2]
         there = np.ones(shape, bool) if present is None else present
-        return cls(np.asarray(values, np.float32), np.zeros(shape), np.ones(shape), np.ones(shape), there)
+        return cls(np.asarray(values, np.float32), np.zeros(shape), np.ones(shape), np.ones(shape), there, mask)
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: type = np.uint16) -> PackedBlock:
@@ -64,8 +73,8 @@ class PackedBlock:
 
     def __getitem__(self, key: tuple[int | slice | np.ndarray, ...]) -> PackedBlock:
         """Select by the leading axes."""
-        parts = (self.reference, self.scale, self.decimal, self.present)
-        return PackedBlock(self.values[key], *(np.asarray(part[key]) for part in parts))
+        factors = [np.asarray(part[key]) for part in (self.reference, self.scale, self.decimal, self.present)]
+        return PackedBlock(self.values[key], *factors, mask=None if self.mask is None else self.mask[key])
 
 
 def grib_factors(bits: int, binary_scale: int, decimal_scale: int) -> tuple[float, float]:
@@ -115,7 +124,7 @@ def dequantise(codes: np.ndarray, factors: Sequence[np.ndarray], out: np.ndarray
 
 
 def decode(block: PackedBlock) -> np.ndarray:
-    """Return the values of `block`: (..., Y, X) float32, NaN where a field is not present.
+    """Return the values of `block`: (..., Y, X) float32, NaN where a field is not present or a point is masked.
 
     Bit-equal to ecCodes' float64 values rounded to float32. (Its own float32 values, `codes_get_float_array`, are the
     same but for GRIB 2 with a decimal scale, where it computes in float32 and may miss the last bit.)
@@ -134,20 +143,27 @@ def decode(block: PackedBlock) -> np.ndarray:
         else:
             flat[part] = codes[part]
     flat[~block.present.reshape(-1)] = np.nan
+    if block.mask is not None:
+        out[block.mask] = np.nan
     return flat.reshape(*lead, *points)
 
 
-def quantise(values: np.ndarray, bits: int = 16, *, where: Where | None = None) -> PackedBlock:
+def quantise(
+    values: np.ndarray, bits: int = 16, *, mask: np.ndarray | None = None, where: Where | None = None
+) -> PackedBlock:
     """Pack `values` (..., Y, X) float32 into integers of `bits` bits, each field with its own reference and scale.
 
     The reference is the field's minimum and the scale the smallest power of two that spans it, as GRIB's simple
     packing without a decimal scale does. `where` names a field, given its leading index, in the message of an error.
+    Points of `mask` (..., Y, X) do not count, and become the integer 0.
 
     Raises:
-        UserError: a value is NaN or infinite.
+        UserError: a value that is not masked is NaN or infinite.
     """
     values = np.asarray(values, np.float32)
-    check_finite(values, where=where)
+    check_finite(values, mask=mask, where=where)
+    if mask is not None:
+        values = _fill_with_minimum(values, mask)
     low = values.min((-2, -1)).astype(np.float64)
     span = values.max((-2, -1)) - low
     scale = _power_of_two(span, (1 << bits) - 1)
@@ -155,7 +171,12 @@ def quantise(values: np.ndarray, bits: int = 16, *, where: Where | None = None) 
     for index in np.ndindex(*low.shape):
         if scale[index] > 0:
             codes[index] = np.rint((values[index] - low[index]) / scale[index])
-    return PackedBlock(codes, low, scale, np.ones(low.shape), np.ones(low.shape, bool))
+    return PackedBlock(codes, low, scale, np.ones(low.shape), np.ones(low.shape, bool), mask)
+
+
+def _fill_with_minimum(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    low = np.where(mask, np.inf, values).min((-2, -1), keepdims=True)
+    return np.where(mask, np.where(np.isfinite(low), low, 0), values).astype(np.float32)
 
 
 def _power_of_two(span: np.ndarray, largest: int) -> np.ndarray:
@@ -176,8 +197,14 @@ def error_bound(block: PackedBlock) -> np.ndarray:
     return np.where(block.present & (step > 0) & block.packed, bound, 0.0)
 
 
-def check_finite(values: np.ndarray, present: np.ndarray | None = None, *, where: Where | None = None) -> None:
-    """Refuse NaN and infinity in the present fields of `values` (..., Y, X).
+def check_finite(
+    values: np.ndarray,
+    present: np.ndarray | None = None,
+    *,
+    mask: np.ndarray | None = None,
+    where: Where | None = None,
+) -> None:
+    """Refuse NaN and infinity in the present fields of `values` (..., Y, X), but at points of `mask`.
 
     Raises:
         UserError: names the first such field by `where`, and says how many of its points are not numbers.
@@ -186,10 +213,12 @@ def check_finite(values: np.ndarray, present: np.ndarray | None = None, *, where
         if present is not None and not present[index]:
             continue
         finite = np.isfinite(values[index])
+        if mask is not None:
+            finite |= mask[index]
         if not finite.all():
             phrase = where(index) if where else f"field {index}"
             bad, first = int((~finite).sum()), values[index][~finite][0]
             raise UserError(
                 f"{phrase}: {bad} of {finite.size} values are not numbers (the first is {first}); "
-                "only finite values can be kept: mend the source or leave the field out"
+                "only finite values can be kept: mend the source, mark the points as missing, or leave the field out"
             )

@@ -7,7 +7,7 @@ Reads keep no state but the small arrays of factors, loaded once; every read has
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -42,6 +42,7 @@ class TensorStore:
         check_sizes(self._root, self._files)
         self.layout: Layout = meta.layout
         self.parts, self.packing, self.lead_bounds = meta.parts, meta.packing, meta.lead_bounds
+        self.masked: tuple[str, ...] = meta.masked
         self.provenance: dict[str, Any] = meta.provenance
         self.quantisation_error = meta.quantisation_error
         self._static_names = meta.static
@@ -72,7 +73,7 @@ class TensorStore:
 
         Returns:
             pressure (M, T, V, Z, Y, X) and surface (M, T, S, Y, X) float32 in the registry's units, NaN where a field
-            is absent; M is 1 for parts other than the forecast.
+            is absent or a point is masked; M is 1 for parts other than the forecast.
 
         Raises:
             UserError: the part, or something selected, is not in the store; or a file is damaged.
@@ -206,20 +207,29 @@ class TensorStore:
         if not target:
             return
         all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
-        path = os.path.join(self._root, spec.shard(date))
-        for number, chunk in read_chunks(path, spec, np.fromiter(target, np.int64)):
-            m, t, v, block = target[number]
-            top = block * spec.rows
-            start, stop = max(first, top), min(last, top + spec.rows)
-            place = out[m, t, v, :, start - first : stop - first]
-            if chunk is None:
+        numbers = np.fromiter(target, np.int64)
+
+        def pieces(of: ArraySpec) -> Iterator[tuple[tuple[int, int, int], np.ndarray, np.ndarray | None]]:
+            """Place in `factors`, view into `out` and stored values (None: left out) of every chunk wanted."""
+            for number, chunk in read_chunks(os.path.join(self._root, of.shard(date)), of, numbers):
+                m, t, v, block = target[number]
+                top = block * of.rows
+                start, stop = max(first, top), min(last, top + of.rows)
+                if chunk is not None:
+                    chunk = (chunk if all_levels else chunk[levels])[:, start - top : stop - top]
+                yield (m, t, v), out[m, t, v, :, start - first : stop - first], chunk
+
+        for cell, place, codes in pieces(spec):
+            if codes is None:
                 codes = np.full(place.shape, spec.fill, spec.dtype)
-            else:
-                codes = chunk[:, start - top : stop - top] if all_levels else chunk[levels, start - top : stop - top]
             if factors:
-                dequantise(codes, [factor[m, t, v] for factor in factors], place)
+                dequantise(codes, [factor[cell] for factor in factors], place)
             else:
                 place[...] = codes
+        if spec.packed and spec.mask.shard(date) in self._files:
+            for _, place, mask in pieces(spec.mask):
+                if mask is not None:
+                    place[mask != 0] = np.nan
 
 
 def open_store(path: str | Path) -> TensorStore:

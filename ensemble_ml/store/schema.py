@@ -2,15 +2,17 @@
 
 A store is one Zarr v3 group. Each part has an array for variables on pressure levels and one for those at the surface
 (`forecast_pressure`, `forecast_surface`, `truth_pressure` ...), and beside a packed one `..._reference`, `..._scale`,
-`..._decimal` (one number a field) and, beside any, `..._present`. They stand flat in the root, so that
-`xarray.open_zarr(STORE)` shows them all with their coordinates; statistics have a group of their own.
+`..._decimal` (one number a field) and, beside any, `..._present`. Beside a packed array with points that have no value
+in some field (a bitmap) stands `..._mask`, 1 at such points, chunked as the values; float32 arrays hold NaN there. They
+stand flat in the root, so that `xarray.open_zarr(STORE)` shows them all with their coordinates; statistics have a group
+of their own.
 
 Axes: D start date, M member, T lead, V variable (of either kind), Z level (1 at the surface), Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from ensemble_ml.config import Packing
 from ensemble_ml.store.source import Layout, Part
 
-FORMAT = 1  # raised whenever a reader of the older number would misread the arrays
+FORMAT = 2  # raised whenever a reader of the older number would misread the arrays
 FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
 MANIFEST = "manifest.json"
 STATISTICS = "statistics"
@@ -52,7 +54,13 @@ class ArraySpec:
     @property
     def name(self) -> str:
         """Name of the array in the root group."""
-        return f"{self.part.value}_{self.kind.value}"
+        suffix = "_mask" if self.dtype == np.uint8 else ""
+        return f"{self.part.value}_{self.kind.value}{suffix}"
+
+    @property
+    def mask(self) -> ArraySpec:
+        """The array beside this one that marks points without a value."""
+        return replace(self, dtype=np.dtype(np.uint8))
 
     @property
     def packed(self) -> bool:
@@ -62,7 +70,7 @@ class ArraySpec:
     @property
     def fill(self) -> float:
         """Value of a chunk that is left out: NaN, or the integer 0."""
-        return 0 if self.packed else np.nan
+        return np.nan if self.dtype == np.float32 else 0
 
     @property
     def blocks(self) -> int:

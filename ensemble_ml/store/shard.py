@@ -50,7 +50,7 @@ def write_shard(path: Path, spec: ArraySpec, values: np.ndarray, pool: ThreadPoo
 def _encode(spec: ArraySpec, values: np.ndarray, cell: tuple[int, ...]) -> bytes | None:
     first = cell[3] * spec.rows
     part = values[cell[0], cell[1], cell[2], :, first : first + spec.rows]
-    if not (part.any() if spec.packed else np.isfinite(part).any()):
+    if not (np.isfinite(part).any() if spec.dtype == np.float32 else part.any()):
         return None
     chunk = np.full(spec.chunk, spec.fill, spec.dtype)
     chunk[:, : part.shape[1]] = part

@@ -51,7 +51,10 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Fields:
-    """Decoded float32 values of one start date and part, NaN where a field is absent.
+    """Decoded float32 values of one start date and part.
+
+    NaN where a field is absent (`Source.present` says which), and at points of a present field that have no value (a
+    bitmap: sea surface temperature over land); `Source.masked` names the variables with such points.
 
     `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X); M is 1 for parts other than the forecast.
     """
@@ -77,6 +80,10 @@ class Source(Protocol):
 
     path: str
     layout: Layout
+
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """Variables that have points without a value, in any field of any part."""
 
     def has(self, part: Part) -> bool:
         """Whether any field of `part` is there."""

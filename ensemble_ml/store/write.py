@@ -60,6 +60,8 @@ class StoreWriter:
         self.path, self.layout, self.packing = Path(path).absolute(), layout, packing
         self.static, self.lead_bounds, self.provenance = static or {}, lead_bounds or {}, provenance or {}
         self.errors: dict[str, float] = {}  # largest error of quantising, by variable
+        self.masked: set[str] = set()  # variables with points that have no value
+        self._masks: list[ArraySpec] = []
         self._overwrite = overwrite
         check_target(self.path, overwrite)
         for name, values in self.static.items():
@@ -109,8 +111,9 @@ class StoreWriter:
         wanted = shape if spec.kind is Kind.PRESSURE else (*shape[:3], *shape[4:])
         if block.values.shape != wanted:
             raise ValueError(f"{spec.name}: block of shape {block.values.shape}; {wanted} is needed")
-        factors = (block.reference, block.scale, block.decimal, block.present)
-        block = PackedBlock(block.values.reshape(shape), *(factor.reshape(spec.fields) for factor in factors))
+        factors = [f.reshape(spec.fields) for f in (block.reference, block.scale, block.decimal, block.present)]
+        mask = None if block.mask is None else block.mask.reshape(shape)
+        block = PackedBlock(block.values.reshape(shape), *factors, mask=mask)
 
         def where(index: tuple[int, ...]) -> str:
             return describe_field(self.layout, spec.part, date, spec.kind, index)
@@ -118,17 +121,29 @@ class StoreWriter:
         if block.packed:
             check_finite(block.reference[..., None, None], block.present, where=where)
         else:
-            check_finite(block.values, block.present, where=where)
+            check_finite(block.values, block.present, mask=block.mask, where=where)
         if not block.present.all():
             block = _blank(block, 0)
         if block.packed and not spec.packed:
-            block = PackedBlock.plain(decode(block), block.present)
+            block = PackedBlock.plain(decode(block), block.present, block.mask)
         elif spec.packed and not block.packed:
             present = block.present
-            block = quantise(block.values)
-            block = PackedBlock(block.values, block.reference, block.scale, block.decimal, present)
+            block = quantise(block.values, mask=block.mask)
+            block = PackedBlock(block.values, block.reference, block.scale, block.decimal, present, block.mask)
             self._record_errors(spec, error_bound(block))
+        if block.mask is not None:
+            block = self._record_mask(spec, block)
         return block if spec.packed else _blank(block, np.nan)
+
+    def _record_mask(self, spec: ArraySpec, block: PackedBlock) -> PackedBlock:
+        """Note which variables have masked points, and put NaN or the integer 0 there."""
+        assert block.mask is not None
+        mask = block.mask & block.present[..., None, None]
+        names = self.layout.variables if spec.kind is Kind.PRESSURE else self.layout.surface
+        with self._lock:
+            self.masked |= {name for name, any_ in zip(names, mask.any((0, 1, 3, 4, 5)), strict=True) if any_}
+        values = np.where(mask, spec.dtype.type(spec.fill), block.values)
+        return PackedBlock(values, block.reference, block.scale, block.decimal, block.present, mask)
 
     def _record_errors(self, spec: ArraySpec, bound: np.ndarray) -> None:
         names = self.layout.variables if spec.kind is Kind.PRESSURE else self.layout.surface
@@ -137,16 +152,26 @@ class StoreWriter:
                 self.errors[name] = max(self.errors.get(name, 0.0), float(largest))
 
     def _put(self, spec: ArraySpec, date: int, block: PackedBlock) -> None:
+        self._put_shard(spec, date, block.values)
+        if spec.packed and block.mask is not None and block.mask.any():
+            with self._lock:
+                if spec.mask not in self._masks:
+                    create_arrays(self._work, [spec.mask])
+                    self._masks.append(spec.mask)
+            self._put_shard(spec.mask, date, block.mask.astype(np.uint8))
+        with self._lock:
+            for key, array in self._factors[spec.name].items():
+                array[date] = getattr(block, key)
+
+    def _put_shard(self, spec: ArraySpec, date: int, values: np.ndarray) -> None:
         name = spec.shard(date)
         try:
-            size, digest = write_shard(self._work / name, spec, block.values, self._pool)
+            size, digest = write_shard(self._work / name, spec, values, self._pool)
         except OSError as error:
             remedy = "free space or choose another output" if error.errno == errno.ENOSPC else "check the output folder"
             raise UserError(f"store {self.path}: cannot write {name}: {error.strerror}; {remedy}") from error
         with self._lock:
             self._files[name] = Entry(size, digest)
-        for key, array in self._factors[spec.name].items():
-            array[date] = getattr(block, key)
 
     def _derive(self, kind: Kind, date: int, block: PackedBlock) -> None:
         """Compute mean, spread and moments of the forecast, one field at a time in float64."""
@@ -197,6 +222,7 @@ class StoreWriter:
             "packing": self.packing.value,
             "parts": [part.value for part in self.parts],
             "lead_bounds": self.lead_bounds,
+            "masked": [name for name in self.layout.names if name in self.masked],
             "quantisation_error": self.errors,
             "provenance": self.provenance,
         }
@@ -252,4 +278,4 @@ def _blank(block: PackedBlock, fill: float) -> PackedBlock:
     values, present = block.values.copy(), block.present
     values[~present] = fill
     reference, scale = np.where(present, block.reference, 0), np.where(present, block.scale, 0)
-    return PackedBlock(values, reference, scale, np.where(present, block.decimal, 1), present)
+    return PackedBlock(values, reference, scale, np.where(present, block.decimal, 1), present, block.mask)

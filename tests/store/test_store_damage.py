@@ -80,11 +80,12 @@ def test_what_is_no_store_is_refused(tmp_path):
         open_store(tmp_path)
 
 
-def test_another_format_number_is_refused(copy):
+@pytest.mark.parametrize("number", [1, 99])
+def test_another_format_number_is_refused(copy, number):
     root = json.loads((copy / "zarr.json").read_text())
-    root["attributes"]["ensemble_ml_store"] = 99
+    root["attributes"]["ensemble_ml_store"] = number
     (copy / "zarr.json").write_text(json.dumps(root))
-    with pytest.raises(UserError, match="has format 99, this version reads 1; prepare it again"):
+    with pytest.raises(UserError, match=f"has format {number}, this version reads 2; prepare it again"):
         open_store(copy)
 
 
