@@ -74,7 +74,9 @@ class PackedBlock:
     def __getitem__(self, key: tuple[int | slice | np.ndarray, ...]) -> PackedBlock:
         """Select by the leading axes."""
         factors = [np.asarray(part[key]) for part in (self.reference, self.scale, self.decimal, self.present)]
-        return PackedBlock(self.values[key], *factors, mask=None if self.mask is None else self.mask[key])
+        reference, scale, decimal, present = factors
+        mask = None if self.mask is None else self.mask[key]
+        return PackedBlock(self.values[key], reference, scale, decimal, present, mask)
 
 
 def grib_factors(bits: int, binary_scale: int, decimal_scale: int) -> tuple[float, float]:

@@ -113,7 +113,8 @@ class StoreWriter:
             raise ValueError(f"{spec.name}: block of shape {block.values.shape}; {wanted} is needed")
         factors = [f.reshape(spec.fields) for f in (block.reference, block.scale, block.decimal, block.present)]
         mask = None if block.mask is None else block.mask.reshape(shape)
-        block = PackedBlock(block.values.reshape(shape), *factors, mask=mask)
+        reference, scale, decimal, present = factors
+        block = PackedBlock(block.values.reshape(shape), reference, scale, decimal, present, mask)
 
         def where(index: tuple[int, ...]) -> str:
             return describe_field(self.layout, spec.part, date, spec.kind, index)
