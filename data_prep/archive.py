@@ -9,7 +9,7 @@ Axes: D start date, M member, T lead, V pressure variable, S surface variable, Z
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,15 @@ from data_prep.catalogue import Catalogue, Combine, Gathered, Target
 from data_prep.files import FORECAST, TRUTH
 from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, hour_text, variable_text
-from data_prep.selecting import chosen, control_as_member, layout_of, move, narrow, positions
+from data_prep.selecting import (
+    chosen,
+    control_as_member,
+    layout_of,
+    narrow,
+    positions,
+    slices_of,
+    translation,
+)
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
@@ -108,21 +116,35 @@ class ArchiveSource:
         here = here[self._records["kind"][here] == (CONTROL if part is Part.CONTROL else MEMBER)]
         return here[(self._places[here, 1] >= 0) & (self._subtrahend[here] != _ABSENT)]
 
-    def _targets(self, part: Part, date: int) -> list[Target]:
+    def _targets(self, part: Part, date: int, narrowed: Layout) -> list[Target]:
+        """What makes each field of a start date that `narrowed` keeps, at its place there."""
         here = self._here(part, date)
+        axes = translation(self.layout, narrowed, members=part is Part.FORECAST)
         targets = []
-        columns = (self._surface, self._places, self._rows, self._subtrahend)
-        for surface, place, row, less in zip(*(column[here].tolist() for column in columns), strict=True):
-            rows, combine = ((row,), Combine.ONE) if less == _NOTHING else ((row, less), Combine.DIFFERENCE)
-            targets.append(Target(surface, tuple(place[:3] if surface else place), rows, combine))
+        for surface in (False, True):
+            mine = here[self._surface[here] == surface]
+            place = np.stack([axis[self._places[mine, number]] for number, axis in enumerate(axes[surface])], axis=1)
+            kept = (place >= 0).all(1)
+            columns = place, self._rows[mine], self._subtrahend[mine]
+            for at, row, less in zip(*(column[kept].tolist() for column in columns), strict=True):
+                rows, combine = ((row,), Combine.ONE) if less == _NOTHING else ((row, less), Combine.DIFFERENCE)
+                targets.append(Target(surface, tuple(at), rows, combine))
         return targets
 
     def gather(self, part: Part, date: int, selection: Selection = Selection()) -> Gathered:  # noqa: B008 - frozen
         """Read one start date of the forecast or the control into blocks (see `data_prep.catalogue.Gathered`)."""
         narrowed = narrow(self.layout, selection, self.path)
-        targets = move(self._targets(part, date), self.layout, narrowed, members=part is Part.FORECAST)
         count = len(narrowed.realization) if part is Part.FORECAST else 1
-        return self.catalogue.gather(targets, narrowed, count, selection.rows)
+        return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows)
+
+    def slices(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
+        """Yield a start date in pieces of one lead and one variable with all members and levels: bounded memory.
+
+        `gather` costs what it reads, so that the pieces may as well be gathered by threads, in any order, from
+        `data_prep.selecting.slices_of(source.layout)`.
+        """
+        for selection in slices_of(self.layout):
+            yield selection, self.gather(part, date, selection)
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
         """Read one start date: see `ensemble_ml.store.source.Source`.

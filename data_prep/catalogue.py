@@ -52,9 +52,11 @@ class Target:
 class Gathered:
     """Fields of one start date: packed integers where the archive has them, and float32 ones apart.
 
+    `layout` holds the coordinates of the blocks (its members are those of the forecast, whatever the part);
     `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) uint16; `loose` (surface?, place) -> (Y, X) float32.
     """
 
+    layout: Layout
     pressure: PackedBlock
     surface: PackedBlock
     loose: dict[tuple[bool, tuple[int, ...]], np.ndarray] = field(default_factory=dict)
@@ -66,7 +68,7 @@ class Gathered:
             (surface if at_surface else pressure)[place] = values
         return pressure, surface
 
-    def quantised(self, layout: Layout, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
+    def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
         """Blocks of integers alone; the largest error made for each variable is kept in `errors`."""
         for (at_surface, place), values in self.loose.items():
             block = self.surface if at_surface else self.pressure
@@ -74,7 +76,7 @@ class Gathered:
             block.values[place], block.present[place] = one.values[0], True
             for name in ("reference", "scale", "decimal"):
                 getattr(block, name)[place] = getattr(one, name)[0]
-            variable = (layout.surface if at_surface else layout.variables)[place[2]]
+            variable = (self.layout.surface if at_surface else self.layout.variables)[place[2]]
             errors[variable] = max(errors.get(variable, 0.0), float(error_bound(one)[0]))
         return self.pressure, self.surface
 
@@ -153,6 +155,7 @@ class Catalogue:
         points = rows.stop - rows.start, layout.grid.shape[1]
         leads, levels = len(layout.lead_hours), len(layout.levels)
         out = Gathered(
+            layout,
             PackedBlock.empty((members, leads, len(layout.variables), levels, *points)),
             PackedBlock.empty((members, leads, len(layout.surface), *points)),
         )

@@ -105,7 +105,7 @@ def _check_truth(truth: ArchiveTruth) -> None:
 def _blocks(gathered: Gathered, writer: StoreWriter) -> tuple[PackedBlock, PackedBlock]:
     if writer.packing is Packing.float32:
         return gathered.plain()
-    return gathered.quantised(writer.layout, writer.errors)
+    return gathered.quantised(writer.errors)
 
 
 def _provenance(config: PrepareConfig, both: Pair) -> dict:

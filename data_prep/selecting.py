@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import Target
 from data_prep.records import CONTROL, FIELD_INDEX, IS_SURFACE, MEMBER
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
@@ -113,24 +112,24 @@ def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
     return Layout(layout.init_time, grid=layout.grid, **picked)
 
 
-def move(targets: Sequence[Target], old: Layout, new: Layout, *, members: bool) -> list[Target]:
-    """Bring targets from their places in `old` to those in `new`; those that `new` lacks are dropped."""
-    if old == new:
-        return list(targets)
-    upper = [_map(old.realization, new.realization) if members else [0]]
+def slices_of(layout: Layout) -> Iterator[Selection]:
+    """Selections of one lead and one variable, with all members and levels: together they are the whole layout."""
+    for lead in layout.lead_hours:
+        for name in layout.variables:
+            yield Selection(lead_hours=(lead,), variables=(name,), surface=())
+        for name in layout.surface:
+            yield Selection(lead_hours=(lead,), variables=(), surface=(name,))
+
+
+def translation(old: Layout, new: Layout, *, members: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Where each position of `old` stands in `new`, -1 where it does not: axes of pressure and of surface blocks."""
+    upper = [_map(old.realization, new.realization) if members else np.zeros(1, int)]
     upper += [_map(getattr(old, name), getattr(new, name)) for name in ("lead_hours", "variables", "levels")]
-    lower = [*upper[:2], _map(old.surface, new.surface)]
-    moved = []
-    for target in targets:
-        maps = lower if target.surface else upper
-        place = tuple(axis[at] for axis, at in zip(maps, target.place, strict=True))
-        if min(place) >= 0:
-            moved.append(Target(target.surface, place, target.rows, target.combine))
-    return moved
+    return upper, [*upper[:2], _map(old.surface, new.surface)]
 
 
-def _map(old: Sequence[Any], new: Sequence[Any]) -> list[int]:
-    return [new.index(value) if value in new else -1 for value in old]
+def _map(old: Sequence[Any], new: Sequence[Any]) -> np.ndarray:
+    return np.array([new.index(value) if value in new else -1 for value in old], int)
 
 
 def _require(name: str, wanted: Sequence[Any], there: Sequence[Any], path: str) -> None:

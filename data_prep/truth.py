@@ -10,13 +10,15 @@ Axes: D start date, T lead, V pressure variable, S surface variable, Z level, Y 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from functools import reduce
 
 import numpy as np
 
 from data_prep.catalogue import Catalogue, Combine, Gathered, Target
 from data_prep.intervals import Tiles
 from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, hour_text, variable_text
-from data_prep.selecting import move, narrow
+from data_prep.selecting import narrow, slices_of, translation
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
@@ -85,11 +87,13 @@ class ArchiveTruth:
         found = np.minimum(np.searchsorted(times, valid), len(times) - 1)
         return np.where(times[found] == valid, mine[found], _MISSING)
 
-    def _targets(self, date: int) -> list[Target]:
-        """What makes each field of one start date that the forecast has too."""
+    def _targets(self, date: int, narrowed: Layout) -> list[Target]:
+        """What makes each field of a start date that the forecast has too and `narrowed` keeps, at its place there."""
         targets = []
+        axes = translation(self.layout, narrowed, members=False)
         for surface, (rows, wanted) in enumerate(zip(self._rows, self._wanted, strict=True)):
-            for place in np.argwhere(wanted).tolist():
+            kept = [axis >= 0 for axis in axes[surface][1:]]
+            for place in np.argwhere(wanted & reduce(np.logical_and.outer, kept)).tolist():
                 name = (self.layout.surface if surface else self.layout.variables)[place[1]]
                 interval = self._interval(name, place[0])
                 if interval is not None and self._by_intervals(name):
@@ -98,7 +102,8 @@ class ArchiveTruth:
                     row = int(rows[date, *place])
                     chosen, combine = (() if row == _MISSING else (row,)), Combine.ONE
                 if chosen:
-                    targets.append(Target(bool(surface), (0, *place), chosen, combine))
+                    moved = tuple(int(axis[at]) for axis, at in zip(axes[surface][1:], place, strict=True))
+                    targets.append(Target(bool(surface), (0, *moved), chosen, combine))
         return targets
 
     def _interval(self, name: str, lead: int) -> list[int] | None:
@@ -123,15 +128,19 @@ class ArchiveTruth:
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""
         pressure, surface = (np.zeros((1, *rows.shape[1:]), bool) for rows in self._rows)
-        for target in self._targets(date):
+        for target in self._targets(date, self.layout):
             (surface if target.surface else pressure)[target.place] = True
         return pressure, surface
 
     def gather(self, date: int, selection: Selection = Selection()) -> Gathered:  # noqa: B008 - frozen
         """Read one start date into blocks (see `data_prep.catalogue.Gathered`)."""
         narrowed = narrow(self.layout, selection, self.path)
-        targets = move(self._targets(date), self.layout, narrowed, members=False)
-        return self.catalogue.gather(targets, narrowed, 1, selection.rows)
+        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows)
+
+    def slices(self, date: int) -> Iterator[tuple[Selection, Gathered]]:
+        """Yield a start date in pieces of one lead and one variable with all levels (see `ArchiveSource.slices`)."""
+        for selection in slices_of(self.layout):
+            yield selection, self.gather(date, selection)
 
     def read(self, date: int, selection: Selection) -> Fields:
         """Read one start date."""

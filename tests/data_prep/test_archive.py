@@ -404,3 +404,26 @@ class TestFiles:
             open_pair(path, None, write(tmp_path / "b.grib", [message("orog", grid=REGION)]))
         with pytest.raises(UserError, match="holds no static field"):
             open_pair(path, None, path)
+
+
+class TestSlices:
+    def test_slices_together_are_the_whole(self, tmp_path):
+        path = ensemble(tmp_path / "a.grib", names=("t", "z", "t2m"), leave_out=[(20010101, 2, 24, "t", 500)])
+        truth = write(
+            tmp_path / "t.grib", [message(n, date=20010102, level=z, member=None) for n in "tz" for z in (500, 850)]
+        )
+        pair = open_pair(path, truth)
+        pieces = (pair.forecast.slices(Part.FORECAST, 0), pair.truth.slices(0))
+        for part, slices in zip((Part.FORECAST, Part.TRUTH), pieces, strict=True):
+            whole, seen = pair.read(part, 0), 0
+            for selection, gathered in slices:
+                lead = pair.layout.lead_hours.index(*selection.lead_hours)
+                found = gathered.decoded()[bool(selection.surface)]
+                if selection.surface:
+                    expected = whole.surface[:, [lead]]
+                else:
+                    variable = pair.layout.variables.index(*selection.variables)
+                    expected = whole.pressure[:, [lead]][:, :, [variable]]
+                np.testing.assert_array_equal(found, expected)
+                seen += found.size
+            assert seen == whole.pressure.size + whole.surface.size
