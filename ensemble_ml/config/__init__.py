@@ -9,6 +9,7 @@ from ensemble_ml.config.archives import Control, Packing, PrepareConfig, Simulat
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.forecasts import BenchmarkConfig, EvaluateConfig, PredictConfig
 from ensemble_ml.config.model import ModelConfig, OptimConfig, OptimName, Pole, Precision, Vertical
+from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
 from ensemble_ml.config.training import DataConfig, LoadingConfig, TrackingConfig, TrainConfig
 
 __all__ = [
@@ -32,6 +33,9 @@ __all__ = [
     "Pole",
     "Precision",
     "Vertical",
+    "Backend",
+    "Launcher",
+    "ParallelConfig",
     "DataConfig",
     "LoadingConfig",
     "TrackingConfig",

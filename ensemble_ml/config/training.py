@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ensemble_ml.config.base import MISSING, check_period, opt, part, require
 from ensemble_ml.config.model import ModelConfig, OptimConfig
+from ensemble_ml.config.parallel import ParallelConfig
 
 
 @dataclass
@@ -77,6 +78,7 @@ class TrainConfig:
     optim: OptimConfig = part(OptimConfig, "optimizer")
     loading: LoadingConfig = part(LoadingConfig, "batches")
     tracking: TrackingConfig = part(TrackingConfig, "logs")
+    parallel: ParallelConfig = part(ParallelConfig, "ranks")
 
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "validate_every", "checkpoint_every"):

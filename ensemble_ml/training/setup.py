@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 STATIC = ("orog", "lsm")
 # Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
 _FREE = ("run", "output", "resume", "threads", "max_minutes", "validate_every", "checkpoint_every", "data.store")
-_FREE_GROUPS = ("loading.", "tracking.")
+_FREE_GROUPS = ("loading.", "tracking.", "parallel.")
 
 
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

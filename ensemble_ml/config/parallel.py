@@ -1,0 +1,51 @@
+"""Settings of a run over several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ensemble_ml.config.base import opt, require
+
+
+class Backend(Enum):
+    """Library that moves tensors between ranks."""
+
+    auto = "auto"
+    gloo = "gloo"
+    nccl = "nccl"
+
+
+class Launcher(Enum):
+    """Whose variables tell a rank its place."""
+
+    auto = "auto"
+    none = "none"
+    torchrun = "torchrun"
+    slurm = "slurm"
+    openmpi = "openmpi"
+    mpich = "mpich"
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks of a job share its work; the product of the four degrees is the number of ranks."""
+
+    trainer: int = opt(1, "independent models trained side by side, each on its share of the ranks")
+    data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat and lon leave")
+    lat: int = opt(1, "ranks that share the latitudes of a sample")
+    lon: int = opt(1, "ranks that share the longitudes of a sample")
+    backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
+    launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
+    timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange")
+    silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
+    overlap: bool = opt(True, "compute the interior while halos travel")
+
+    def __post_init__(self) -> None:
+        for key in ("trainer", "lat", "lon"):
+            require(f"parallel.{key}", getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
+        good = self.data == "auto" or (isinstance(self.data, int) and self.data >= 1)
+        require("parallel.data", self.data, good, "auto or a number from 1 up is allowed")
+        require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
+        require("parallel.silence", self.silence, self.silence >= 2, "must be 2 or more")

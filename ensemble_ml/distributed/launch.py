@@ -1,0 +1,308 @@
+"""A job of several ranks, from its first hello to its end: nobody is left waiting for a rank that is gone.
+
+    with start(config.parallel) as session:      # session.mesh, session.topology
+        session.step = 17                        # told where something fails
+
+Rank 0 serves a small key-value store (torch's TCPStore), which the process group is initialised through. A rank that
+raises writes who it is, its step and the cause there, and leaves; a watch thread in every rank reads that within half a
+second, prints it, and ends its process, also out of a collective that would wait for ever. A rank that dies without a
+word (killed, out of memory) is told from a slow one by its heartbeat, which a thread of its own keeps up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from ensemble_ml.config import Backend, Launcher, ParallelConfig
+from ensemble_ml.distributed.mesh import Mesh, make_mesh
+from ensemble_ml.distributed.topology import Topology, make_topology
+from ensemble_ml.distributed.world import World, read_world
+from ensemble_ml.errors import UserError
+
+log = logging.getLogger(__name__)
+
+STATUS_ABORTED = 70  # left because another rank failed
+_PERIOD = 0.5  # seconds between looks at the store
+_GRACE = 3.0  # seconds beyond `silence` that a failed exchange waits for word of the rank that caused it
+_FAREWELL = 2 * _PERIOD + 0.5  # the store dies with rank 0: the others read first
+_MEETING = timedelta(seconds=120)
+
+
+def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
+    """Read the launcher's variables, meet the other ranks and make the mesh; one rank meets nobody.
+
+    Raises:
+        UserError: the variables disagree, the degrees do not fit the number of ranks, or a rank does not come.
+    """
+    world = read_world(dict(os.environ) if env is None else env, config.launcher)
+    topology = make_topology(config, rank=world.rank, size=world.size)
+    return Session(world, topology, config)
+
+
+class Session:
+    """One rank's part in a job, as a context manager."""
+
+    def __init__(self, world: World, topology: Topology, config: ParallelConfig):
+        self.world, self.topology, self.config = world, topology, config
+        self.mesh = Mesh(topology)
+        self.step = 0
+        self.device = _device(world)
+        self._watch: _Watch | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes files and says things."""
+        return self.topology.rank == 0
+
+    def __enter__(self) -> Self:
+        if self.world.size == 1:
+            return self
+        host, port, server = _meet(self.world)
+        try:
+            store = server or dist.TCPStore(host, port, self.world.size, False, _MEETING, wait_for_workers=False)
+            self._watch = _Watch(self, host, port)
+            _check_agreement(store, self.topology)
+            dist.init_process_group(
+                _backend(self.config.backend, self.world),
+                store=dist.PrefixStore("group", store),
+                rank=self.world.rank,
+                world_size=self.world.size,
+                timeout=timedelta(seconds=self.config.timeout),
+            )
+            self._store = store
+            self.mesh = make_mesh(self.topology)
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, dist.DistError):
+                raise UserError(f"rank {self.world.rank}: cannot meet the others at {host}:{port}: {error}") from error
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._watch is None:
+            return
+        if error is not None:
+            self._fail(error)
+            return
+        self._watch.leave()
+        dist.destroy_process_group()
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell the others; where the failure only echoes another rank's, that rank is named and this one leaves."""
+        if self._watch is not None:
+            self._watch.fail(error)
+
+
+class _Watch:
+    """The thread that keeps up this rank's heartbeat and looks for word of a failure; rank 0 counts heartbeats too."""
+
+    def __init__(self, session: Session, host: str, port: int):
+        self._session, self._rank, self._size = session, session.world.rank, session.world.size
+        self._silence = session.config.silence
+        # A connection of its own: one that waits in a collective's set-up would hold the heartbeat up.
+        self._store = dist.TCPStore(host, port, self._size, False, _MEETING, wait_for_workers=False)
+        self._store.set(f"beat/{self._rank}", "0 0")
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def fail(self, error: BaseException) -> None:
+        """Write the cause, unless another rank's failure is behind it; that one is printed, and this process ends."""
+        if _echo(error):
+            until = time.monotonic() + self._silence + _GRACE
+            while time.monotonic() < until:  # the watch thread ends the process as soon as the cause is known
+                time.sleep(_PERIOD)
+        self._end.set()
+        self._thread.join(timeout=5)
+        try:
+            told = self._told()
+            if told is None:
+                self._tell(self._rank, error)
+            elif told["rank"] != self._rank:
+                self._leave(told)
+            if self._rank == 0:
+                time.sleep(_FAREWELL)
+        except dist.DistError:
+            pass  # the store is gone, and with it rank 0: nobody is left to be told
+
+    def leave(self) -> None:
+        """Clean end: rank 0, which serves the store, leaves last."""
+        self._end.set()
+        self._thread.join()
+        self._store.set(f"done/{self._rank}", "1")
+        if self._rank == 0:
+            self._store.wait([f"done/{rank}" for rank in range(self._size)], timedelta(seconds=60))
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._end.wait(_PERIOD):
+            beat += 1
+            try:
+                self._store.set(f"beat/{self._rank}", f"{beat} {self._session.step}")
+                if self._rank == 0:
+                    self._find_silent()
+                told = self._told()
+            except dist.DistError:
+                if not self._end.is_set():
+                    self._leave({"rank": 0, "host": "", "step": self._session.step, "cause": "no longer answers"})
+                return
+            if told is not None and told["rank"] != self._rank:
+                self._leave(told)
+
+    def _leave(self, told: dict[str, Any]) -> None:
+        _leave(told, wait=_FAREWELL if self._rank == 0 else 0.0)
+
+    def _told(self) -> dict[str, Any] | None:
+        return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
+
+    def _tell(self, rank: int, error: BaseException | str, step: int | None = None) -> None:
+        cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        host = self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else ""
+        told = {
+            "rank": rank,
+            "host": host if rank != self._rank else socket.gethostname(),
+            "step": self._session.step if step is None else step,
+            "cause": " ".join(cause.split())[:500],
+        }
+        self._store.compare_set("failed", "", json.dumps(told))  # the first to write is the cause
+
+    def _find_silent(self) -> None:
+        """Rank 0: write the failure of a rank whose heartbeat has stopped."""
+        if self._store.check(["failed"]):
+            return
+        now = time.monotonic()
+        for rank in range(1, self._size):
+            if not self._store.check([f"beat/{rank}"]) or self._store.check([f"done/{rank}"]):
+                continue
+            beat = self._store.get(f"beat/{rank}").decode()
+            if self._seen.get(rank, ("", 0.0))[0] != beat:
+                self._seen[rank] = beat, now
+            elif now - self._seen[rank][1] > self._silence:
+                silent = f"no heartbeat for {self._silence:g} s: killed, out of memory, or its host is gone"
+                self._tell(rank, silent, int(beat.split()[1]))
+                return
+
+
+def _echo(error: BaseException) -> bool:
+    """Whether an error may only be the echo of another rank's: a connection that its partner closed."""
+    return isinstance(error, dist.DistError | ConnectionError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "nccl" in str(error).lower())
+    )
+
+
+def _leave(told: dict[str, Any], wait: float = 0.0) -> None:
+    """Print the cause and end this process, wherever its main thread stands."""
+    where = f" ({told['host']})" if told["host"] else ""
+    text = f"ensemble-ml: rank {told['rank']}{where} failed at step {told['step']}: {told['cause']}; this rank leaves"
+    sys.stdout.flush()
+    os.write(2, f"{text}\n".encode())  # one write: lines of several ranks do not mix
+    time.sleep(wait)
+    os._exit(STATUS_ABORTED)
+
+
+def _device(world: World) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def _backend(wanted: Backend, world: World) -> str:
+    """The library: NCCL needs a GPU for each rank of a node.
+
+    Raises:
+        UserError: NCCL is asked for and cannot be had.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    enough = gpus >= world.local_size and gpus > 0
+    if wanted is Backend.nccl and not enough:
+        raise UserError(
+            f"parallel.backend=nccl: {world.local_size} ranks on this host and {gpus} GPUs; one GPU holds one rank;"
+            " start fewer ranks, or use parallel.backend=gloo"
+        )
+    if wanted is Backend.auto:
+        return "nccl" if enough else "gloo"
+    return wanted.value
+
+
+def _check_agreement(store: Any, topology: Topology) -> None:
+    """Every rank must have made the same mesh.
+
+    Raises:
+        UserError: this rank's degrees differ from those of rank 0.
+    """
+    store.set(f"host/{topology.rank}", socket.gethostname())
+    if topology.rank == 0:
+        store.set("mesh", str(topology))
+    first = store.get("mesh").decode()
+    if first != str(topology):
+        raise UserError(
+            f"rank {topology.rank}: its mesh is {topology}, rank 0 has {first}; give every rank the same settings"
+        )
+
+
+def _meet(world: World) -> tuple[str, int, Any]:
+    """Host and port of the key-value store, and on rank 0 the store itself.
+
+    Raises:
+        UserError: nothing says where rank 0 is.
+    """
+    agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    if world.host is not None and world.port is not None:
+        # torchrun's agent holds MASTER_PORT itself; its store tells the port of ours.
+        if agent and world.launcher is Launcher.torchrun:
+            return _meet_through_agent(world)
+        return world.host, world.port, _serve(world, world.port) if world.rank == 0 else None
+    if world.launcher in (Launcher.openmpi, Launcher.mpich):
+        return _meet_through_mpi(world)
+    raise UserError(
+        f"{world.launcher.value}: rank {world.rank} of {world.size} does not know where rank 0 is; set MASTER_ADDR and"
+        " MASTER_PORT to a host and a free port"
+    )
+
+
+def _serve(world: World, port: int) -> Any:
+    return dist.TCPStore("0.0.0.0", port, world.size, True, _MEETING, wait_for_workers=False)
+
+
+def _meet_through_agent(world: World) -> tuple[str, int, Any]:
+    agent = dist.TCPStore(world.host, world.port, world.size, False, _MEETING, wait_for_workers=False)  # type: ignore[arg-type]
+    key = f"ensemble_ml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if world.rank:
+        host, _, port = agent.get(key).decode().rpartition(":")
+        return host, int(port), None
+    server = _serve(world, 0)
+    agent.set(key, f"{world.host}:{server.port}")
+    return str(world.host), server.port, server
+
+
+def _meet_through_mpi(world: World) -> tuple[str, int, Any]:
+    try:
+        import mpi4py
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            "mpiexec: MASTER_ADDR and MASTER_PORT are not set; set them to rank 0's host and a free port, or pip"
+            " install 'ensemble-ml[mpi]', which lets the ranks tell each other"
+        ) from error
+    server = _serve(world, 0) if world.rank == 0 else None
+    one_host = world.local_size == world.size
+    address = None if server is None else ("127.0.0.1" if one_host else socket.gethostname(), server.port)
+    host, port = MPI.COMM_WORLD.bcast(address)
+    if mpi4py.rc.finalize is not False:
+        # MPI has done its part; left to the end, its farewell would wait for a rank that failed.
+        MPI.Finalize()
+    return host, port, server

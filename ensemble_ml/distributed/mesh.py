@@ -1,0 +1,90 @@
+"""The communicators of one rank, looked up by role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch.distributed as dist
+
+from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, TorchCommunicator
+from ensemble_ml.distributed.topology import AXES, Topology
+
+# Every set of axes that some part of a job communicates over. Made eagerly and in this order on every rank, because
+# ranks that make communicators in different orders wait for each other for ever.
+_ROLES: tuple[tuple[str, ...], ...] = (AXES, ("data",), ("lat",), ("lon",), ("lat", "lon"), ("data", "lat", "lon"))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A topology and the communicator of each role; `Mesh()` is one rank."""
+
+    topology: Topology = Topology()  # noqa: RUF009 - frozen
+    groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
+
+    def along(self, *axes: str) -> Communicator:
+        """The ranks that differ from this one along `axes` alone."""
+        return self.groups.get(axes) or self._one
+
+    @cached_property
+    def _one(self) -> Communicator:
+        return NullCommunicator()
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks."""
+        return self.along(*AXES)
+
+    @property
+    def data(self) -> Communicator:
+        """Ranks that hold the same part of different samples."""
+        return self.along("data")
+
+    @property
+    def lat(self) -> Communicator:
+        """Ranks that hold the same columns of one sample, from north to south."""
+        return self.along("lat")
+
+    @property
+    def lon(self) -> Communicator:
+        """Ranks that hold the same rows of one sample, eastwards."""
+        return self.along("lon")
+
+    @property
+    def spatial(self) -> Communicator:
+        """Ranks that share one sample."""
+        return self.along("lat", "lon")
+
+    @property
+    def model(self) -> Communicator:
+        """Ranks that train one set of weights."""
+        return self.along("data", "lat", "lon")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent over all of its communicators."""
+        return sum(group.bytes_sent for group in {id(g): g for g in self.groups.values()}.values())
+
+
+def make_mesh(topology: Topology) -> Mesh:
+    """Make the communicators of a topology over the initialised process group; groups of one rank cost nothing."""
+    groups: dict[tuple[str, ...], Communicator] = {}
+    same: dict[tuple[tuple[int, ...], ...], Communicator] = {}
+    for axes in _ROLES:
+        members = tuple(topology.groups(*axes))
+        if len(members[0]) == 1:
+            groups[axes] = NullCommunicator()
+            continue
+        if members not in same:  # two roles over the same ranks share a communicator
+            same[members] = TorchCommunicator(_own_group(members, topology.rank))
+        groups[axes] = same[members]
+    return Mesh(topology, groups)
+
+
+def _own_group(members: tuple[tuple[int, ...], ...], rank: int) -> object:
+    own = None
+    for ranks in members:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = group
+    return own

@@ -1,0 +1,125 @@
+"""Who this process is: rank, number of ranks and meeting point, read from the variables of whoever started it.
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `srun` SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...;
+Open MPI OMPI_COMM_WORLD_*; MPICH and what follows it PMI_RANK, PMI_SIZE. Where torchrun's agent started the process its
+variables count alone (it may itself stand under srun); where two other launchers disagree, the user decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ensemble_ml.config import Launcher
+from ensemble_ml.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """A process among `size`; `host` and `port` are where rank 0 is met, None where the launcher does not say."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: Launcher = Launcher.none
+    host: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True)
+class _Names:
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_NAMES = {
+    Launcher.torchrun: _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Launcher.slurm: _Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    Launcher.openmpi: _Names(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ),
+    Launcher.mpich: _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> World:
+    """Read the launcher's variables from `env`; one rank where there are none.
+
+    Raises:
+        UserError: a variable is missing or no number, a rank outside its world, or two launchers that disagree.
+    """
+    if wanted is Launcher.none:
+        return World()
+    if wanted is not Launcher.auto:
+        found = _read(env, wanted)
+        if found is None:
+            raise UserError(f"parallel.launcher={wanted.value}: {_NAMES[wanted].rank} is not set; use launcher=auto")
+        return found
+    if "TORCHELASTIC_RUN_ID" in env:
+        return _read(env, Launcher.torchrun) or World()
+    worlds = [world for launcher in _NAMES if (world := _read(env, launcher)) is not None]
+    for other in worlds[1:]:
+        if (other.rank, other.size) != (worlds[0].rank, worlds[0].size):
+            raise UserError(f"{_told(worlds[0])}, but {_told(other)}; say whose count: {_choices(worlds[0], other)}")
+    return worlds[0] if worlds else World()
+
+
+def _told(world: World) -> str:
+    names = _NAMES[world.launcher]
+    return f"{names.rank}={world.rank} {names.size}={world.size}"
+
+
+def _choices(*worlds: World) -> str:
+    return " or ".join(f"parallel.launcher={world.launcher.value}" for world in worlds)
+
+
+def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
+    names = _NAMES[launcher]
+    if launcher is Launcher.slurm and names.size not in env:
+        return None  # the batch script itself, outside srun: its SLURM_PROCID is no rank
+    if names.rank not in env and names.size not in env:
+        return None
+    for name, other in ((names.rank, names.size), (names.size, names.rank)):
+        if name not in env:
+            raise UserError(f"{other}={env[other]}: {name} is not set beside it; set both or neither")
+    rank, size = _number(env, names.rank), _number(env, names.size)
+    if not 0 <= rank < size:
+        raise UserError(f"{names.rank}={rank}: must lie from 0 to {names.size}-1={size - 1}")
+    local_rank = _number(env, names.local_rank, rank)
+    local_size = _number(env, names.local_size, size)
+    host, port = _meeting(env, launcher)
+    return World(rank, size, local_rank, local_size, launcher, host, port)
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    if not re.fullmatch(r"\d+", text.strip()):
+        raise UserError(f"{name}={text}: must be a whole number")
+    return int(text)
+
+
+def _meeting(env: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
+    """Where rank 0 is met, as far as the variables tell."""
+    host = env.get("MASTER_ADDR")
+    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    if launcher is Launcher.slurm:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        if host is None and nodes:
+            host = first_host(nodes)
+        if port is None and "SLURM_JOB_ID" in env:
+            # One port a job step: two steps of one job on one node stay apart.
+            step = env.get("SLURM_STEP_ID", "0")
+            port = 20000 + (_number(env, "SLURM_JOB_ID") * 16 + int(step if step.isdigit() else 0)) % 12000
+    return host, port
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: `gpu[007-012,020]` is gpu007, `a1,b2` is a1."""
+    inside = re.match(r"([^\[,]*)\[([^\]]+)\]([^,\[]*)", nodes)
+    if not inside:
+        return nodes.split(",")[0]
+    return inside.group(1) + re.split(r"[,-]", inside.group(2))[0] + inside.group(3)

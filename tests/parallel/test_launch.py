@@ -1,0 +1,110 @@
+"""How a job starts under each launcher, and how it ends when a rank fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from parallel.ranks import run_ranks
+
+from ensemble_ml.config import ParallelConfig
+from ensemble_ml.distributed import start
+from ensemble_ml.errors import UserError
+
+SAY = """
+import torch
+from ensemble_ml.config import ParallelConfig
+from ensemble_ml.distributed import start
+with start(ParallelConfig(lat=2)) as session:
+    x = torch.tensor([session.topology.rank + 1.0])
+    session.mesh.world.all_reduce(x)
+    words = "place", *session.topology.place, "sum", x.item(), session.world.launcher.value
+    print(" ".join(map(str, words)) + "\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("torchrun", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]),
+        ("mpich", [os.path.join(os.path.dirname(sys.executable), "mpiexec"), "-n", "2", sys.executable]),
+    ],
+)
+def test_under_a_launcher(tmp_path, name, command):
+    if name == "mpich":
+        pytest.importorskip("mpi4py")
+    script = tmp_path / "say.py"
+    script.write_text(SAY)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=90, env=env)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("place"))
+    assert lines == [f"place 0 0 {rank} 0 sum 3.0 {name}" for rank in range(2)]
+
+
+def test_under_slurm_variables():
+    env = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost"}
+    with start(ParallelConfig(), env) as session:
+        assert session.topology.size == 1 and session.first
+
+
+def fails(session, how):
+    session.step = 17
+    if session.topology.rank == 1:
+        if how == "raise":
+            raise ValueError("the 3rd shard is damaged")
+        if how == "kill":
+            time.sleep(1.2)  # two heartbeats tell the step
+            os.kill(os.getpid(), signal.SIGKILL)
+    if session.topology.rank == 0:
+        time.sleep(60)  # busy with its own work
+    session.mesh.world.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "limit"),
+    [
+        ("raise", "failed at step 17: ValueError: the 3rd shard is damaged; this rank leaves", 10),
+        ("kill", "failed at step 17: no heartbeat for 2 s: killed, out of memory, or its host is gone", 20),
+    ],
+)
+def test_a_rank_that_fails_takes_the_others_down(how, cause, limit):
+    ends = run_ranks(fails, 3, how, statuses=True, silence=2)
+    assert ends[1][0] == (1 if how == "raise" else -signal.SIGKILL)
+    for rank in (0, 2):
+        code, seconds, text = ends[rank]
+        assert code != 0 and seconds < limit
+        assert f"rank 1 ({os.uname().nodename}) {cause}" in text
+
+
+def slow(session):
+    if session.topology.rank == 1:
+        time.sleep(4)  # longer than `silence`, but its heart beats
+    x = torch.ones(1)
+    session.mesh.world.all_reduce(x)
+    return x.item()
+
+
+def test_a_slow_rank_is_not_a_dead_one():
+    assert run_ranks(slow, 2, silence=2) == [2, 2]
+
+
+def dies_first(session):
+    if session.topology.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    session.mesh.world.all_reduce(torch.zeros(1))
+
+
+def test_the_rank_that_serves_the_others_dies():
+    ends = run_ranks(dies_first, 2, statuses=True, silence=2)
+    assert ends[1][0] != 0 and ends[1][1] < 20
+    assert "rank 0" in ends[1][2]
+
+
+def test_nobody_knows_where_rank_0_is():
+    env = {"RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"), start(ParallelConfig(), env):
+        pass
