@@ -16,6 +16,7 @@ import numpy as np
 
 from data_prep.catalogue import Catalogue, Combine, Gathered, Target
 from data_prep.files import FORECAST, TRUTH
+from data_prep.geometry import GridChange
 from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, hour_text, variable_text
 from data_prep.selecting import (
@@ -205,6 +206,7 @@ def open_archive(
     levels: Sequence[int] | None = None,
     leads: Sequence[int] | None = None,
     dates: Sequence[str] | None = None,
+    change: GridChange | None = None,
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
 
@@ -214,6 +216,7 @@ def open_archive(
             their own dates.
         control: whether an unperturbed member counts as a member.
         variables, levels, leads, dates: what to keep; None keeps all.
+        change: the grid that fields are wanted on; None keeps their own.
 
     Raises:
         UserError: a file is missing or damaged, or nothing is left of what was asked for.
@@ -221,6 +224,8 @@ def open_archive(
     if role not in (FORECAST, TRUTH):
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
     catalogue = Catalogue(paths, role=role)
+    if change is not None:
+        catalogue.onto(change.target(catalogue.grid))
     return ArchiveSource(catalogue, control=control, variables=variables, levels=levels, leads=leads, dates=dates)
 
 

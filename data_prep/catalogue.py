@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.files import archive_files, open_readers
+from data_prep.geometry import Geometry
 from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
@@ -106,6 +107,7 @@ class Catalogue:
         self._open: dict[int, None] = {}  # readers that were used, the latest last
         self._lock = Lock()  # a file must not be closed by one thread while another reads it
         self.grid = _one_grid(self.readers)
+        self.geometry = Geometry(self.grid, self.grid)
         tables = []
         for number, reader in enumerate(self.readers):
             reader.records["file"] = number
@@ -121,8 +123,16 @@ class Catalogue:
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
         _check_unique(self.records, self.files)
 
+    def onto(self, grid: Grid) -> None:
+        """Let all values come on `grid` from now on.
+
+        Raises:
+            UserError: the files' grid does not reach as far.
+        """
+        self.geometry, self.grid = Geometry(self.geometry.source, grid), grid
+
     def values(self, records: np.ndarray) -> Iterator[RawField]:
-        """Yield the values of `records` in their order, which had better be that of the files."""
+        """Yield `records` on the files' own grid, in their order, which had better be that of the files."""
         for number, group in groupby(records, key=lambda record: int(record["file"])):
             self._touch(number)
             yield from self.readers[number].fields(np.array(list(group), RECORD))
@@ -168,10 +178,10 @@ class Catalogue:
         chosen = self.records[[target.rows[0] for target in single]]
         order = np.lexsort((chosen["offset"], chosen["file"]))
         for index, raw in zip(order, self.values(chosen[order]), strict=True):
-            _put(out, single[index], raw, rows)
+            _put(out, single[index], self.geometry.field(raw), rows)
         for target in targets:
             if target.combine is not Combine.ONE:
-                out.loose[target.surface, target.place] = self._combined(target)[rows]
+                out.loose[target.surface, target.place] = self.geometry.floats(self._combined(target))[rows]
 
     def _combined(self, target: Target) -> np.ndarray:
         parts = [raw.decode().astype(np.float64) for raw in self.values(self.records[list(target.rows)])]
@@ -187,7 +197,8 @@ class Catalogue:
         for record in self.static_records:
             name = field_of(record).name
             if name not in found:
-                found[name] = next(self.values(np.array([record], RECORD))).decode()
+                raw = next(self.values(np.array([record], RECORD)))
+                found[name] = self.geometry.field(raw).decode()
         return dict(sorted(found.items()))
 
     def fingerprint(self) -> str:

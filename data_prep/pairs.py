@@ -12,10 +12,12 @@ import numpy as np
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.files import TRUTH
+from data_prep.geometry import GridChange
 from data_prep.records import FIELD_INDEX
 from data_prep.truth import ArchiveTruth, check_grid
 from ensemble_ml.config import Control, as_list
 from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
 from ensemble_ml.store import Fields, Layout, Part, Selection, Source, TensorStore, is_store, open_store
 
 
@@ -130,57 +132,78 @@ class Pair:
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def open_source(path: Any, *, control: Control = Control.apart) -> Source:
-    """Open a tensor store or a forecast archive, whichever `path` is.
+def open_source(path: Any, *, control: Control = Control.apart, grid: Grid | None = None) -> Source:
+    """Open a tensor store or a forecast archive, whichever `path` is; the archive on `grid` where that is given.
 
     Raises:
         UserError: it is neither, or damaged.
     """
     store = _store(path)
-    return store if store is not None else open_archive(path, control=control)
+    change = None if grid is None else GridChange(regrid=grid)
+    return store if store is not None else open_archive(path, control=control, change=change)
 
 
-def open_pair(forecast: Any, truth: Any = None, static: Any = None, *, control: Control = Control.apart) -> Pair:
+def open_pair(
+    forecast: Any,
+    truth: Any = None,
+    static: Any = None,
+    *,
+    control: Control = Control.apart,
+    grid: Grid | None = None,
+) -> Pair:
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
-    Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own.
+    Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own. Archives are
+    brought to `grid` where it is given; a tensor store keeps its own.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
     """
-    return pair(open_source(forecast, control=control), truth, static)
+    return pair(open_source(forecast, control=control, grid=grid), truth, static, regrid=grid is not None)
 
 
-def pair(source: Source, truth: Any, static: Any) -> Pair:
+def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False) -> Pair:
     """Put truth and static fields, given by their paths, beside an open forecast.
+
+    Those on the forecast archive's own grid go where the forecast goes; those on others only if `regrid` says so.
 
     Raises:
         UserError: as `open_pair`.
     """
-    fields = open_static(static, source.layout) if as_list(static) else None
+    fields = open_static(static, source, regrid=regrid) if as_list(static) else None
     if not as_list(truth):
         return Pair(source, None, fields)
     store = _store(truth)
     if store is not None:
         return Pair(source, StoreTruth(store, source.layout), fields)
     catalogue = Catalogue(truth, role=TRUTH)
+    _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     bounds = getattr(source, "lead_bounds", {})
     return Pair(source, ArchiveTruth(catalogue, source.layout, _wanted(source), bounds), fields)
 
 
-def open_static(paths: Any, layout: Layout) -> dict[str, np.ndarray]:
-    """Read static fields (orography, land mask) from a file on the forecast's grid.
+def open_static(paths: Any, source: Source, *, regrid: bool = False) -> dict[str, np.ndarray]:
+    """Read static fields (orography, land mask) from a file on the forecast's grid, or on another if `regrid`.
 
     Raises:
         UserError: the file is missing or damaged, holds none, or has another grid.
     """
     catalogue = Catalogue(paths, role="static")
-    check_grid(catalogue.grid, f"static={catalogue.path}", layout.grid)
+    _bring(catalogue, f"static={catalogue.path}", source, regrid)
     found = catalogue.static()
     if not found:
         known = ", ".join(name for name in FIELD_INDEX if name in ("orog", "lsm"))
         raise UserError(f"static={catalogue.path}: holds no static field; known are {known}")
     return found
+
+
+def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:
+    """Bring an archive to the grid of `source`, if it is on that archive's own one or on another that may be left."""
+    wanted = source.layout.grid
+    own = source.catalogue.geometry.source if isinstance(source, ArchiveSource) else wanted
+    if regrid or catalogue.grid.same_as(own):
+        catalogue.onto(wanted)
+    check_grid(catalogue.grid, name, wanted)
 
 
 def _store(path: Any) -> TensorStore | None:

@@ -7,21 +7,24 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from data_prep.archive import ArchiveSource, find_gap, open_archive
-from data_prep.catalogue import Gathered
+from data_prep.catalogue import Catalogue, Gathered
+from data_prep.geometry import Geometry, GridChange, as_change
 from data_prep.pairs import Pair, pair
 from data_prep.truth import ArchiveTruth
 from ensemble_ml.config import MISSING, Packing, PrepareConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
-from ensemble_ml.store import Part, StoreWriter, is_store
+from ensemble_ml.store import Part, StoreWriter, is_store, open_store
 from ensemble_ml.store.packing import PackedBlock
 
 log = logging.getLogger(__name__)
 
+_GRID = ("region", "coarsen", "regrid")
 _LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 
@@ -43,13 +46,14 @@ def prepare(config: PrepareConfig) -> Path:
         levels=config.levels,
         leads=config.leads,
         dates=config.dates,
+        change=_grid_change(config),
     )
     _check_complete(source)
-    both = pair(source, config.truth, config.static)
+    both = pair(source, config.truth, config.static, regrid=config.truth_regrid or config.regrid is not None)
     truth = both.truth if isinstance(both.truth, ArchiveTruth) else None
     if truth is not None:
         _check_truth(truth)
-    _log_plan(both)
+    _log_plan(both, source.catalogue.geometry)
     parts = [part for part in (Part.FORECAST, Part.CONTROL) if source.has(part)] + ([Part.TRUTH] if truth else [])
     writer = StoreWriter(
         config.output,
@@ -109,18 +113,25 @@ def _blocks(gathered: Gathered, writer: StoreWriter) -> tuple[PackedBlock, Packe
 
 
 def _provenance(config: PrepareConfig, both: Pair) -> dict:
-    kept = {name: getattr(config, name) for name in ("variables", "levels", "leads", "dates")}
+    kept = {name: getattr(config, name) for name in ("variables", "levels", "leads", "dates", *_GRID)}
     return {
         "input": as_list(config.input),
         "truth": as_list(config.truth),
         "static": config.static,
         "control": config.control.value,
         "fingerprint": both.fingerprint(),
-        **{name: list(value) for name, value in kept.items() if value is not None},
+        **{name: value for name, value in kept.items() if value is not None},
     }
 
 
-def _log_plan(both: Pair) -> None:
+def _grid_change(config: PrepareConfig) -> GridChange | None:
+    wanted: Any = config.regrid
+    if isinstance(wanted, str):
+        wanted = open_store(wanted).layout.grid if is_store(Path(wanted)) else Catalogue(wanted, role="grid").grid
+    return as_change(config.region, config.coarsen, wanted)
+
+
+def _log_plan(both: Pair, geometry: Geometry) -> None:
     lay = both.layout
     log.info(
         "%s: %d start dates, %d members, leads %s h, %s; levels %s hPa; grid %s",
@@ -132,6 +143,9 @@ def _log_plan(both: Pair) -> None:
         ", ".join(map(str, lay.levels)) or "none",
         lay.grid.describe(),
     )
+    if not geometry.same:
+        how = "cut out of" if geometry.crop else "conservative means of"
+        log.info("grid: %s %s", how, geometry.source.describe())
     if not both.static():
         log.info("no static fields: orography and land mask stay off; give them with static=FILE")
 

@@ -215,5 +215,6 @@ def check_grid(grid: Grid, path: str, wanted: Grid) -> None:
     if not grid.same_as(wanted):
         raise UserError(
             f"{path}: grid {grid.describe()} differs from the forecast's, {wanted.describe()}; "
-            "interpolate it to the forecast's grid first"
+            "give it on that grid, or bring it there conservatively (prepare: truth_regrid=true; "
+            "predict and evaluate: regrid=true)"
         )

@@ -72,15 +72,18 @@ def _train(config: schema.TrainConfig) -> object:
 def _predict(config: schema.PredictConfig) -> object:
     from data_prep import open_pair
     from ensemble_ml.inference import predict
+    from ensemble_ml.training import load_spec
 
-    return predict(config, open_pair(config.input, None, config.static))
+    grid = load_spec(config.checkpoint).grid if config.regrid else None
+    return predict(config, open_pair(config.input, None, config.static, grid=grid))
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
     from data_prep import open_pair
-    from ensemble_ml.verification import evaluate
+    from ensemble_ml.verification import evaluate, open_forecasts
 
-    return evaluate(config, open_pair(config.ensemble, config.truth, None))
+    grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
+    return evaluate(config, open_pair(config.ensemble, config.truth, None, grid=grid))
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:

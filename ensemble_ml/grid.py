@@ -77,16 +77,27 @@ class Grid:
             return Edge.POLE_ROW
         return Edge.POLE_BETWEEN if abs(distance - step / 2) < 0.01 * step else Edge.OPEN
 
+    def latitude_bounds(self) -> np.ndarray:
+        """Edges of the rows, (Y + 1,) degrees north, descending: midway between rows, and never beyond a pole."""
+        middle = (self.latitude[:-1] + self.latitude[1:]) / 2
+        first, last = _outer_bounds(self.latitude)
+        return np.concatenate([[min(first, 90.0)], middle, [max(last, -90.0)]])
+
+    def longitude_bounds(self) -> np.ndarray:
+        """Edges of the columns, (X + 1,) degrees east, ascending: midway between columns; 360 apart if it wraps."""
+        if self.wraps:
+            around = np.concatenate([[self.longitude[-1] - 360], self.longitude, [self.longitude[0] + 360]])
+            return (around[:-1] + around[1:]) / 2
+        last, first = _outer_bounds(self.longitude[::-1])
+        return np.concatenate([[first], (self.longitude[:-1] + self.longitude[1:]) / 2, [last]])
+
     def area_weights(self) -> np.ndarray:
         """Area of each cell over the mean area: (Y, X) float64, mean one.
 
         The area between two latitudes is proportional to the difference of their sines; bounds lie midway between rows
         and stop at the poles, so that a row on a pole keeps the small cap that belongs to it.
         """
-        middle = (self.latitude[:-1] + self.latitude[1:]) / 2
-        first, last = _outer_bounds(self.latitude)
-        bounds = np.concatenate([[min(first, 90.0)], middle, [max(last, -90.0)]])
-        heights = -np.diff(np.sin(np.deg2rad(bounds)))
+        heights = -np.diff(np.sin(np.deg2rad(self.latitude_bounds())))
         return np.broadcast_to((heights / heights.mean())[:, None], self.shape).copy()
 
     def same_as(self, other: Grid) -> bool:

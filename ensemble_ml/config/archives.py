@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, opt, require
+from ensemble_ml.config.base import MISSING, check_region, opt, require
 
 
 class Packing(Enum):
@@ -94,6 +94,26 @@ class PrepareConfig:
     levels: list[int] | None = opt(None, "pressure levels to keep, hPa; null keeps all")
     leads: list[int] | None = opt(None, "lead times to keep, hours; null keeps all")
     dates: list[str] | None = opt(None, "start dates to keep: years, ISO dates or start/end ranges; null keeps all")
+    region: list[float] | None = opt(None, "[north, west, south, east] to cut out, degrees; may cross any meridian")
+    coarsen: Any = opt(None, "N times the spacing (or [rows, columns]) by exact cell areas; null keeps the grid")
+    regrid: Any = opt(None, "conservative regridding: spacing in degrees, or a store or file whose grid is wanted")
+    truth_regrid: bool = opt(False, "bring truth and static fields on other grids to the forecast's, conservatively")
     packing: Packing = opt(Packing.uint16, "uint16 | float32")
     control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
     overwrite: bool = opt(False, "replace an existing store")
+
+    def __post_init__(self) -> None:
+        check_region(self.region)
+        require("coarsen", self.coarsen, self.coarsen is None or _factors(self.coarsen), "give a whole number from 1, or [rows, columns]")
+        good = self.regrid is None or isinstance(self.regrid, str) or (_number(self.regrid) and 0 < self.regrid <= 45)
+        require("regrid", self.regrid, good, "give a spacing in degrees, at most 45, or the path of a store or file")
+        require("regrid", self.regrid, self.regrid is None or self.coarsen is None, "coarsen and regrid exclude each other")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _factors(value: Any) -> bool:
+    factors = value if isinstance(value, list) else [value, value]
+    return len(factors) == 2 and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in factors)

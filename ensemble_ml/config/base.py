@@ -47,6 +47,13 @@ def check_period(key: str, spec: str) -> None:
     require(key, spec, good, "write a year (2001), a date (2001-01-31, 2001-01-31T12) or a range (2001/2004)")
 
 
+def check_region(region: list[float] | None) -> None:
+    """Refuse a region that is not [north, west, south, east] on the sphere."""
+    if region is not None:
+        good = len(region) == 4 and 90 >= region[0] > region[2] >= -90
+        require("region", region, good, "give [north, west, south, east], degrees")
+
+
 def setting_lines(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
     """List (key, default, doc) of a configuration class and its groups, for `--help`."""
     lines = []

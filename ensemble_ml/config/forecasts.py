@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, opt, require
+from ensemble_ml.config.base import MISSING, check_region, opt, require
 from ensemble_ml.config.model import Precision
 
 
@@ -16,6 +16,7 @@ class PredictConfig:
     checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
     input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble")
     static: str | None = opt(None, "file with orography and land mask; null takes the checkpoint's")
+    regrid: bool = opt(False, "bring an archive on another grid to the checkpoint's, as prepare did: a crop or conservative means")
     output: str = opt(MISSING, "folder for forecast_YYYYMMDDHH.nc")
     members_in: Any = opt(None, "how many first members to use, or a list of member numbers; null takes all")
     dates: list[str] | None = opt(None, "start dates: years, ISO dates or start/end ranges; null takes all")
@@ -35,7 +36,7 @@ class PredictConfig:
         for level in self.quantiles:
             require("quantiles", level, 0 < level < 1, "must lie between 0 and 1")
         if self.region is not None:
-            require("region", self.region, len(self.region) == 4 and self.region[0] > self.region[2], "give [north, west, south, east]")
+            check_region(self.region)
             require("region", self.region, self.points is None, "region and points exclude each other")
 
 
@@ -46,6 +47,7 @@ class EvaluateConfig:
     forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders")
     ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
     truth: Any = opt(None, "archive or store with the truth; null scores spread alone")
+    regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     members_in: int = opt(5, "members of the raw reduced ensemble that forecasts are compared with")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates")
     output: str = opt(MISSING, "folder for scores.json and report.html")

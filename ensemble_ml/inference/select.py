@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ensemble_ml.domains import eastward, region_points
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 
@@ -71,19 +72,8 @@ def cut_region(grid: Grid, region: Sequence[float]) -> Places:
     Raises:
         UserError: the region reaches beyond the grid, or holds no grid point.
     """
-    north, west, south, east = (float(x) for x in region)
-    _check_latitudes(grid, north, south, region)
-    rows = np.flatnonzero((grid.latitude <= north + _TOLERANCE) & (grid.latitude >= south - _TOLERANCE))
-    width = east - west if east - west >= 360 - _TOLERANCE else np.mod(east - west, 360)
-    # Eastward distance from the western edge; a point a hair to the west of it counts as on it.
-    offset = np.mod(grid.longitude - west + _TOLERANCE, 360) - _TOLERANCE
-    columns = np.flatnonzero(offset <= width + _TOLERANCE)
-    columns = columns[np.argsort(offset[columns], kind="stable")]
-    if not grid.wraps:
-        _check_longitudes(grid, west, width, region)
-    if not len(rows) or not len(columns):
-        raise UserError(f"region={list(region)}: holds no grid point; the grid has {grid.describe()}")
-    return Places(rows, columns, grid.latitude[rows], _ascending(grid.longitude[columns]))
+    rows, columns = region_points(grid, region)
+    return Places(rows, columns, grid.latitude[rows], eastward(grid.longitude[columns]))
 
 
 def nearest_points(grid: Grid, points: Any) -> Places:
@@ -114,30 +104,6 @@ def _as_pairs(points: Any) -> np.ndarray:
     if not good:
         raise UserError(f"points={points}: give a list of [latitude, longitude], e.g. [[47.3,11.4],[48.2,16.4]]")
     return np.asarray(pairs, np.float64)
-
-
-def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
-    margin = _spacing(grid.latitude) + _TOLERANCE
-    most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
-    if north > min(most, 90 + _TOLERANCE) or south < max(least, -90 - _TOLERANCE):
-        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
-
-
-def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
-    """A regional grid must hold the region, but for one spacing at either edge."""
-    margin = _spacing(grid.longitude) + _TOLERANCE
-    first = np.mod(west - (grid.longitude[0] - margin), 360)
-    if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
-        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
-
-
-def _ascending(longitude: np.ndarray) -> np.ndarray:
-    """Longitudes in eastward order, those before a fall (360 to 0) moved below it."""
-    falls = np.flatnonzero(np.diff(longitude) < 0)
-    moved = longitude.copy()
-    if len(falls):
-        moved[: falls[0] + 1] -= 360
-    return moved
 
 
 def _spacing(axis: np.ndarray) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml.config import PredictConfig
+from ensemble_ml.domains import settings_for
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import ModelSpec
@@ -39,9 +40,11 @@ def check_source(source: Source, spec: ModelSpec) -> None:
     """
     layout = source.layout
     if not layout.grid.same_as(spec.grid):
+        fitting = settings_for(layout.grid, spec.grid)
+        store = f"made with {fitting}" if fitting else "on it"
         raise UserError(
             f"input {source.path}: its grid has {layout.grid.describe()}, the checkpoint's {spec.grid.describe()};"
-            " give data on the checkpoint's grid, or train on this one"
+            f" regrid=true brings an archive to the checkpoint's grid, or give a store {store} by prepare"
         )
     pairs: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
         ("pressure-level variables", spec.variables, layout.variables),

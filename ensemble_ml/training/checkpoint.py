@@ -105,6 +105,15 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
     return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
 
 
+def load_spec(path: str | Path) -> ModelSpec:
+    """Return what a checkpoint's model takes and predicts, without reading its weights.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    return ModelSpec.from_json(_read_meta(Path(path))["spec"])
+
+
 def load_model(path: str | Path) -> tuple[EnsembleModel, dict[str, Any]]:
     """Return the model of a checkpoint, ready to predict, and the checkpoint's `meta`.
 

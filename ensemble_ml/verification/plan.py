@@ -39,7 +39,8 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
         if not forecast.grid.same_as(layout.grid):
             raise UserError(
                 f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
-                f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region="
+                f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
+                "regrid=true brings archives to the forecasts' grid"
             )
     truth = source.has(Part.TRUTH)
     notes: list[str] = [] if truth else ["There is no truth: spread alone is scored."]

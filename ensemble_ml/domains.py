@@ -1,0 +1,180 @@
+"""Grids made from grids: a region cut out, a coarser grid, an even one; and which settings make one out of another.
+
+Axes: Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Edge, Grid, canonical
+
+_TOLERANCE = 1e-3  # degrees, as in `ensemble_ml.grid`
+
+
+def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (Y',) and columns (X',) of `grid` within [north, west, south, east] degrees, ends included.
+
+    The region runs eastwards from west to east, in either convention of longitude, and columns stand in that order.
+
+    Raises:
+        UserError: the region reaches beyond the grid, or holds no grid point.
+    """
+    north, west, south, east = (float(x) for x in region)
+    _check_latitudes(grid, north, south, region)
+    rows = np.flatnonzero((grid.latitude <= north + _TOLERANCE) & (grid.latitude >= south - _TOLERANCE))
+    width = east - west if east - west >= 360 - _TOLERANCE else np.mod(east - west, 360)
+    # Eastward distance from the western edge; a point a hair to the west of it counts as on it.
+    offset = np.mod(grid.longitude - west + _TOLERANCE, 360) - _TOLERANCE
+    columns = np.flatnonzero(offset <= width + _TOLERANCE)
+    columns = columns[np.argsort(offset[columns], kind="stable")]
+    if not grid.wraps:
+        _check_longitudes(grid, west, width, region)
+    if not len(rows) or not len(columns):
+        raise UserError(f"region={list(region)}: holds no grid point; the grid has {grid.describe()}")
+    return rows, columns
+
+
+def cut(grid: Grid, region: Sequence[float]) -> Grid:
+    """The part of `grid` within [north, west, south, east] degrees.
+
+    Raises:
+        UserError: as `region_points`.
+    """
+    rows, columns = region_points(grid, region)
+    return canonical(grid.latitude[rows], eastward(grid.longitude[columns]))[0]
+
+
+def coarse_grid(grid: Grid, rows: int, columns: int) -> Grid:
+    """The grid of `rows` and `columns` times the spacing.
+
+    Of a grid that closes the circle with a row on a pole, every n-th point stays, counted from that pole and from the
+    first longitude: 361 x 720 with n = 2 gives 181 x 360, poles included. Any other grid is joined in blocks of whole
+    cells, whose middles are the new points.
+
+    Raises:
+        UserError: the numbers do not divide the grid, or leave fewer than two rows or columns.
+    """
+    latitude, longitude = grid.latitude, grid.longitude
+    if Edge.POLE_ROW not in (grid.north, grid.south):
+        return Grid(_blocks("rows", latitude, rows), _blocks("columns", longitude, columns))
+    both = grid.north is grid.south
+    if both:
+        _check_factor("rows", rows, len(latitude) - 1, "intervals between rows")
+    _check_factor("columns", columns, len(longitude), "columns")
+    kept = latitude[::rows] if grid.north is Edge.POLE_ROW else latitude[::-1][::rows][::-1]
+    return covered(grid, kept, longitude[::columns])
+
+
+def even_grid(grid: Grid, degrees: float) -> Grid:
+    """The points at multiples of `degrees` from the north pole and Greenwich whose cells lie wholly on `grid`.
+
+    Raises:
+        UserError: `degrees` does not divide 180, or no cell lies on the grid.
+    """
+    rows = 180 / degrees
+    if abs(rows - round(rows)) > 1e-6 * rows:
+        raise UserError(f"regrid={degrees:g}: does not divide 180 degrees; 1, 1.5, 2, 2.5 and 5 do")
+    latitude = 90 - np.arange(round(rows) + 1) * degrees
+    first = 0.0 if grid.wraps else np.ceil(grid.longitude[0] / degrees) * degrees
+    span = 360.0 - degrees if grid.wraps else grid.longitude[-1] - first
+    return covered(grid, latitude, first + np.arange(int(span / degrees + 1e-6) + 1) * degrees)
+
+
+def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
+    """The grid of those evenly spaced points whose cells lie wholly within the cells of `grid`.
+
+    Raises:
+        UserError: fewer than two rows or columns are left.
+    """
+    ticks = np.abs(latitude[1] - latitude[0]) / 2 if len(latitude) > 1 else 0.0
+    bounds = grid.latitude_bounds()
+    north, south = np.minimum(latitude + ticks, 90), np.maximum(latitude - ticks, -90)
+    latitude = latitude[(north <= bounds[0] + _TOLERANCE) & (south >= bounds[-1] - _TOLERANCE)]
+    if not grid.wraps:
+        half = (longitude[1] - longitude[0]) / 2 if len(longitude) > 1 else 0.0
+        west, east = grid.longitude_bounds()[[0, -1]]
+        longitude = longitude[(longitude - half >= west - _TOLERANCE) & (longitude + half <= east + _TOLERANCE)]
+    if len(latitude) < 2 or len(longitude) < 2:
+        raise UserError(f"coarsen or regrid: leaves fewer than two rows or columns of {grid.describe()}; take less")
+    return Grid(latitude, longitude)
+
+
+def settings_for(source: Grid, target: Grid) -> str:
+    """Settings of `prepare` that bring `source` onto `target`, e.g. `coarsen=2 region=[60,-20,40,20]`; "" for none."""
+    lat, lon = target.latitude, target.longitude
+    corners = (lat[0], lon[0], lat[-1], lon[-1])
+    region = "region=[" + ",".join(f"{x:g}" for x in corners) + "]"
+    for setting, grid in _candidates(source, target):
+        if grid.same_as(target):
+            return setting
+        try:
+            if cut(grid, corners).same_as(target):
+                return f"{setting} {region}".strip()
+        except UserError:
+            continue
+    return ""
+
+
+def _candidates(source: Grid, target: Grid) -> list[tuple[str, Grid]]:
+    found = [("", source)]
+    if min(source.shape + target.shape) < 2:
+        return found
+    steps = [[abs(axis[1] - axis[0]) for axis in (grid.latitude, grid.longitude)] for grid in (source, target)]
+    rows, columns = (round(new / old) for old, new in zip(*steps, strict=True))
+    degrees, factors = float(f"{steps[1][0]:.6g}"), f"{rows}" if rows == columns else f"[{rows},{columns}]"
+    tries: list[tuple[str, Callable[[], Grid]]] = [
+        (f"coarsen={factors}", lambda: coarse_grid(source, rows, columns)),
+        (f"regrid={degrees:g}", lambda: even_grid(source, degrees)),
+    ]
+    for setting, make in tries:
+        try:
+            found.append((setting, make()))
+        except UserError:
+            continue
+    return found
+
+
+def eastward(longitude: np.ndarray) -> np.ndarray:
+    """Longitudes in eastward order, those before a fall (360 to 0) moved below it."""
+    falls = np.flatnonzero(np.diff(longitude) < 0)
+    moved = longitude.copy()
+    if len(falls):
+        moved[: falls[0] + 1] -= 360
+    return moved
+
+
+def _blocks(name: str, axis: np.ndarray, factor: int) -> np.ndarray:
+    _check_factor(name, factor, len(axis), name)
+    if len(axis) // factor < 2:
+        raise UserError(f"coarsen={factor}: leaves fewer than two {name} of {len(axis)}; take less")
+    return axis.reshape(-1, factor).mean(1)
+
+
+def _check_factor(name: str, factor: int, count: int, what: str) -> None:
+    if factor < 1 or count % factor:
+        fitting = [str(n) for n in range(2, count // 2 + 1) if count % n == 0]
+        some = ", ".join(fitting[:8]) or "none but 1"
+        raise UserError(f"coarsen={factor}: does not divide the {count} {what} of the grid; {some} do; or use regrid")
+
+
+def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
+    margin = _spacing(grid.latitude) + _TOLERANCE
+    most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
+    if north > min(most, 90 + _TOLERANCE) or south < max(least, -90 - _TOLERANCE):
+        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
+
+
+def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
+    """A regional grid must hold the region, but for one spacing at either edge."""
+    margin = _spacing(grid.longitude) + _TOLERANCE
+    first = np.mod(west - (grid.longitude[0] - margin), 360)
+    if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
+        raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
+
+
+def _spacing(axis: np.ndarray) -> float:
+    return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0
