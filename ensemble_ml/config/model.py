@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ensemble_ml.config.base import opt, require
+from ensemble_ml.fields import Family, field
 
 
 class Vertical(Enum):
@@ -56,6 +58,7 @@ class ModelConfig:
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
+    families: Any = opt(None, "distribution families that differ from the registry's, e.g. {q: lognormal}")
     min_members: int = opt(1, "fewest members that predict accepts")
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 
@@ -65,6 +68,10 @@ class ModelConfig:
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
         require("model.blocks", self.blocks, self.blocks >= 1, "must be 1 or more")
         require("model.min_members", self.min_members, self.min_members >= 1, "must be 1 or more")
+        self.families = {str(k): str(getattr(v, "value", v)) for k, v in (self.families or {}).items()}
+        known = [family.value for family in Family]
+        for name, family in self.families.items():
+            require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
 
 
