@@ -10,7 +10,7 @@ from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, r
 from ensemble_ml.config.forecasts import BenchmarkConfig, EvaluateConfig, PredictConfig
 from ensemble_ml.config.model import ModelConfig, OptimConfig, OptimName, Pole, Precision, Vertical
 from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
-from ensemble_ml.config.training import DataConfig, LoadingConfig, TrackingConfig, TrainConfig
+from ensemble_ml.config.training import Assign, DataConfig, LoadingConfig, TrackingConfig, TrainConfig
 
 __all__ = [
     "Control",
@@ -36,6 +36,7 @@ __all__ = [
     "Backend",
     "Launcher",
     "ParallelConfig",
+    "Assign",
     "DataConfig",
     "LoadingConfig",
     "TrackingConfig",
