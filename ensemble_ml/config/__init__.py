@@ -8,7 +8,17 @@ OmegaConf cannot compose those; members of an Enum are named as they are written
 from ensemble_ml.config.archives import Control, Packing, PrepareConfig, SimulateConfig
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.forecasts import BenchmarkConfig, EvaluateConfig, PredictConfig
-from ensemble_ml.config.model import ModelConfig, OptimConfig, OptimName, Pole, Precision, Vertical
+from ensemble_ml.config.model import ModelConfig, Pole, Precision, Vertical
+from ensemble_ml.config.optim import (
+    ClipBy,
+    ExchangeName,
+    MomentumKept,
+    MomentumSync,
+    Nonfinite,
+    OptimConfig,
+    OptimName,
+    VoteScale,
+)
 from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
 from ensemble_ml.config.training import Assign, DataConfig, LoadingConfig, TrackingConfig, TrainConfig
 
@@ -28,8 +38,6 @@ __all__ = [
     "EvaluateConfig",
     "PredictConfig",
     "ModelConfig",
-    "OptimConfig",
-    "OptimName",
     "Pole",
     "Precision",
     "Vertical",
@@ -37,6 +45,14 @@ __all__ = [
     "Launcher",
     "ParallelConfig",
     "Assign",
+    "ClipBy",
+    "ExchangeName",
+    "MomentumKept",
+    "MomentumSync",
+    "Nonfinite",
+    "OptimConfig",
+    "OptimName",
+    "VoteScale",
     "DataConfig",
     "LoadingConfig",
     "TrackingConfig",

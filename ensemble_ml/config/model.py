@@ -1,4 +1,4 @@
-"""Settings of the network and its optimizer."""
+"""Settings of the network."""
 
 from __future__ import annotations
 
@@ -36,13 +36,6 @@ class Precision(Enum):
     float64 = "float64"
 
 
-class OptimName(Enum):
-    """Optimizers."""
-
-    lion = "lion"
-    adamw = "adamw"
-
-
 @dataclass
 class ModelConfig:
     """The 3D U-Net and its heads."""
@@ -73,22 +66,3 @@ class ModelConfig:
         for name, family in self.families.items():
             require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
-
-
-@dataclass
-class OptimConfig:
-    """Optimizer and schedule."""
-
-    name: OptimName = opt(OptimName.lion, "lion | adamw")
-    lr: float = opt(3e-4, "peak learning rate")
-    beta1: float = opt(0.9, "weight of the momentum in the update")
-    beta2: float = opt(0.99, "decay of the momentum (Lion) or of the second moment (AdamW)")
-    weight_decay: float = opt(0.1, "decoupled decay")
-    warmup: int = opt(50, "steps of linear warm-up")
-    final_lr: float = opt(0.02, "share of the peak that the cosine schedule ends at")
-    clip: float = opt(0.0, "largest norm of the gradient; 0 leaves it alone")
-
-    def __post_init__(self) -> None:
-        require("optim.lr", self.lr, self.lr > 0, "must be above 0")
-        for key in ("beta1", "beta2"):
-            require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")

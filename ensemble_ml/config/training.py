@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ensemble_ml.config.base import MISSING, check_period, opt, part, require
-from ensemble_ml.config.model import ModelConfig, OptimConfig
+from ensemble_ml.config.model import ModelConfig
+from ensemble_ml.config.optim import OptimConfig
 from ensemble_ml.config.parallel import ParallelConfig
 
 
