@@ -45,7 +45,9 @@ class Bucket:
 
 def make_buckets(params: Sequence[Tensor], limit: float) -> tuple[Bucket, ...]:
     """Buckets of at most `limit` elements; a larger parameter has one of its own."""
-    made, slots, start = [], [], 0
+    made: list[Bucket] = []
+    slots: list[Slot] = []
+    start = 0
     for index in reversed(range(len(params))):
         size = words(params[index].numel()) * WORD
         if slots and start + size > limit:
@@ -59,7 +61,7 @@ def make_buckets(params: Sequence[Tensor], limit: float) -> tuple[Bucket, ...]:
 
 
 def _like(flat: Tensor, p: Tensor) -> Tensor:
-    dense = torch._prims_common.is_non_overlapping_and_dense(p)
+    dense = torch.empty_like(p).stride() == p.stride()
     return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
 
 
