@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, check_region, opt, require
@@ -63,6 +64,14 @@ class EvaluateConfig:
         require("bootstrap", self.bootstrap, self.bootstrap >= 100, "at least 100 draws are needed")
 
 
+class BenchmarkSize(Enum):
+    """How much a benchmark works on: what its claims are made at, a tenth of it, or seconds."""
+
+    full = "full"
+    small = "small"
+    tiny = "tiny"
+
+
 @dataclass
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
@@ -70,6 +79,9 @@ class BenchmarkConfig:
     benchmark: str = opt(MISSING, "name of the benchmark")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each entrant")
+    size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
+    only: list[str] | None = opt(None, "sections to run, where a benchmark has several; null runs all")
+    workspace: str | None = opt(None, "folder for the data that a benchmark makes for itself, kept and used again; null takes a temporary one")
     run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
 
     def __post_init__(self) -> None:

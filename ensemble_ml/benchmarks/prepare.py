@@ -1,0 +1,81 @@
+"""`prepare` against what people use: conversion, decoding, reductions, reading, memory, kills and workers.
+
+    ensemble-ml benchmark benchmark=prepare [size=full] [only=[conversion,decoding]] [workspace=FOLDER]
+
+The archive is made by the benchmark (`preparing.data`): one date of ENS-10's size, 1.2 GB of 16-bit GRIB. Entrants run
+in processes of their own and take turns. Every section can be run alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ensemble_ml.benchmarks.preparing import sections
+from ensemble_ml.benchmarks.preparing.workspace import Section, Workspace
+from ensemble_ml.benchmarks.results import summary, write_results
+from ensemble_ml.config import BenchmarkConfig, require
+
+log = logging.getLogger(__name__)
+
+SECTIONS: dict[str, Callable[[Workspace], Section]] = {
+    "conversion": sections.conversion,
+    "memory": sections.memory,
+    "decoding": sections.decoding,
+    "reduction": sections.reduction,
+    "reading": sections.reading,
+}
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Run all sections, or those of `only`; write results.json and report.html.
+
+    Returns:
+        The path of results.json.
+
+    Raises:
+        UserError: `only` names a section that is not there, or an entrant failed.
+    """
+    names = chosen(config.only)
+    if config.workspace is not None:
+        return _run(config, names, Path(config.workspace))
+    Path(config.output).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="prepare-", dir=config.output) as folder:
+        return _run(config, names, Path(folder))
+
+
+def chosen(only: Sequence[str] | None) -> list[str]:
+    """Names of the sections to run.
+
+    Raises:
+        UserError: one is not there.
+    """
+    for name in only or ():
+        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
+    return [name for name in SECTIONS if only is None or name in only]
+
+
+def _run(config: BenchmarkConfig, names: list[str], folder: Path) -> Path:
+    work, total = Workspace(folder, config.size, config.repeats), Section()
+    _ = work.archive
+    for name in names:
+        start = time.monotonic()
+        found = SECTIONS[name](work)
+        work.clean()
+        total.figures |= found.figures
+        total.claims += found.claims
+        total.notes += found.notes
+        log.info("%s (%.0f s)\n%s", name, time.monotonic() - start, summary(found.figures, found.claims))
+    extent = work.shape
+    title = f"prepare, on {extent.fields} fields of {extent.rows} x {extent.columns} points a date"
+    return write_results(
+        Path(config.output) / "prepare",
+        title=title,
+        runs=config.repeats,
+        figures=total.figures,
+        claims=total.claims,
+        notes=total.notes,
+    )

@@ -1,0 +1,165 @@
+"""Entrants that turn a GRIB file into a store; each runs in a process of its own and returns the seconds it took.
+
+All have the same cores, the same compressor (bitshuffle, lz4 at level 5) and the same chunks (one member, lead and
+variable, all levels, 16 rows), and are timed from the first byte read to the last written, index included, with the
+file in the page cache. Ours writes packed integers, checksums, and the members' mean, spread and statistics as well.
+The others write decoded float32 values alone. Axes: M member, T lead, V variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.benchmarks.preparing.data import Shape
+
+_ROWS = 16
+_LEVEL = 5
+_COPY = 256 * 1024  # bytes compressed at a time in a plain copy: a chunk of the store at full size
+
+
+def _fresh(output: str) -> str:
+    shutil.rmtree(output, ignore_errors=True)
+    return output
+
+
+def ours(source: str, output: str, truth: str | None = None, **settings: Any) -> dict[str, float]:
+    """`ensemble-ml prepare`; `settings` are those of its configuration."""
+    from data_prep import prepare
+    from ensemble_ml.config import PrepareConfig
+
+    config = PrepareConfig(input=source, truth=truth, output=_fresh(output), **settings)
+    start = time.perf_counter()
+    prepare(config)
+    return {"seconds": time.perf_counter() - start}
+
+
+def copy(source: str, output: str) -> dict[str, float]:
+    """The file's bytes through the same compressor, on a thread a core."""
+    from numcodecs import blosc
+
+    blosc.use_threads = False
+    target = Path(_fresh(output))
+    target.mkdir(parents=True)
+    start = time.perf_counter()
+    size = os.path.getsize(source)
+    handle = os.open(source, os.O_RDONLY)
+
+    def compress(offset: int) -> bytes:
+        return blosc.compress(os.pread(handle, _COPY, offset), b"lz4", _LEVEL, blosc.BITSHUFFLE, typesize=2)
+
+    with open(target / "copy", "wb") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for data in pool.map(compress, range(0, size, _COPY)):
+            file.write(data)
+    os.close(handle)
+    return {"seconds": time.perf_counter() - start, "bytes": (target / "copy").stat().st_size}
+
+
+def cfgrib(source: str, output: str, chunks: str = "ours", way: str = "threads") -> dict[str, float]:
+    """cfgrib, xarray and `to_zarr`, on Dask's threads or processes."""
+    import dask
+    import xarray as xr
+    import zarr
+
+    zarr.config.set({"threading.max_workers": 2})
+    _fresh(output)
+    start = time.perf_counter()
+    options = {"indexpath": ""}
+    with dask.config.set(scheduler=way, num_workers=2):
+        data = xr.open_dataset(
+            source, engine="cfgrib", backend_kwargs=options, chunks={"number": 1, "step": 1}, decode_timedelta=True
+        )
+        encoding: dict[str, Any] = {}
+        for name, values in data.data_vars.items():
+            block = (1, 1, *values.shape[2:])
+            encoding[str(name)] = {"compressors": [_codec(4)], **_layout(block, chunks)}
+        data.to_zarr(output, zarr_format=3, encoding=encoding, consolidated=False)
+    return {"seconds": time.perf_counter() - start}
+
+
+def _codec(size: int) -> Any:
+    from zarr.codecs import BloscCodec
+
+    return BloscCodec(typesize=size, cname="lz4", clevel=_LEVEL, shuffle="bitshuffle")
+
+
+def _layout(block: tuple[int, ...], chunks: str) -> dict[str, Any]:
+    """Chunks of a zarr array that is written block by block: ours, within a shard a block, or whole blocks."""
+    if chunks == "whole":
+        return {"chunks": block}
+    rows = min(_ROWS, block[-2])
+    inner = (*block[:-2], rows, block[-1])
+    return {"chunks": inner, "shards": (*block[:-2], -(-block[-2] // rows) * rows, block[-1])}
+
+
+def eccodes(source: str, output: str, shape: dict, chunks: str = "ours", way: str = "threads") -> dict[str, float]:
+    """ecCodes to float32 and zarr-python: one pass for the keys, then a worker a core takes whole blocks."""
+    import zarr
+
+    extent = Shape(**shape)
+    zarr.config.set({"threading.max_workers": 2})
+    _fresh(output)
+    start = time.perf_counter()
+    group = zarr.open_group(output, mode="w", zarr_format=3)
+    whole = (extent.members, len(extent.leads), len(extent.levels), extent.rows, extent.columns)
+    for name in extent.variables:
+        layout = _layout((1, 1, *whole[2:]), chunks)
+        group.create_array(name, shape=whole, dtype="float32", compressors=[_codec(4)], **layout)
+    places = _index(source)
+    jobs = []
+    for m in range(extent.members):
+        for t, lead in enumerate(extent.leads):
+            for name in extent.variables:
+                offsets = [places[name, m + 1, lead, level] for level in extent.levels]
+                jobs.append((source, output, name, m, t, offsets, whole[2:]))
+    if way == "threads":
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(_block, jobs))
+    else:
+        with get_context("fork").Pool(2) as processes:
+            processes.map(_block, jobs)
+    return {"seconds": time.perf_counter() - start}
+
+
+def _index(source: str) -> dict[tuple[str, int, int, int], tuple[int, int]]:
+    """(name, member, lead, level) -> (offset, length), by ecCodes, headers only."""
+    import eccodes as ec
+
+    places = {}
+    with open(source, "rb") as file:
+        while (handle := ec.codes_grib_new_from_file(file, headers_only=True)) is not None:
+            name = ec.codes_get_string(handle, "shortName")
+            key = tuple(ec.codes_get_long(handle, k) for k in ("number", "step", "level"))
+            span = ec.codes_get_long(handle, "offset"), ec.codes_get_long(handle, "totalLength")
+            places[name, *key] = span
+            ec.codes_release(handle)
+    return places  # type: ignore[return-value]
+
+
+def _block(job: tuple) -> None:
+    import zarr
+
+    source, output, name, m, t, offsets, shape = job
+    values = np.empty(shape, np.float32)
+    handle = os.open(source, os.O_RDONLY)
+    for z, (offset, length) in enumerate(offsets):
+        values[z] = decode_message(os.pread(handle, length, offset)).reshape(shape[1:])
+    os.close(handle)
+    zarr.open_array(f"{output}/{name}", mode="r+")[m, t] = values
+
+
+def decode_message(message: bytes) -> np.ndarray:
+    """Values of a GRIB message as ecCodes gives them in float32."""
+    import eccodes as ec
+
+    handle = ec.codes_new_from_message(message)
+    values = ec.codes_get_array(handle, "values", np.float32)
+    ec.codes_release(handle)
+    return values

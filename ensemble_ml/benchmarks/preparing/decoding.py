@@ -1,0 +1,83 @@
+"""Entrants that decode one member's messages to float32 on one core, from the page cache, with their indexes made.
+
+Each returns the seconds of its fastest pass over the file and a checksum of the values that is the same for the same
+bits in the same order of messages: lead, variable, level, of one member.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.benchmarks.preparing.conversion import decode_message
+
+
+def _timed(fields: Callable[[], Iterator[np.ndarray]], passes: int) -> dict[str, Any]:
+    """Decode everything `passes` times against the clock, and once more for the checksum."""
+    seconds = []
+    for _ in range(passes):
+        start = time.perf_counter()
+        for _values in fields():
+            pass
+        seconds.append(time.perf_counter() - start)
+    digest, size = hashlib.sha256(), 0
+    for values in fields():
+        assert values.dtype == np.float32
+        digest.update(values.tobytes())
+        size += values.nbytes
+    return {"seconds": min(seconds), "bytes": size, "checksum": digest.hexdigest()}
+
+
+def ours(source: str, passes: int) -> dict[str, Any]:
+    """The reader that `prepare` uses."""
+    from data_prep.grib import GribFile
+
+    file = GribFile(source)
+    records = file.records[np.argsort(file.records["offset"])]
+    return _timed(lambda: (raw.decode() for raw in file.fields(records)), passes)
+
+
+def eccodes(source: str, passes: int) -> dict[str, Any]:
+    """ecCodes: a message by its offset, opened and decoded to float32."""
+    import eccodes as ec
+
+    spans = []
+    with open(source, "rb") as file:
+        while (handle := ec.codes_grib_new_from_file(file, headers_only=True)) is not None:
+            spans.append((ec.codes_get_long(handle, "offset"), ec.codes_get_long(handle, "totalLength")))
+            ec.codes_release(handle)
+    descriptor = os.open(source, os.O_RDONLY)
+    return _timed(lambda: (decode_message(os.pread(descriptor, size, at)) for at, size in spans), passes)
+
+
+def cfgrib(source: str, passes: int) -> dict[str, Any]:
+    """cfgrib through xarray: all levels of a lead at a time, a variable after the other."""
+    import xarray as xr
+
+    options = {"indexpath": ""}
+    data = xr.open_dataset(source, engine="cfgrib", backend_kwargs=options, decode_timedelta=True, cache=False)
+    names = _in_order_of_file(source)
+
+    def fields() -> Iterator[np.ndarray]:
+        for step in range(data.sizes["step"]):
+            for name in names:
+                values = data[name].isel(step=step)
+                yield values.values[::-1]  # cfgrib puts the lowest level first, the file the highest
+
+    return _timed(fields, passes)
+
+
+def _in_order_of_file(source: str) -> list[str]:
+    import eccodes as ec
+
+    names: dict[str, None] = {}
+    with open(source, "rb") as file:
+        while (handle := ec.codes_grib_new_from_file(file, headers_only=True)) is not None:
+            names.setdefault(ec.codes_get_string(handle, "shortName"))
+            ec.codes_release(handle)
+    return list(names)

@@ -1,0 +1,104 @@
+"""The prepare benchmark: a fair race means that all entrants make the same numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import eccodes
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+
+from ensemble_ml.benchmarks import prepare
+from ensemble_ml.benchmarks.preparing import conversion, data, decoding, process, reading
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part, open_store
+
+SHAPE = data.Shape(17, 32, (500, 850), 4, (0, 24), 2, ("t", "q", "z"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return data.archive(tmp_path_factory.mktemp("archive"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def store(files, tmp_path_factory):
+    path = tmp_path_factory.mktemp("ours") / "store"
+    conversion.ours(str(files.years), str(path), truth=str(files.truth_years))
+    return open_store(path)
+
+
+def test_archive_is_like_ens10(files, store):
+    lay = store.layout
+    assert lay.init_time.astype("datetime64[D]").tolist() == [np.datetime64(f"{y}-01-05").item() for y in (1998, 1999)]
+    assert (lay.realization, lay.lead_hours, lay.levels) == ((1, 2, 3, 4), (0, 24), (500, 850))
+    assert set(lay.variables) == {"t", "q", "z"} and store.has(Part.TRUTH)
+    assert files.years.stat().st_size == 2 * files.forecast.stat().st_size
+    with open(files.forecast, "rb") as file:
+        handle = eccodes.codes_grib_new_from_file(file)
+        keys = [eccodes.codes_get(handle, key) for key in ("edition", "bitsPerValue", "dataType", "packingType")]
+        eccodes.codes_release(handle)
+    assert keys == [1, 16, "pf", "grid_simple"]
+
+
+def test_archive_is_made_once_and_anew_for_another_shape(files, tmp_path):
+    first = data.archive(tmp_path, SHAPE)
+    assert first.forecast.read_bytes() == files.forecast.read_bytes()
+    before = first.forecast.stat().st_mtime_ns
+    assert data.archive(tmp_path, SHAPE).forecast.stat().st_mtime_ns == before
+    other = data.Shape(**{**asdict(SHAPE), "members": 2})
+    assert data.archive(tmp_path, other).forecast.stat().st_size * 2 == files.forecast.stat().st_size
+
+
+@pytest.mark.parametrize("chunks", ["ours", "whole"])
+def test_all_entrants_write_the_same_values(files, store, tmp_path, chunks):
+    conversion.cfgrib(str(files.forecast), str(tmp_path / "cfgrib"), chunks=chunks)
+    conversion.eccodes(str(files.forecast), str(tmp_path / "eccodes"), asdict(SHAPE), chunks=chunks)
+    theirs, group = xr.open_zarr(tmp_path / "cfgrib", consolidated=False), zarr.open_group(tmp_path / "eccodes")
+    ours = store.read(Part.FORECAST, 0).pressure
+    for v, name in enumerate(store.layout.variables):
+        np.testing.assert_array_equal(ours[:, :, v], group[name][...])
+        np.testing.assert_array_equal(ours[:, :, v], theirs[name].sortby("isobaricInhPa").values)
+
+
+def test_decoders_agree_bit_for_bit(files):
+    found = [getattr(decoding, name)(str(files.member), 1) for name in ("ours", "eccodes", "cfgrib")]
+    assert len({one["checksum"] for one in found}) == 1 and found[0]["seconds"] > 0
+    assert {one["bytes"] for one in found} == {4 * 17 * 32 * SHAPE.fields // 4}
+
+
+def test_readers_read_the_same_and_bytes_are_counted(store, tmp_path):
+    reading.write_zarr(store.path, str(tmp_path / "whole"))
+    mine, other = reading.ours(store.path, 3), reading.zarr(str(tmp_path / "whole"), 3)
+    assert mine["total"] == pytest.approx(other["total"], rel=1e-6)
+    assert 0 < min(mine["bytes"]) < min(other["bytes"])
+
+
+def test_draws_meet_every_variable_equally_often():
+    found = reading.draws(3, 10, 7, 7)
+    assert np.bincount([v for *_, pair in found for v in pair]).tolist() == [2] * 7
+    assert all(len(set(members)) == 5 for _, members, _ in found)
+    assert reading.band(361) == (96, 192) and reading.band(16) == (0, 16)
+
+
+def test_entrants_run_apart(tmp_path):
+    outcome = process.run("reduction", "race", members=4, fields=2, rows=8, columns=16, passes=2)
+    assert len(outcome["ours"]) == len(outcome["dask"]) == 2
+    assert outcome["difference"] < 1e-3 and outcome["peak_bytes"] > 1e7
+    with pytest.raises(UserError, match="no-such-file"):
+        process.run("decoding", "ours", source=str(tmp_path / "no-such-file"), passes=1)
+
+
+def test_run_writes_results_of_the_sections_asked_for(tmp_path):
+    config = BenchmarkConfig("prepare", str(tmp_path / "out"), 2, BenchmarkSize.tiny, ["reduction"])
+    results = json.loads(prepare.run(config).read_text())
+    [claim] = results["claims"]
+    assert claim["target"] == 3 and claim["holds"] == (claim["value"] >= 3) and results["runs"] == 2
+    assert results["figures"]["mean and spread over members, ours"]["unit"] == "MB/s"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["prepare"]  # the archive was temporary
+    with pytest.raises(UserError, match="only=nothing"):
+        prepare.run(BenchmarkConfig("prepare", str(tmp_path), only=["nothing"]))
