@@ -7,7 +7,7 @@ import pytest
 
 from ensemble_ml import cli
 from ensemble_ml.config import SimulateConfig, TrainConfig
-from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
+from ensemble_ml.models import Climate, ModelSpec, build_model
 from ensemble_ml.optim import build
 
 CONF = cli.conf_folder()
@@ -47,7 +47,7 @@ def builds(config: TrainConfig) -> None:
         config.model, ("t", "z"), (500, 850), ("t2m",), (0, 48), (48,),
         latitude=tuple(np.linspace(90, -90, 17)), longitude=tuple(np.arange(columns) * 360 / columns),
     )  # fmt: skip
-    model = EnsembleModel(spec, Climate.default(spec))
+    model = build_model(spec, Climate.default(spec))
     optimizer, rate = build(config.optim, model.parameters(), config.steps)
     assert optimizer.param_groups and 0 < rate(config.optim.warmup) <= config.optim.lr
 

@@ -41,14 +41,17 @@ class OptimName(Enum):
     adamw = "adamw"
 
 
+NETWORKS = ("unet3d", "emos", "drn", "ens10_unet", "poet")
+
+
 @dataclass
 class ModelConfig:
-    """The 3D U-Net and its heads."""
+    """The network and its heads."""
 
-    name: str = opt("unet3d", "unet3d")
-    hidden: int = opt(32, "channels of the finest level; doubled at each pooling up to max_hidden")
+    name: str = opt("unet3d", "unet3d | emos | drn | ens10_unet | poet: our network, or a published rival")
+    hidden: int = opt(32, "channels of the finest level, doubled at each pooling up to max_hidden; drn: of every layer")
     max_hidden: int = opt(128, "most channels of a level")
-    depth: int = opt(3, "number of poolings L; latitude is processed in blocks of 2^L rows")
+    depth: int = opt(3, "number of poolings L; latitude is processed in blocks of 2^L rows; drn: hidden layers")
     blocks: int = opt(1, "residual blocks a level")
     vertical: Vertical = opt(Vertical.affine, "shared | affine | separable | full: how weights act across pressure levels")
     pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
@@ -60,12 +63,17 @@ class ModelConfig:
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 
     def __post_init__(self) -> None:
-        require("model.name", self.name, self.name == "unet3d", "unet3d is allowed")
+        require("model.name", self.name, self.name in NETWORKS, f"{', '.join(NETWORKS)} are allowed")
         require("model.depth", self.depth, 0 <= self.depth <= 6, "0 to 6 poolings are allowed")
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
         require("model.blocks", self.blocks, self.blocks >= 1, "must be 1 or more")
         require("model.min_members", self.min_members, self.min_members >= 1, "must be 1 or more")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
+
+    @property
+    def pools(self) -> bool:
+        """Whether `depth` counts poolings of the grid."""
+        return self.name not in ("emos", "drn")
 
 
 @dataclass

@@ -17,8 +17,9 @@ import torch
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.inference.starts import Start
+from ensemble_ml.loading.batches import filled
 from ensemble_ml.loading.reader import Reader, mean_and_spread
-from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec
+from ensemble_ml.models import AnyModel, Climate, EnsembleInput, ModelSpec
 from ensemble_ml.models.features import Features
 from ensemble_ml.store.source import Fields, Source
 
@@ -85,7 +86,8 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
     def stack(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.stack(arrays))
 
-    single = spec.config.one_member
+    single, every = spec.config.one_member, spec.takes_members
+    most = max(len(s.start.positions) for s in samples)
     return EnsembleInput(
         stack([s.mean.pressure for s in samples]),
         stack([s.spread.pressure for s in samples]),
@@ -95,6 +97,8 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
         torch.tensor([float(day_of_year(s.start.init_time)) for s in samples]),
         stack([s.members.pressure[0] for s in samples]) if single else None,
         stack([s.members.surface[0] for s in samples]) if single else None,
+        stack([filled(s.members.pressure, most) for s in samples]) if every else None,
+        stack([filled(s.members.surface, most) for s in samples]) if every else None,
     )
 
 
@@ -103,7 +107,7 @@ def day_of_year(time: np.datetime64) -> int:
     return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
 
 
-def replace_static(model: EnsembleModel, source: Source) -> None:
+def replace_static(model: AnyModel, source: Source) -> None:
     """Give `model` the static fields of `source` in place of the checkpoint's.
 
     Raises:

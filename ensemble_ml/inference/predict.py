@@ -29,7 +29,7 @@ from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
 from ensemble_ml.loading.batches import read_ahead
-from ensemble_ml.models import EnsembleModel, ModelSpec, Prediction, Speed
+from ensemble_ml.models import AnyModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.store.source import Source
 from ensemble_ml.training.checkpoint import load_model
@@ -78,7 +78,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
         return _run(job, model, device, starts, paths)
 
 
-def _run(job: _Job, model: EnsembleModel, device: torch.device, starts: list[Start], paths: list[Path]) -> list[Path]:
+def _run(job: _Job, model: AnyModel, device: torch.device, starts: list[Start], paths: list[Path]) -> list[Path]:
     samples = Samples(job.source, job.spec, job.meta)
     writing: list[Future[Path]] = []
     remaining = iter(paths)
@@ -102,7 +102,7 @@ def _groups(samples: Samples, starts: list[Start]) -> Iterator[list[Sample]]:
         yield [samples.read(start) for start in starts[first : first + size]]
 
 
-def _forward(model: EnsembleModel, group: Sequence[Sample], device: torch.device) -> Prediction:
+def _forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
     dtype = torch.float64 if model.speed.precision is Precision.float64 else torch.float32
     found = model(collate(group, model.spec).to(device=device, dtype=dtype))
     return Prediction(**{name: None if values is None else values.cpu() for name, values in vars(found).items()})
@@ -176,7 +176,7 @@ def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, 
     }
 
 
-def _place(model: EnsembleModel, meta: Mapping[str, Any], config: PredictConfig) -> torch.device:
+def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig) -> torch.device:
     """Put `model` on the fastest device, in the precision that is asked for or that the checkpoint was trained in."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = Speed.from_json(meta["precision"])

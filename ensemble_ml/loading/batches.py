@@ -114,6 +114,8 @@ def fixed_batches(
 def _collate(reader: Reader, dates: list[int], members: list[np.ndarray]) -> Batch:
     spec = reader.spec
     samples = [_inputs(reader, date, drawn) for date, drawn in zip(dates, members, strict=True)]
+    most = max(len(drawn) for drawn in members)
+    samples = [{k: filled(v, most) if k.startswith("members_") else v for k, v in s.items()} for s in samples]
     stacked = {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
     times = [reader.time(date) for date in dates]
     inputs = EnsembleInput(
@@ -139,6 +141,8 @@ def _inputs(reader: Reader, date: int, members: np.ndarray) -> dict[str, np.ndar
         found[f"mean_{suffix}"], found[f"spread_{suffix}"] = mean_and_spread(values)
         if reader.spec.config.one_member:
             found[f"member_{suffix}"] = values[0]
+        if reader.spec.takes_members:
+            found[f"members_{suffix}"] = values
     return found
 
 
@@ -149,6 +153,13 @@ def _targets(reader: Reader, part: Part, name: str, dates: list[int]) -> dict[st
 
 def _stack(arrays: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(arrays))
+
+
+def filled(members: np.ndarray, most: int) -> np.ndarray:
+    """Zeros behind the members, up to `most`."""
+    found = np.zeros((most, *members.shape[1:]), members.dtype)
+    found[: len(members)] = members
+    return found
 
 
 def _day_of_year(time: np.datetime64) -> int:

@@ -5,15 +5,19 @@ from ensemble_ml.models.distributions import cdf, crps, moments, quantile, remap
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, ensemble_input
 from ensemble_ml.models.model import EnsembleModel
+from ensemble_ml.models.registry import MODELS, AnyModel, build_model
 from ensemble_ml.models.speed import Speed, choose
 
 __all__ = [
+    "MODELS",
+    "AnyModel",
     "Climate",
     "EnsembleInput",
     "EnsembleModel",
     "ModelSpec",
     "Prediction",
     "Speed",
+    "build_model",
     "cdf",
     "choose",
     "climate_shapes",

@@ -95,13 +95,13 @@ class Heads(nn.Module):
         # unbind, not slices: the gradient is then one copy instead of one padded tensor a slice
         parts = network.unbind(1)
         if self.postprocess:
-            scale = spread0 * torch.exp(self.inflation + _bounded(_plus(parts[1], self.local_scale)))
+            scale = spread0 * torch.exp(self.inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
             if self.local_location is not None:
                 shift = shift + self.climatology * self.local_location
             found |= {"location": self._base(mean, spread0) + shift, "scale": scale}
         if self.spread:
-            found["spread"] = spread1 * torch.exp(_bounded(_plus(parts[-1], self.local_spread)))
+            found["spread"] = spread1 * torch.exp(bounded(_plus(parts[-1], self.local_spread)))
         return found
 
     def _base(self, mean: Tensor, spread0: Tensor) -> Tensor:
@@ -117,6 +117,6 @@ def _plus(network: Tensor, local: Tensor | None) -> Tensor:
     return network if local is None else network + local
 
 
-def _bounded(exponent: Tensor) -> Tensor:
-    """The identity near zero that never leaves +-_BOUND."""
+def bounded(exponent: Tensor) -> Tensor:
+    """The identity near zero that never leaves +-3, so that exponentials stay finite."""
     return _BOUND * torch.tanh(exponent / _BOUND)

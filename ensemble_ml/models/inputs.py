@@ -77,6 +77,11 @@ class ModelSpec:
         """Distribution family of each pressure-level and each surface variable, from the registry."""
         return tuple(field(v).family for v in self.variables), tuple(field(v).family for v in self.surface)
 
+    @property
+    def takes_members(self) -> bool:
+        """Whether the model sees members one by one, beside their mean and spread."""
+        return self.config.name == "poet"
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec."""
         plain: dict[str, Any] = {f.name: list(getattr(self, f.name)) for f in fields(self) if f.name != "config"}
@@ -98,7 +103,9 @@ class EnsembleInput:
 
     `mean_p`, `spread_p` (B, T, V, Z, Y, X) and `mean_s`, `spread_s` (B, T, S, Y, X): mean and standard deviation
     (ddof = 1; zero where there is one member) of the members given; `count` (B,) how many they are; `day_of_year` (B,)
-    1..366 of the start; `member_p`, `member_s` as the means: one single member, where the model asks for it.
+    1..366 of the start; `member_p`, `member_s` as the means: one single member, where the model asks for it;
+    `members_p`, `members_s` (B, M, ...): all members for a model that takes them (`ModelSpec.takes_members`), the first
+    `count` of each sample, then zeros.
     A model without pressure-level (surface) variables takes tensors with V = 0 (S = 0).
     """
 
@@ -110,6 +117,8 @@ class EnsembleInput:
     day_of_year: Tensor
     member_p: Tensor | None = None
     member_s: Tensor | None = None
+    members_p: Tensor | None = None
+    members_s: Tensor | None = None
 
     def to(self, *args: Any, **kwargs: Any) -> EnsembleInput:
         """The same batch on another device or in another dtype; arguments as of `Tensor.to`."""
@@ -144,6 +153,7 @@ def ensemble_input(
     day_of_year: Tensor,
     *,
     one_member: bool = False,
+    all_members: bool = False,
 ) -> EnsembleInput:
     """Reduce members to what the model takes, all samples with the same number M of members.
 
@@ -152,6 +162,7 @@ def ensemble_input(
         members_s: (B, M, T, S, Y, X).
         day_of_year: (B,) day of the start.
         one_member: also hand on the first member.
+        all_members: also hand on all of them.
     """
     batch, count = members_p.shape[:2]
     # torch warns of a standard deviation of nothing, be it one member or no variable.
@@ -167,6 +178,8 @@ def ensemble_input(
         day_of_year,
         members_p[:, 0] if one_member else None,
         members_s[:, 0] if one_member else None,
+        members_p if all_members else None,
+        members_s if all_members else None,
     )
 
 

@@ -23,6 +23,7 @@ from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SECONDS = 3.0  # for all trials together
 
 
@@ -39,14 +40,14 @@ class Speed:
         return self.precision is Precision.bfloat16
 
     def arrange(self, x: Tensor) -> Tensor:
-        """A 5D tensor in the chosen order of axes."""
-        return x.contiguous(memory_format=torch.channels_last_3d if self.channels_last else torch.contiguous_format)
+        """A tensor (B, C, Y, X[, Z]) in the chosen order of axes."""
+        return x.contiguous(memory_format=_LAST[x.ndim] if self.channels_last else torch.contiguous_format)
 
     def apply(self, model: nn.Module) -> None:
         """Set `model` to this speed: memory order of its kernels, dtype for float64, `model.speed`."""
-        order = torch.channels_last_3d if self.channels_last else torch.contiguous_format
         for module in model.modules():
-            if isinstance(module, nn.Conv3d):
+            if isinstance(module, nn.Conv3d | nn.Conv2d):
+                order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
         if self.precision is Precision.float64:
             model.double()

@@ -12,13 +12,15 @@ import torch
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.loading import Batch, Batches, Reader
 from ensemble_ml.loading.reader import iso
-from ensemble_ml.models import Climate, EnsembleModel, Speed, choose
+from ensemble_ml.models import AnyModel, Climate, Speed, build_model, choose
+from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.optim import build
 from ensemble_ml.training import setup
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split
 from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.state import Average, State
 
@@ -86,23 +88,27 @@ def _begin(
         setup.refuse_other_layout(reader.spec, given)
     fit = fit_climate(reader, train, validation, config.data.validation_members, config.data.members)
     torch.manual_seed(config.seed)
-    model = EnsembleModel(reader.spec, fit.climate)
+    model = build_model(reader.spec, fit.climate)
     if given is not None:
         load_weights(model, given)
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
-    state = _state(config, model.to(device), config.steps, torch.from_numpy(fit.spread_error))
-    speed = _fastest(config, first.batch(0), state, _loss(config, reader, state, device))
-    return state, {"precision": speed.to_json(), "input_range": ranges(reader.spec, fit.input_range)}
+    steps, found = config.steps, {}
+    if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
+        members = config.data.validation_members
+        steps, found = 0, {"emos": fit_emos_model(model, reader, train, validation, members, config.data.members)}
+    state = _state(config, model.to(device), steps, torch.from_numpy(fit.spread_error))
+    speed = _fastest(config, first.batch(0), state, _loss(config, reader, state, device)) if steps else Speed()
+    return state, {"precision": speed.to_json(), "input_range": ranges(reader.spec, fit.input_range), **found}
 
 
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[State, dict[str, Any]]:
-    model = EnsembleModel(checkpoint.spec, Climate.default(checkpoint.spec))
+    model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
     speed.apply(model)
     load_weights(model, checkpoint)
     state = _state(config, model.to(device), checkpoint.meta["steps"], checkpoint.training["spread_error"])
     state.restore(checkpoint)
-    return state, {name: checkpoint.meta[name] for name in ("precision", "input_range")}
+    return state, {k: checkpoint.meta[k] for k in ("precision", "input_range", "emos") if k in checkpoint.meta}
 
 
 def _batches(config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int) -> Batches:
@@ -118,7 +124,7 @@ def _batches(config: TrainConfig, reader: Reader, dates: np.ndarray, start_step:
     )
 
 
-def _state(config: TrainConfig, model: EnsembleModel, steps: int, spread_error: torch.Tensor) -> State:
+def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor) -> State:
     optimizer, schedule = build(config.optim, model.param_groups(), steps)
     average = Average(model, config.average) if config.average else None
     return State(model, optimizer, schedule, steps, spread_error, average)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
+from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 
 FORMAT = 1  # raised whenever a reader of the older number would misread the files
 MODEL, TRAINING, META = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
@@ -114,14 +114,14 @@ def load_spec(path: str | Path) -> ModelSpec:
     return ModelSpec.from_json(_read_meta(Path(path))["spec"])
 
 
-def load_model(path: str | Path) -> tuple[EnsembleModel, dict[str, Any]]:
+def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """Return the model of a checkpoint, ready to predict, and the checkpoint's `meta`.
 
     Raises:
         UserError: as `load_checkpoint`.
     """
     checkpoint = load_checkpoint(path)
-    model = EnsembleModel(checkpoint.spec, Climate.default(checkpoint.spec))
+    model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     load_weights(model, checkpoint)
     return model.eval(), checkpoint.meta
 

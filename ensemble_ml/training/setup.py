@@ -80,7 +80,10 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         tuple(layout.grid.longitude),
         static,
     )
-    geometries(spec.grid, model.pole, model.depth)  # refuses a depth that the grid cannot have, before the long fits
+    if model.pools:
+        geometries(
+            spec.grid, model.pole, model.depth
+        )  # refuses a depth that the grid cannot have, before the long fits
     return spec
 
 

@@ -16,29 +16,35 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models import AnyModel
 from ensemble_ml.optim.schedule import Schedule
 from ensemble_ml.training.checkpoint import Checkpoint
 
 _OPTIMIZER, _RAW, _SPREAD_ERROR = "optimizer.", "raw.", "spread_error"
 
 
+def learned(model: AnyModel) -> Iterator[tuple[str, Tensor]]:
+    """What steps change: parameters, and the running statistics of batch norms, which a few rivals have."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if ".running_" in name)
+
+
 class Average:
     """Running average of the weights, `decay` a step; its memory is shorter while few steps are done."""
 
-    def __init__(self, model: EnsembleModel, decay: float):
+    def __init__(self, model: AnyModel, decay: float):
         self.decay = decay
-        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.weights = {name: p.detach().clone() for name, p in learned(model)}
 
     @torch.no_grad()
-    def update(self, model: EnsembleModel, step: int) -> None:
+    def update(self, model: AnyModel, step: int) -> None:
         """Take in the weights after `step` (counted from 1)."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        for name, p in model.named_parameters():
+        for name, p in learned(model):
             self.weights[name].lerp_(p.detach(), 1 - decay)
 
     @contextmanager
-    def in_place(self, model: EnsembleModel) -> Iterator[None]:
+    def in_place(self, model: AnyModel) -> Iterator[None]:
         """Let `model` have the averaged weights for a while."""
         self._exchange(model)
         try:
@@ -46,8 +52,8 @@ class Average:
         finally:
             self._exchange(model)
 
-    def _exchange(self, model: EnsembleModel) -> None:
-        for name, p in model.named_parameters():
+    def _exchange(self, model: AnyModel) -> None:
+        for name, p in learned(model):
             p.data, self.weights[name] = self.weights[name], p.data
 
 
@@ -55,7 +61,7 @@ class Average:
 class State:
     """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation."""
 
-    model: EnsembleModel
+    model: AnyModel
     optimizer: Optimizer
     schedule: Schedule
     steps: int
@@ -66,7 +72,7 @@ class State:
     scores: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def predicting(self) -> Iterator[EnsembleModel]:
+    def predicting(self) -> Iterator[AnyModel]:
         """The model as it would predict: in evaluation mode, with averaged weights where there are any."""
         self.model.eval()
         try:
@@ -84,7 +90,7 @@ class State:
         for index, values in self.optimizer.state_dict()["state"].items():
             training |= {f"{_OPTIMIZER}{index}.{name}": torch.as_tensor(v) for name, v in values.items()}
         if self.average is not None:
-            training |= {f"{_RAW}{name}": p for name, p in self.model.named_parameters()}
+            training |= {f"{_RAW}{name}": p for name, p in learned(self.model)}
         with self.predicting() as model:
             return {k: v.detach().clone() for k, v in model.state_dict().items()}, training
 
@@ -96,8 +102,8 @@ class State:
         """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
         self._restore_optimizer(checkpoint.training)
         if self.average is not None:
-            self.average.weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-            for name, p in self.model.named_parameters():
+            self.average.weights = {name: p.detach().clone() for name, p in learned(self.model)}
+            for name, p in learned(self.model):
                 p.data.copy_(checkpoint.training[f"{_RAW}{name}"])
         self.step = checkpoint.meta["step"]
         self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]

@@ -55,7 +55,7 @@ def train(config: TrainConfig) -> Path:
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
         reader = Reader(source, spec, cache_gb=config.loading.cache_gb)
         trainer = Trainer(assemble(config, reader, checkpoint, threads), folder)
-        if checkpoint is None and config.max_minutes:
+        if checkpoint is None and config.max_minutes and trainer.state.steps:
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
         try:
             trainer.run(stop, resumed=checkpoint is not None)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import EnsembleModel, Prediction, distributions
+from ensemble_ml.models import AnyModel, Prediction, distributions
 from ensemble_ml.training.losses import crps
 
 
@@ -31,7 +31,7 @@ def c4(n: int) -> float:
 
 
 @torch.no_grad()
-def validate(model: EnsembleModel, batches: Iterable[Batch], *, full_size: int, area: Tensor) -> dict[str, float]:
+def validate(model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor) -> dict[str, float]:
     """Score `model` on `batches`.
 
     Args:
@@ -86,7 +86,7 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
 
-def _crps(model: EnsembleModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
+def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
     """CRPS of the prediction and of the raw members' normal distribution, and the truth: (B, T, F, Y, X)."""
     members = int(batch.inputs.count[0])
     ours, raw, truths = [], [], []
@@ -100,7 +100,7 @@ def _crps(model: EnsembleModel, batch: Batch, prediction: Prediction) -> tuple[T
 
 
 def _spread_error(
-    model: EnsembleModel, batch: Batch, prediction: Prediction, full_size: int
+    model: AnyModel, batch: Batch, prediction: Prediction, full_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Squared errors of the predicted and of the reference spread, and the full spread: (B, T, F, Y, X)."""
     members = int(batch.inputs.count[0])
@@ -118,11 +118,11 @@ def _spread_error(
     return _join(ours), _join(raw), _join(targets)
 
 
-def _kinds(model: EnsembleModel) -> list[tuple[str, tuple[Family, ...]]]:
+def _kinds(model: AnyModel) -> list[tuple[str, tuple[Family, ...]]]:
     return [(suffix, families) for suffix, families in zip("ps", model.spec.families, strict=True) if families]
 
 
-def _raw(model: EnsembleModel, batch: Batch, suffix: str) -> tuple[Tensor, Tensor]:
+def _raw(model: AnyModel, batch: Batch, suffix: str) -> tuple[Tensor, Tensor]:
     """Mean and spread of the members given, at the predicted leads."""
     leads = model.spec.lead_positions
     return _of(batch.inputs, "mean", suffix)[:, leads], _of(batch.inputs, "spread", suffix)[:, leads]

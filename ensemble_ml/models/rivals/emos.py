@@ -24,6 +24,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
 
 _TINY = 1e-12
+_LEAST_UNIT = 0.02
 _START_DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-9, 1e12
 
 
@@ -61,6 +62,7 @@ def fit_emos(
     weights: Any = None,
     prior: Emos | None = None,
     strength: float = 0.0,
+    start: Emos | None = None,
     iterations: int = 200,
     tolerance: float = 1e-9,
 ) -> Emos:
@@ -73,10 +75,11 @@ def fit_emos(
         family: law of the forecast.
         weights: (..., D) of the samples.
         prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it counts for.
+        start: coefficients to begin with; the prior's, or simple estimates, where there are none.
         iterations, tolerance: steps at most, and the step (in units of a typical error) at which a point has arrived.
 
     Raises:
-        UserError: shapes differ, or a point has fewer observations than coefficients.
+        UserError: shapes differ, or a point has fewer observations than coefficients (one without any keeps the start).
     """
     m, s2, y = _tensor(mean), _tensor(variance), _tensor(observation)
     shapes = [tuple(v.shape) for v in (m, s2, y)]
@@ -84,7 +87,7 @@ def fit_emos(
         raise UserError(f"EMOS: mean, variance and observation have shapes {shapes}; they must be equal")
     problem = _Problem(m, s2, y, _terms(season, y), _weights(weights, y), family)
     problem.check()
-    return problem.solve(prior, strength, iterations, tolerance)
+    return problem.solve(prior, strength, start, iterations, tolerance)
 
 
 def _tensor(values: Any) -> Tensor:
@@ -105,12 +108,14 @@ class _Problem:
 
     def __init__(self, mean: Tensor, variance: Tensor, y: Tensor, season: Tensor, weights: Tensor, family: Family):
         self.mean, self.variance, self.season, self.weights, self.family = mean, variance, season, weights, family
-        self.total = weights.sum(-1)
+        self.total = weights.sum(-1).clamp(min=_TINY)
         self.y = torch.where(weights > 0, y, mean)
         error = self.y - mean
         self.centre = self._average(mean)
-        self.width = self._deviation(mean)
-        self.unit = self._deviation(error)
+        self.width = _positive(self._deviation(mean))
+        # A point that never erred (rain in a desert) still reckons in a sensible share of the others' errors.
+        unit = self._deviation(error)
+        self.unit = _positive(torch.maximum(unit, _LEAST_UNIT * unit.square().mean().sqrt()))
         self.level = self._average(variance)
         self.single = self.level <= 0
         normal = (mean - self.centre[..., None]) / self.width[..., None]
@@ -120,8 +125,10 @@ class _Problem:
         self.relative = torch.where(self.single[..., None], 0.0, variance / relative)
 
     def check(self) -> None:
-        fewest, needed = int((self.weights > 0).sum(-1).min()), self.design.shape[-1] + 2
-        if fewest < needed:
+        counts, needed = (self.weights > 0).sum(-1), self.design.shape[-1] + 2
+        few = counts[(counts > 0) & (counts < needed)]
+        if few.numel() or not counts.any():
+            fewest = int(few.min()) if few.numel() else 0
             raise UserError(f"EMOS: {fewest} observations for {needed} coefficients; fit on more dates")
 
     def _average(self, values: Tensor) -> Tensor:
@@ -130,11 +137,12 @@ class _Problem:
     def _deviation(self, values: Tensor) -> Tensor:
         spread = self._average((values - self._average(values)[..., None]) ** 2).sqrt()
         size = self._average(values.abs())
-        return torch.where(spread > 1e-9 * size, spread, torch.where(size > 0, size, 1.0))
+        return torch.where(spread > 1e-9 * size, spread, size)
 
-    def solve(self, prior: Emos | None, strength: float, iterations: int, tolerance: float) -> Emos:
-        theta = self._start() if prior is None else self._inwards(prior)
-        pull, goal = strength if prior is not None else 0.0, theta.clone()
+    def solve(self, prior: Emos | None, strength: float, start: Emos | None, iterations: int, tolerance: float) -> Emos:
+        goal = self._start() if prior is None else self._inwards(prior)
+        theta = goal.clone() if start is None else self._inwards(start)
+        pull = strength if prior is not None else 0.0
         damping = torch.full_like(self.total, _START_DAMPING)
         value, gradient, curvature = self._expand(theta, goal, pull)
         for _ in range(iterations):
@@ -211,6 +219,10 @@ class _Problem:
         c = (theta[..., -2] * self.unit) ** 2
         d = torch.where(self.single, 0.0, (theta[..., -1] * self.unit) ** 2 / torch.where(self.single, 1.0, self.level))
         return Emos(a, 1 + slope, c, d, theta[..., 2:-2] * self.unit[..., None], self.family)
+
+
+def _positive(values: Tensor) -> Tensor:
+    return torch.where(values > 0, values, 1.0)
 
 
 def _damped_step(gradient: Tensor, curvature: Tensor, damping: Tensor) -> Tensor:

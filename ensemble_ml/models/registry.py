@@ -1,0 +1,35 @@
+"""The models that `model.name` can name: ours, and published ways to post-process an ensemble, as its rivals.
+
+Each takes a `ModelSpec` and a `Climate`, maps an `EnsembleInput` to a `Prediction`, and offers `spec`, `speed`,
+`pressure`, `surface` (each with `heads`, or None), `features` and `param_groups()`.
+"""
+
+from __future__ import annotations
+
+from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.inputs import ModelSpec
+from ensemble_ml.models.model import EnsembleModel
+from ensemble_ml.models.rivals.drn import Drn
+from ensemble_ml.models.rivals.emos_model import EmosModel
+from ensemble_ml.models.rivals.ens10_unet import Ens10UNet
+from ensemble_ml.models.rivals.poet import Poet
+from ensemble_ml.models.rivals.rival import Rival
+
+AnyModel = EnsembleModel | Rival
+
+MODELS: dict[str, type[EnsembleModel] | type[Rival]] = {
+    "unet3d": EnsembleModel,
+    "emos": EmosModel,
+    "drn": Drn,
+    "ens10_unet": Ens10UNet,
+    "poet": Poet,
+}
+
+
+def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
+    """Make the model that `spec.config.name` names.
+
+    Raises:
+        UserError: the grid does not fit depth and pole, or `climate` does not fit `spec`.
+    """
+    return MODELS[spec.config.name](spec, climate)

@@ -1,0 +1,46 @@
+"""Distributional regression network (Rasp & Lerch 2018, doi:10.1175/MWR-D-18-0187.1): an MLP for each point.
+
+The network sees the point alone: its ensemble statistics, position, static fields, and an embedding of its own that is
+learned (as theirs for stations). Location and scale are counted from the ensemble mean in typical spreads of the level,
+where theirs are plain numbers of degrees: one network has fields of all sizes to serve.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.heads import bounded
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
+from ensemble_ml.models.rivals.rival import Reduced, Rival
+
+_EMBEDDING = 2  # numbers a point, as theirs
+
+
+class Drn(Rival):
+    """`model.hidden` units in each of `model.depth` hidden layers."""
+
+    def __init__(self, spec: ModelSpec, climate: Climate):
+        super().__init__(spec, climate)
+        width, config = self.channels + _EMBEDDING, spec.config
+        self.embedding = nn.Parameter(torch.zeros(_EMBEDDING, *spec.grid.shape))
+        widths = [width] + [config.hidden] * config.depth
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.out = nn.Linear(widths[-1], self.outputs * len(spec.leads_out) * self.fields)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
+        own = self.embedding.expand(len(planes_BCYX), -1, -1, -1)
+        hidden = torch.cat([planes_BCYX, own], 1).permute(0, 2, 3, 1)
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.speed.low):
+            for layer in self.layers:
+                hidden = F.relu(layer(hidden))
+            return self.out(hidden).to(planes_BCYX.dtype).permute(0, 3, 1, 2)
+
+    def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return fields.mean + fields.typical * first, fields.typical * torch.exp(bounded(second))

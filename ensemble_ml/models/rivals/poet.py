@@ -1,0 +1,167 @@
+"""A network like PoET (Ben Bouallegue et al. 2024, doi:10.1175/AIES-D-23-0027.1): members in, members out.
+
+One U-Net transforms every member; at its three deepest scales members attend to each other at each grid point. A
+member becomes x_i' = x_i + s0 d_i. Members are scored as a distribution here, as all entrants are: location is the
+mean of x_i', and scale^2 = ((M-1) s'^2 + k s_clim^2) / (M - 1 + k) blends their variance with the climatological one as
+s0 does, because the sample spread of two or three members is no forecast, and that of one does not exist; the net
+learns by the CRPS of that law, where theirs learns by the fair CRPS of members. It sees, beside the departures of its
+member, the channels that all entrants see.
+
+Axes: B date, M member, T lead, F field, C channel, Y latitude, X longitude, Z plane (one).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ensemble_ml.config import Vertical
+from ensemble_ml.errors import UserError
+from ensemble_ml.models.blocks.resample import add_upsampled, pool
+from ensemble_ml.models.blocks.unet3d import Convolution, PointLinear, ScaleShift, UNet3d
+from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.features import shrunk_spread
+from ensemble_ml.models.heads import bounded
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.rivals.rival import Reduced, Rival
+
+_HEADS = 4
+_ATTENDING = 3  # deepest scales
+
+
+class MemberAttention(nn.Module):
+    """Members of one grid point attend to each other; the last layer starts at zero."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.inwards = nn.Linear(channels, 3 * channels)
+        self.outwards = nn.Linear(channels, channels)
+        nn.init.zeros_(self.outwards.weight)
+        nn.init.zeros_(self.outwards.bias)
+
+    def forward(self, x_NCYXZ: Tensor, there_BM: Tensor) -> Tensor:
+        batch, members = there_BM.shape
+        points = x_NCYXZ.permute(0, 2, 3, 4, 1)
+        kinds = self.inwards(self.norm(points)).unflatten(0, (batch, members)).unflatten(-1, (3, _HEADS, -1))
+        query, key, value = _by_point(kinds)
+        mask = there_BM[:, None, None, None, :]
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        found = found.permute(0, 3, 1, 2, 4).flatten(3).reshape(points.shape)
+        return x_NCYXZ + self.outwards(found).permute(0, 4, 1, 2, 3)
+
+
+def _by_point(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, M, Y, X, Z, 3, H, C) -> query, key, value (B, YXZ, H, M, C)."""
+    query, key, value = kinds.flatten(2, 4).permute(3, 0, 2, 4, 1, 5).unbind(0)
+    return query, key, value
+
+
+class _MemberUNet(UNet3d):
+    """Our U-Net's blocks over one plane, with attention after each of the deepest stages of the encoder."""
+
+    def __init__(self, spec: ModelSpec, widths: list[int]):
+        config = spec.config
+        super().__init__(geometries(spec.grid, config.pole, config.depth), 1, widths, config.blocks, Vertical.shared)
+        first = max(0, config.depth + 1 - _ATTENDING)
+        self.attention = nn.ModuleDict({str(i): MemberAttention(widths[i]) for i in range(first, config.depth + 1)})
+
+    def transform(self, x_NCYXZ: Tensor, there_BM: Tensor) -> Tensor:
+        skips = []
+        for level, stage in enumerate(self.encoder):
+            x_NCYXZ = stage(x_NCYXZ if not level else self.down[level - 1](pool(x_NCYXZ)))
+            if str(level) in self.attention:
+                x_NCYXZ = self.attention[str(level)](x_NCYXZ, there_BM)
+            skips.append(x_NCYXZ)
+        x_NCYXZ = skips.pop()
+        for level in reversed(range(len(self.decoder))):
+            x_NCYXZ = self.decoder[level](add_upsampled(skips.pop(), self.up[level](x_NCYXZ)))
+        return x_NCYXZ
+
+
+class Poet(Rival):
+    """Widths and depth as in our own network; takes all members (`EnsembleInput.members_*`)."""
+
+    def __init__(self, spec: ModelSpec, climate: Climate):
+        super().__init__(spec, climate)
+        config = spec.config
+        widths = [min(config.hidden * 2**i, config.max_hidden) for i in range(config.depth + 1)]
+        geometry = geometries(spec.grid, config.pole, config.depth)[0]
+        pad, plain = Padder(geometry, *self.pole_rule()), Padder(geometry)
+        self.stem = Convolution(self.channels, widths[0], 1, Vertical.shared, pad, bias=True)
+        departures = len(spec.leads_in) * self.fields
+        self.member_stem = Convolution(departures, widths[0], 1, Vertical.shared, plain, bias=False)
+        self.unet = _MemberUNet(spec, widths)
+        self.scale = ScaleShift(widths[0])
+        self.out = PointLinear(widths[0], len(spec.leads_out) * self.fields + self._spread_outputs)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+        # How much wider than the climatological spread the law of one member is, by field
+        self.widen = nn.Parameter(torch.zeros(len(spec.leads_out), self.fields))
+
+    @property
+    def _spread_outputs(self) -> int:
+        return len(self.spec.leads_out) * self.fields * self.spec.config.spread
+
+    def forward(self, x: EnsembleInput) -> Prediction:
+        if x.members_p is None or x.members_s is None:
+            raise UserError("model.name=poet: the input holds no members; hand them on")
+        reduced = self.reduced(x)
+        there = torch.arange(x.members_p.shape[1], device=x.count.device) < x.count[:, None]
+        raw = self._transform(self.planes(x, reduced), self._departures(x, there), there)
+        leads = len(self.spec.leads_out)
+        found: dict[str, Tensor | None] = {}
+        moves = self.split(raw[:, :, : leads * self.fields].unflatten(2, (leads, self.fields)), 3)
+        wide = self.split(self.widen[..., None, None], 1)
+        for suffix, move, widen in zip("ps", moves, wide, strict=True):
+            if suffix in reduced and self.spec.config.postprocess:
+                law = self._moments(x, suffix, reduced[suffix], move, widen, there)
+                found |= {f"location_{suffix}": law[0], f"scale_{suffix}": law[1]}
+        if self.spec.config.spread:
+            rest = _mean(raw[:, :, leads * self.fields :], there).unflatten(1, (leads, self.fields))
+            for suffix, change in zip("ps", self.split(rest, 2), strict=True):
+                if suffix in reduced:
+                    found[f"spread_{suffix}"] = reduced[suffix].s1 * torch.exp(bounded(change))
+        return Prediction(**found)
+
+    def _departures(self, x: EnsembleInput, there: Tensor) -> Tensor:
+        """x_i - m in typical spreads, (B, M, T F, Y, X); nothing where there is no member."""
+        parts = []
+        for suffix in ("p", "s"):
+            members, mean = getattr(x, f"members_{suffix}"), getattr(x, f"mean_{suffix}")
+            level = getattr(self.features, f"level_spread_{suffix}")[..., None, None]
+            parts.append(((members - mean[:, None]) / level).flatten(2, -3))
+        return torch.cat(parts, 2) * there[:, :, None, None, None]
+
+    def _transform(self, planes: Tensor, departures: Tensor, there: Tensor) -> Tensor:
+        """(B, M, outputs, Y, X)."""
+        with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.speed.low):
+            shared = self.stem(self.speed.arrange(planes[..., None]))
+            own = self.member_stem(self.speed.arrange(departures.flatten(0, 1)[..., None]))
+            hidden = own + shared.repeat_interleave(departures.shape[1], 0)
+            hidden = F.silu(self.scale(self.unet.transform(hidden, there)))
+        return self.out(hidden.to(planes.dtype))[..., 0].unflatten(0, there.shape)
+
+    def _moments(
+        self, x: EnsembleInput, suffix: str, fields: Reduced, move: Tensor, widen: Tensor, there: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Location and scale of the transformed members; `move` is d (B, M, T, V, [Z,] Y, X)."""
+        members = getattr(x, f"members_{suffix}")[:, :, self.spec.lead_positions]
+        centre = _mean(move, there)
+        apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
+        freedom = (x.count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
+        weight = there.reshape(*there.shape, *[1] * (centre.ndim - 1))
+        spread = torch.sqrt((weight * apart**2 / freedom).sum(1) + (1e-3 * fields.typical) ** 2)
+        part = self.pressure if suffix == "p" else self.surface
+        assert part is not None
+        shrink = part.heads.shrink[..., None, None]
+        scale = shrunk_spread(spread, x.count, fields.climatology * torch.exp(bounded(widen)), shrink)
+        return fields.mean + fields.s0 * centre, scale
+
+
+def _mean(values: Tensor, there_BM: Tensor) -> Tensor:
+    """Mean over the members that there are, (B, M, ...) -> (B, ...)."""
+    weight = there_BM.to(values.dtype) / there_BM.sum(1, keepdim=True)
+    return (values * weight.reshape(*there_BM.shape, *[1] * (values.ndim - 2))).sum(1)

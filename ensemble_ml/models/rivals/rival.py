@@ -1,0 +1,168 @@
+"""What all rivals have in common: the same inputs as our network as planes of a map, and parameters per field out.
+
+Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, C channel, F field (variables and levels,
+then surface variables), O output, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.features import Features
+from ensemble_ml.models.heads import Heads, bounded
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.speed import Speed
+
+
+@dataclass(eq=False)
+class Reduced:
+    """One kind of fields at the predicted leads, (B, T, V, [Z,] Y, X): `mean`, `spread` of the members, s0 and s1 of
+    `features`; `climatology` (s_clim) and `typical` (one number a level) without B.
+    """
+
+    mean: Tensor
+    spread: Tensor
+    s0: Tensor
+    s1: Tensor
+    climatology: Tensor
+    typical: Tensor
+
+
+class FieldSet(nn.Module):
+    """The train dates' statistics of the pressure levels, or of the surface, as heads without learned terms."""
+
+    def __init__(self, spec: ModelSpec, climate: Climate, suffix: str):
+        super().__init__()
+        names = {"climatology": "spread"} | {k: k for k in ("bias", "inflation", *Heads.BY_FIELD)}
+        self.heads = Heads(
+            {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
+            spec.families[suffix == "s"],
+            local_terms=False,
+            postprocess=spec.config.postprocess,
+            spread=spec.config.spread,
+        )
+
+
+class Rival(nn.Module):
+    """A model that sees maps of C channels and gives `outputs` numbers a lead, field and cell.
+
+    Subclasses give `network` (B, C, Y, X) -> (B, O * T * F, Y, X) and `law`, which turns the first two outputs into
+    location and scale; where `model.spread` is on, the last output changes the spread as in our own head.
+
+    Args:
+        spec: shapes, variables, grid and `ModelConfig`.
+        climate: statistics of the train dates.
+    """
+
+    def __init__(self, spec: ModelSpec, climate: Climate):
+        super().__init__()
+        self.spec, self.speed = spec, Speed()
+        climate = climate.checked(spec)
+        self.features = Features(spec, climate)
+        self.pressure = FieldSet(spec, climate, "p") if spec.variables else None
+        self.surface = FieldSet(spec, climate, "s") if spec.surface else None
+        self.register_buffer("error_p", torch.from_numpy(climate.error_p))
+        self.register_buffer("error_s", torch.from_numpy(climate.error_s))
+
+    def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
+        """(B, O * T * F, Y, X) from the channels, in at least float32."""
+        raise NotImplementedError
+
+    def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Location and scale from two outputs, each (B, T, V, [Z,] Y, X)."""
+        raise NotImplementedError
+
+    def forward(self, x: EnsembleInput) -> Prediction:
+        """Predict `leads_out` from `leads_in`; parameters in physical units."""
+        reduced = self.reduced(x)
+        raw = self.network(self.planes(x, reduced), x).unflatten(1, (self.outputs, len(self.spec.leads_out), -1))
+        found: dict[str, Tensor | None] = {}
+        for suffix, output in zip("ps", self.split(raw, 3), strict=True):
+            if suffix not in reduced:
+                continue
+            fields = reduced[suffix]
+            if self.spec.config.postprocess:
+                law = self.law(fields, output[:, 0], output[:, 1])
+                found |= {f"location_{suffix}": law[0], f"scale_{suffix}": law[1]}
+            if self.spec.config.spread:
+                found[f"spread_{suffix}"] = fields.s1 * torch.exp(bounded(output[:, -1]))
+        return Prediction(**found)
+
+    @property
+    def outputs(self) -> int:
+        """O, numbers for each lead, field and cell."""
+        return 2 * self.spec.config.postprocess + self.spec.config.spread
+
+    @property
+    def fields(self) -> int:
+        """F."""
+        return len(self.spec.variables) * len(self.spec.levels) + len(self.spec.surface)
+
+    @property
+    def channels(self) -> int:
+        """C of `planes`."""
+        upper = self.features.channels(surface=False) * len(self.spec.levels)
+        return upper + self.features.channels(surface=True) + self.features.common_channels
+
+    def reduced(self, x: EnsembleInput) -> dict[str, Reduced]:
+        """Mean, spread and climate of the predicted leads, by "p" and "s" as far as there are such variables."""
+        self._check(x)
+        leads, found = self.spec.lead_positions, {}
+        for suffix, part in self._parts():
+            mean, spread = (getattr(x, f"{name}_{suffix}")[:, leads] for name in ("mean", "spread"))
+            heads = part.heads
+            s0, s1 = heads.base_spread(spread, x.count), heads.full_spread(spread, x.count)
+            typical = getattr(self.features, f"level_spread_{suffix}")[leads][..., None, None]
+            found[suffix] = Reduced(mean, spread, s0, s1, heads.climatology, typical)
+        return found
+
+    def planes(self, x: EnsembleInput, reduced: dict[str, Reduced]) -> Tensor:
+        """The channels of our own network with pressure levels side by side: (B, C, Y, X)."""
+        empty = {"p": x.mean_p[:, self.spec.lead_positions], "s": x.mean_s[:, self.spec.lead_positions]}
+        s0 = [reduced[k].s0 if k in reduced else empty[k] for k in "ps"]
+        climatology = [reduced[k].climatology if k in reduced else empty[k][0] for k in "ps"]
+        upper, flat, common = self.features(x, s0, climatology)
+        return torch.cat([upper.permute(0, 1, 4, 2, 3).flatten(1, 2), flat, common], 1)
+
+    def pole_rule(self) -> tuple[Tensor, Tensor]:
+        """Sign and offset (C, 1) of the channels of `planes` across a pole."""
+        rules = [self.features.pole_rule(surface=surface) for surface in (False, True)]
+        sign, offset = (torch.cat([rule[i].flatten() for rule in rules]) for i in (0, 1))
+        plain = torch.zeros(self.features.common_channels)
+        return torch.cat([sign, plain + 1])[:, None], torch.cat([offset, plain])[:, None]
+
+    def split(self, values: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """An axis of F fields -> (V, Z) of the pressure levels, and S of the surface."""
+        shape = len(self.spec.variables), len(self.spec.levels)
+        upper, flat = values.split((shape[0] * shape[1], len(self.spec.surface)), axis)
+        return (upper.unflatten(axis, shape) if upper.shape[axis] else upper), flat
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Parameters for an optimizer: matrices decay, all else does not."""
+        groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": []}
+        for parameter in self.parameters():
+            groups["plain" if parameter.ndim < 2 else "weights"].append(parameter)
+        made: list[dict[str, Any]] = [{"name": k, "params": v} for k, v in groups.items() if v]
+        for group in made:
+            if group["name"] == "plain":
+                group["weight_decay"] = 0.0
+        return made
+
+    def _parts(self) -> Iterator[tuple[str, FieldSet]]:
+        for suffix, part in (("p", self.pressure), ("s", self.surface)):
+            if part is not None:
+                yield suffix, part
+
+    def _check(self, x: EnsembleInput) -> None:
+        leads = len(self.spec.leads_in)
+        wanted = (leads, *self.spec.pressure_shape[1:]), (leads, *self.spec.surface_shape[1:])
+        for given, shape in zip((x.mean_p, x.mean_s), wanted, strict=True):
+            if tuple(given.shape[1:]) != shape:
+                raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")

@@ -1,0 +1,177 @@
+"""Fits the forms of EMOS on the training dates, and keeps the one that scores best on the validation dates.
+
+    global     one set of coefficients for each lead and field
+    local      one for each grid point too, with a seasonal term
+    shrunk K   the same, drawn to the global ones, which count as much as K dates
+
+Axes: D date, T lead, F field (variables and levels, then surface variables), P grid point.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.fields import Family
+from ensemble_ml.loading.reader import Reader
+from ensemble_ml.models import distributions
+from ensemble_ml.models.rivals import Emos, fit_emos
+from ensemble_ml.models.rivals.emos_model import SIZES, EmosModel, seasonal_terms
+from ensemble_ml.store.source import Part
+from ensemble_ml.training.climate_data import Dates, families, spaced
+
+log = logging.getLogger(__name__)
+
+STRENGTHS = (5.0, 20.0, 80.0, 320.0)
+_MOST_DATES = 200
+_MOST_SAMPLES = 200_000  # for the four numbers of a global fit
+_MOST_POINTS = 2500  # for the choice of a form; the form chosen is fitted at all points
+_ITERATIONS, _TOLERANCE = 30, 1e-3
+_REFINED = 8  # iterations of another ensemble size, which starts from the first's coefficients
+
+
+@dataclass(eq=False)
+class _Samples:
+    """`mean`, `variance`, `truth` (D, T, F, P) float32 and `season` (D, 2) of some dates, seen by M members."""
+
+    mean: Tensor
+    variance: Tensor
+    truth: Tensor
+    season: Tensor
+    members: int
+
+    @classmethod
+    def read(cls, reader: Reader, dates: np.ndarray, members: int) -> _Samples:
+        source, found = Dates(reader, members), []
+        for date in dates:
+            sample = source.sample(int(date))
+            parts = sample.mean, sample.spread**2, source.target(Part.TRUTH, int(date))
+            found.append([v.flatten(-2) for v in parts])
+        days = [_day(reader.time(int(date))) for date in dates]
+        mean, variance, truth = (torch.stack(v) for v in zip(*found, strict=True))
+        return cls(mean, variance, truth, seasonal_terms(torch.tensor(days)), source.members)
+
+    def field(self, lead: int, field: int, points: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and truth (P, D)."""
+        whole = self.mean, self.variance, self.truth
+        return tuple(v[:, lead, field, points].T.contiguous() for v in whole)  # type: ignore[return-value]
+
+
+def fit_emos_model(
+    model: EmosModel, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int]
+) -> dict[str, object]:
+    """Give `model` its coefficients; returns the validation scores of all forms and the form taken.
+
+    Args:
+        train, validation: indices of start dates.
+        members: M at which the forms are compared.
+        sizes: of ensembles to fit for, beside M; rows of `SIZES` that are in neither repeat the nearest.
+    """
+    train = spaced(np.asarray(train), _MOST_DATES)
+    samples = _Samples.read(reader, train, members)
+    fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec))
+    scores: dict[str, float] = {}
+    if len(validation):
+        scores = fit.scores(_Samples.read(reader, np.asarray(validation), members))
+    form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 20"
+    told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+    log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
+    wanted = sorted({s for s in SIZES if s in sizes and s <= reader.full_size} | {samples.members})
+    first = fit.all_points(form, None)
+    for size in [samples.members, *(s for s in wanted if s != samples.members)]:
+        if size == samples.members:
+            fitted = first
+        else:
+            fit.samples = _Samples.read(reader, train, size)
+            fitted = fit.all_points(form, first)
+        for row in (row for row, s in enumerate(SIZES) if _nearest(s, wanted) == size):
+            for (lead, field), emos in fitted.items():
+                model.put(row, lead, field, emos)
+    return {"form": form, "validation_crps_ratio": scores}
+
+
+class _Fit:
+    def __init__(self, samples: _Samples, area: Tensor, laws: Sequence[Family]):
+        self.samples, self.area, self.laws = samples, area, laws
+
+    @property
+    def columns(self) -> list[tuple[int, int]]:
+        _, leads, fields, _ = self.samples.mean.shape
+        return [(lead, field) for lead in range(leads) for field in range(fields)]
+
+    def scores(self, validation: _Samples) -> dict[str, float]:
+        """Geometric mean over leads and fields of the CRPS over that of N(m, (1 + 1/M) s^2), by form."""
+        points = self._some_points()
+        logs: dict[str, list[float]] = {}
+        for lead, field in self.columns:
+            known = validation.field(lead, field, points)
+            raw = self._raw(known, validation.members)
+            for name, emos in self._forms(lead, field, points).items():
+                score = self._mean(emos.crps(*known, validation.season), known[2], points)
+                if raw > 0 and score > 0:
+                    logs.setdefault(name, []).append(math.log(score / raw))
+        return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
+
+    def all_points(self, form: str, first: dict[tuple[int, int], Emos] | None) -> dict[tuple[int, int], Emos]:
+        """Coefficients at every point, by lead and field; `first` of another size to start from."""
+        every = slice(None)
+        return {at: self._form(form, *at, every, None if first is None else first[at]) for at in self.columns}
+
+    def _forms(self, lead: int, field: int, points: slice) -> dict[str, Emos]:
+        whole = self._global(lead, field)
+        names = ["local", *(f"shrunk {strength:g}" for strength in STRENGTHS)]
+        found, last = {"global": whole}, None
+        for name in names:
+            found[name] = last = self._local(name, whole, lead, field, points, last, _ITERATIONS)
+        return found
+
+    def _form(self, name: str, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
+        whole = self._global(lead, field)
+        if name == "global":
+            return whole
+        return self._local(name, whole, lead, field, points, start, _ITERATIONS if start is None else _REFINED)
+
+    def _global(self, lead: int, field: int) -> Emos:
+        mean, variance, truth = self.samples.field(lead, field, slice(None))
+        dates = spaced(np.arange(mean.shape[1]), max(4, _MOST_SAMPLES // len(mean)))
+        weights = (self.area[:, None] * torch.ones(len(dates))).flatten()
+        chosen = [v[:, dates].flatten() for v in (mean, variance, truth)]
+        law = self.laws[field]
+        return fit_emos(*chosen, weights=weights, family=law, iterations=_ITERATIONS, tolerance=_TOLERANCE)
+
+    def _local(
+        self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None, iterations: int
+    ) -> Emos:
+        strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
+        return fit_emos(
+            *self.samples.field(lead, field, points), season=self.samples.season, family=self.laws[field], prior=whole,
+            strength=strength, start=start, iterations=iterations, tolerance=_TOLERANCE,
+        )  # fmt: skip
+
+    def _raw(self, known: tuple[Tensor, Tensor, Tensor], members: int) -> float:
+        mean, variance, truth = (v.double() for v in known)
+        scale = torch.sqrt((1 + 1 / members) * variance).clamp(min=1e-12)
+        if members == 1:
+            return self._mean((truth - mean).abs(), truth, self._some_points())
+        return self._mean(distributions.crps(Family.NORMAL, mean, scale, truth), truth, self._some_points())
+
+    def _mean(self, scores: Tensor, truth: Tensor, points: slice) -> float:
+        weight = torch.where(torch.isfinite(truth), self.area[points][:, None], 0.0)
+        return float((torch.where(weight > 0, scores, 0.0) * weight).sum() / weight.sum())
+
+    def _some_points(self) -> slice:
+        return slice(None, None, -(-len(self.area) // _MOST_POINTS))
+
+
+def _nearest(size: int, wanted: Sequence[int]) -> int:
+    return min(wanted, key=lambda s: abs(math.log(s / size)))
+
+
+def _day(time: np.datetime64) -> float:
+    return float((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1

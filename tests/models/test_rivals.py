@@ -1,0 +1,139 @@
+"""The rivals behind the interface of our network: where they start, and that order and number of members may vary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import awake, make_climate, make_spec, tensors
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import MODELS, Climate, ModelSpec, build_model, ensemble_input
+from ensemble_ml.models.rivals.emos import Emos
+from ensemble_ml.models.rivals.emos_model import SIZES, nearest_size, seasonal_terms
+
+RIVALS = [name for name in MODELS if name != "unet3d"]
+
+
+def members_of(spec, batch=2, count=4, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    leads = len(spec.leads_in)
+    shapes = (spec.pressure_shape[1:], spec.surface_shape[1:])
+    return [4 + torch.randn(batch, count, leads, *shape, generator=generator) for shape in shapes]
+
+
+def reduce(spec, members, day=(40.0, 200.0)):
+    return ensemble_input(*members, torch.tensor(day[: len(members[0])]), all_members=spec.takes_members)
+
+
+def make(name, **settings):
+    spec = make_spec(name=name, **settings)
+    return build_model(spec, make_climate(spec)).eval()
+
+
+def close(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], **tolerance)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_order_of_members_does_not_matter(name):
+    model = awake(make(name))
+    members = members_of(model.spec)
+    order = torch.tensor([2, 0, 3, 1])
+    one = tensors(model(reduce(model.spec, members)))
+    close(one, tensors(model(reduce(model.spec, [v[:, order] for v in members]))), rtol=1e-4, atol=1e-4)
+    other = [v.clone() for v in members]
+    other[0][:, 0] += 1
+    assert not torch.allclose(tensors(model(reduce(model.spec, other)))["location_p"], one["location_p"])
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_batch_of_several_sizes_is_each_alone(name):
+    model = awake(make(name))
+    alone, parts = [], []
+    for size in (1, 2, 5):
+        parts.append([v[:1] for v in members_of(model.spec, count=size, seed=size)])
+        alone.append(tensors(model(reduce(model.spec, parts[-1]))))
+    inputs = [reduce(model.spec, part) for part in parts]
+    whole = {}
+    for key, first in vars(inputs[0]).items():
+        if first is None:
+            continue
+        values = [getattr(one, key) for one in inputs]
+        if key.startswith("members_"):
+            values = [torch.cat([v, v.new_zeros(1, 5 - v.shape[1], *v.shape[2:])], 1) for v in values]
+        whole[key] = torch.cat(values)
+    together = tensors(model(type(inputs[0])(**whole)))
+    for at, one in enumerate(alone):
+        close({k: v[at : at + 1] for k, v in together.items()}, one, rtol=1e-4, atol=1e-4)
+        assert all(torch.isfinite(v).all() for v in one.values())
+        assert (one["scale_p"] > 0).all() and (one["scale_s"] > 0).all()
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_gradients_reach_every_parameter(name):
+    model = awake(make(name, spread=True)).train()
+    found = tensors(model(reduce(model.spec, members_of(model.spec))))
+    assert {k.split("_")[0] for k in found} == {"location", "scale", "spread"}
+    if name == "emos":
+        return
+    sum((v * torch.randn_like(v)).sum() for v in found.values()).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
+
+
+def test_ens10_speaks_in_the_ensembles_own_spread():
+    model = make("ens10_unet")
+    x = reduce(model.spec, members_of(model.spec))
+    leads = model.spec.lead_positions
+    found = model(x)
+    torch.testing.assert_close(found.location_p, x.mean_p[:, leads])
+    torch.testing.assert_close(found.scale_p, x.spread_p[:, leads])
+    single = model(reduce(model.spec, members_of(model.spec, count=1)))
+    torch.testing.assert_close(single.scale_s[0], model.surface.heads.climatology)
+
+
+def test_poet_untrained_is_the_blended_ensemble():
+    model = make("poet")
+    x = reduce(model.spec, members_of(model.spec))
+    found = model(x)
+    heads, leads = model.pressure.heads, model.spec.lead_positions
+    torch.testing.assert_close(found.location_p, x.mean_p[:, leads])
+    torch.testing.assert_close(found.scale_p, heads.base_spread(x.spread_p[:, leads], x.count), rtol=1e-3, atol=1e-4)
+    with pytest.raises(UserError, match="holds no members"):
+        model(ensemble_input(*members_of(model.spec), torch.tensor([1.0, 2.0])))
+
+
+def test_emos_applies_what_was_put():
+    model = make("emos")
+    emos = Emos(*(torch.tensor(v) for v in (0.5, 0.9, 0.2, 1.5)), season=torch.tensor([0.3, -0.2]))
+    for row in range(len(SIZES)):
+        model.put(row, 0, 3, emos)  # the second variable at the second level
+    x = reduce(model.spec, members_of(model.spec))
+    mean, spread = x.mean_p[:, -1, 1, 1].flatten(1), x.spread_p[:, -1, 1, 1].flatten(1)
+    location, scale = emos(mean, spread**2, seasonal_terms(x.day_of_year)[:, None])
+    found = model(x)
+    torch.testing.assert_close(found.location_p[:, 0, 1, 1].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.scale_p[:, 0, 1, 1].flatten(1).double(), scale, rtol=1e-5, atol=1e-5)
+    assert [SIZES[nearest_size(m)] for m in (1, 2, 4, 7, 8, 50)] == [1, 2, 5, 5, 10, 10]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_state_dict_is_all_there_is(name):
+    model = awake(make(name))
+    spec = ModelSpec.from_json(model.spec.to_json())
+    loaded = build_model(spec, Climate.default(spec)).eval()
+    loaded.load_state_dict(model.state_dict())
+    x = reduce(spec, members_of(spec))
+    close(tensors(loaded(x)), tensors(model(x)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("missing", ["variables", "surface"])
+def test_fields_of_one_kind_are_enough(name, missing):
+    empty = {"variables": (), "levels": ()} if missing == "variables" else {"surface": ()}
+    model = make(name, **empty)
+    found = tensors(model(reduce(model.spec, members_of(model.spec))))
+    assert set(found) == ({"location_s", "scale_s", "spread_s"} if missing == "variables" else
+                          {"location_p", "scale_p", "spread_p"})  # fmt: skip

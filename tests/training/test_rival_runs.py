@@ -1,0 +1,100 @@
+"""The rivals through the same commands as our network: train, resume, predict, evaluate."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ensemble_ml.config import EvaluateConfig, OptimName, PredictConfig
+from ensemble_ml.inference import predict
+from ensemble_ml.store import open_store
+from ensemble_ml.training import load_checkpoint, train
+from ensemble_ml.training.tracking import Tracker, read_log
+from ensemble_ml.verification import evaluate
+
+LEARNED = ["drn", "ens10_unet", "poet"]
+
+
+def settings(name, **changes):
+    return {"model__name": name, "model__spread": False, "optim__name": OptimName.adamw, "optim__lr": 3e-3} | changes
+
+
+def scores(run):
+    return [line["validation"]["score"] for line in read_log(run / "log.jsonl") if "validation" in line]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_rival_learns(config_of, name):
+    run = train(config_of(**settings(name, steps=40, validate_every=20, average=0.9)))
+    found = scores(run)
+    assert min(found) < 0.99 * found[0]
+    losses = [line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line]
+    assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_rival_resumes_bit_for_bit(config_of, monkeypatch, name):
+    plan = settings(name, average=0.9, steps=6, validate_every=6, checkpoint_every=100)
+    whole = train(config_of(run="whole", **plan))
+    real = Tracker.step
+
+    def told(self, done, **values):
+        real(self, done, **values)
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = config_of(run="parts", **plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "step", told)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    parts = train(replace(config, resume=True))
+    one, other = (load_checkpoint(r / "checkpoints" / "last", training=True) for r in (whole, parts))
+    assert one.meta["step"] == other.meta["step"] == 6
+    for a, b in ((one.state_dict, other.state_dict), (one.training, other.training)):
+        assert a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def test_emos_is_fitted_at_once(config_of, caplog):
+    caplog.set_level("INFO")
+    config = config_of(**settings("emos", max_minutes=1.0))
+    run = train(config)
+    meta = load_checkpoint(run / "checkpoints" / "best").meta
+    assert meta["step"] == 0 and meta["steps"] == 0
+    forms = meta["emos"]["validation_crps_ratio"]
+    assert {"global", "local"} < set(forms) and meta["emos"]["form"] == min(forms, key=forms.get)
+    assert "taken: " + meta["emos"]["form"] in caplog.text
+    # what was chosen by is what the trainer's own validation finds
+    assert scores(run)[0] == pytest.approx(min(forms.values()), rel=1e-3)
+    assert min(forms.values()) < 0.9
+    train(replace(config, resume=True))
+    again = train(replace(config, run="again"))
+    one, other = (load_checkpoint(r / "checkpoints" / "last").state_dict for r in (run, again))
+    assert all(torch.equal(v, other[k]) for k, v in one.items())
+
+
+@pytest.mark.parametrize("name", ["emos", *LEARNED])
+def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
+    run = train(config_of(**settings(name, steps=4, validate_every=4)))
+    source = open_store(store.path)
+    for members in (1, 3, 6):
+        folder = tmp_path / f"forecast_{members}"
+        config = PredictConfig(
+            checkpoint=str(run / "checkpoints" / "best"), input=store.path, output=str(folder), members_in=members,
+            dates=["2001-02"], threads=1, members_out=members > 1,
+        )  # fmt: skip
+        assert len(predict(config, source)) == 4
+    out = tmp_path / "scores"
+    evaluate(
+        EvaluateConfig(
+            forecast=str(tmp_path / "forecast_3"), ensemble=store.path, truth=store.path, members_in=3, output=str(out),
+            bootstrap=100,
+        ),
+        source,
+    )  # fmt: skip
+    content = json.loads((out / "scores.json").read_text())
+    assert content["forecasts"][0]["dates"] == 4
+    assert any(row["entrant"] == "forecast_3" and "crps" in row for row in content["scores"])
