@@ -20,6 +20,11 @@ class Family(Enum):
     NORMAL = "normal"
     TRUNCATED_NORMAL = "truncated_normal"  # a normal law restricted to values above zero: wind speed, humidity
     CENSORED_NORMAL = "censored_normal"  # a normal law with its mass below zero put at zero: precipitation
+    LOGNORMAL = "lognormal"  # of a quantity above zero with a long upper tail: humidity
+    CENSORED_SHIFTED_GAMMA = "csgamma"  # a gamma law moved down, its mass below zero put at zero: precipitation
+
+
+GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def _surface(
 
 
 _TRUNCATED = Family.TRUNCATED_NORMAL
-_CENSORED = Family.CENSORED_NORMAL
+_CENSORED = Family.CENSORED_SHIFTED_GAMMA
 
 # fmt: off
 FIELDS: tuple[Field, ...] = (

@@ -56,7 +56,7 @@ def test_unknown_name_offers_near_ones():
 def test_families_fit_the_quantity():
     assert field("t").family is Family.NORMAL
     assert field("q").family is Family.TRUNCATED_NORMAL
-    assert field("tp").family is Family.CENSORED_NORMAL
+    assert field("tp").family is Family.CENSORED_SHIFTED_GAMMA
     assert field("tp").accumulated
 
 

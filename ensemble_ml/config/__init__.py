@@ -8,9 +8,19 @@ OmegaConf cannot compose those; members of an Enum are named as they are written
 from ensemble_ml.config.archives import Control, Packing, PrepareConfig, SimulateConfig
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, PredictConfig
-from ensemble_ml.config.model import ModelConfig, OptimConfig, OptimName, Pole, Precision, Vertical
+from ensemble_ml.config.model import ModelConfig, Pole, Precision, Vertical
+from ensemble_ml.config.optim import (
+    ClipBy,
+    ExchangeName,
+    MomentumKept,
+    MomentumSync,
+    Nonfinite,
+    OptimConfig,
+    OptimName,
+    VoteScale,
+)
 from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
-from ensemble_ml.config.training import DataConfig, LoadingConfig, TrackingConfig, TrainConfig
+from ensemble_ml.config.training import Assign, DataConfig, LoadingConfig, TrackingConfig, TrainConfig
 
 __all__ = [
     "Control",
@@ -29,14 +39,21 @@ __all__ = [
     "EvaluateConfig",
     "PredictConfig",
     "ModelConfig",
-    "OptimConfig",
-    "OptimName",
     "Pole",
     "Precision",
     "Vertical",
     "Backend",
     "Launcher",
     "ParallelConfig",
+    "Assign",
+    "ClipBy",
+    "ExchangeName",
+    "MomentumKept",
+    "MomentumSync",
+    "Nonfinite",
+    "OptimConfig",
+    "OptimName",
+    "VoteScale",
     "DataConfig",
     "LoadingConfig",
     "TrackingConfig",

@@ -1,11 +1,13 @@
-"""Settings of the network and its optimizer."""
+"""Settings of the network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from ensemble_ml.config.base import opt, require
+from ensemble_ml.fields import Family, field
 
 
 class Vertical(Enum):
@@ -34,13 +36,6 @@ class Precision(Enum):
     float64 = "float64"
 
 
-class OptimName(Enum):
-    """Optimizers."""
-
-    lion = "lion"
-    adamw = "adamw"
-
-
 NETWORKS = ("unet3d", "emos", "drn", "ens10_unet", "poet")
 
 
@@ -59,6 +54,7 @@ class ModelConfig:
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
+    families: Any = opt(None, "distribution families that differ from the registry's, e.g. {q: lognormal}")
     min_members: int = opt(1, "fewest members that predict accepts")
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 
@@ -68,28 +64,13 @@ class ModelConfig:
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
         require("model.blocks", self.blocks, self.blocks >= 1, "must be 1 or more")
         require("model.min_members", self.min_members, self.min_members >= 1, "must be 1 or more")
+        self.families = {str(k): str(getattr(v, "value", v)) for k, v in (self.families or {}).items()}
+        known = [family.value for family in Family]
+        for name, family in self.families.items():
+            require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
 
     @property
     def pools(self) -> bool:
         """Whether `depth` counts poolings of the grid."""
         return self.name not in ("emos", "drn")
-
-
-@dataclass
-class OptimConfig:
-    """Optimizer and schedule."""
-
-    name: OptimName = opt(OptimName.lion, "lion | adamw")
-    lr: float = opt(3e-4, "peak learning rate")
-    beta1: float = opt(0.9, "weight of the momentum in the update")
-    beta2: float = opt(0.99, "decay of the momentum (Lion) or of the second moment (AdamW)")
-    weight_decay: float = opt(0.1, "decoupled decay")
-    warmup: int = opt(50, "steps of linear warm-up")
-    final_lr: float = opt(0.02, "share of the peak that the cosine schedule ends at")
-    clip: float = opt(0.0, "largest norm of the gradient; 0 leaves it alone")
-
-    def __post_init__(self) -> None:
-        require("optim.lr", self.lr, self.lr > 0, "must be above 0")
-        for key in ("beta1", "beta2"):
-            require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 from ensemble_ml.config.base import MISSING, check_period, opt, part, require
-from ensemble_ml.config.model import ModelConfig, OptimConfig
+from ensemble_ml.config.model import ModelConfig
+from ensemble_ml.config.optim import OptimConfig
 from ensemble_ml.config.parallel import ParallelConfig
 
 
@@ -31,6 +33,13 @@ class DataConfig:
         for key in ("train", "validation"):
             for spec in getattr(self, key):
                 check_period(f"data.{key}", str(spec))
+
+
+class Assign(Enum):
+    """Which rank computes a sample of the global batch."""
+
+    fixed = "fixed"
+    locality = "locality"
 
 
 @dataclass

@@ -11,6 +11,7 @@ from enum import Enum
 
 import numpy as np
 
+from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.select import Places
 
@@ -42,6 +43,14 @@ _LONG_NAMES = {
 }
 _DEVIATION = "realization: standard_deviation"
 _METHODS = {Kind.MEAN: "realization: mean", Kind.STDDEV: _DEVIATION, Kind.SPREAD: _DEVIATION}
+_RATIO = "log(1 + exp(2 x)) / 2"
+_PARAMETRISED = {
+    Family.LOGNORMAL: f"mean = scale * {_RATIO} with x = location / scale; standard deviation = scale",
+    Family.CENSORED_SHIFTED_GAMMA: (
+        f"max(0, G - {GAMMA_SHIFT} scale), G a gamma distribution with mean scale * {_RATIO}, "
+        f"x = location / scale + {GAMMA_SHIFT}, and standard deviation scale"
+    ),
+}
 _PARAMETERS = (Kind.LOCATION, Kind.SCALE)
 _DIFFERENCES = (Kind.STDDEV, Kind.SCALE, Kind.SPREAD)
 
@@ -60,7 +69,8 @@ class Header:
     """Coordinates and global attributes of a file.
 
     `leads` hours; `levels` hPa; `members` numbers of the members written (empty for none); `thresholds` in the units of
-    their variable; `lead_bounds` of a variable over intervals: first and last hour for each of `leads`, or None.
+    their variable; `lead_bounds` of a variable over intervals: first and last hour for each of `leads`, or None;
+    `families` of variables that differ from the registry's.
     """
 
     init_time: np.datetime64
@@ -71,6 +81,7 @@ class Header:
     thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     members: Sequence[int] = ()
     lead_bounds: Mapping[str, Sequence[Sequence[int] | None]] = field(default_factory=dict)
+    families: Mapping[str, Family] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -106,7 +117,10 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
     if known.temperature and kind is not Kind.PROBABILITY:
         found["units_metadata"] = f"temperature: {'difference' if kind in _DIFFERENCES else 'on_scale'}"
     if kind in _PARAMETERS:
-        found["distribution_family"] = known.family.value
+        family = header.families.get(output.name, known.family)
+        found["distribution_family"] = family.value
+        if family in _PARAMETRISED:
+            found["comment"] = _PARAMETRISED[family]
     methods = [header.interval(output.name), _METHODS.get(kind, "")]
     if any(methods):
         found["cell_methods"] = " ".join(filter(None, methods))

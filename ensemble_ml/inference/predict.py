@@ -140,6 +140,7 @@ def _header(job: _Job, sample: Sample) -> Header:
         thresholds=job.wanted.thresholds,
         members=numbers if job.wanted.members else (),
         lead_bounds=_lead_bounds(job.source, spec),
+        families={name: spec.family(name) for name in (*spec.variables, *spec.surface)},
         attributes=_attributes(job, sample, numbers),
     )
 

@@ -65,8 +65,12 @@ class Order:
         """Batches in an epoch."""
         return -(-self.n // self.batch_size)
 
+    def epoch(self, epoch: int) -> np.ndarray:
+        """Samples of `epoch` in their order, (n,)."""
+        return epoch_order(self.seed, epoch, self.n)
+
     def step(self, step: int) -> tuple[int, np.ndarray]:
         """Epoch of global `step` (counted from 0) and its samples (at most batch_size,)."""
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.batch_size
-        return epoch, epoch_order(self.seed, epoch, self.n)[first : first + self.batch_size]
+        return epoch, self.epoch(epoch)[first : first + self.batch_size]

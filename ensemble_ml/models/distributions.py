@@ -5,7 +5,8 @@ With standard normal density phi and distribution function Phi, z = (y - locatio
 
 - normal: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
 - normal truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- normal censored at zero, all mass below put at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A.
+- normal censored at zero, all mass below put at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A;
+- log-normal and censored shifted gamma: see `skewed`.
 
 The CRPS is written so that float32 keeps its digits: where zero lies in the upper tail (l > 0), through the Mills ratio
 Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), never as a quotient of two vanishing numbers. Both branches of every
@@ -23,6 +24,7 @@ from torch.special import erfcx, log_ndtr, ndtr, ndtri
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
+from ensemble_ml.models import skewed
 
 _SQRT2 = math.sqrt(2.0)
 _ROOT_PI = math.sqrt(math.pi)
@@ -33,13 +35,14 @@ _FAR = 30.0  # scales beyond zero where the truncated normal is exponential to f
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     """Continuous ranked probability score of each forecast, in the units of `y`.
 
-    Observations below zero, which the truncated and the censored normal cannot produce, are scored as zero plus their
-    distance from it.
+    Observations below zero, which only the normal law can produce, are scored as zero plus their distance from it.
     """
     if family is Family.NORMAL:
         return scale * _crps_standard((y - location) / scale)
     below = torch.clamp(-y, min=0)
     y = torch.clamp(y, min=0)
+    if family in skewed.LAWS:
+        return skewed.crps(family, location, scale, y) + below
     standard = _crps_truncated if family is Family.TRUNCATED_NORMAL else _crps_censored
     return scale * standard((y - location) / scale, -location / scale, y / scale) + below
 
@@ -84,7 +87,9 @@ def _crps_truncated(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """P(value <= y), in [0, 1]; at y = 0 the censored normal counts its mass there."""
+    """P(value <= y), in [0, 1]; at y = 0 the censored laws count their mass there."""
+    if family in skewed.LAWS:
+        return skewed.cdf(family, location, scale, y)
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l = (at - mu) / sigma, -mu / sigma
     if family is Family.NORMAL:
@@ -98,6 +103,8 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 
 def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:
     """The value that is not exceeded with probability `level` (a number, or a tensor that broadcasts)."""
+    if family in skewed.LAWS:
+        return skewed.quantile(family, location, scale, level)
     mu, sigma = location.double(), scale.double()
     p = torch.as_tensor(level, dtype=torch.float64, device=location.device)
     if family is Family.NORMAL:
@@ -115,6 +122,8 @@ def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Te
     """Mean and standard deviation of the distribution."""
     if family is Family.NORMAL:
         return location, scale
+    if family in skewed.LAWS:
+        return skewed.moments(family, location, scale)
     mu, sigma = location.double(), scale.double()
     mean, variance = _standard_moments(family, -mu / sigma)
     # `mean` is counted from zero, so nothing cancels where the location lies far below it.
@@ -140,6 +149,8 @@ _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 @cache
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
     location = torch.linspace(*_GRID, dtype=torch.float64)
+    if family in skewed.LAWS:
+        return location, skewed.moments(family, location, torch.ones_like(location))[0]
     return location, _standard_moments(family, -location)[0]
 
 

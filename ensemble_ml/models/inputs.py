@@ -74,8 +74,12 @@ class ModelSpec:
 
     @property
     def families(self) -> tuple[tuple[Family, ...], tuple[Family, ...]]:
-        """Distribution family of each pressure-level and each surface variable, from the registry."""
-        return tuple(field(v).family for v in self.variables), tuple(field(v).family for v in self.surface)
+        """Distribution family of each pressure-level and each surface variable."""
+        return tuple(map(self.family, self.variables)), tuple(map(self.family, self.surface))
+
+    def family(self, name: str) -> Family:
+        """That of the registry, unless the configuration names another."""
+        return Family(self.config.families.get(name, field(name).family))
 
     @property
     def takes_members(self) -> bool:

@@ -1,6 +1,7 @@
-"""Optimizers and learning rates: plain Lion, torch's AdamW, warm-up and cosine."""
+"""Optimizers and learning rates: Lion, torch's AdamW, warm-up and cosine; what ranks agree on before a step."""
 
+from ensemble_ml.optim.exchange import Exchange, Outcome
 from ensemble_ml.optim.lion import Lion
 from ensemble_ml.optim.schedule import build, warmup_cosine
 
-__all__ = ["Lion", "build", "warmup_cosine"]
+__all__ = ["Exchange", "Lion", "Outcome", "build", "warmup_cosine"]

@@ -7,6 +7,8 @@
 (their Algorithm 2; the decay is applied first, which is the same up to a term lr^2 * weight_decay and is the order of
 lion-pytorch and of the authors' own code). Every weight moves by exactly `lr` a step, so the learning rate is a third
 to a tenth of AdamW's and the decay three to ten times as large.
+
+Over several ranks the signs may come from a vote: an `Exchange` says so, and its base class is the one rank's.
 """
 
 from __future__ import annotations
@@ -19,16 +21,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.optim.exchange import Exchange
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Lion(Optimizer):
-    """Plain Lion on one process.
+    """Lion for one rank and many.
 
     Args:
         params: tensors, or dictionaries of a group's `params` and its own settings.
         lr: length of a step, in units of the weights.
         betas: share of the momentum in the update, and the momentum's decay.
         weight_decay: decoupled decay; weights shrink by `lr * weight_decay` a step.
+        exchange: what ranks agree on before a step; `attach` is called here.
+        stochastic: round weights in bfloat16 or float16 up or down at random, right on average, so that steps smaller
+            than their spacing are not lost; the draws depend on step and position alone.
+
+    The momentum of weights in bfloat16 or float16 is float32.
 
     Raises:
         UserError: a setting is outside its range.
@@ -40,6 +50,9 @@ class Lion(Optimizer):
         lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.1,
+        *,
+        exchange: Exchange | None = None,
+        stochastic: bool = False,
     ):
         if not lr > 0:
             raise UserError(f"lr={lr}: must be above 0")
@@ -48,6 +61,10 @@ class Lion(Optimizer):
         if not weight_decay >= 0:
             raise UserError(f"weight_decay={weight_decay}: must be 0 or more")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        self.exchange = exchange or Exchange()
+        self.stochastic = stochastic
+        self.steps = 0  # seeds the rounding; a resumed run sets it
+        self.exchange.attach(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -61,22 +78,58 @@ class Lion(Optimizer):
             # The foreach kernels want one device and one type a call.
             for kind in dict.fromkeys((p.device, p.dtype) for p in params):
                 self._update(group, [p for p in params if (p.device, p.dtype) == kind])
+        self.steps += 1
         return loss
 
+    def momentum(self, p: Tensor) -> Tensor:
+        """The momentum of a parameter, zeros before its first step."""
+        state = self.state[p]
+        if "exp_avg" not in state:
+            kind = torch.float32 if p.dtype in _HALF else p.dtype
+            state["exp_avg"] = torch.zeros_like(p, dtype=kind, memory_format=torch.preserve_format)
+        return state["exp_avg"]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state; the momentum of weights in half precision stays float32, which torch would round."""
+        super().load_state_dict(state_dict)
+        given = state_dict["state"]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, p in enumerate(params):
+            if p.dtype in _HALF and index in given:
+                self.state[p]["exp_avg"] = given[index]["exp_avg"].to(p.device, torch.float32, copy=True)
+
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = [p.grad for p in params if p.grad is not None]
-        momenta = [self._momentum(p) for p in params]
+        half = params[0].dtype in _HALF
+        grads = [p.grad.float() if half else p.grad for p in params if p.grad is not None]
+        momenta = [self.momentum(p) for p in params]
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        updates = torch._foreach_mul(momenta, beta1)
-        torch._foreach_add_(updates, grads, alpha=1 - beta1)
-        torch._foreach_sign_(updates)
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(params, updates, alpha=-lr)
+        updates = self.exchange.signs(params)
+        if updates is None:
+            updates = list(torch._foreach_mul(momenta, beta1))
+            torch._foreach_add_(updates, grads, alpha=1 - beta1)
+            torch._foreach_sign_(updates)
+        weights = [p.float() for p in params] if half else params
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, updates, alpha=-lr)
+        if half:
+            self._round_into(params, weights)
         torch._foreach_mul_(momenta, beta2)
         torch._foreach_add_(momenta, grads, alpha=1 - beta2)
 
-    def _momentum(self, p: Tensor) -> Tensor:
-        state = self.state[p]
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        return state["exp_avg"]
+    def _round_into(self, params: list[Tensor], weights: list[Tensor]) -> None:
+        for i, (p, exact) in enumerate(zip(params, weights, strict=True)):
+            p.copy_(round_stochastically(exact, p.dtype, seed=self.steps << 20 | i) if self.stochastic else exact)
+
+
+def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
+    """Round float32 to a neighbour in bfloat16 or float16, the nearer the likelier; its mean over seeds is x.
+
+    Ranks that hold the same x and seed on the same kind of device get the same result.
+    """
+    generator = torch.Generator(x.device).manual_seed(seed)
+    draw = torch.rand(x.shape, generator=generator, device=x.device)
+    nearest = x.to(dtype)
+    toward = torch.where(x > nearest, torch.inf, -torch.inf).to(dtype)
+    other = torch.nextafter(nearest, toward)
+    share = (x - nearest) / (other.float() - nearest.float())
+    return torch.where(draw < share, other, nearest)

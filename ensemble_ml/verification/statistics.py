@@ -3,12 +3,7 @@
 Fields have any shape and broadcast; members come first (M, ...). Values are float64 or become it. NaN goes in and comes
 out: leaving points out is the business of masks (`aggregation`), never of a formula.
 
-With standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale
-(zero in standard units), the closed forms of the CRPS are those of
-
-- the normal law: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
-- the normal law truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- the normal law censored at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A.
+The closed forms of parametric forecasts stand in `families`.
 """
 
 from __future__ import annotations
@@ -18,12 +13,10 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import erf, erfcx, gammaln, ndtr
+from scipy.special import gammaln
 
 from ensemble_ml.fields import Family
-
-_SQRT2 = math.sqrt(2)
-_ROOT_PI = math.sqrt(math.pi)
+from ensemble_ml.verification.families import crps
 
 
 class Statistic(Enum):
@@ -86,59 +79,6 @@ def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarra
     order = 2.0 * np.arange(1, m + 1) - m - 1  # sum over pairs = sum of (2 k - M - 1) x_(k), k the rank
     pairs = np.tensordot(order, distance, axes=1)
     return np.abs(distance).mean(0) - pairs / (m * (m - 1) if fair else m * m)
-
-
-def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """CRPS of a parametric forecast, in the units of `y`; at scale zero that of the point forecast.
-
-    A truth below zero, which the truncated and the censored normal cannot produce, is scored as zero plus its distance
-    from it.
-    """
-    location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
-    spread_out = scale > 0
-    unit = np.where(spread_out | np.isnan(scale), scale, 1.0)
-    if family is Family.NORMAL:
-        return np.where(spread_out | np.isnan(scale), unit * _normal((y - location) / unit), np.abs(y - location))
-    below, inside = np.maximum(-y, 0), np.maximum(y, 0)
-    standard = _truncated if family is Family.TRUNCATED_NORMAL else _censored
-    with np.errstate(over="ignore", invalid="ignore"):  # branches that are not taken
-        found = unit * standard((inside - location) / unit, -location / unit, inside / unit)
-    return np.where(spread_out | np.isnan(scale), found, np.abs(inside - np.maximum(location, 0))) + below
-
-
-def _phi(x: np.ndarray) -> np.ndarray:
-    return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-
-
-def _mills(x: np.ndarray) -> np.ndarray:
-    return math.sqrt(math.pi / 2) * erfcx(x / _SQRT2)
-
-
-def _normal(z: np.ndarray) -> np.ndarray:
-    return z * erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
-
-
-def _censored(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """CRPS of the whole law less the integral of Phi^2 below zero; `above` = z - l, given exactly."""
-    low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
-    cdf = ndtr(low_l)
-    low = _normal(z) - (low_l * cdf**2 + 2 * cdf * _phi(low_l) - ndtr(_SQRT2 * low_l) / _ROOT_PI)
-    # For l > 0 the large terms of both integrals cancel to z - l; what is left are tails.
-    tail, high_z = ndtr(-high_l), np.maximum(z, 0)
-    tails = 2 * _phi(high_z) - 2 * high_z * ndtr(-high_z)
-    tails = tails - (2 * _phi(high_l) * (1 - tail) - 2 * high_l * tail + high_l * tail**2)
-    return np.where(l > 0, above + tails - ndtr(-_SQRT2 * high_l) / _ROOT_PI, low)
-
-
-def _truncated(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
-    """Beyond l = 0 written with the Mills ratio, never as a quotient of two vanishing tails."""
-    low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
-    mass = ndtr(-low_l)
-    low = z * mass * (2 * ndtr(z) + mass - 2) + 2 * _phi(z) * mass - ndtr(-_SQRT2 * low_l) / _ROOT_PI
-    high_z, mills = high_l + above, _mills(high_l)
-    decay = np.exp(-0.5 * above * (high_z + high_l))
-    high = high_z - _SQRT2 * _mills(_SQRT2 * high_l) / mills**2 + 2 * decay * (1 - high_z * _mills(high_z)) / mills
-    return np.where(l > 0, high, low / mass**2)
 
 
 def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic, np.ndarray]:

@@ -117,7 +117,8 @@ def test_names_units_and_families(written):
         for kind in ("stddev", "scale", "ensemble_spread"):
             assert data[f"t_{kind}"].attrs["units_metadata"] == "temperature: difference"
         assert "units_metadata" not in data.tp_mean.attrs
-        assert data.tp_scale.attrs["distribution_family"] == "censored_normal"
+        assert data.tp_scale.attrs["distribution_family"] == "csgamma"
+        assert "gamma distribution with mean" in data.tp_scale.attrs["comment"]
         assert data.t_location.attrs["distribution_family"] == "normal"
         assert data.tp_prob_above.attrs["units"] == "1" and data.tp_prob_above.dims[0] == "threshold_tp"
         assert data.t2m_mean.attrs["standard_name"] == "air_temperature" and float(data.t2m_mean.height_2m) == 2

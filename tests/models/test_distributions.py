@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Family
+from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.models import cdf, crps, moments, quantile, remap_members
 from ensemble_ml.models.distributions import location_of_mean
+from ensemble_ml.models.skewed import gamma_parameters, log_parameters
 
 NORMAL, TRUNCATED, CENSORED = Family.NORMAL, Family.TRUNCATED_NORMAL, Family.CENSORED_NORMAL
-FAMILIES = [NORMAL, TRUNCATED, CENSORED]
+LOGNORMAL, GAMMA = Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA
+FAMILIES = list(Family)
 F64 = torch.float64
 
 
@@ -26,7 +28,23 @@ def table():
     return mu.ravel(), sigma.ravel(), y.ravel()
 
 
+def skewed(family, mu, sigma):
+    """The law as scipy has it, from its mean and standard deviation before censoring; and how far it is moved down."""
+    shift = GAMMA_SHIFT if family is GAMMA else 0.0
+    mean = sigma * np.log1p(np.exp(2 * np.maximum(mu / sigma + shift, -8))) / 2
+    if family is GAMMA:
+        return stats.gamma((mean / sigma) ** 2, scale=sigma**2 / mean), shift * sigma
+    log_variance = np.log1p((sigma / mean) ** 2)
+    return stats.lognorm(np.sqrt(log_variance), scale=mean * np.exp(-log_variance / 2)), 0.0
+
+
 def oracle(family, mu, sigma, y):
+    if family in (LOGNORMAL, GAMMA):
+        law, shift = skewed(family, mu, sigma)
+        if family is GAMMA:
+            return scoringrules.crps_csg0(y, law.args[0], 1 / law.kwds["scale"], shift=shift)
+        with np.errstate(divide="ignore"):
+            return scoringrules.crps_lognormal(np.maximum(y, 1e-300), np.log(law.kwds["scale"]), law.args[0])
     if family is NORMAL:
         return scoringrules.crps_normal(y, mu, sigma)
     masses = {"lmass": stats.norm.cdf(-mu / sigma)} if family is CENSORED else {}
@@ -35,6 +53,9 @@ def oracle(family, mu, sigma, y):
 
 
 def sf(family, mu, sigma, x):
+    if family in (LOGNORMAL, GAMMA):
+        law, shift = skewed(family, mu, sigma)
+        return law.sf(x + shift)
     if family is TRUNCATED:
         return np.exp(stats.norm.logsf((x - mu) / sigma) - stats.norm.logsf(-mu / sigma))
     return stats.norm.sf((x - mu) / sigma)
@@ -42,7 +63,7 @@ def sf(family, mu, sigma, x):
 
 def quadrature(family, mu, sigma, y):
     low = mu - 12 * sigma if family is NORMAL else 0.0
-    top = max(y, mu, 0) + 12 * sigma
+    top = max(y, mu, 0) + (12 if family not in (LOGNORMAL, GAMMA) else 60) * sigma
     centre = [mu] if low < mu < y else None
     exact = {"epsabs": 1e-11, "limit": 400}
     below = integrate.quad(lambda x: (1 - sf(family, mu, sigma, x)) ** 2, low, y, points=centre, **exact)[0]
@@ -111,7 +132,7 @@ def test_quantile_inverts_cdf(family, mu):
     levels = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999], dtype=F64)
     found = quantile(family, location, scale, levels)
     back = cdf(family, location, scale, found)
-    inside = found > 0 if family is CENSORED else torch.ones_like(found, dtype=torch.bool)
+    inside = found > 0 if family in (CENSORED, GAMMA) else torch.ones_like(found, dtype=torch.bool)
     torch.testing.assert_close(back[inside], levels[inside], rtol=1e-3 if mu < -45 else 1e-7, atol=1e-9)
     assert (back[~inside] >= levels[~inside]).all()
 
@@ -160,7 +181,7 @@ def test_remapped_members_have_the_predicted_mean_and_spread():
     assert (found.argsort(0) == members.argsort(0)).all()
 
 
-@pytest.mark.parametrize("family", [TRUNCATED, CENSORED])
+@pytest.mark.parametrize("family", [TRUNCATED, CENSORED, LOGNORMAL, GAMMA])
 def test_remapped_members_respect_zero_and_order(family):
     members = torch.randn(5, 50)
     found = remap_members(members, members.mean(0), members.std(0), torch.full((50,), 0.2), torch.ones(50), family)
@@ -173,3 +194,27 @@ def test_remapping_equal_members_and_one_member():
     assert torch.equal(equal, torch.tensor([[4.0, 5.0]]).expand(3, 2))
     with pytest.raises(UserError, match="two or more"):
         remap_members(torch.ones(1, 2), torch.ones(2), torch.zeros(2), torch.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize("family", [LOGNORMAL, GAMMA])
+def test_many_remapped_members_have_the_moments_of_the_law(family):
+    members = torch.from_numpy(stats.norm.ppf((np.arange(4000) + 0.5) / 4000))[:, None]
+    location, scale = torch.tensor([1.2], dtype=F64), torch.tensor([0.6], dtype=F64)
+    found = remap_members(members, members.mean(0), members.std(0), location, scale, family)
+    mean, deviation = moments(family, location, scale)
+    torch.testing.assert_close(found.mean(0), mean, rtol=2e-3, atol=0)
+    torch.testing.assert_close(found.std(0), deviation, rtol=1e-2, atol=0)
+
+
+def test_parameters_of_the_skewed_laws_are_those_of_the_textbook():
+    mu, sigma = torch.tensor(0.7, dtype=F64), torch.tensor(0.4, dtype=F64)
+    law, _ = skewed(LOGNORMAL, mu.numpy(), sigma.numpy())
+    mu_log, sigma_log = log_parameters(mu, sigma)
+    assert (mu_log.item(), sigma_log.item()) == pytest.approx((np.log(law.kwds["scale"]), law.args[0]))
+    assert moments(LOGNORMAL, mu, sigma)[1].item() == pytest.approx(law.std())
+    law, shift = skewed(GAMMA, mu.numpy(), sigma.numpy())
+    found = [part.item() for part in gamma_parameters(mu, sigma)]
+    assert found == pytest.approx([law.args[0], law.kwds["scale"], shift])
+    tail = [integrate.quad(lambda x, p=p: p * x ** (p - 1) * law.sf(x + shift), 0, 30)[0] for p in (1, 2)]
+    mean, deviation = moments(GAMMA, mu, sigma)
+    assert (mean.item(), deviation.item()) == pytest.approx((tail[0], np.sqrt(tail[1] - tail[0] ** 2)), rel=1e-7)

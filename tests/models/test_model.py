@@ -241,3 +241,18 @@ def test_climate_fills_what_was_not_fitted():
     climate.std_p[0] = 0
     full = climate.checked(spec)
     assert full.level_spread_p.shape == (2, 4, 2) and (full.level_spread_p > 0).all() and (full.std_p > 0).all()
+
+
+def test_a_family_named_in_the_configuration_wins_over_the_registry():
+    spec = make_spec()
+    changed = dataclasses.replace(spec, config=dataclasses.replace(spec.config, families={"q": "lognormal"}))
+    assert changed.family("q") is Family.LOGNORMAL and spec.family("q") is Family.TRUNCATED_NORMAL
+    assert ModelSpec.from_json(changed.to_json()).families == changed.families
+    x, found = make_input(changed), EnsembleModel(changed, make_climate(changed))(make_input(changed))
+    at = spec.variables.index("q")
+    predicted = moments(Family.LOGNORMAL, found.location_p[:, :, at], found.scale_p[:, :, at])[0]
+    wanted = (x.mean_p[:, spec.lead_positions] + torch.from_numpy(make_climate(spec).bias_p))[:, :, at]
+    reachable = wanted > 0.3 * found.scale_p[:, :, at]
+    torch.testing.assert_close(predicted[reachable], wanted[reachable], rtol=1e-3, atol=1e-3)
+    with pytest.raises(UserError, match=r"families\.q=normally: normal, truncated_normal"):
+        dataclasses.replace(spec.config, families={"q": "normally"})

@@ -4,16 +4,11 @@ import numpy as np
 import pytest
 import scoringrules
 import xarray as xr
-from scipy.integrate import quad
-from scipy.special import log_ndtr
-from scipy.stats import norm
 from scores.probability import crps_for_ensemble
 
-from ensemble_ml.fields import Family
 from ensemble_ml.verification.statistics import (
     Statistic,
     c4,
-    crps,
     crps_members,
     ensemble_moments,
     raw_statistics,
@@ -81,54 +76,6 @@ def test_c4_is_what_a_sample_standard_deviation_shrinks_by():
     assert np.sqrt(ensemble_moments(x)[1]).mean() == pytest.approx(c4(5), abs=0.002)
     with pytest.raises(ValueError, match="two members"):
         c4(1)
-
-
-def parameters(seed=0, points=500):
-    rng = np.random.default_rng(seed)
-    scale = rng.uniform(0.1, 3, points)
-    return scale * rng.uniform(-3, 6, points), scale, np.abs(rng.normal(size=points)) * rng.choice([0, 1, 3], points)
-
-
-def test_families_against_scoringrules():
-    location, scale, y = parameters()
-    np.testing.assert_allclose(
-        crps(Family.NORMAL, location, scale, y), scoringrules.crps_normal(y, location, scale), atol=1e-12
-    )
-    truncated = scoringrules.crps_tnormal(y, location, scale, 0, np.inf)
-    np.testing.assert_allclose(crps(Family.TRUNCATED_NORMAL, location, scale, y), truncated, atol=1e-9)
-    censored = scoringrules.crps_cnormal(y, location, scale, 0, np.inf)
-    np.testing.assert_allclose(crps(Family.CENSORED_NORMAL, location, scale, y), censored, atol=1e-9)
-
-
-def by_quadrature(family, location, scale, y):
-    """Integral of (F(x) - 1{x >= y})^2, F straight from the definition of the family."""
-    tail = {
-        Family.NORMAL: lambda x: norm.sf((x - location) / scale),
-        Family.CENSORED_NORMAL: lambda x: norm.sf((x - location) / scale) if x >= 0 else 1.0,
-        Family.TRUNCATED_NORMAL: lambda x: (
-            np.exp(log_ndtr((location - x) / scale) - log_ndtr(location / scale)) if x >= 0 else 1.0
-        ),
-    }[family]
-    start = -40 * scale if family is Family.NORMAL else min(0.0, y)
-    below = quad(lambda x: (1 - tail(x)) ** 2, start, y, limit=400)[0]
-    return below + quad(lambda x: tail(x) ** 2, y, max(y, location, 0) + 40 * scale, limit=400)[0]
-
-
-@pytest.mark.parametrize("family", list(Family))
-@pytest.mark.parametrize(
-    ("location", "y"), [(0.3, 0.0), (1.0, 2.5), (-2.0, 0.4), (-7.0, 0.1), (-20.0, 0.05), (1.0, -0.5)]
-)
-def test_families_against_quadrature(family, location, y):
-    found = crps(family, np.array(location), np.array(1.3), np.array(y))
-    assert found == pytest.approx(by_quadrature(family, location, 1.3, y), abs=2e-7)
-
-
-@pytest.mark.parametrize("family", list(Family))
-def test_a_forecast_without_spread_is_scored_as_a_point(family):
-    location, y = np.array([1.0, -1.0, 0.0]), np.array([0.0, 2.0, 0.0])
-    point = location if family is Family.NORMAL else np.maximum(location, 0)
-    np.testing.assert_allclose(crps(family, location, np.zeros(3), y), abs(point - y))
-    assert np.isnan(crps(family, location, np.array([np.nan, 1, 1]), y)).tolist() == [True, False, False]
 
 
 def test_spread_statistics():

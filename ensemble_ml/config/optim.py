@@ -1,0 +1,106 @@
+"""Settings of the optimizer, and of what ranks exchange in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ensemble_ml.config.base import opt, require
+
+
+class OptimName(Enum):
+    """Optimizers."""
+
+    lion = "lion"
+    adamw = "adamw"
+
+
+class ExchangeName(Enum):
+    """What the ranks agree on in a step, and in which form."""
+
+    none = "none"
+    allreduce = "allreduce"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+    vote = "vote"
+    lion_cub = "lion_cub"
+    distributed_lion = "distributed_lion"
+
+
+class VoteScale(Enum):
+    """What a voted code is a multiple of: the mean magnitude, the largest one, or nothing but the sign."""
+
+    l1 = "l1"
+    linf = "linf"
+    sign = "sign"
+
+
+class MomentumSync(Enum):
+    """When the ranks' momenta are averaged."""
+
+    never = "never"
+    every = "every"
+    growing = "growing"
+    selective = "selective"
+
+
+class Nonfinite(Enum):
+    """What happens after gradients that are not finite."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class ClipBy(Enum):
+    """Over what `clip` measures the norm of the gradient."""
+
+    total = "total"
+    bucket = "bucket"
+
+
+class MomentumKept(Enum):
+    """How a checkpoint holds momenta that differ between ranks."""
+
+    ranks = "ranks"
+    mean = "mean"
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    name: OptimName = opt(OptimName.lion, "lion | adamw")
+    lr: float = opt(3e-4, "peak learning rate")
+    beta1: float = opt(0.9, "weight of the momentum in the update")
+    beta2: float = opt(0.99, "decay of the momentum (Lion) or of the second moment (AdamW)")
+    weight_decay: float = opt(0.1, "decoupled decay")
+    warmup: int = opt(50, "steps of linear warm-up")
+    final_lr: float = opt(0.02, "share of the peak that the cosine schedule ends at")
+    clip: float = opt(0.0, "largest norm of the gradient; 0 leaves it alone")
+    clip_by: ClipBy = opt(ClipBy.total, "total | bucket: bucket holds each bucket to its share of clip, so that votes need not wait for the end of backward")
+    nonfinite: Nonfinite = opt(Nonfinite.stop, "stop | skip: end the run at gradients that are not finite, or leave out the step on all ranks")
+    exchange: ExchangeName = opt(ExchangeName.allreduce, "none | allreduce | fp16 | bf16 | powersgd | vote | lion_cub | distributed_lion: what ranks exchange; one rank exchanges nothing")
+    bits: int = opt(1, "bits an element that a rank sends: vote 1, 2, 4 or 8; lion_cub 1 or 8")
+    scale: VoteScale = opt(VoteScale.l1, "l1 | linf | sign: what the codes of a vote are multiples of")
+    bucket_mb: float = opt(4.0, "parameters of a bucket in float32, 1e6 bytes; a bucket is exchanged while backward goes on")
+    rank: int = opt(4, "rank of powersgd's factors")
+    hierarchical: bool = opt(False, "average in full precision inside a node and vote between nodes")
+    momentum_sync: MomentumSync = opt(MomentumSync.never, "never | every | growing | selective: when the momenta of voting ranks are averaged")
+    momentum_every: int = opt(100, "steps between averagings; the first interval where they grow")
+    momentum_mb: float = opt(1.0, "bytes that a selective averaging may send, 1e6 bytes a rank")
+    momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first")
+
+    def __post_init__(self) -> None:
+        require("optim.lr", self.lr, self.lr > 0, "must be above 0")
+        for key in ("beta1", "beta2"):
+            require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")
+        require("optim.bits", self.bits, self.bits in (1, 2, 4, 8), "1, 2, 4 or 8 bits are allowed")
+        cub = self.exchange is not ExchangeName.lion_cub or self.bits in (1, 8)
+        require("optim.bits", self.bits, cub, "lion_cub takes 1 or 8 bits; exchange=vote takes 1, 2, 4 or 8")
+        signs = self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
+        require("optim.exchange", self.exchange.value, not signs or self.name is OptimName.lion, "ranks vote on signs, which only optim=lion takes")
+        require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
+        require("optim.rank", self.rank, self.rank >= 1, "must be 1 or more")
+        require("optim.momentum_every", self.momentum_every, self.momentum_every >= 1, "must be 1 or more")
+        require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")

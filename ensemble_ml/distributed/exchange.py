@@ -1,0 +1,210 @@
+"""Exchanges over ranks, a bucket at a time while backward goes on.
+
+On a CPU a thread of its own carries the buckets out, one after the other, over a communicator that nothing else uses;
+on a GPU they are enqueued from the hooks, so that one thread enqueues everything. Each rank brings the gradient of its
+own part of the batch; `reduction` says whether their sum or their mean is the gradient of the whole.
+
+A parameter that no rank used stays as it is; one that some ranks used counts as a zero gradient on the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ensemble_ml.distributed.buckets import Arrivals, Bucket, make_buckets
+from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
+from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
+
+
+class Reduction(Enum):
+    """What of the ranks' gradients is the gradient of the whole batch."""
+
+    sum = "sum"
+    mean = "mean"
+
+
+class BucketExchange(Exchange):
+    """Common to all exchanges over ranks: buckets, hooks, the thread.
+
+    Args:
+        group: the ranks that exchange; used by nothing else.
+        reduction: sum or mean of the ranks' gradients.
+        clip: largest norm; see the subclasses for of what.
+        bucket_mb: float32 parameters of a bucket, 1e6 bytes.
+        overlap: exchange while backward goes on; else after it, all in one bucket.
+    """
+
+    def __init__(
+        self,
+        group: Communicator,
+        *,
+        reduction: Reduction = Reduction.mean,
+        clip: float = 0.0,
+        bucket_mb: float = 4.0,
+        overlap: bool = True,
+    ):
+        super().__init__(clip)
+        self.group, self.reduction, self.overlap = group, reduction, overlap
+        self._limit = bucket_mb * 1e6 / 4 if overlap else float("inf")
+        self.buckets: tuple[Bucket, ...] = ()
+        self.step = 0
+        self._arrivals: Arrivals | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+
+    def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
+        self.close()
+        self.buckets = make_buckets(self.params, self._limit)
+        self._prepare(optimizer)
+        self._arrivals = Arrivals(self.params, self.buckets, self._full)
+        self._arrivals.defer = not self.overlap
+        if not self.params[0].is_cuda:
+            self._thread = ThreadPoolExecutor(1, "exchange")
+
+    def begin(self, step: int) -> None:
+        assert self._arrivals is not None
+        self.step = step
+        self._sent = self.bytes_sent
+        self._jobs = []
+        self._arrivals.begin()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self.group.bytes_sent
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        assert self._arrivals is not None
+        with self._arrivals.hold():
+            yield
+
+    def finish(self) -> Outcome:
+        assert self._arrivals is not None
+        self._before_flush()
+        self._arrivals.flush()
+        start = time.perf_counter()
+        for job in self._jobs:
+            job.result()
+        waited = time.perf_counter() - start
+        norm, culprits = self._conclude()
+        return Outcome(norm, culprits, waited, self.bytes_sent - self._sent)
+
+    def close(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def _full(self, number: int) -> None:
+        if self._thread is None:
+            self._carry_out(number)
+        else:
+            self._jobs.append(self._thread.submit(self._carry_out, number))
+
+    @torch.no_grad()
+    def _carry_out(self, number: int) -> None:
+        self._exchange(number)
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Make what lasts from step to step."""
+
+    def _before_flush(self) -> None:
+        """Do what has to wait for the end of backward, before the last buckets go."""
+
+    def _exchange(self, number: int) -> None:
+        """Exchange one bucket; in the thread, in the order of buckets."""
+        raise NotImplementedError
+
+    def _conclude(self) -> tuple[float, tuple[int, ...]]:
+        """Norm of the gradient, and the ranks whose gradients were not finite."""
+        raise NotImplementedError
+
+    def _grads(self, bucket: Bucket) -> list[Tensor | None]:
+        return [self.params[slot.index].grad for slot in bucket.slots]
+
+
+class GradientAverage(BucketExchange):
+    """Average gradients by all-reduce, in float32 or a shorter type; any optimizer may use the result.
+
+    `clip` bounds the norm of the averaged gradient, so nothing but the clipping waits for the end of backward. A number
+    that is not finite on one rank is so on all: the ranks' flags travel with the last elements of each bucket.
+    """
+
+    def __init__(self, group: Communicator, *, dtype: torch.dtype = torch.float32, **settings: object):
+        super().__init__(group, **settings)  # type: ignore[arg-type]
+        self.dtype = dtype
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        # Behind the gradients: one number a parameter that says how many ranks used it, one a rank for its health.
+        self._flats, self._views = [], []
+        for bucket in self.buckets:
+            extra = len(bucket.slots) + self.group.size
+            flat = torch.zeros(bucket.elements + extra, device=self.params[0].device, dtype=self._wide)
+            self._flats.append(flat)
+            self._views.append(bucket.views(flat, self.params))
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.params[0].dtype is torch.float64 else torch.float32
+
+    def _exchange(self, number: int) -> None:
+        bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
+        grads = self._grads(bucket)
+        tail = flat[bucket.elements :].zero_()
+        for view, grad in zip(views, grads, strict=True):
+            view.copy_(grad) if grad is not None else view.zero_()
+        tail[: len(grads)] = torch.tensor([float(g is not None) for g in grads], dtype=flat.dtype)
+        if self.reduction is Reduction.mean:
+            flat[: bucket.elements] /= self.group.size
+        # Zeros in the sum of a sick rank's flag with itself would hide it: the flag itself is always finite.
+        tail[len(grads) + self.group.rank] = (~torch.isfinite(flat[: bucket.elements].sum())).to(flat.dtype)
+        self._reduce(flat)
+        for slot, view, used in zip(bucket.slots, views, tail[: len(grads)].tolist(), strict=True):
+            p = self.params[slot.index]
+            if used and p.grad is None:
+                p.grad = torch.empty_like(p)
+            if used:
+                assert p.grad is not None
+                p.grad.copy_(view)
+
+    def _reduce(self, flat: Tensor) -> None:
+        if self.dtype in (flat.dtype, torch.float32):
+            self.group.all_reduce(flat, async_op=True).wait()
+            return
+        short = flat.to(self.dtype)
+        self.group.all_reduce(short, async_op=True).wait()
+        flat.copy_(short)
+
+    def _conclude(self) -> tuple[float, tuple[int, ...]]:
+        health = torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)
+        culprits = tuple(torch.nonzero(health).flatten().tolist())
+        norm = total_norm(self.params)
+        if self.clip and not culprits:
+            torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
+        value = float(norm)
+        if not culprits and not torch.isfinite(norm):  # the sum itself left the type's range, on all ranks alike
+            culprits = tuple(range(self.group.size))
+        return value, culprits
+
+
+def average_momentum(params: Sequence[Tensor], group: Communicator) -> None:
+    """Replace tensors by their mean over the ranks of `group`, in one all-reduce."""
+    if isinstance(group, NullCommunicator) or not params:
+        return
+    flat = torch.cat([m.flatten() for m in params])
+    group.all_reduce(flat)
+    flat /= group.size
+    for m, part in zip(params, flat.split([m.numel() for m in params]), strict=True):
+        m.copy_(part.view(m.shape))

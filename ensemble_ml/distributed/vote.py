@@ -1,0 +1,146 @@
+"""A vote of all ranks on the sign of each element, at p bits an element out and one bit back.
+
+    code = clamp(floor(u / delta), -2^(p-1), 2^(p-1) - 1)         vote 2 code + 1         delta = c_p mean|u|  (L1)
+
+A rank sends part r of its codes to rank r (all_to_all), which adds the votes up, takes the sign and sends that bit to
+all (all_gather): (p + 1) / 8 bytes an element on the wire, and no loss of precision with more ranks. p = 1 is the sign,
+counted bit-sliced: one plane of words a rank goes through carry-save adders, 64 elements an operation. Ties and exact
+zeros fall by a mask that alternates with element and step and is the same on every rank.
+
+After Ishikawa et al. 2024 (arXiv:2411.16462), with the vote in place of their sum of scaled int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.config import VoteScale
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.pack import (
+    WORD,
+    above,
+    pack_bits,
+    pack_codes,
+    pack_signs,
+    subtract_alternating,
+    tie_bit,
+    tie_word,
+    unpack_codes,
+    unpack_signs,
+    words,
+)
+
+# delta / mean|u| of the uniform quantiser with the least squared error, between a normal and a Laplace distribution.
+_STEP = {2: 1.38, 4: 0.52, 8: 0.052}
+_TINY = 2.0**-126
+
+
+def sign_allreduce(u: Tensor, bits: int, group: Communicator, step: int, *, scale: VoteScale = VoteScale.l1) -> Tensor:
+    """Vote on the sign of each element of `u` over the ranks of `group`; returns +1 or -1 in u's shape.
+
+    Args:
+        u: float32, any shape, the same on every rank.
+        bits: 1, 2, 4 or 8 bits an element that each rank casts.
+        step: number of the step, for the ties.
+        scale: what a code is a multiple of; `sign` casts one bit whatever `bits` says.
+    """
+    flat = u.new_zeros(group.size * share(u.numel(), group.size) * WORD)
+    flat[: u.numel()] = u.flatten()
+    if scale is VoteScale.sign:
+        bits = 1
+    if bits > 1:
+        magnitude = _magnitude(u, scale)
+        flat[: u.numel()].mul_(torch.where(magnitude > 0, 1 / (magnitude * unit(bits, scale)), 0.0))
+    ballots = cast(flat, bits, group.size, step)
+    winner = count(send(ballots, group), bits, step)
+    everywhere = torch.empty(group.size * len(winner), dtype=torch.int64, device=u.device)
+    group.all_gather(everywhere, winner)
+    return unpack_signs(everywhere, flat)[: u.numel()].view(u.shape)
+
+
+def share(elements: int, ranks: int) -> int:
+    """Words of each rank's part."""
+    return max(1, -(-words(elements) // ranks))
+
+
+def unit(bits: int, scale: VoteScale) -> float:
+    """delta as a multiple of mean|u| (L1) or max|u| (L-infinity)."""
+    return _STEP[bits] if scale is VoteScale.l1 else 2.0 ** (1 - bits)
+
+
+def _magnitude(u: Tensor, scale: VoteScale) -> Tensor:
+    return u.abs().mean() if scale is VoteScale.l1 else u.abs().amax()
+
+
+def cast(flat: Tensor, bits: int, ranks: int, step: int) -> Tensor:
+    """This rank's ballots, words (ranks, bits w), from floats (ranks 64 w,) in units of delta, which it overwrites."""
+    if bits == 1:
+        return pack_signs(flat, step).view(ranks, -1)
+    half = 2 ** (bits - 1)
+    # floor of an exact zero is 0, and of the smallest number below it -1: so half of the zeros vote each way.
+    below = (0.0, _TINY) if tie_bit(step) else (_TINY, 0.0)
+    codes = subtract_alternating(flat, *below).floor_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8)
+    return pack_codes(codes.view(ranks, -1), bits)
+
+
+def send(ballots: Tensor, group: Communicator) -> Tensor:
+    """Give row r to rank r; returns the rows that came, (ranks, words), in rank order."""
+    received = torch.empty_like(ballots)
+    sizes = [ballots.shape[1]] * group.size
+    group.all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes).wait()
+    return received
+
+
+def count(ballots: Tensor, bits: int, step: int) -> Tensor:
+    """The winning bits, (w,) words, of ballots (ranks, bits * w)."""
+    if bits == 1:
+        return majority(list(ballots.unbind()), step)
+    ranks = len(ballots)
+    codes = unpack_codes(ballots, bits)
+    total = codes[0].to(torch.int16 if ranks * 255 < 2**15 else torch.int32)
+    for row in codes[1:]:
+        total += row
+    # The votes' sum is 2 total - twice: 1 where it is positive, or zero and the tie falls so.
+    twice = ranks * (2**bits - 1)
+    won, lost = (twice + 1) // 2 - 1, twice // 2
+    return pack_bits(above(total, won, lost) if tie_bit(step) else above(total, lost, won))
+
+
+def majority(planes: Sequence[Tensor], step: int) -> Tensor:
+    """The bits that more than half of the planes (w,) hold; ties as the mask of `step` says."""
+    ranks = len(planes)
+    counter = _add_up(planes)
+    more = torch.zeros_like(planes[0])
+    equal = torch.full_like(planes[0], -1)
+    for weight in reversed(range(max(len(counter), (ranks // 2).bit_length()))):
+        digit = counter[weight] if weight < len(counter) else torch.zeros_like(more)
+        if ranks // 2 >> weight & 1:
+            equal &= digit
+        else:
+            more |= equal & digit
+            equal &= ~digit
+    return more if ranks % 2 else more | (equal & tie_word(step))
+
+
+def _add_up(planes: Sequence[Tensor]) -> list[Tensor]:
+    """Binary digits, lowest first, of the number of planes that hold each bit: full adders, three planes to two."""
+    counter: list[Tensor] = []
+    column = list(planes)
+    while column:
+        carried = []
+        while len(column) > 1:
+            a, b = column.pop(), column.pop()
+            half = a ^ b
+            if column:
+                c = column.pop()
+                column.append(half ^ c)
+                carried.append((a & b) | (half & c))
+            else:
+                column.append(half)
+                carried.append(a & b)
+        counter.append(column[0])
+        column = carried
+    return counter

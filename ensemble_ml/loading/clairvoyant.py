@@ -1,0 +1,301 @@
+"""A loader that knows all its reads in advance.
+
+    loader = ClairvoyantLoader(dataset, batch_size=8, epochs=10, seed=0, ram=4 << 30)
+    for batch in loader:
+        loss = step(batch["0"])
+
+Threads fetch packed samples in the order of the plan and decode them into a ring of buffers that are used again and
+again; nothing is forked, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ensemble_ml.config import Assign
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.items import DatasetItems, Items
+from ensemble_ml.loading.order import Order
+from ensemble_ml.loading.peers import Gather, Peers
+from ensemble_ml.loading.plan import Plan
+from ensemble_ml.loading.plan import Tiers as Room
+from ensemble_ml.loading.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+_STALL = 30.0  # seconds of waiting after which slow storage is named
+_ALGORITHM = "philox-argsort-1"  # of the order; part of the state
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Tensors (b, ...) by name, with the `step` of the run and the `samples` and `positions` in the global batch.
+
+    Its memory is used again once the next batch is asked for: copy what is to be kept.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], step: int, positions: np.ndarray, samples: np.ndarray):
+        super().__init__(tensors)
+        self.step, self.positions, self.samples = step, positions, samples
+
+
+class ClairvoyantLoader:
+    """The batches of one rank, from `start_step` to the end of the last epoch; used once, or closed by `with`.
+
+    Args:
+        source: `Items`, or any map-style dataset of arrays or tensors of fixed shape.
+        batch_size: of the global batch, shared by all ranks.
+        epochs: how often every sample is used.
+        seed: of the order.
+        rank, ranks: this process among those that share the batch.
+        gather: brings every rank's bytes to all ranks (an all-gather of objects); needed where ranks > 1.
+        ram, disk: bytes of packed samples to hold on this rank; the same on all. None takes half the free memory.
+        folder: for the cache on local disk.
+        assign: `fixed` or `locality`.
+        threads: that fetch and decode.
+        ahead: batches of look-ahead.
+        start_step: the first global step; `load_state_dict` sets it.
+        host: name under which other nodes reach this one.
+        node: a name that ranks share only where they share memory; None takes host name and device of /dev/shm.
+
+    Raises:
+        UserError: settings that do not fit, or ranks that differ in them.
+    """
+
+    def __init__(
+        self,
+        source: Items | Any,
+        batch_size: int,
+        epochs: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        gather: Gather | None = None,
+        ram: int | None = None,
+        disk: int = 0,
+        folder: str | Path | None = None,
+        assign: Assign = Assign.fixed,
+        threads: int = 4,
+        ahead: int = 3,
+        start_step: int = 0,
+        host: str | None = None,
+        node: str | None = None,
+    ):
+        if batch_size < 1 or threads < 1 or ahead < 1:
+            raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
+        self.items: Items = source if isinstance(source, Items) else DatasetItems(source)  # type: ignore[assignment]
+        room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
+        order = Order(seed, len(self.items.sizes), batch_size)
+        self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign)
+        self.rank, self.step = rank, start_step
+        self._threads, self._ahead = threads, ahead
+        self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
+        self._peers: Peers | None = None
+        self._engine: Engine | None = None
+        try:
+            if ranks > 1:
+                if gather is None:
+                    raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
+                self.tiers.others = self._peers = Peers(self.tiers, gather, host, node)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def steps(self) -> int:
+        """Global steps of the whole run."""
+        return self.plan.epochs * self.plan.order.steps_per_epoch
+
+    def __len__(self) -> int:
+        return self.steps - self.step
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._engine = Engine(self, self.plan.run(self.rank, start_step=self.step))
+        try:
+            for batch in self._engine:
+                self.step = batch.step + 1
+                yield batch
+            if self._peers is not None:
+                self._peers.finish()
+        finally:
+            self._engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, after the batch that was handed out last: about a hundred bytes."""
+        order = self.plan.order
+        return {
+            "algorithm": _ALGORITHM,
+            "seed": order.seed,
+            "samples": order.n,
+            "batch_size": order.batch_size,
+            "step": self.step,
+            "data": self.items.fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`, on any number of ranks.
+
+        Raises:
+            UserError: it is of another order or other data.
+        """
+        mine = self.state_dict()
+        differ = [key for key in mine if key != "step" and mine[key] != state.get(key)]
+        if differ:
+            told = ", ".join(f"{key}={state.get(key)} (here {mine[key]})" for key in differ)
+            raise UserError(f"state of a loader: {told}; give the same data, seed and batch size")
+        self.step = int(state["step"])
+
+    def close(self) -> None:
+        """End threads and connections, give back memory; harmless when called again."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._peers is not None:
+            self._peers.close()
+        self.tiers.close()
+
+    def __enter__(self) -> ClairvoyantLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine:
+    """The threads of one run through a plan, and their ring of buffers."""
+
+    def __init__(self, loader: ClairvoyantLoader, run: Iterator[tuple[int, np.ndarray, np.ndarray]]):
+        self.items, self.tiers = loader.items, loader.tiers
+        self._run, self._slots = run, loader._ahead + 1  # one is in the user's hands
+        order, ranks = loader.plan.order, loader.plan.ranks
+        most = -(-min(order.batch_size, order.n) // ranks)
+        self._rings = [
+            {name: _buffer((most, *one.shape), one.dtype) for name, one in self.items.arrays.items()}
+            for _ in range(self._slots)
+        ]
+        self._change = threading.Condition()
+        self._free = self._slots
+        self._missing: dict[int, int] = {}  # number of a batch -> samples that are not decoded yet
+        self._made: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
+        self._ended, self._stopped = False, False
+        self._error: BaseException | None = None
+        self._tasks = self._list_tasks()
+        self._take = threading.Lock()
+        names = (f"loading-{number}" for number in range(loader._threads))
+        self._workers = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for worker in self._workers:
+            worker.start()
+
+    def _list_tasks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (number of the batch, place in it, sample); waits where the ring is full."""
+        for number, (step, positions, samples) in enumerate(self._run):
+            with self._change:
+                while not self._free and not self._stopped:
+                    self._change.wait()
+                if self._stopped:
+                    return
+                self._free -= 1
+                self._missing[number] = len(samples)
+                self._made.append((step, positions, samples))
+                self._change.notify_all()
+            for place, sample in enumerate(samples.tolist()):
+                yield number, place, sample
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _work(self) -> None:
+        packed = memoryview(mmap.mmap(-1, max(1, int(self.items.sizes.max()))))
+        try:
+            while not self._stopped:
+                with self._take:
+                    task = next(self._tasks, None)
+                if task is None:
+                    return
+                self._make(packed, *task)
+        except BaseException as error:
+            with self._change:
+                self._error = self._error or error
+                self._change.notify_all()
+
+    def _make(self, packed: memoryview, number: int, place: int, sample: int) -> None:
+        part = packed[: int(self.items.sizes[sample])]
+        self.tiers.fetch(sample, part)
+        ring = self._rings[number % self._slots]
+        self.items.decode(sample, part, {name: array[place, ...] for name, array in ring.items()})
+        with self._change:
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                self._change.notify_all()
+
+    def __iter__(self) -> Iterator[Batch]:
+        number = 0
+        while self._wait_for(number):
+            step, positions, samples = self._made.popleft()
+            ring = self._rings[number % self._slots]
+            tensors = {name: torch.from_numpy(array[: len(samples)]) for name, array in ring.items()}
+            yield Batch(tensors, step, positions, samples)
+            with self._change:
+                del self._missing[number]
+                self._free += 1
+                self._change.notify_all()
+            number += 1
+
+    def _wait_for(self, number: int) -> bool:
+        """Wait for a batch; False after the last."""
+        began = time.monotonic()
+        with self._change:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self._missing.get(number) == 0:
+                    self.tiers.counters.add(waited=time.monotonic() - began)
+                    return True
+                if self._ended and number not in self._missing:
+                    return False
+                if not self._change.wait(_STALL) and (slow := self.tiers.slowest()):
+                    log.warning("loading: %s has been read for %.0f s without an answer", *slow)
+
+    def close(self) -> None:
+        """End the threads; harmless when called again."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+        for worker in self._workers:
+            worker.join()
+
+
+def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Memory that begins at a page; locked for copies to a GPU where there is one."""
+    size = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+    if torch.cuda.is_available():
+        raw = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    else:
+        raw = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    return raw[: size if np.prod(shape) else 0].view(dtype).reshape(shape)
+
+
+def half_of_free_memory() -> int:
+    """Half of what this process may still take: free memory of the machine, or of its control group if that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            text = Path(limit).read_text().strip()
+            if text != "max":
+                free = min(free, int(text) - int(Path(used).read_text()))
+        except (OSError, ValueError):
+            continue
+    return max(0, free) // 2

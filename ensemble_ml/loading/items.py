@@ -1,0 +1,127 @@
+"""What a loader hands out: samples that lie packed on slow storage and are decoded into arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """Shape and type of one array of a sample, without the batch axis."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@runtime_checkable
+class Items(Protocol):
+    """Samples 0 to F-1.
+
+    `sizes` (F,) are their packed bytes, and `arrays` what each becomes: all samples alike.
+    """
+
+    sizes: np.ndarray
+    arrays: Mapping[str, ArrayShape]
+
+    def read(self, sample: int, out: memoryview) -> None:
+        """Fill `out` with the packed sample, from slow storage; any thread may call it."""
+
+    def decode(self, sample: int, packed: memoryview, out: Mapping[str, np.ndarray]) -> None:
+        """Unpack into one array for each of `arrays`; any thread may call it.
+
+        Raises:
+            UserError: the packed bytes are damaged; it names their file.
+        """
+
+    def name(self, sample: int) -> str:
+        """What messages call the sample: its file, where it has one."""
+
+    def fingerprint(self) -> str:
+        """A short hash of the data, so that a cache on disk is not taken for another's."""
+
+
+class DatasetItems:
+    """Any map-style dataset (`len` and `[i]`) whose samples are arrays or tensors of fixed shape.
+
+    A sample may be one array, a tuple of them, or a dictionary; numbers count as arrays without axes. It is packed as
+    its bytes, one array after another, so that cached samples need no unpickling.
+
+    Args:
+        dataset: where samples come from; `[i]` is called from several threads.
+        name: what stands for it in messages and fingerprints.
+
+    Raises:
+        UserError: it is empty, or its first sample is no array.
+    """
+
+    def __init__(self, dataset: Any, name: str = "dataset"):
+        self.dataset, self._name = dataset, name
+        if not len(dataset):
+            raise UserError(f"{name}: is empty; at least one sample is needed")
+        first = self._unpacked(0)
+        self.arrays = {key: ArrayShape(value.shape, value.dtype) for key, value in first.items()}
+        self.bytes = sum(one.bytes for one in self.arrays.values())
+        self.sizes = np.full(len(dataset), self.bytes, np.int64)
+
+    def _unpacked(self, sample: int) -> dict[str, np.ndarray]:
+        value = self.dataset[sample]
+        if isinstance(value, Mapping):
+            parts = {str(key): part for key, part in value.items()}
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            parts = {str(place): part for place, part in enumerate(value)}
+        else:
+            parts = {"0": value}
+        arrays = {key: np.asarray(part) for key, part in parts.items()}
+        for key, array in arrays.items():
+            if array.dtype.hasobject or array.dtype.kind in "USV":
+                raise UserError(
+                    f"{self.name(sample)}: {key} is {type(parts[key]).__name__}; arrays or numbers are needed"
+                )
+        return arrays
+
+    def read(self, sample: int, out: memoryview) -> None:
+        """Fill `out` with the sample's bytes.
+
+        Raises:
+            UserError: its arrays have other shapes or types than those of the first sample.
+        """
+        start = 0
+        found = self._unpacked(sample)
+        for key, shape in self.arrays.items():
+            array = found.get(key)
+            if array is None or (array.shape, array.dtype) != (shape.shape, shape.dtype):
+                has = "nothing" if array is None else f"{array.dtype} {array.shape}"
+                raise UserError(
+                    f"{self.name(sample)}: {key} is {has}, that of the first sample {shape.dtype} {shape.shape};"
+                    " samples must be alike, so pad or crop them"
+                )
+            out[start : start + shape.bytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            start += shape.bytes
+
+    def decode(self, sample: int, packed: memoryview, out: Mapping[str, np.ndarray]) -> None:
+        """Copy the arrays of a sample to their places."""
+        start = 0
+        for key, shape in self.arrays.items():
+            out[key][...] = np.frombuffer(packed[start : start + shape.bytes], shape.dtype).reshape(shape.shape)
+            start += shape.bytes
+
+    def name(self, sample: int) -> str:
+        """The dataset's name and the sample's number."""
+        return f"{self._name}: sample {sample}"
+
+    def fingerprint(self) -> str:
+        """A hash of name, length and shapes: a dataset cannot be asked for more."""
+        said = repr((self._name, len(self.dataset), sorted((k, str(v)) for k, v in self.arrays.items())))
+        return hashlib.sha256(said.encode()).hexdigest()[:16]

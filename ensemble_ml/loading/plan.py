@@ -1,0 +1,269 @@
+"""Where every byte of a run comes from, decided before the first read: a pure function of seed, ranks and cache sizes.
+
+With each sample used once an epoch, a cache of K samples over all ranks cannot save more than K reads an epoch, so no
+policy reads less than F + (E-1)(F-K) samples from slow storage (F samples, E epochs). Holding any K samples for good,
+each on one rank, reaches that bound: there is nothing to evict. A sample that is held is read from slow storage by its
+holder alone, once; another rank that needs it asks the holder. NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181)
+places rank by rank instead, and holds duplicates.
+
+Axes: F samples, P ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from ensemble_ml.config import Assign
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.order import Order
+
+NOBODY = -1
+STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that nobody holds
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Room for packed bytes on each rank."""
+
+    ram: int
+    disk: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("ram", "disk"):
+            if getattr(self, name) < 0:
+                raise UserError(f"loading: room in {name} of {getattr(self, name)} bytes; 0 or more is needed")
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which rank holds each sample (NOBODY: none), in which tier, and at which offset there: arrays (F,)."""
+
+    owner: np.ndarray
+    tier: np.ndarray
+    offset: np.ndarray
+
+    def held(self, rank: int, tier: int) -> np.ndarray:
+        """Samples that `rank` holds in `tier`, ascending."""
+        return np.flatnonzero((self.owner == rank) & (self.tier == tier))
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What one rank uses in one epoch, in its order of use: arrays (N,).
+
+    `step` counts over the whole run, `position` is the place in the global batch.
+    """
+
+    step: np.ndarray
+    position: np.ndarray
+    sample: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The reads of a run.
+
+    Args:
+        order: samples of every global batch.
+        epochs: E.
+        sizes: (F,) packed bytes of each sample.
+        tiers: room on each rank.
+        ranks: P, those that share the global batch.
+        assign: `fixed` gives each rank its own slice of the global batch; `locality` gives a sample to its holder where
+            the slices stay as long as they were. The global batch holds the same samples either way.
+
+    Raises:
+        UserError: sizes do not fit the order, or nothing is to be read.
+    """
+
+    order: Order
+    epochs: int
+    sizes: np.ndarray
+    tiers: Tiers
+    ranks: int = 1
+    assign: Assign = Assign.fixed
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != self.order.n:
+            raise UserError(f"plan: {len(self.sizes)} sizes for {self.order.n} samples; one each is needed")
+        if self.ranks < 1 or self.epochs < 1 or self.order.n < 1:
+            raise UserError(
+                f"plan: {self.order.n} samples, {self.epochs} epochs, {self.ranks} ranks; 1 or more of each"
+            )
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits: ranks with equal hashes have planned the same run."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.sizes, "<i8").tobytes())
+        order = (self.order.seed, self.order.n, self.order.batch_size)
+        digest.update(repr((order, self.epochs, self.tiers, self.ranks, self.assign.value)).encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Who holds what, for the whole run."""
+        return place(self.order, self.ranks, self.sizes, self.tiers)
+
+    def reads(self, epoch: int, rank: int, *, start_step: int = 0) -> Reads:
+        """What `rank` uses in `epoch`, from the global step `start_step` on."""
+        samples, user = self.users(epoch)
+        index = np.arange(len(samples))
+        step = index // self.order.batch_size + epoch * self.order.steps_per_epoch
+        mine = (user == rank) & (step >= start_step)
+        return Reads(step[mine], index[mine] % self.order.batch_size, samples[mine])
+
+    def users(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples of `epoch` in the order of the global batches, and the rank that uses each: (F,) both."""
+        samples = self.order.epoch(epoch)
+        index = np.arange(len(samples))
+        return samples, self._ranks_of(samples, index // self.order.batch_size, index % self.order.batch_size)
+
+    def run(self, rank: int, *, start_step: int = 0) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield (step, positions, samples) of `rank` for every global step from `start_step` on, empty ones too."""
+        for epoch in range(start_step // self.order.steps_per_epoch, self.epochs):
+            reads = self.reads(epoch, rank, start_step=start_step)
+            first = epoch * self.order.steps_per_epoch
+            for step in range(max(first, start_step), first + self.order.steps_per_epoch):
+                here = slice(*np.searchsorted(reads.step, [step, step + 1]))
+                yield step, reads.position[here], reads.sample[here]
+
+    def _ranks_of(self, samples: np.ndarray, step: np.ndarray, position: np.ndarray) -> np.ndarray:
+        fixed = shares(self.order, self.ranks, step, position)
+        if self.assign is Assign.fixed or self.ranks == 1:
+            return fixed
+        owner = self.placement.owner[samples]
+        out = np.empty_like(fixed)
+        bounds = np.append(np.flatnonzero(np.diff(step, prepend=-1)), len(step))
+        for first, last in pairwise(bounds.tolist()):
+            room = np.bincount(fixed[first:last], minlength=self.ranks)
+            out[first:last] = to_holders(owner[first:last], room)
+        return out
+
+    def explain(self) -> Traffic:
+        """Count what the run moves, without running it."""
+        return Traffic.of(self)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a whole run over all ranks, by where they come from.
+
+    `bound` is the least that any policy reads with as much room; `storage` is above it by what does not divide: the
+    ends of caches that are smaller than a sample.
+    """
+
+    storage: int
+    ram: int
+    disk: int
+    peers: int
+    bound: int
+    held: int
+    total: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Traffic:
+        """Count the reads of `plan`."""
+        where, sizes = plan.placement, np.asarray(plan.sizes, np.int64)
+        total, held = int(sizes.sum()), int(sizes[where.owner != NOBODY].sum())
+        room = plan.ranks * (plan.tiers.ram + plan.tiers.disk)
+        moved = dict.fromkeys(("ram", "disk", "peers"), 0)
+        for epoch in range(plan.epochs):
+            samples, user = plan.users(epoch)
+            owner, tier, size = where.owner[samples], where.tier[samples], sizes[samples]
+            mine = (owner == user) & (epoch > 0)  # the first use of what a rank holds fills its cache
+            for name, chosen in (("ram", mine & (tier == RAM)), ("disk", mine & (tier == DISK))):
+                moved[name] += int(size[chosen].sum())
+            moved["peers"] += int(size[(owner != NOBODY) & (owner != user)].sum())
+        repeats = plan.epochs - 1
+        storage, bound = total + repeats * (total - held), total + repeats * max(0, total - room)
+        return cls(storage=storage, bound=bound, held=held, total=total, **moved)
+
+    def seconds(self, *, storage_rate: float, compute: float, latency: float = 0.0, reads: int = 0) -> float:
+        """Predicted length of the run.
+
+        Args:
+            storage_rate: bytes a second of slow storage, over all ranks.
+            compute: seconds that the slowest rank computes.
+            latency: seconds a read of slow storage; `reads` of them one after another on the slowest rank.
+        """
+        return max(compute, self.storage / storage_rate + latency * reads)
+
+
+def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Rank of each position of a global batch: slices as even as can be, in rank order."""
+    last = (step + 1) % order.steps_per_epoch == 0
+    length = np.where(last, order.n - (order.steps_per_epoch - 1) * order.batch_size, order.batch_size)
+    return ((position + 1) * ranks - 1) // length
+
+
+def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Give each sample of one batch to its holder while `room` (P,) lasts, the others to ranks with room, in order.
+
+    Args:
+        owner: (B,) holder of each sample, NOBODY for none.
+        room: samples that each rank takes; they sum to B.
+    """
+    ranks = len(room)
+    keys = np.where(owner == NOBODY, ranks, owner)
+    by_owner = np.argsort(keys, kind="stable")
+    sorted_keys = keys[by_owner]
+    nth = np.arange(len(owner)) - np.searchsorted(sorted_keys, sorted_keys)
+    stays = (sorted_keys < ranks) & (nth < np.append(room, 0)[sorted_keys])
+    out = np.full(len(owner), NOBODY)
+    out[by_owner[stays]] = sorted_keys[stays]
+    left = room - np.bincount(out[out != NOBODY], minlength=ranks)
+    out[out == NOBODY] = np.repeat(np.arange(ranks), left)
+    return out
+
+
+def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers) -> Placement:
+    """Fill the caches without duplicates: each rank with what it uses first, spare room with what is left over.
+
+    A sample goes to RAM before disk. Samples larger than the room that is left are passed over.
+    """
+    count = order.n
+    owner, tier = np.full(count, NOBODY, np.int32), np.full(count, STORAGE, np.uint8)
+    offset = np.full(count, -1, np.int64)
+    samples = order.epoch(0)
+    index = np.arange(count)
+    first_user = shares(order, ranks, index // order.batch_size, index % order.batch_size)
+    sizes = np.asarray(sizes, np.int64)
+    free = {(rank, which): size for which, size in ((RAM, tiers.ram), (DISK, tiers.disk)) for rank in range(ranks)}
+    used = dict.fromkeys(free, 0)
+
+    def fill(wanted: np.ndarray, rank: int, which: int) -> None:
+        """Take samples in the order given while they fit."""
+        room = free[rank, which]
+        for _ in range(2):  # once more for smaller ones behind the first that did not fit
+            ends = np.cumsum(sizes[wanted])
+            fits = int(np.searchsorted(ends, room, side="right"))
+            taken = wanted[:fits]
+            if fits:
+                offset[taken] = used[rank, which] + ends[:fits] - sizes[taken]
+                owner[taken], tier[taken] = rank, which
+                used[rank, which] += int(ends[fits - 1])
+                room -= int(ends[fits - 1])
+            wanted = wanted[fits:]
+            wanted = wanted[sizes[wanted] <= room]
+            if not len(wanted):
+                break
+        free[rank, which] = room
+
+    by_rank = np.argsort(first_user, kind="stable")
+    bounds = np.searchsorted(first_user[by_rank], np.arange(ranks + 1))
+    for rank in range(ranks):
+        mine = samples[by_rank[bounds[rank] : bounds[rank + 1]]]
+        fill(mine, rank, RAM)
+        fill(mine[owner[mine] == NOBODY], rank, DISK)
+    for (rank, which), room in list(free.items()):
+        left = samples[owner[samples] == NOBODY] if room else samples[:0]
+        if not room or not len(left):
+            continue
+        fill(left, rank, which)
+    return Placement(owner, tier, offset)

@@ -1,0 +1,159 @@
+"""Packed samples from wherever the plan says: this rank's caches, those of others, or slow storage."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.counters import Counters
+from ensemble_ml.loading.items import Items
+from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan
+from ensemble_ml.loading.slab import Shape, Slab
+
+log = logging.getLogger(__name__)
+
+
+class Others(Protocol):
+    """The way to samples that other ranks hold."""
+
+    def get(self, owner: int, sample: int, out: memoryview) -> bool:
+        """Fill `out` from `owner`; False where it cannot be had there."""
+
+
+class Alone:
+    """No other rank."""
+
+    def get(self, owner: int, sample: int, out: memoryview) -> bool:
+        """Nothing can be had."""
+        return False
+
+
+class Tiers:
+    """All packed samples, as one rank sees them; any thread may ask.
+
+    Args:
+        plan: who holds what.
+        rank: which of its ranks this is.
+        items: the samples on slow storage.
+        folder: of the cache on local disk; needed where the plan gives it room.
+
+    Raises:
+        UserError: the folder is missing or cannot be used.
+    """
+
+    def __init__(self, plan: Plan, rank: int, items: Items, folder: Path | None = None):
+        self.plan, self.rank, self.items = plan, rank, items
+        self.counters = Counters()
+        self.others: Others = Alone()
+        self._lock = threading.Lock()
+        self._busy: dict[int, threading.Event] = {}
+        self._reading: dict[int, tuple[int, float]] = {}  # thread -> sample and since when
+        self.slabs = {RAM: Slab.in_memory(slab_shape(plan, items, rank, RAM))}
+        if plan.tiers.disk:
+            if folder is None:
+                raise UserError("loading.disk_gb: needs loading.disk=FOLDER on local disk")
+            shape = slab_shape(plan, items, rank, DISK)
+            try:
+                _remove_stale(folder, shape.key)
+                self.slabs[DISK] = Slab.on_disk(folder / f"ensemble_ml-{shape.key:016x}.cache", shape)
+            except BaseException:
+                self.close()
+                raise
+
+    def fetch(self, sample: int, out: memoryview) -> None:
+        """Fill `out` with the packed sample.
+
+        Raises:
+            UserError: slow storage does not give it.
+        """
+        owner, tier = int(self.plan.placement.owner[sample]), int(self.plan.placement.tier[sample])
+        if owner == self.rank:
+            self.own(sample, out, RAM if tier == RAM else DISK)
+        elif owner == NOBODY:
+            self._read(sample, out)
+            self.counters.add(storage=len(out))
+        elif self.others.get(owner, sample, out):
+            self.counters.add(peers=len(out))
+        else:
+            self._read(sample, out)
+            self.counters.add(storage=len(out), fallback=len(out))
+        self.counters.add(samples=1)
+
+    def own(self, sample: int, out: memoryview, tier: int | None = None) -> None:
+        """Fill `out` with a sample that this rank holds, reading it from slow storage the first time."""
+        tier = int(self.plan.placement.tier[sample]) if tier is None else tier
+        slab, name = self.slabs[tier], "ram" if tier == RAM else "disk"
+        with self._once(sample):
+            if slab.get(sample, out):
+                self.counters.add(**{name: len(out)})
+                return
+            self._read(sample, out)
+            self.counters.add(storage=len(out))
+            slab.put(sample, out)
+
+    @contextmanager
+    def _once(self, sample: int) -> Iterator[None]:
+        """Let one thread at a time fetch a sample, so that slow storage is asked once."""
+        while True:
+            with self._lock:
+                event = self._busy.get(sample)
+                if event is None:
+                    self._busy[sample] = threading.Event()
+                    break
+            event.wait()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy.pop(sample).set()
+
+    def _read(self, sample: int, out: memoryview) -> None:
+        me = threading.get_ident()
+        self._reading[me] = sample, time.monotonic()
+        try:
+            self.items.read(sample, out)
+        finally:
+            del self._reading[me]
+
+    def slowest(self) -> tuple[str, float] | None:
+        """What slow storage has been asked for longest and has not given, and for how many seconds."""
+        under_way = sorted(self._reading.copy().values(), key=lambda read: read[1])
+        return (self.items.name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
+
+    def close(self) -> None:
+        """Give back memory and files."""
+        for slab in self.slabs.values():
+            slab.close()
+
+
+def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
+    """What `rank` holds in `tier`; the same on every rank that asks."""
+    held = plan.placement.held(rank, tier)
+    said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
+    key = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
+    sizes = np.asarray(plan.sizes, np.int64)
+    return Shape(held, plan.placement.offset[held], sizes[held], key)
+
+
+def _remove_stale(folder: Path, key: int) -> None:
+    """Remove caches in `folder` that no process uses and that are not of this run."""
+    for path in folder.glob("ensemble_ml-*.cache") if folder.is_dir() else ():
+        if path.stem == f"ensemble_ml-{key:016x}":
+            continue
+        with open(path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            path.unlink(missing_ok=True)
+            log.info("loading: %s of an earlier run is removed", path)

@@ -1,0 +1,90 @@
+"""What happens between backward and step. The base class is one rank's: nothing is exchanged.
+
+    exchange.attach(optimizer)                  once
+    exchange.begin(step)                        before backward; numbers the step
+    with exchange.hold(): loss.backward()       all but the last part of an accumulated gradient
+    loss.backward()
+    outcome = exchange.finish()                 gradients agreed on, checked and clipped
+    optimizer.step()
+
+Exchanges over ranks (`ensemble_ml.distributed.exchange`) either average gradients, which any optimizer may then use, or
+vote on the signs that Lion moves along; `signs` gives those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of the exchange of one step.
+
+    `norm` is the gradient's before clipping (this rank's own, where ranks vote); `culprits` are the ranks whose
+    gradients were not finite; `waited` seconds were spent until the others' part was there.
+    """
+
+    norm: float
+    culprits: tuple[int, ...] = ()
+    waited: float = 0.0
+    bytes_sent: int = 0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step may be taken; the same on every rank."""
+        return not self.culprits
+
+
+class Exchange:
+    """One rank alone: gradients stay as they are.
+
+    Args:
+        clip: largest norm of the gradient; 0 leaves it alone.
+    """
+
+    def __init__(self, clip: float = 0.0):
+        self.clip = clip
+        self.params: list[Tensor] = []
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Serve the parameters of `optimizer`."""
+        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def begin(self, step: int) -> None:
+        """Prepare for the backward pass of `step`."""
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Gradients of a backward pass in here wait for those of later ones."""
+        yield
+
+    def finish(self) -> Outcome:
+        """Return once the gradients, or signs, of all ranks are agreed on."""
+        norm = total_norm(self.params)
+        if not math.isfinite(float(norm)):
+            return Outcome(float(norm), (0,))
+        if self.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
+        return Outcome(float(norm))
+
+    def signs(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """The directions that ranks voted for; None where Lion takes the signs of its own updates."""
+        return None
+
+    def after_step(self, step: int) -> None:
+        """Follow the optimizer's step of that number, counted from 0."""
+
+    def close(self) -> None:
+        """Let go of threads and hooks."""
+
+
+def total_norm(params: Sequence[Tensor]) -> Tensor:
+    """Norm of all gradients together."""
+    return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])

@@ -1,0 +1,207 @@
+"""The forecast distributions in NumPy: CRPS, distribution function, quantile, log score, threshold-weighted CRPS.
+
+Families are those of `ensemble_ml.fields.Family`, given by location and scale in the units of the variable. With
+standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale (zero in
+standard units), the closed forms of the CRPS are those of
+
+- the normal law: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
+- the normal law truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
+- the normal law censored at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A;
+- the log-normal law: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4;
+- the censored shifted gamma law: Scheuerer & Hamill (2015), doi:10.1175/MWR-D-15-0061.1, equation 10.
+
+How location and scale give the parameters of the last two is written in `ensemble_ml.models.skewed`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from scipy import stats
+from scipy.special import erf, erfcx, gammainc, gammaincinv, gammaln, log_ndtr, ndtr, ndtri
+
+from ensemble_ml.fields import GAMMA_SHIFT, Family
+
+_SQRT2 = math.sqrt(2)
+_ROOT_PI = math.sqrt(math.pi)
+_LOWEST, _HIGHEST = -8.0, 50.0  # bounds of location / scale of the skewed laws, as in training
+_TINY = 1e-290
+_LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
+CENSORED = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at zero
+
+
+def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """CRPS of a parametric forecast, in the units of `y`; at scale zero that of the point forecast.
+
+    A truth below zero, which only the normal law can produce, is scored as zero plus its distance from it.
+    """
+    location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    spread_out = scale > 0
+    unit = np.where(spread_out | np.isnan(scale), scale, 1.0)
+    if family is Family.NORMAL:
+        return np.where(spread_out | np.isnan(scale), unit * _normal((y - location) / unit), np.abs(y - location))
+    below, inside = np.maximum(-y, 0), np.maximum(y, 0)
+    with np.errstate(over="ignore", invalid="ignore"):  # branches that are not taken
+        if family in (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA):
+            skewed = _lognormal if family is Family.LOGNORMAL else _gamma
+            found = unit * skewed(location / unit, inside / unit)
+        else:
+            standard = _truncated if family is Family.TRUNCATED_NORMAL else _censored
+            found = unit * standard((inside - location) / unit, -location / unit, inside / unit)
+    return np.where(spread_out | np.isnan(scale), found, np.abs(inside - np.maximum(location, 0))) + below
+
+
+def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, *, left: bool = False) -> np.ndarray:
+    """P(value <= y), or P(value < y) if `left`: they differ at zero, where censored laws have a mass."""
+    location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    x, v = location / scale, y / scale
+    if family is Family.NORMAL:
+        return ndtr(v - x)
+    if family is Family.TRUNCATED_NORMAL:
+        inside = -np.expm1(log_ndtr(-np.maximum(v - x, -x)) - log_ndtr(x))
+    elif family is Family.LOGNORMAL:
+        mu, sigma = _log_parameters(_ratio(x))
+        inside = ndtr((np.log(np.maximum(v, _TINY)) - mu) / sigma)
+    elif family is Family.CENSORED_NORMAL:
+        inside = ndtr(v - x)
+    else:
+        r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
+        gamma = gammainc(r * r, np.maximum((v + GAMMA_SHIFT) * r, 0))
+        inside = np.where(x + GAMMA_SHIFT >= _HIGHEST, ndtr(v - x), gamma)
+    at_zero = family in CENSORED and not left
+    return np.where((y >= 0) if at_zero else (y > 0), np.clip(inside, 0, 1), np.where(np.isnan(inside), np.nan, 0.0))
+
+
+def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
+    """The value that is not exceeded with probability `level`, which broadcasts."""
+    location, scale, p = (np.asarray(a, np.float64) for a in (location, scale, level))
+    x = location / scale
+    if family is Family.NORMAL:
+        return location + scale * ndtri(p)
+    if family is Family.CENSORED_NORMAL:
+        return np.maximum(location + scale * ndtri(p), 0)
+    if family is Family.TRUNCATED_NORMAL:
+        return location + scale * stats.truncnorm.ppf(p, -x, np.inf)
+    if family is Family.LOGNORMAL:
+        mu, sigma = _log_parameters(_ratio(x))
+        return scale * np.exp(mu + sigma * ndtri(p))
+    r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
+    gamma = gammaincinv(r * r, p) / r - GAMMA_SHIFT
+    return scale * np.maximum(np.where(x + GAMMA_SHIFT >= _HIGHEST, x + ndtri(p), gamma), 0)
+
+
+def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Minus the log of the density at `y`; at zero of a censored law, minus the log of its mass there. Nats."""
+    location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    x, v = location / scale, y / scale
+    normal = 0.5 * (v - x) ** 2 + 0.5 * math.log(2 * math.pi) + np.log(scale)
+    if family is Family.NORMAL:
+        return normal
+    if family is Family.TRUNCATED_NORMAL:
+        return np.where(y >= 0, normal + log_ndtr(x), np.inf)
+    with np.errstate(divide="ignore"):
+        mass = -np.log(cdf(family, location, scale, np.zeros_like(y))) if family in CENSORED else np.inf
+    if family is Family.CENSORED_NORMAL:
+        density = normal
+    elif family is Family.LOGNORMAL:
+        mu, sigma = _log_parameters(_ratio(x))
+        log_v = np.log(np.maximum(v, _TINY))
+        z = (log_v - mu) / sigma
+        density = 0.5 * z * z + 0.5 * math.log(2 * math.pi) + np.log(sigma) + log_v + np.log(scale)
+    else:
+        r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
+        at = np.maximum((v + GAMMA_SHIFT) * r, _TINY)
+        density = at - (r * r - 1) * np.log(at) + gammaln(r * r) - np.log(r) + np.log(scale)
+    return np.where(y > 0, density, np.where(y == 0, mass, np.inf))
+
+
+def crps_above(
+    family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, threshold: float, nodes: int = 12
+) -> np.ndarray:
+    """Threshold-weighted CRPS with weight one above `threshold`: integral of (F(x) - 1{y <= x})^2 over x > threshold.
+
+    Gneiting & Ranjan (2011), doi:10.1198/jbes.2010.08110. The normal laws in closed form (that of the law censored at
+    the threshold); the others by Gauss-Legendre quadrature between quantiles, on either side of y.
+    """
+    location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    if family is Family.NORMAL or (family is Family.CENSORED_NORMAL and threshold >= 0):
+        return crps(Family.CENSORED_NORMAL, location - threshold, scale, np.maximum(y - threshold, 0))
+    at = np.maximum(y, threshold)
+    edges = [np.maximum(quantile(family, location, scale, level), threshold) for level in _LEVELS]
+    points, weights = np.polynomial.legendre.leggauss(nodes)
+    found = np.zeros(np.broadcast_shapes(location.shape, scale.shape, y.shape))
+    for first, last in itertools.pairwise([np.asarray(threshold, np.float64), *edges]):
+        for start, end, step in (
+            (np.minimum(first, at), np.minimum(last, at), 0.0),
+            (np.maximum(first, at), np.maximum(last, at), 1.0),
+        ):
+            half = (end - start) / 2
+            for point, weight in zip(points, weights, strict=True):
+                found += weight * half * (cdf(family, location, scale, start + half * (point + 1)) - step) ** 2
+    found += np.maximum(at - edges[-1], 0)  # where y lies beyond the last quantile, F is one
+    return found
+
+
+def _phi(x: np.ndarray) -> np.ndarray:
+    return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _mills(x: np.ndarray) -> np.ndarray:
+    return math.sqrt(math.pi / 2) * erfcx(x / _SQRT2)
+
+
+def _normal(z: np.ndarray) -> np.ndarray:
+    return z * erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
+
+
+def _censored(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """CRPS of the whole law less the integral of Phi^2 below zero; `above` = z - l, given exactly."""
+    low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
+    mass = ndtr(low_l)
+    low = _normal(z) - (low_l * mass**2 + 2 * mass * _phi(low_l) - ndtr(_SQRT2 * low_l) / _ROOT_PI)
+    # For l > 0 the large terms of both integrals cancel to z - l; what is left are tails.
+    tail, high_z = ndtr(-high_l), np.maximum(z, 0)
+    tails = 2 * _phi(high_z) - 2 * high_z * ndtr(-high_z)
+    tails = tails - (2 * _phi(high_l) * (1 - tail) - 2 * high_l * tail + high_l * tail**2)
+    return np.where(l > 0, above + tails - ndtr(-_SQRT2 * high_l) / _ROOT_PI, low)
+
+
+def _truncated(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """Beyond l = 0 written with the Mills ratio, never as a quotient of two vanishing tails."""
+    low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
+    mass = ndtr(-low_l)
+    low = z * mass * (2 * ndtr(z) + mass - 2) + 2 * _phi(z) * mass - ndtr(-_SQRT2 * low_l) / _ROOT_PI
+    high_z, mills = high_l + above, _mills(high_l)
+    decay = np.exp(-0.5 * above * (high_z + high_l))
+    high = high_z - _SQRT2 * _mills(_SQRT2 * high_l) / mills**2 + 2 * decay * (1 - high_z * _mills(high_z)) / mills
+    return np.where(l > 0, high, low / mass**2)
+
+
+def _ratio(x: np.ndarray) -> np.ndarray:
+    """log(1 + exp(2 x)) / 2: x, but for small x, and never below zero."""
+    return np.logaddexp(0.0, 2 * np.maximum(x, _LOWEST)) / 2
+
+
+def _log_parameters(r: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    square = np.log1p(1 / (r * r))
+    return np.log(r) - square / 2, np.sqrt(square)
+
+
+def _lognormal(x: np.ndarray, v: np.ndarray) -> np.ndarray:
+    r = _ratio(x)
+    mu, sigma = _log_parameters(r)
+    z = (np.log(np.maximum(v, _TINY)) - mu) / sigma
+    return v * (2 * ndtr(z) - 1) - 2 * r * (ndtr(z - sigma) - ndtr(-sigma / _SQRT2))
+
+
+def _gamma(x: np.ndarray, v: np.ndarray) -> np.ndarray:
+    r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
+    k, low, at = r * r, GAMMA_SHIFT * r, (v + GAMMA_SHIFT) * r
+    f_low, f_at = gammainc(k, low), gammainc(k, at)
+    next_low, next_at = gammainc(k + 1, low), gammainc(k + 1, at)
+    spread = np.exp(gammaln(k + 0.5) - gammaln(k)) / _ROOT_PI
+    found = at * (2 * f_at - 1) - low * f_low**2 + k * (1 + 2 * f_low * next_low - f_low**2 - 2 * next_at)
+    found = (found - spread * (1 - gammainc(2 * k, 2 * low))) / r
+    return np.where(x + GAMMA_SHIFT >= _HIGHEST, _normal(v - x), found)

@@ -1,0 +1,274 @@
+"""The loader gives the batches of the order, and reads what the plan says, byte for byte."""
+
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from ensemble_ml.config import Assign
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
+from ensemble_ml.loading.items import DatasetItems
+from ensemble_ml.loading.order import Order
+
+F, SHAPE, BATCH, EPOCHS = 23, (3, 5), 4, 3
+SIZE = 3 * 5 * 4 + 8
+
+
+class Numbers:
+    """Samples that say which they are, and how often each was read."""
+
+    def __init__(self, n=F):
+        self.reads = np.zeros(n, int)
+        self.lock = threading.Lock()
+
+    def __len__(self):
+        return len(self.reads)
+
+    def __getitem__(self, i):
+        with self.lock:
+            self.reads[i] += 1
+        return {"x": np.random.default_rng(i).normal(size=SHAPE).astype(np.float32), "i": i}
+
+
+def expected(i):
+    return np.random.default_rng(i).normal(size=SHAPE).astype(np.float32)
+
+
+def check(batch, samples):
+    assert batch["i"].tolist() == list(samples)
+    for row, sample in zip(batch["x"], samples, strict=True):
+        assert np.array_equal(row.numpy(), expected(sample))
+
+
+class Gathering:
+    """An all-gather among the threads of a test."""
+
+    def __init__(self, ranks):
+        self.barrier, self.values = threading.Barrier(ranks), [b""] * ranks
+
+    def of(self, rank):
+        def gather(value):
+            self.values[rank] = value
+            self.barrier.wait(20)
+            found = list(self.values)
+            self.barrier.wait(20)
+            return found
+
+        return gather
+
+
+def run_ranks(ranks, body, timeout=60):
+    errors = []
+
+    def one(rank):
+        try:
+            body(rank)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("held", [0, 1, 9, F, 2 * F])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_one_rank_reads_the_bound(held, threads):
+    data = Numbers()
+    with ClairvoyantLoader(data, BATCH, EPOCHS, 7, ram=held * SIZE, threads=threads) as loader:
+        data.reads[:] = 0
+        order = Order(7, F, BATCH)
+        steps = 0
+        for step, batch in enumerate(loader):
+            assert batch.step == step
+            check(batch, order.step(step)[1])
+            steps += 1
+        counted, told = loader.tiers.counters, loader.plan.explain()
+    assert steps == loader.steps == EPOCHS * 6
+    reads = F + (EPOCHS - 1) * (F - min(F, held))
+    assert data.reads.sum() == reads
+    assert (counted.storage, counted.ram, counted.peers) == (told.storage, told.ram, 0) == (reads * SIZE, told.ram, 0)
+
+
+@pytest.mark.parametrize("assign", list(Assign))
+@pytest.mark.parametrize("apart", [False, True], ids=["one node", "own nodes"])
+@pytest.mark.parametrize("ranks, held", [(2, 5), (2, F), (3, 4)])
+def test_ranks_share_one_cache(ranks, held, apart, assign):
+    data, gathering = Numbers(), Gathering(ranks)
+    seen: dict[int, dict[int, int]] = {}
+    loaders: list = [None] * ranks
+
+    def body(rank):
+        node = f"node{rank}" if apart else None
+        options = dict(ram=held * SIZE, assign=assign, node=node, host="localhost")
+        with ClairvoyantLoader(
+            data, BATCH, EPOCHS, 3, rank=rank, ranks=ranks, gather=gathering.of(rank), **options
+        ) as one:
+            if gathering.of(rank)(b"") and rank == 0:
+                data.reads[:] = 0
+            gathering.of(rank)(b"")
+            loaders[rank] = one
+            for batch in one:
+                check(batch, batch.samples)
+                seen.setdefault(batch.step, {}).update(
+                    zip(batch.positions.tolist(), batch.samples.tolist(), strict=True)
+                )
+
+    run_ranks(ranks, body)
+    order = Order(3, F, BATCH)
+    for step, batch in seen.items():
+        assert [batch[p] for p in sorted(batch)] == order.step(step)[1].tolist()
+    told = loaders[0].plan.explain()
+    for name in ("storage", "peers"):
+        assert sum(getattr(one.tiers.counters, name) for one in loaders) == getattr(told, name), name
+    assert data.reads.sum() * SIZE == told.storage
+    assert sum(one.tiers.counters.fallback for one in loaders) == 0
+
+
+def test_resume_at_every_step_equals_the_uninterrupted_run():
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 1, ram=5 * SIZE) as loader:
+        whole = [(batch.step, batch["i"].tolist()) for batch in loader]
+    for stop in range(0, len(whole), 4):
+        with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 1, ram=5 * SIZE) as loader:
+            for _ in zip(range(stop), loader):  # noqa: B905 - stops where the range does
+                pass
+            state = loader.state_dict()
+        assert len(str(state)) < 200
+        with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 1, ram=9 * SIZE) as loader:
+            loader.load_state_dict(state)
+            assert [(batch.step, batch["i"].tolist()) for batch in loader] == whole[state["step"] :]
+
+
+def test_a_state_of_another_order_is_refused():
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 1, ram=0) as loader:
+        state = loader.state_dict()
+        for change in ({"seed": 2}, {"batch_size": 5}, {"samples": 9}, {"data": "x"}, {"algorithm": "y"}):
+            with pytest.raises(UserError, match=next(iter(change))):
+                loader.load_state_dict(state | change)
+
+
+def test_a_dead_peer_is_a_miss():
+    data, gathering, ranks = Numbers(), Gathering(2), 2
+    loaders: list = [None, None]
+
+    def body(rank):
+        options = dict(ram=F * SIZE, node=f"node{rank}", host="localhost")
+        one = ClairvoyantLoader(data, BATCH, EPOCHS, 3, rank=rank, ranks=ranks, gather=gathering.of(rank), **options)
+        loaders[rank] = one
+
+    run_ranks(2, body)
+    loaders[1].close()  # dies before the first batch
+    loaders[0]._peers.finish = lambda: None
+    with loaders[0] as one:
+        for batch in one:
+            check(batch, batch.samples)
+        assert one.tiers.counters.fallback > 0
+        assert one.tiers.counters.peers == 0
+
+
+def test_a_damaged_cache_is_read_anew(caplog):
+    data = Numbers()
+    with ClairvoyantLoader(data, BATCH, EPOCHS, 3, ram=F * SIZE, threads=1, ahead=1) as loader:
+        slab = loader.tiers.slabs[1]
+        for batch in loader:
+            check(batch, batch.samples)
+            if batch.step == 6:  # all are held by now
+                os.pwrite(slab.fd, b"\xff" * 16, slab.shape.header + int(slab.shape.offset[5]))
+    assert "damaged" in caplog.text
+    assert data.reads.sum() >= F + 1
+
+
+def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path):
+    for attempt, reads in enumerate((F + (EPOCHS - 1) * (F - 15), EPOCHS * (F - 10 - 5) + 5)):
+        data = Numbers()
+        with ClairvoyantLoader(data, BATCH, EPOCHS, 3, ram=5 * SIZE, disk=10 * SIZE, folder=tmp_path) as loader:
+            data.reads[:] = 0
+            for batch in loader:
+                check(batch, batch.samples)
+            assert loader.tiers.counters.disk == (EPOCHS - 1 + attempt) * 10 * SIZE
+        assert data.reads.sum() == reads
+        (file,) = tmp_path.iterdir()
+        assert file.stat().st_size <= 10 * SIZE + 4096
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 4, ram=0, disk=3 * SIZE, folder=tmp_path):
+        assert len(list(tmp_path.iterdir())) == 1  # the other run's cache is gone
+
+
+def test_two_runs_do_not_share_a_disk_cache(tmp_path):
+    options = dict(ram=0, disk=10 * SIZE, folder=tmp_path)
+    with (
+        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, **options),
+        pytest.raises(UserError, match="another run"),
+    ):
+        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, **options)
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_here():
+    class Broken(Numbers):
+        def __getitem__(self, i):
+            if i == 9:
+                raise OSError("disk on fire")
+            return super().__getitem__(i)
+
+    with ClairvoyantLoader(Broken(), BATCH, EPOCHS, 3, ram=0) as loader, pytest.raises(OSError, match="on fire"):
+        list(loader)
+
+
+def test_a_stalled_read_is_named(monkeypatch, caplog):
+    monkeypatch.setattr("ensemble_ml.loading.clairvoyant._STALL", 0.05)
+    go = threading.Event()
+
+    class Slow(Numbers):
+        def __getitem__(self, i):
+            if i == 9 and self.reads[0]:
+                go.wait(5)
+            return super().__getitem__(i)
+
+    with ClairvoyantLoader(Slow(), BATCH, EPOCHS, 3, ram=0) as loader:
+        loader.items.dataset.reads[0] = 1
+        threading.Timer(0.5, go.set).start()
+        list(loader)
+    assert "sample 9 has been read for" in caplog.text
+
+
+def test_ragged_samples_are_refused():
+    class Ragged(Numbers):
+        def __getitem__(self, i):
+            return np.zeros(3 + (i == 8))
+
+    with ClairvoyantLoader(Ragged(), BATCH, 1, 0, ram=0) as loader, pytest.raises(UserError, match="sample 8"):
+        list(loader)
+    with pytest.raises(UserError, match="str"):
+        DatasetItems(["text"])
+
+
+def test_works_with_torch_datasets_and_odd_batches():
+    data = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+    with ClairvoyantLoader(data, 8, 2, 0, ram=10) as loader:
+        for batch in loader:
+            assert sorted(batch["1"].tolist()) == [0, 1, 2, 3, 4]
+            assert torch.equal(batch["0"], data.tensors[0][batch["1"]])
+
+
+def test_starts_and_stops_leave_nothing():
+    def count():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    data = Numbers()
+    with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=5 * SIZE) as loader:
+        next(iter(loader))
+    before = count()
+    for _ in range(200):
+        with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=5 * SIZE) as loader:
+            next(iter(loader))
+    assert count() == before

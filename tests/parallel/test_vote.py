@@ -1,0 +1,145 @@
+"""The vote against its definition, counted element by element in float64 and integers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from parallel.simulated import on_ranks
+
+from ensemble_ml.config import VoteScale
+from ensemble_ml.distributed import pack
+from ensemble_ml.distributed.vote import count, majority, sign_allreduce, unit
+
+LENGTHS = [1, 63, 64, 65, 1000, 4096 + 64 + 3]
+
+
+def updates(ranks, n, seed=0, zeros=0.2):
+    generator = np.random.default_rng(seed)
+    u = generator.standard_normal((ranks, n)) * generator.uniform(0.1, 10, (ranks, 1))
+    u[generator.random((ranks, n)) < zeros] = 0.0
+    u[generator.random((ranks, n)) < zeros / 2] = -0.0
+    return u.astype(np.float32)
+
+
+def by_definition(u, bits, step, scale=VoteScale.l1):
+    """Signs of each element, in plain Python."""
+    ranks, n = u.shape
+    signs = np.empty(n)
+    for e in range(n):
+        tie = 1 if (e + step) % 2 == 0 else 0
+        votes = 0
+        for r in range(ranks):
+            if bits == 1 or scale is VoteScale.sign:
+                code = 0 if u[r, e] > 0 else -1 if u[r, e] < 0 else tie - 1
+            else:
+                size = np.abs(u[r]).mean(dtype=np.float64) if scale is VoteScale.l1 else np.abs(u[r]).max()
+                delta = unit(bits, scale) * float(size)
+                if u[r, e] == 0 or delta == 0:
+                    code = tie - 1
+                else:
+                    code = min(max(math.floor(float(u[r, e]) / delta), -(2 ** (bits - 1))), 2 ** (bits - 1) - 1)
+            votes += 2 * code + 1
+        signs[e] = np.sign(votes) if votes else 2 * tie - 1
+    return signs
+
+
+def test_packing_is_little_endian_in_words():
+    bits = np.random.default_rng(1).random(64 * 70) < 0.5
+    packed = pack.pack_bits(torch.from_numpy(bits))
+    assert packed.dtype == torch.int64
+    assert np.array_equal(packed.numpy().view(np.uint8), np.packbits(bits, bitorder="little"))
+    signs = pack.unpack_signs(packed, torch.empty(len(bits)))
+    assert np.array_equal(signs.numpy(), np.where(bits, 1.0, -1.0))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_survive_packing(bits):
+    codes = torch.from_numpy(np.random.default_rng(2).integers(0, 2**bits, (3, 128), dtype=np.uint8))
+    packed = pack.pack_codes(codes, bits)
+    assert packed.shape == (3, 2 * bits) and packed.dtype == torch.int64
+    assert torch.equal(pack.unpack_codes(packed, bits), codes)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 9, 16, 33])
+def test_majority_counts_as_a_sum_does(ranks, step):
+    bits = np.random.default_rng(ranks).random((ranks, 64 * 9)) < 0.5
+    planes = [pack.pack_bits(torch.from_numpy(row.copy())) for row in bits]
+    won = pack.unpack_signs(majority(planes, step), torch.empty(bits.shape[1])).numpy()
+    votes = (2 * bits.astype(int) - 1).sum(0)
+    ties = np.where((np.arange(bits.shape[1]) + step) % 2 == 0, 1, -1)
+    assert np.array_equal(won, np.where(votes == 0, ties, np.sign(votes)))
+    assert ranks % 2 or (votes == 0).any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_equals_the_definition(bits, ranks):
+    for step, n in enumerate(LENGTHS):
+        u = updates(ranks, n, seed=n)
+        wanted = by_definition(u, bits, step)
+        found = on_ranks(ranks, lambda c: sign_allreduce(torch.from_numpy(u[c.rank]), bits, c, step))  # noqa: B023
+        assert all(torch.equal(f, found[0]) for f in found)
+        # A quotient that float32 rounds onto a whole number falls into the code beside it: never for one bit.
+        differ = (found[0].numpy() != wanted).sum()
+        assert differ == 0 if bits < 8 else differ <= n * ranks * 1e-3, (n, differ)
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("scale", list(VoteScale))
+def test_scales(scale, bits):
+    u = updates(3, 500)
+    found = on_ranks(3, lambda c: sign_allreduce(torch.from_numpy(u[c.rank]), bits, c, 7, scale=scale))
+    assert np.array_equal(found[0].numpy(), by_definition(u, bits, 7, scale))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_zeros_everywhere_fall_by_the_mask_of_the_step(bits):
+    for step in range(2):
+        found = on_ranks(3, lambda c: sign_allreduce(torch.zeros(10) * (-1) ** c.rank, bits, c, step))  # noqa: B023
+        wanted = torch.tensor([1.0, -1.0] * 5) * (1 if step == 0 else -1)
+        assert all(torch.equal(f, wanted) for f in found)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_bytes_on_the_wire(bits):
+    ranks, n = 4, 64 * 4 * 50
+    sent = on_ranks(ranks, lambda c: (sign_allreduce(torch.randn(n), bits, c, 0), c.bytes_sent)[1])
+    # all_to_all: bits/8 n (P-1)/P; all_gather: n/8 (P-1)/P
+    assert set(sent) == {n * (bits + 1) // 8 * (ranks - 1) // ranks}
+
+
+def test_precision_does_not_fall_with_the_number_of_ranks():
+    """Published 8-bit sums leave no level at 128 ranks; here 300 ranks of 8 bits still tell a faint majority."""
+    ranks, n = 300, 64
+    codes = np.full((ranks, n), 128, np.uint8)  # all vote +1
+    codes[:149] = 127  # 149 vote -1: 151 to 149
+    ballots = pack.pack_codes(torch.from_numpy(codes), 8)
+    won = pack.unpack_signs(count(ballots, 8, 0), torch.empty(n))
+    assert (won == 1).all()
+
+
+def test_shape_is_kept():
+    u = torch.randn(3, 5, 2)
+    [found] = on_ranks(1, lambda c: sign_allreduce(u, 1, c, 0))
+    assert torch.equal(found, u.sign())
+
+
+def test_compiles_without_breaks():
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def work(u):
+        packed = pack.pack_signs(u, 0)
+        won = majority([packed, packed ^ 5, packed & 77], 0)
+        return pack.unpack_signs(won, torch.empty_like(u))
+
+    u = torch.randn(4096 * 2 + 64)
+    wanted = work(u)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(work, backend=backend, fullgraph=True)(u), wanted)
+    assert len(graphs) == 1

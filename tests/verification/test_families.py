@@ -1,0 +1,142 @@
+"""Distributions in NumPy against scoringrules, quadrature, samples and the ones that are trained through."""
+
+import itertools
+
+import numpy as np
+import pytest
+import scoringrules
+import torch
+from scipy import stats
+from scipy.integrate import quad
+from scipy.special import log_ndtr
+from scipy.stats import norm
+
+from ensemble_ml.fields import GAMMA_SHIFT, Family
+from ensemble_ml.models import distributions as trained
+from ensemble_ml.verification.families import cdf, crps, crps_above, log_score, quantile
+
+FAMILIES = list(Family)
+SKEWED = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
+POINTS = [(0.3, 0.0), (1.0, 2.5), (-2.0, 0.4), (-7.0, 0.1), (-20.0, 0.05), (1.0, -0.5)]
+
+
+def parameters(seed=0, points=500):
+    rng = np.random.default_rng(seed)
+    scale = rng.uniform(0.1, 3, points)
+    return scale * rng.uniform(-3, 6, points), scale, np.abs(rng.normal(size=points)) * rng.choice([0, 1, 3], points)
+
+
+def skewed(family, location, scale):
+    """scipy's law and how far it is moved down."""
+    shift = GAMMA_SHIFT * (family is Family.CENSORED_SHIFTED_GAMMA)
+    mean = scale * np.log1p(np.exp(2 * np.maximum(location / scale + shift, -8))) / 2
+    if family is Family.LOGNORMAL:
+        variance = np.log1p((scale / mean) ** 2)
+        return stats.lognorm(np.sqrt(variance), scale=mean * np.exp(-variance / 2)), 0.0
+    return stats.gamma((mean / scale) ** 2, scale=scale**2 / mean), shift * scale
+
+
+def test_crps_against_scoringrules():
+    location, scale, y = parameters()
+    np.testing.assert_allclose(
+        crps(Family.NORMAL, location, scale, y), scoringrules.crps_normal(y, location, scale), atol=1e-12
+    )
+    truncated = scoringrules.crps_tnormal(y, location, scale, 0, np.inf)
+    np.testing.assert_allclose(crps(Family.TRUNCATED_NORMAL, location, scale, y), truncated, atol=1e-9)
+    censored = scoringrules.crps_cnormal(y, location, scale, 0, np.inf)
+    np.testing.assert_allclose(crps(Family.CENSORED_NORMAL, location, scale, y), censored, atol=1e-9)
+    law, _ = skewed(Family.LOGNORMAL, location, scale)
+    peer = scoringrules.crps_lognormal(np.maximum(y, 1e-300), np.log(law.kwds["scale"]), law.args[0])
+    np.testing.assert_allclose(crps(Family.LOGNORMAL, location, scale, y), peer, atol=1e-9)
+    law, shift = skewed(Family.CENSORED_SHIFTED_GAMMA, location, scale)
+    peer = scoringrules.crps_csg0(y, law.args[0], 1 / law.kwds["scale"], shift=shift)
+    np.testing.assert_allclose(crps(Family.CENSORED_SHIFTED_GAMMA, location, scale, y), peer, atol=1e-7)
+
+
+def survival(family, location, scale):
+    """P(value > x), straight from the definition of the family."""
+    if family in SKEWED:
+        law, shift = skewed(family, location, scale)
+        return lambda x: law.sf(x + shift) if x >= 0 else 1.0
+    return {
+        Family.NORMAL: lambda x: norm.sf((x - location) / scale),
+        Family.CENSORED_NORMAL: lambda x: norm.sf((x - location) / scale) if x >= 0 else 1.0,
+        Family.TRUNCATED_NORMAL: lambda x: (
+            np.exp(log_ndtr((location - x) / scale) - log_ndtr(location / scale)) if x >= 0 else 1.0
+        ),
+    }[family]
+
+
+def integral(tail, y, start, end):
+    inside = min(max(y, start), end)
+    split = np.geomspace(max(inside, 1e-8), max(end, 2e-8), 12) if inside >= 0 else [inside, end]
+    above = sum(quad(lambda x: tail(x) ** 2, a, b, limit=200)[0] for a, b in itertools.pairwise(split))
+    rest = split[0] - inside  # from zero to the first point of the logarithmic split
+    return quad(lambda x: (1 - tail(x)) ** 2, start, inside, limit=400)[0] + above + rest * tail(split[0]) ** 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("location", "y"), POINTS)
+def test_crps_against_quadrature(family, location, y):
+    start = -40 * 1.3 if family is Family.NORMAL else min(0.0, y)
+    end = max(y, location, 0) + 40 * 1.3 * (20 if family in SKEWED else 1)
+    expected = integral(survival(family, location, 1.3), y, start, end)
+    found = crps(family, np.array(location), np.array(1.3), np.array(y))
+    assert found == pytest.approx(expected, abs=3e-6 if family is Family.LOGNORMAL else 5e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("threshold", [0.0, 0.7, 3.0])
+def test_threshold_weighted_crps_against_quadrature(family, threshold):
+    for location, y in POINTS[:4]:
+        end = max(y, location, threshold) + 400
+        tail = survival(family, location, 1.3)
+        low = quad(lambda x, tail=tail: (1 - tail(x)) ** 2, threshold, max(y, threshold), limit=300)[0]
+        points = max(y, threshold) + np.append(0, np.geomspace(1e-6, end, 30))
+        high = sum(quad(lambda x, tail=tail: tail(x) ** 2, a, b)[0] for a, b in itertools.pairwise(points))
+        found = crps_above(family, *map(np.array, (location, 1.3, y)), threshold)
+        assert found == pytest.approx(low + high, abs=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_forms_of_a_law_agree(family):
+    location, scale, y = parameters(1)
+    tensors = [torch.from_numpy(a) for a in (location, scale, y)]
+    np.testing.assert_allclose(crps(family, location, scale, y), trained.crps(family, *tensors), atol=1e-9)
+    np.testing.assert_allclose(cdf(family, location, scale, y), trained.cdf(family, *tensors), atol=1e-9)
+    level = np.linspace(0.01, 0.99, len(y))
+    found = trained.quantile(family, *tensors[:2], torch.from_numpy(level))
+    np.testing.assert_allclose(quantile(family, location, scale, level), found, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_score_is_minus_the_log_of_the_density(family):
+    location, scale, y = parameters(2)
+    y = np.maximum(y, 0.05)
+    step = 1e-5
+    density = (cdf(family, location, scale, y + step) - cdf(family, location, scale, y - step)) / (2 * step)
+    good = density > 1e-5
+    np.testing.assert_allclose(log_score(family, location, scale, y)[good], -np.log(density[good]), atol=1e-3)
+    if family is Family.NORMAL:
+        np.testing.assert_allclose(log_score(family, location, scale, y), scoringrules.logs_normal(y, location, scale))
+
+
+def test_log_score_at_a_mass_and_where_nothing_can_be():
+    zero, one = np.zeros(1), np.ones(1)
+    assert log_score(Family.CENSORED_NORMAL, zero, one, zero) == pytest.approx(np.log(2))
+    assert np.isposinf(log_score(Family.LOGNORMAL, one, one, -one))
+    assert np.isposinf(log_score(Family.TRUNCATED_NORMAL, one, one, -one))
+
+
+def test_the_mass_at_zero_counts_from_the_right():
+    zero, one = np.zeros(3), np.ones(3)
+    for family in (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA):
+        assert (cdf(family, zero, one, zero) > 0.3).all() and (cdf(family, zero, one, zero, left=True) == 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forecast_without_spread_is_scored_as_a_point(family):
+    location, y = np.array([1.0, -1.0, 0.0]), np.array([0.0, 2.0, 0.0])
+    point = location if family is Family.NORMAL else np.maximum(location, 0)
+    np.testing.assert_allclose(crps(family, location, np.zeros(3), y), abs(point - y))
+    assert np.isnan(crps(family, location, np.array([np.nan, 1, 1]), y)).tolist() == [True, False, False]
