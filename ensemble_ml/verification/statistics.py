@@ -17,6 +17,7 @@ from scipy.special import gammaln
 
 from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import crps
+from ensemble_ml.verification.members import crps_members
 
 
 class Statistic(Enum):
@@ -58,27 +59,6 @@ def ensemble_moments(members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if len(members) < 2:
         return mean, np.full_like(mean, np.nan)
     return mean, ((members - mean) ** 2).sum(0) / (len(members) - 1)
-
-
-def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarray:
-    """CRPS of an ensemble as the sample that it is.
-
-    mean_i |x_i - y| - sum_{i<j} |x_i - x_j| / (M (M - 1)) if fair, / M^2 if not. The fair one estimates without bias
-    the score of the law that the members come from; it holds for raw, exchangeable members alone. Ferro (2014),
-    doi:10.1002/qj.2270, equation 3.
-
-    Args:
-        members: (M, ...); two or more if `fair`.
-        y: (...) truth.
-        fair: which of the two.
-    """
-    m = len(members)
-    if fair and m < 2:
-        raise ValueError(f"fair CRPS of {m} member: two or more are needed")
-    distance = np.sort(np.asarray(members, np.float64) - y, axis=0)  # large values lose no digits
-    order = 2.0 * np.arange(1, m + 1) - m - 1  # sum over pairs = sum of (2 k - M - 1) x_(k), k the rank
-    pairs = np.tensordot(order, distance, axes=1)
-    return np.abs(distance).mean(0) - pairs / (m * (m - 1) if fair else m * m)
 
 
 def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic, np.ndarray]:

@@ -1,0 +1,252 @@
+"""Scores of xarray objects, in the convention of `scores`: data by position, everything else by keyword.
+
+Every function takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims` (dimensions
+to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas) and `mask`
+(bool, points that count). A missing value that no mask leaves out makes the mean NaN: nothing is skipped in silence.
+Dask arrays stay lazy; member, variable and quantile dimensions must lie in one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.fields import Family
+from ensemble_ml.grid import canonical
+from ensemble_ml.verification import extremes, families, members, probability
+
+Dims = str | Iterable[Hashable] | None
+
+__all__ = [
+    "area_weights", "brier_score", "crps_distribution", "crps_ensemble", "eecrps", "efi", "energy_score", "log_score",
+    "pit_histogram", "quantile_score", "rank_histogram", "spread_skill", "variogram_score", "weighted_mean",
+]  # fmt: skip
+
+
+def area_weights(
+    data: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
+) -> xr.DataArray:
+    """Exact area of each cell over the mean area, from the sines of the cells' bounds: (latitude, longitude)."""
+    lat, lon = data[latitude], data[longitude]
+    grid, rows, columns = canonical(lat.values, lon.values)
+    areas = np.empty(grid.shape)
+    areas[rows[:, None], columns] = grid.area_weights()
+    return xr.DataArray(areas, dims=(latitude, longitude), coords={latitude: lat, longitude: lon})
+
+
+def weighted_mean(
+    values: xr.DataArray,
+    *,
+    reduce_dims: Dims = None,
+    preserve_dims: Dims = None,
+    weights: xr.DataArray | None = None,
+    mask: xr.DataArray | None = None,
+) -> xr.DataArray:
+    """Sum of weighted values over sum of weights, of the points that `mask` keeps; NaN where none is left.
+
+    Raises:
+        ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there.
+    """
+    over = _reduced(values.dims, reduce_dims, preserve_dims)
+    if not over and mask is None:
+        return values
+    w = xr.ones_like(values, dtype=np.float64) if weights is None else weights.broadcast_like(values)
+    if mask is not None:
+        values, w = values.where(mask, 0.0), w.where(mask, 0.0)
+    total, weight = (values * w).sum(over, skipna=False), w.sum(over)
+    return (total / weight.where(weight > 0)).rename(values.name)
+
+
+def crps_ensemble(
+    forecast: xr.DataArray,
+    observed: xr.DataArray,
+    *,
+    member_dim: str = "realization",
+    fair: bool = True,
+    lower: float = -np.inf,
+    upper: float = np.inf,
+    **reduction: Any,
+) -> xr.DataArray:
+    """CRPS of an ensemble, fair or ordinary; threshold-weighted to what lies between `lower` and `upper`.
+
+    Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
+    """
+    score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
+    return weighted_mean(_pointwise(score, forecast, observed, core=member_dim), **reduction)
+
+
+def crps_distribution(
+    location: xr.DataArray, scale: xr.DataArray, observed: xr.DataArray, *, family: Family | str, **reduction: Any
+) -> xr.DataArray:
+    """CRPS of a parametric forecast in closed form; `family` as the attribute `distribution_family` names it."""
+    law = Family(family)
+    return weighted_mean(_pointwise(lambda *a: families.crps(law, *a), location, scale, observed), **reduction)
+
+
+def log_score(
+    location: xr.DataArray, scale: xr.DataArray, observed: xr.DataArray, *, family: Family | str, **reduction: Any
+) -> xr.DataArray:
+    """Minus the log of the predicted density, or of the mass at zero of a censored law; nats."""
+    law = Family(family)
+    return weighted_mean(_pointwise(lambda *a: families.log_score(law, *a), location, scale, observed), **reduction)
+
+
+def spread_skill(
+    forecast: xr.DataArray, observed: xr.DataArray, *, member_dim: str = "realization", **reduction: Any
+) -> xr.DataArray:
+    """Root of (M + 1) / M times the mean variance, over the RMSE of the ensemble mean: one for a perfect ensemble.
+
+    Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
+    """
+    m = forecast.sizes[member_dim]
+    variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
+    error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
+    variance = variance.broadcast_like(error)
+    return (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
+
+
+def rank_histogram(
+    forecast: xr.DataArray,
+    observed: xr.DataArray,
+    *,
+    member_dim: str = "realization",
+    seed: int = 0,
+    **reduction: Any,
+) -> xr.DataArray:
+    """Share of points at each rank of the truth (0..M) along `rank`; ties are broken at random (Talagrand)."""
+    m = forecast.sizes[member_dim]
+    rank = _pointwise(lambda x, y: _ranks(x, y, seed), forecast, observed, core=member_dim)
+    return _histogram(rank, m + 1, "rank", **reduction)
+
+
+def pit_histogram(
+    location: xr.DataArray,
+    scale: xr.DataArray,
+    observed: xr.DataArray,
+    *,
+    family: Family | str,
+    bins: int = 10,
+    seed: int = 0,
+    **reduction: Any,
+) -> xr.DataArray:
+    """Share of points in each of `bins` equal bins of the probability integral transform, along `pit`.
+
+    At the mass of a censored law the value is drawn at random within the jump.
+    """
+    law = Family(family)
+
+    def where(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray) -> np.ndarray:
+        shape = np.broadcast_shapes(mu.shape, sigma.shape, y.shape)
+        value = probability.pit(law, mu, sigma, y, np.random.default_rng(seed).random(shape))
+        return np.where(np.isnan(value), np.nan, probability.bin_of(value, bins))
+
+    return _histogram(_pointwise(where, location, scale, observed), bins, "pit", **reduction)
+
+
+def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
+    """Mean squared difference of a probability and what happened (0 or 1)."""
+    return weighted_mean((forecast - event) ** 2, **reduction)
+
+
+def quantile_score(forecast: xr.DataArray, observed: xr.DataArray, *, level: float, **reduction: Any) -> xr.DataArray:
+    """Pinball loss of a predicted quantile."""
+    score = lambda q, y: probability.quantile_score(q, y, level)  # noqa: E731
+    return weighted_mean(_pointwise(score, forecast, observed), **reduction)
+
+
+def energy_score(
+    forecast: xr.DataArray,
+    observed: xr.DataArray,
+    *,
+    variable_dim: str,
+    member_dim: str = "realization",
+    fair: bool = False,
+    **reduction: Any,
+) -> xr.DataArray:
+    """Energy score of members over the vector along `variable_dim`. Gneiting & Raftery (2007), equation 22."""
+    score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
+    return weighted_mean(_vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
+
+
+def variogram_score(
+    forecast: xr.DataArray,
+    observed: xr.DataArray,
+    *,
+    variable_dim: str,
+    member_dim: str = "realization",
+    order: float = 0.5,
+    **reduction: Any,
+) -> xr.DataArray:
+    """Variogram score of members over the vector along `variable_dim`. Scheuerer & Hamill (2015)."""
+    score = lambda x, y: members.variogram_score(x, y, order)  # noqa: E731
+    return weighted_mean(_vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
+
+
+def efi(
+    forecast: xr.DataArray, climate: xr.DataArray, *, member_dim: str = "realization", quantile_dim: str = "quantile"
+) -> xr.DataArray:
+    """Extreme forecast index of an ensemble; `climate` holds quantiles of the model climate, from 0 to 1."""
+    levels = climate[quantile_dim].values
+
+    def index(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+        return extremes.efi(np.moveaxis(x, -1, 0), np.moveaxis(q, -1, 0), levels)
+
+    return xr.apply_ufunc(
+        index, forecast, climate, input_core_dims=[[member_dim], [quantile_dim]], dask="parallelized",
+        output_dtypes=[np.float64],
+    )  # fmt: skip
+
+
+def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.DataArray:
+    """Extreme event CRPS: mean of |EFI| CRPS, from both at each point."""
+    return weighted_mean(abs(index) * crps, **reduction)
+
+
+def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims) -> list[Hashable]:
+    if reduce_dims is not None and preserve_dims is not None:
+        raise ValueError("reduce_dims and preserve_dims exclude each other; give one")
+    given = reduce_dims if reduce_dims is not None else preserve_dims
+    named: list[Hashable] = list(dims) if given == "all" else [given] if isinstance(given, str) else list(given or ())
+    missing = [name for name in named if name not in dims]
+    if missing:
+        raise ValueError(f"dimension {missing[0]}: not in the data, which has {', '.join(map(str, dims))}")
+    if reduce_dims is None:
+        return [name for name in dims if name not in named]
+    return named
+
+
+def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None) -> xr.DataArray:
+    """Apply to arrays point by point; the first has members along `core`, which the function gets first."""
+    core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
+
+    def inner(first: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        return function(np.moveaxis(first, -1, 0) if core else first, *rest)
+
+    return xr.apply_ufunc(inner, *arrays, input_core_dims=core_dims, dask="parallelized", output_dtypes=[np.float64])
+
+
+def _vectors(
+    function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
+) -> xr.DataArray:
+    def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return function(np.moveaxis(x, (-2, -1), (0, 1)), np.moveaxis(y, -1, 0))
+
+    return xr.apply_ufunc(
+        inner, forecast, observed, input_core_dims=[[member, variable], [variable]], dask="parallelized",
+        output_dtypes=[np.float64],
+    )  # fmt: skip
+
+
+def _ranks(x: np.ndarray, y: np.ndarray, seed: int) -> np.ndarray:
+    shape = np.broadcast_shapes(x.shape[1:], y.shape)
+    rank = members.rank_of_truth(x, np.broadcast_to(y, shape), np.random.default_rng(seed).random(shape))
+    return np.where(np.isnan(x).any(0) | np.isnan(y), np.nan, rank)
+
+
+def _histogram(where: xr.DataArray, bins: int, name: str, **reduction: Any) -> xr.DataArray:
+    """Shares of the bins; NaN points make them NaN, as everywhere."""
+    parts = [weighted_mean(xr.where(np.isnan(where), np.nan, where == k), **reduction) for k in range(bins)]
+    return xr.concat(parts, xr.DataArray(np.arange(bins), dims=name, name=name))

@@ -1,0 +1,68 @@
+"""How unusual a forecast is against the model's own climate, and scores that look there.
+
+Lalaurie (2003), doi:10.1256/qj.02.152; Zsoter (2006). Axes: M member, K quantile of the climate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Between which probabilities of the climate a value lies; they differ where quantiles are equal (no rain).
+
+    Args:
+        climate: (K, ...) quantiles, ascending.
+        levels: (K,) their probabilities, ascending from 0 to 1.
+        x: (...) values.
+
+    Returns:
+        Lowest and highest probability, both zero (one) below (above) the climate; linear between quantiles.
+    """
+    low = np.zeros(np.shape(x))
+    high = np.zeros(np.shape(x))
+    for k in range(len(levels) - 1):
+        first, last, step = climate[k], climate[k + 1], levels[k + 1] - levels[k]
+        width = np.where(last > first, last - first, 1.0)
+        share = (x - first) / width
+        low = np.where(x > first, levels[k] + step * np.where(last > first, np.clip(share, 0, 1), 1.0), low)
+        high = np.where(x >= first, levels[k] + step * np.where(last > first, np.clip(share, 0, 1), 1.0), high)
+    bad = np.isnan(x) | np.isnan(climate).any(0)
+    return np.where(bad, np.nan, low), np.where(bad, np.nan, high)
+
+
+def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Extreme forecast index, -1 (all members below the climate) to 1 (all above).
+
+    EFI = 2/pi int_0^1 (p - F(q_p)) / sqrt(p (1 - p)) dp with F the distribution function of the members. With
+    p = (1 - cos theta) / 2 the integral is exact: EFI = 2/pi mean_i theta_i - 1, theta_i = arccos(1 - 2 p_i), p_i the
+    climate's probability of member i. A member that equals many values of the climate (no rain) counts with its mean
+    theta over their probabilities, so that a forecast that is the climate has an EFI of zero, dry or not.
+
+    Args:
+        members: (M, ...).
+        climate: (K, ...) quantiles of the model climate, ascending, of years other than the forecast's.
+        levels: (K,) their probabilities, from 0 to 1.
+    """
+    levels = np.asarray(levels, np.float64)
+    if levels[0] != 0 or levels[-1] != 1 or (np.diff(levels) <= 0).any():
+        raise ValueError(f"levels {levels.tolist()}: must ascend from 0 to 1")
+    climate = np.asarray(climate, np.float64)
+    total = np.zeros(np.shape(members)[1:])
+    for member in members:
+        low, high = climate_place(climate, levels, np.asarray(member, np.float64))
+        tied = high - low > 1e-12
+        mean = (_integral(high) - _integral(low)) / np.where(tied, high - low, 1.0)
+        total += np.where(tied, mean, np.arccos(np.clip(1 - 2 * low, -1, 1)))
+    return 2 / np.pi * total / len(members) - 1
+
+
+def _integral(p: np.ndarray) -> np.ndarray:
+    """Of arccos(1 - 2 p) from zero."""
+    u = np.clip(1 - 2 * p, -1, 1)
+    return (np.sqrt(1 - u * u) - u * np.arccos(u)) / 2
+
+
+def eecrps(index: np.ndarray, crps: np.ndarray) -> np.ndarray:
+    """Extreme event CRPS: |EFI| times CRPS. Grönquist et al. (2021), doi:10.1098/rsta.2020.0092."""
+    return np.abs(index) * crps

@@ -1,0 +1,61 @@
+"""Where and when: regions as weights on the grid, seasons as sets of start dates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
+
+TROPICS = 20.0  # degrees: WMO's border between tropics and extratropics
+SEASONS = ("DJF", "MAM", "JJA", "SON")
+
+
+def region_masks(
+    grid: Grid, land: np.ndarray | None = None, boxes: Mapping[str, Sequence[float]] | None = None
+) -> dict[str, np.ndarray]:
+    """Masks (Y, X) of the regions that the grid reaches: extratropics, tropics, land and sea, and boxes.
+
+    Args:
+        grid: the points.
+        land: (Y, X) land fraction; from one half on a point is land. None leaves both out.
+        boxes: [north, west, south, east] in degrees by name; west may lie east of east (across Greenwich or the date
+            line).
+
+    Raises:
+        UserError: a box holds no point of the grid.
+    """
+    lat = np.broadcast_to(grid.latitude[:, None], grid.shape)
+    found = {
+        "northern extratropics": lat >= TROPICS,
+        "tropics": np.abs(lat) < TROPICS,
+        "southern extratropics": lat <= -TROPICS,
+    }
+    if land is not None:
+        found |= {"land": np.asarray(land) >= 0.5, "sea": np.asarray(land) < 0.5}
+    found = {name: mask for name, mask in found.items() if mask.any()}
+    for name, box in (boxes or {}).items():
+        found[name] = _box(grid, name, box)
+    return found
+
+
+def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
+    north, west, south, east = map(float, box)
+    rows = (grid.latitude <= north) & (grid.latitude >= south)
+    columns = np.mod(grid.longitude - west, 360) <= np.mod(east - west, 360)
+    if np.mod(east - west, 360) == 0 and east != west:
+        columns[:] = True
+    mask = rows[:, None] & columns
+    if not mask.any():
+        raise UserError(
+            f"regions.{name}={list(box)}: holds no point of {grid.describe()}; give [north, west, south, east]"
+        )
+    return mask
+
+
+def season_of(times: np.ndarray) -> np.ndarray:
+    """Meteorological season of each time (D,): position in `SEASONS`."""
+    month = times.astype("datetime64[M]").astype(int) % 12
+    return ((month + 1) // 3) % 4

@@ -1,0 +1,150 @@
+"""Scores of a raw ensemble in one pass over its fields, block by block, for archives far larger than memory.
+
+One block of points stays in the processor's cache while everything is computed from it: fair and ordinary CRPS,
+squared error, variance, ranks. Sums are float64; what is summed is computed in the type of the members, as differences
+from the truth, so float32 loses nothing that the fields hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.verification.members import pair_sum, sort_members
+
+_BLOCK = 8192  # points: ten members in float32 fill a third of a megabyte
+
+
+@dataclass(eq=False)
+class EnsembleSums:
+    """Weighted sums over points; those of other points can be added. `ranks` (M + 1,)."""
+
+    members: int
+    weight: float
+    fair: float
+    ordinary: float
+    squared_error: float
+    variance: float
+    error: float
+    ranks: np.ndarray
+    points: int
+    left_out: int
+
+    @classmethod
+    def zeros(cls, members: int) -> EnsembleSums:
+        """Nothing summed yet, for ensembles of so many members."""
+        return cls(members, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, np.zeros(members + 1), 0, 0)
+
+    def __add__(self, other: EnsembleSums) -> EnsembleSums:
+        if self.members != other.members:
+            raise ValueError(f"sums of {self.members} and of {other.members} members cannot be added")
+        mine, theirs = vars(self), vars(other)
+        return EnsembleSums(self.members, **{k: mine[k] + theirs[k] for k in mine if k != "members"})
+
+    @property
+    def crps_fair(self) -> float:
+        """Mean fair CRPS; NaN for one member."""
+        return self.fair / self.weight if self.weight and self.members > 1 else float("nan")
+
+    @property
+    def crps(self) -> float:
+        """Mean CRPS of the members."""
+        return self.ordinary / self.weight if self.weight else float("nan")
+
+    @property
+    def rmse(self) -> float:
+        """Root mean squared error of the ensemble mean."""
+        return float(np.sqrt(self.squared_error / self.weight)) if self.weight else float("nan")
+
+    @property
+    def bias(self) -> float:
+        """Mean of the ensemble mean less the truth."""
+        return self.error / self.weight if self.weight else float("nan")
+
+    @property
+    def spread_skill(self) -> float:
+        """Root of (M + 1) / M times the mean variance, over the RMSE. Fortin et al. (2014)."""
+        ratio = (1 + 1 / self.members) * self.variance / self.squared_error if self.squared_error else float("nan")
+        return float(np.sqrt(ratio)) if self.members > 1 else float("nan")
+
+    @property
+    def rank_histogram(self) -> np.ndarray:
+        """Share of the weight in each rank of the truth, 0 (below all members) to M."""
+        return self.ranks / self.weight if self.weight else np.full_like(self.ranks, np.nan)
+
+
+def score_members(
+    members: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None, rng: np.random.Generator | None = None
+) -> EnsembleSums:
+    """Sum the scores of one or more fields; points without a value are left out and counted.
+
+    Args:
+        members: (M, ...) float32 or float64.
+        y: (...) truth.
+        weights: broadcasts to `y`, e.g. cell areas (Y, X); None counts all points alike.
+        rng: breaks ties of the truth with members (dry points); None takes seed 0.
+    """
+    m = len(members)
+    dtype = np.float32 if members.dtype == np.float32 else np.float64
+    flat, truth = members.reshape(m, -1), np.asarray(y, dtype).reshape(-1)
+    w = np.ones(truth.size) if weights is None else np.broadcast_to(weights, np.shape(y)).reshape(-1)
+    rng = rng or np.random.default_rng(0)
+    total, buffers = EnsembleSums.zeros(m), _Buffers(m, dtype)
+    for start in range(0, truth.size, _BLOCK):
+        piece = slice(start, min(start + _BLOCK, truth.size))
+        buffers.add(flat[:, piece], truth[piece], np.asarray(w[piece], np.float64), rng, total)
+    return total
+
+
+class _Buffers:
+    """Memory for one block, used again for the next."""
+
+    def __init__(self, m: int, dtype: type):
+        self.distance: np.ndarray = np.empty((m, _BLOCK), dtype)
+        self.spare: np.ndarray = np.empty(_BLOCK, dtype)
+        self.absolute: np.ndarray = np.empty(_BLOCK, dtype)
+        self.below = np.empty(_BLOCK, bool)
+        self.rank = np.empty(_BLOCK, np.uint16)
+
+    def add(self, x: np.ndarray, y: np.ndarray, w: np.ndarray, rng: np.random.Generator, total: EnsembleSums) -> None:
+        m, n = x.shape
+        distance, spare, absolute = self.distance[:, :n], self.spare[:n], self.absolute[:n]
+        below, rank = self.below[:n], self.rank[:n]
+        np.subtract(x, y, out=distance)
+        mean = distance.sum(0)
+        mean /= m
+        total.points += n
+        good = np.isfinite(mean)
+        if not good.all():
+            total.left_out += int(n - good.sum())
+            w = np.where(good, w, 0.0)
+            distance[:, ~good] = 0
+            mean[~good] = 0
+        absolute.fill(0)
+        rank.fill(0)
+        ties = False
+        for row in distance:
+            np.abs(row, out=spare)
+            absolute += spare
+            np.less(row, 0, out=below)
+            rank += below
+            ties = ties or bool(spare.min() == 0)
+        if ties:
+            equal = (distance == 0).sum(0)
+            rank += np.floor(rng.random(n) * (equal + 1)).astype(np.uint16)
+        variance = np.zeros(n, distance.dtype)
+        for row in distance:
+            np.subtract(row, mean, out=spare)
+            np.multiply(spare, spare, out=spare)
+            variance += spare
+        pairs = pair_sum(sort_members(distance, spare))
+        error = float(w @ absolute) / m
+        spread = float(w @ pairs)
+        total.weight += float(w.sum())
+        total.ordinary += error - spread / (m * m)
+        total.fair += error - spread / max(m * (m - 1), 1)
+        total.error += float(w @ mean)
+        total.squared_error += float(w @ (mean * mean))
+        total.variance += float(w @ variance) / max(m - 1, 1)
+        total.ranks += np.bincount(rank, w, m + 1)

@@ -1,0 +1,132 @@
+"""Public functions on xarray: the convention of `scores`, equal figures, laziness, and no silent skipping."""
+
+import dask.array
+import numpy as np
+import pytest
+import xarray as xr
+from scores.continuous import rmse
+from scores.probability import brier_score, crps_for_ensemble, rank_histogram
+
+from ensemble_ml.grid import Grid
+from ensemble_ml.verification import api
+from ensemble_ml.verification.extremes import efi
+
+GRID = Grid(np.linspace(90, -90, 13), np.arange(0, 360, 30.0))
+COORDS = {"latitude": GRID.latitude, "longitude": GRID.longitude}
+
+
+def ensemble(members=5, dates=4, seed=0):
+    rng = np.random.default_rng(seed)
+    dims = ("init_time", "latitude", "longitude")
+    x = xr.DataArray(rng.normal(size=(members, dates, *GRID.shape)), dims=("realization", *dims), coords=COORDS)
+    return x, xr.DataArray(rng.normal(size=(dates, *GRID.shape)), dims=dims, coords=COORDS)
+
+
+def test_crps_equals_scores_in_every_reduction():
+    x, y = ensemble()
+    weights = api.area_weights(y)
+    for method, fair in (("fair", True), ("ecdf", False)):
+        for reduction in ({}, {"reduce_dims": ["latitude", "longitude"]}, {"preserve_dims": "init_time"}):
+            ours = api.crps_ensemble(x, y, fair=fair, weights=weights, **reduction)
+            peer = crps_for_ensemble(x, y, "realization", method=method, weights=weights, **reduction)
+            xr.testing.assert_allclose(ours, peer)
+        at_points = api.crps_ensemble(x, y, fair=fair, preserve_dims="all")
+        peer = crps_for_ensemble(x, y, "realization", method=method, preserve_dims="all")
+        xr.testing.assert_allclose(at_points, peer.transpose(*at_points.dims))
+
+
+def test_area_weights_follow_the_order_of_the_data():
+    _, y = ensemble()
+    np.testing.assert_allclose(api.area_weights(y), GRID.area_weights())
+    turned = y.isel(latitude=slice(None, None, -1))
+    np.testing.assert_allclose(api.area_weights(turned), GRID.area_weights()[::-1])
+
+
+def test_spread_skill_against_its_definition():
+    x, y = ensemble()
+    weights = api.area_weights(y)
+    error = rmse(x.mean("realization"), y, weights=weights)
+    spread = np.sqrt((1.2 * x.var("realization", ddof=1)).weighted(weights).mean())
+    assert float(api.spread_skill(x, y, weights=weights)) == pytest.approx(float(spread / error))
+
+
+def test_rank_histogram_equals_scores_without_ties():
+    x, y = ensemble()
+    peer = rank_histogram(x, y, "realization")
+    np.testing.assert_allclose(api.rank_histogram(x, y), peer.values, atol=1e-12)
+    assert api.rank_histogram(x, y, preserve_dims="init_time").dims == ("rank", "init_time")
+
+
+def test_brier_score_equals_scores():
+    p = xr.DataArray(np.random.default_rng(1).random(50), dims="point")
+    event = (p > 0.4).astype(float)
+    xr.testing.assert_allclose(api.brier_score(p, event), brier_score(p, event))
+
+
+def test_dask_stays_lazy_and_gives_the_same():
+    x, y = ensemble()
+    lazy_x, lazy_y = x.chunk(init_time=1), y.chunk(init_time=2)
+    location, scale = x.mean("realization"), x.std("realization")
+    pairs = [
+        (api.crps_ensemble(lazy_x, lazy_y), api.crps_ensemble(x, y)),
+        (api.spread_skill(lazy_x, lazy_y), api.spread_skill(x, y)),
+        (
+            api.crps_distribution(location.chunk(), scale.chunk(), lazy_y, family="normal", preserve_dims="init_time"),
+            api.crps_distribution(location, scale, y, family="normal", preserve_dims="init_time"),
+        ),
+        (api.rank_histogram(lazy_x, lazy_y), api.rank_histogram(x, y)),
+    ]
+    for lazy, eager in pairs:
+        assert isinstance(lazy.data, dask.array.Array)
+        xr.testing.assert_allclose(lazy.compute(), eager)
+
+
+def test_a_missing_value_shows_unless_a_mask_leaves_it_out():
+    x, y = ensemble()
+    hole = x.copy()
+    hole[2, 1, 3, 4] = np.nan
+    mask = np.isfinite(hole).all("realization")
+    for score in (api.crps_ensemble, api.spread_skill):
+        assert np.isnan(score(hole, y))
+        assert np.isfinite(score(hole, y, mask=mask))
+    kept = api.crps_ensemble(x, y, preserve_dims="all").where(mask).mean()
+    assert float(api.crps_ensemble(hole, y, mask=mask)) == pytest.approx(float(kept))
+    assert np.isnan(api.rank_histogram(hole, y)).all()
+    assert float(api.rank_histogram(hole, y, mask=mask).sum()) == pytest.approx(1)
+    assert np.isnan(api.crps_ensemble(x, y, mask=xr.zeros_like(mask)))
+
+
+def test_distributions_pit_and_log_score():
+    _, y = ensemble(dates=60)
+    location, scale = xr.zeros_like(y), xr.ones_like(y)
+    found = api.pit_histogram(location, scale, y, family="normal")
+    np.testing.assert_allclose(found, 0.1, atol=0.02)
+    assert float(found.sum()) == pytest.approx(1)
+    entropy = 0.5 * np.log(2 * np.pi * np.e)
+    assert float(api.log_score(location, scale, y, family="normal")) == pytest.approx(entropy, abs=0.03)
+    assert float(api.quantile_score(location, y, level=0.5)) == pytest.approx(float(abs(y).mean() / 2))
+    assert float(api.crps_distribution(location, scale, y, family="normal")) == pytest.approx(0.564, abs=0.02)
+
+
+def test_vectors_and_extremes():
+    x, y = ensemble()
+    vector_x, vector_y = xr.concat([x, 2 * x], "variable"), xr.concat([y, 2 * y], "variable")
+    energy = api.energy_score(vector_x, vector_y, variable_dim="variable")
+    assert float(energy) == pytest.approx(np.sqrt(5) * float(api.crps_ensemble(x, y, fair=False)))
+    assert api.variogram_score(vector_x, vector_y, variable_dim="variable", preserve_dims="init_time").dims == (
+        "init_time",
+    )
+    climate = y.quantile(np.linspace(0, 1, 11), "init_time")
+    index = api.efi(x, climate)
+    expected = efi(x.values, climate.values[:, None], np.linspace(0, 1, 11))
+    np.testing.assert_allclose(index.transpose(*y.dims), expected)
+    score = api.crps_ensemble(x, y, preserve_dims="all")
+    assert float(api.eecrps(index, score)) == pytest.approx(float((abs(index) * score).mean()))
+
+
+def test_dimensions_that_make_no_sense():
+    x, y = ensemble()
+    with pytest.raises(ValueError, match="exclude each other"):
+        api.crps_ensemble(x, y, reduce_dims="latitude", preserve_dims="longitude")
+    with pytest.raises(ValueError, match="dimension level: not in the data, which has init_time"):
+        api.crps_ensemble(x, y, reduce_dims=["level"])
