@@ -6,8 +6,9 @@ Reads keep no state but the small arrays of factors, loaded once; every read has
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -20,7 +21,7 @@ from ensemble_ml.store.metadata import read_array, read_metadata, read_statistic
 from ensemble_ml.store.packing import dequantise, exact_in_float32
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, array_specs
 from ensemble_ml.store.selection import Wanted, position, resolve
-from ensemble_ml.store.shard import read_chunks
+from ensemble_ml.store.shard import Shard, ShardFile, read_chunks
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics, merge_all
 
@@ -48,6 +49,7 @@ class TensorStore:
         self._static_names = meta.static
         specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
         self._specs = {(spec.part, spec.kind): spec for spec in specs}
+        self._open_shard: Callable[[str], Shard] = ShardFile
         self._cache: dict[str, np.ndarray] = {}
         self._lock = Lock()
 
@@ -83,6 +85,34 @@ class TensorStore:
             self._read_kind(part, Kind.PRESSURE, date, selection),
             self._read_kind(part, Kind.SURFACE, date, selection)[:, :, :, 0],
         )
+
+    def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
+        """The same store, its shards opened by `open_shard`: how a cache stands between the store and its files."""
+        other = copy.copy(self)
+        other._open_shard = open_shard
+        return other
+
+    def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
+        """Yield what `read` would read: array, path of the shard, and numbers of its chunks (see `read_chunks`).
+
+        Raises:
+            UserError: the part, or something selected, is not in the store.
+        """
+        self._check(part, date)
+        for kind in Kind:
+            spec = self._specs.get((part, kind))
+            if spec is None:
+                continue
+            wanted = resolve(self.path, self.layout, part, kind, selection)
+            blocks = np.arange(wanted.rows[0] // spec.rows, -(-wanted.rows[1] // spec.rows))
+            cells = np.ix_(*(np.unique(axis) for axis in wanted.fields[:3]), blocks)
+            numbers = np.ravel_multi_index(np.broadcast_arrays(*cells), spec.chunks).reshape(-1)
+            masked = spec.packed and spec.mask.shard(date) in self._files
+            for of in (spec, *((spec.mask,) if masked else ())):
+                yield of, self._shard_path(of, date), numbers
+
+    def _shard_path(self, spec: ArraySpec, date: int) -> str:
+        return os.path.join(self._root, spec.shard(date))
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Which fields are there: bool (M, T, V, Z) and (M, T, S).
@@ -211,7 +241,7 @@ class TensorStore:
 
         def pieces(of: ArraySpec) -> Iterator[tuple[tuple[int, int, int], np.ndarray, np.ndarray | None]]:
             """Place in `factors`, view into `out` and stored values (None: left out) of every chunk wanted."""
-            for number, chunk in read_chunks(os.path.join(self._root, of.shard(date)), of, numbers):
+            for number, chunk in read_chunks(self._shard_path(of, date), of, numbers, self._open_shard):
                 m, t, v, block = target[number]
                 top = block * of.rows
                 start, stop = max(first, top), min(last, top + of.rows)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Protocol
 
 import google_crc32c
 import numpy as np
@@ -61,7 +62,64 @@ def _with_checksum(data: bytes) -> bytes:
     return data + google_crc32c.value(data).to_bytes(_CHECKSUM, "little")
 
 
-def read_chunks(path: str, spec: ArraySpec, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray | None]]:
+class ShardFile:
+    """The bytes of one shard, on disk.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise damaged(path, error.strerror or str(error)) from error
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Bytes (size,) from `start` on.
+
+        Raises:
+            UserError: they are not there.
+        """
+        data = np.empty(size, np.uint8)
+        self.read_into(start, data.data)
+        return data
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on; raises as `read` does."""
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(self._descriptor, [out[done:]], start + done)
+            except OSError as error:
+                raise damaged(self.path, error.strerror or str(error)) from error
+            if count == 0:
+                raise damaged(self.path, "it is cut short")
+            done += count
+
+    def close(self) -> None:
+        """Give back the file."""
+        os.close(self._descriptor)
+
+
+class Shard(Protocol):
+    """The bytes of one shard, wherever they lie."""
+
+    path: str
+    size: int
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Bytes (size,) from `start` on."""
+
+    def close(self) -> None:
+        """Give back what was opened."""
+
+
+def read_chunks(
+    path: str, spec: ArraySpec, numbers: np.ndarray, open_shard: Callable[[str], Shard] = ShardFile
+) -> Iterator[tuple[int, np.ndarray | None]]:
     """Read the chunks `numbers` (flat, in the order of `spec.chunks`) and yield each with its values (Z, rows, X).
 
     Values are None for a chunk that was left out. The array yielded is used again for the next chunk.
@@ -69,74 +127,69 @@ def read_chunks(path: str, spec: ArraySpec, numbers: np.ndarray) -> Iterator[tup
     Raises:
         UserError: the file is missing, cut short, or its checksums do not fit.
     """
+    shard = open_shard(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise damaged(path, error.strerror or str(error)) from error
-    try:
-        index = _read_index(descriptor, path, int(np.prod(spec.chunks)))
-        there = index[numbers, 0] != _ABSENT
-        for number in numbers[~there]:
+        numbers, spans = chunk_spans(shard, spec, numbers)
+        for number in numbers[len(spans) :]:
             yield int(number), None
-        wanted = numbers[there]
-        wanted = wanted[np.argsort(index[wanted, 0], kind="stable")]
-        yield from _read_runs(descriptor, path, spec, wanted, index[wanted].astype(np.int64))
+        yield from _read_runs(shard, spec, numbers, spans)
     finally:
-        os.close(descriptor)
+        shard.close()
+
+
+def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the chunks `numbers` lie: the same numbers in the order of the file, and (offset, size) of each.
+
+    Chunks that were left out come last, and have no span.
+
+    Raises:
+        UserError: the index is damaged.
+    """
+    index = _read_index(shard, int(np.prod(spec.chunks)))
+    there = index[numbers, 0] != _ABSENT
+    wanted = numbers[there]
+    wanted = wanted[np.argsort(index[wanted, 0], kind="stable")]
+    return np.concatenate([wanted, numbers[~there]]), index[wanted].astype(np.int64)
 
 
 def _read_runs(
-    descriptor: int, path: str, spec: ArraySpec, numbers: np.ndarray, spans: np.ndarray
+    shard: Shard, spec: ArraySpec, numbers: np.ndarray, spans: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     chunk = np.empty(spec.chunk, spec.dtype)
-    for first, last in _runs(spans):
+    for first, last in runs(spans):
         start = int(spans[first, 0])
-        data = _read_span(descriptor, path, start, int(spans[last - 1].sum()) - start)
+        data = shard.read(start, int(spans[last - 1].sum()) - start)
         for position in range(first, last):
             offset, size = int(spans[position, 0]) - start, int(spans[position, 1])
-            _decompress(data[offset : offset + size], chunk, path)
+            _decompress(data[offset : offset + size], chunk, shard.path)
             yield int(numbers[position]), chunk
 
 
-def _runs(spans: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Group chunks that lie one behind the other into runs of at most `_LARGEST_READ` bytes."""
+def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, int]]:
+    """Group chunks (N, 2) that lie one behind the other into runs (first, last) of at most `most` bytes."""
     first = 0
     for position in range(1, len(spans) + 1):
         if position < len(spans):
             follows = spans[position, 0] == spans[position - 1].sum()
-            if follows and spans[position].sum() - spans[first, 0] <= _LARGEST_READ:
+            if follows and spans[position].sum() - spans[first, 0] <= most:
                 continue
         if position > first:
             yield first, position
         first = position
 
 
-def _read_index(descriptor: int, path: str, chunks: int) -> np.ndarray:
+def _read_index(shard: Shard, chunks: int) -> np.ndarray:
     size = chunks * 16 + _CHECKSUM
-    start = os.fstat(descriptor).st_size - size
+    start, path = shard.size - size, shard.path
     if start < 0:
         raise damaged(path, "it is cut short")
-    data = _read_span(descriptor, path, start, size)
+    data = shard.read(start, size)
     _verify(data, path)
     index = np.frombuffer(data[:-_CHECKSUM], "<u8").reshape(-1, 2)
     ends = index.sum(1)[index[:, 0] != _ABSENT]
     if len(ends) and int(ends.max()) > start:
         raise damaged(path, "its index points beyond its end")
     return index
-
-
-def _read_span(descriptor: int, path: str, start: int, size: int) -> np.ndarray:
-    data = np.empty(size, np.uint8)
-    done = 0
-    while done < size:
-        try:
-            count = os.preadv(descriptor, [data[done:].data], start + done)
-        except OSError as error:
-            raise damaged(path, error.strerror or str(error)) from error
-        if count == 0:
-            raise damaged(path, "it is cut short")
-        done += count
-    return data
 
 
 def _decompress(data: np.ndarray, chunk: np.ndarray, path: str) -> None:
