@@ -39,11 +39,11 @@ class Reader:
         """N, the number of members that the source holds."""
         return self.members
 
-    def forecast(self, date: int, members: Sequence[int] | np.ndarray) -> Fields:
+    def forecast(self, date: int, members: Sequence[int] | np.ndarray, *, strict: bool = True) -> Fields:
         """Members at positions `members` for the input leads: (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X).
 
         Raises:
-            UserError: a value is missing or infinite.
+            UserError: a value is missing or infinite, and `strict`.
         """
         positions = np.asarray(members)
         kept = self._cached(Part.FORECAST, date, self.members)
@@ -52,7 +52,8 @@ class Reader:
         else:
             numbers = tuple(self.source.layout.realization[p] for p in positions)
             fields = self._read(Part.FORECAST, date, numbers)
-        self._check_finite(fields, date, positions)
+        if strict:
+            self._check_finite(fields, date, positions)
         return fields
 
     def check_present(self, dates: Iterable[int]) -> None:

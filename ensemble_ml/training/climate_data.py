@@ -43,7 +43,7 @@ class Dates:
 
     def sample(self, date: int) -> Sample:
         """Mean and spread of the first M members, and the spread of all."""
-        forecast = self.reader.forecast(date, np.arange(self.members))
+        forecast = self.reader.forecast(date, np.arange(self.members), strict=False)
         leads = self.spec.lead_positions
         members = join(Fields(forecast.pressure[:, leads], forecast.surface[:, leads]))
         mean, spread = (torch.from_numpy(v) for v in mean_and_spread(members.numpy()))
@@ -60,7 +60,9 @@ class Dates:
         for date in dates:
             fields = self.reader.source.read(Part.SPREAD, int(date), chosen)
             joined = join(Fields(fields.pressure[0], fields.surface[0]))
-            square = (joined.double() ** 2).mean((-2, -1)).numpy()
+            square = joined.double() ** 2
+            whole = bool(torch.isfinite(square).all())
+            square = (square.mean((-2, -1)) if whole else square.nanmean((-2, -1))).numpy()
             sums, counts = sums + np.nan_to_num(square), counts + np.isfinite(square)
         return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
 
@@ -71,12 +73,9 @@ class Dates:
             return self._stored_moments(self.reader.source.statistics(years))
         total = Moments.nothing((self.shape[1],))
         for date in dates:
-            fields = self.reader.forecast(int(date), np.arange(self.reader.full_size))
+            fields = self.reader.forecast(int(date), np.arange(self.reader.full_size), strict=False)
             values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
-            mean = values.mean(1)
-            m2 = ((values - mean[:, None]) ** 2).sum(1)
-            count = np.full(len(values), float(values.shape[1]))
-            total = total.merge(Moments(count, mean, m2, values.min(1), values.max(1)))
+            total = total.merge(_moments(values))
         return total
 
     def _stored_moments(self, statistics: object) -> Moments:
@@ -105,6 +104,16 @@ class Dates:
             f"{self.reader.source.path}: {what} has no complete {part.value} on any training date;"
             " leave it out of data.variables, data.surface or data.leads_out"
         )
+
+
+def _moments(values: np.ndarray) -> Moments:
+    """Moments (F,) of the values (F, N) that are there."""
+    there = np.isfinite(values)
+    count = there.sum(1).astype(float)
+    mean = np.where(there, values, 0).sum(1) / np.maximum(count, 1)
+    m2 = (np.where(there, values - mean[:, None], 0) ** 2).sum(1)
+    ends = np.where(there, values, np.inf).min(1), np.where(there, values, -np.inf).max(1)
+    return Moments(count, mean, m2, *ends)
 
 
 def join(fields: Fields) -> Tensor:
@@ -141,9 +150,9 @@ def families(spec: ModelSpec) -> list[Family]:
     return [family for family in pressure for _ in spec.levels] + list(surface)
 
 
-def complete(values: Tensor) -> Tensor:
-    """Which fields are finite everywhere: (..., Y, X) -> (...) bool."""
-    return torch.isfinite(values).all(-1).all(-1)
+def present(values: Tensor) -> Tensor:
+    """Which fields have a value anywhere: (..., Y, X) -> (...) bool."""
+    return torch.isfinite(values).any(-1).any(-1)
 
 
 def spaced(dates: np.ndarray, most: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, distributions
 from ensemble_ml.models.features import unbiased_spread
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample, complete, families, neighbours, spaced, split
+from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced, split
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 
 log = logging.getLogger(__name__)
@@ -132,14 +132,15 @@ def _static(reader: Reader) -> np.ndarray:
 def _climatology(dates: Dates, chosen: np.ndarray, scales: Scales) -> Tensor:
     """s_clim (T, F, Y, X)."""
     total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
-    count = torch.zeros(dates.shape, dtype=torch.float64)
+    counts = torch.zeros_like(total)
     for date in chosen:
         square = dates.target(Part.SPREAD, date) ** 2
-        valid = complete(square)
-        total += torch.where(valid[..., None, None], square, 0.0)
-        count += valid
+        valid = torch.isfinite(square)
+        total += torch.where(valid, square, 0.0)
+        counts += valid
+    count = counts.amax((-2, -1))
     dates.refuse_empty(count, Part.SPREAD)
-    variance = (total / count[..., None, None]).float()
+    variance = scales.filled((total / counts).float())
     if float(count.min()) * (dates.reader.full_size - 1) < _FEW:
         log.info("climate: %d dates are few, so the climatological spread is smoothed by one cell", len(chosen))
         variance = scales.smooth(variance)
@@ -154,12 +155,18 @@ def _fit_spread(
     """g and l as ratios of means over the training dates `sample`, k by `_best_shrink`; k of s0 is the same for now."""
     default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
     spread = _Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
-    full, few = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
+    full, few, apart, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(4))
+    everywhere = scales.mean(climatology)
     for date in sample:
         found = dates.sample(int(date))
-        full += torch.nan_to_num(scales.mean(found.full_spread))
-        few += torch.nan_to_num(scales.mean(spread.s1(found.spread)))  # s / c4(M): nothing is shrunk yet
-    spread.level = _ratio(full, len(sample) * scales.mean(climatology))
+        there = torch.isfinite(found.full_spread) & torch.isfinite(found.spread)
+        valid = there.any(-1).any(-1)
+        count += valid
+        full += torch.where(valid, scales.mean(found.full_spread, there), 0.0)
+        first = spread.s1(found.spread)  # s / c4(M): nothing is shrunk yet
+        few += torch.where(valid, scales.mean(first, there), 0.0)
+        apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
+    spread.level = _ratio(full, count * everywhere + apart)
     spread.gain = _ratio(full, few) if dates.members > 1 else one
     spread.full_shrink = _best_shrink(dates, validation, spread, scales)
     spread.shrink = spread.full_shrink
@@ -180,12 +187,15 @@ def _best_shrink(dates: Dates, validation: np.ndarray, spread: _Spread, scales: 
     for date in validation:
         sample = dates.sample(int(date))
         for position, k in enumerate(_SHRINK):
-            errors[position] += _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
+            error = _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
+            errors[position] += torch.nan_to_num(error)  # a date without the field lacks it at every k
     return _SHRINK[errors.argmin(0)]
 
 
 def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
-    return scales.mean(torch.nan_to_num(s1 - sample.full_spread) ** 2)
+    """(T, F), NaN where the date lacks the field."""
+    error = s1 - sample.full_spread
+    return scales.mean(error**2, torch.isfinite(error))
 
 
 def _spread_errors(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
@@ -200,13 +210,15 @@ def _spread_errors(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Sc
 
 def _spread_error(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Scales) -> Tensor:
     """The same for one number of members, (T, F)."""
-    total = torch.zeros(dates.shape, dtype=torch.float64)
+    total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
     for date in chosen:
         sample = dates.sample(int(date))
-        total += _square_error(spread.s1(sample.spread), sample, scales)
+        error = _square_error(spread.s1(sample.spread), sample, scales)
+        total += torch.nan_to_num(error)
+        count += torch.isfinite(error)
     # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
     least = 1e-3 * scales.mean(spread.climatology**2)
-    return torch.maximum(total / len(chosen), least).clamp(min=_TINY).float()
+    return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()
 
 
 def _truth_terms(
@@ -237,7 +249,7 @@ class _Truth:
         mean = MapMean(self.scales, self.dates.shape)
         for date, follows in zip(self.chosen, self.follows, strict=True):
             error = self._error(date)
-            mean.add(error, complete(error), follows=bool(follows))
+            mean.add(self.scales.filled(error), present(error), follows=bool(follows))
         self.dates.refuse_empty(mean.count, Part.TRUTH)
         return mean.estimate()
 
@@ -248,7 +260,8 @@ class _Truth:
     def _unseen(self, date: int) -> tuple[Tensor, Tensor, Tensor]:
         """Truth, corrected mean of M members with `date` left out of the bias, and s0."""
         sample = self.dates.sample(int(date))
-        bias = self.bias.without(torch.nan_to_num(self._error(date))) * self.spread.climatology
+        error = torch.nan_to_num(self.scales.filled(self._error(date)))
+        bias = self.bias.without(error) * self.spread.climatology
         return self.dates.target(Part.TRUTH, date), sample.mean + bias, self.spread.s0(sample.spread)
 
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
@@ -259,15 +272,20 @@ class _Truth:
         if self.dates.members < 2:
             return self.spread.shrink
         ratios, logs = (torch.zeros(len(_SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
+        count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
             truth, centre, _ = self._unseen(date)
             few = self.dates.sample(int(date)).spread
+            there = torch.isfinite(truth - centre) & torch.isfinite(few)
+            valid = there.any(-1).any(-1)
+            count += valid
             for position, k in enumerate(_SHRINK):
                 s0 = self.spread.s0(few, k.expand(self.dates.shape))
                 ratio = (((truth - centre) / s0) ** 2).clamp(max=_LARGEST_RATIO)
-                ratios[position] += torch.nan_to_num(self.scales.mean(ratio))
-                logs[position] += torch.nan_to_num(self.scales.mean(s0.log()))
-        misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / len(chosen)) + logs / len(chosen)
+                ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
+                logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
+        count = count.clamp(min=1)
+        misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / count) + logs / count
         return _SHRINK[misfit.argmin(0)]
 
     def inflation(self) -> Tensor:
@@ -276,7 +294,8 @@ class _Truth:
         for date, follows in zip(self.chosen, self.follows, strict=True):
             truth, centre, s0 = self._unseen(date)
             ratio = ((truth - centre) / s0) ** 2
-            ratios.add(ratio.clamp(max=_LARGEST_RATIO), complete(ratio), follows=bool(follows))
+            ratio = ratio.clamp(max=_LARGEST_RATIO)
+            ratios.add(self.scales.filled(ratio), present(ratio), follows=bool(follows))
         found = ratios.estimate()
         field = found.parts[-1].clamp(min=1e-12)
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
@@ -289,7 +308,8 @@ class _Truth:
         for date in chosen:
             truth, centre, s0 = self._unseen(date)
             scale = s0 * inflation.exp()
-            scores = torch.stack([self.scales.mean(self._crps(centre, scale * c, truth)) for c in _FACTORS])
+            crps = (self._crps(centre, scale * c, truth) for c in _FACTORS)
+            scores = torch.stack([self.scales.mean(one, torch.isfinite(one)) for one in crps])
             valid = torch.isfinite(scores).all(0)
             total += torch.where(valid, scores, 0.0)
             count += valid

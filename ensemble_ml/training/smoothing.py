@@ -56,9 +56,19 @@ class Scales:
         lat, lon = self._filters[0]
         return lat @ z @ lon
 
-    def mean(self, z: Tensor) -> Tensor:
-        """Area mean, (..., Y, X) -> (...) float64."""
-        return (z * self.area).double().sum((-2, -1))
+    def mean(self, z: Tensor, there: Tensor | None = None) -> Tensor:
+        """Area mean, (..., Y, X) -> (...) float64; over the points `there` where given, NaN for a field without any."""
+        if there is None or bool(there.all()):
+            return (z * self.area).double().sum((-2, -1))
+        area = torch.where(there, self.area, 0.0).double().sum((-2, -1))
+        return (torch.where(there, z, 0.0) * self.area).double().sum((-2, -1)) / torch.where(area > 0, area, torch.nan)
+
+    def filled(self, z: Tensor) -> Tensor:
+        """Points without a value take the area mean of those that have one: (..., Y, X); nothing has all NaN."""
+        there = torch.isfinite(z)
+        if bool(there.all()):
+            return z
+        return torch.where(there, z, self.mean(z, there)[..., None, None].to(z.dtype))
 
 
 def _gaussian(size: int, width: float, wraps: bool) -> Tensor:

@@ -1,0 +1,129 @@
+"""The fits leave out what is missing: start dates without a field, and points without a value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from synthetic import make_store
+
+from ensemble_ml.config import ModelConfig
+from ensemble_ml.loading import Reader
+from ensemble_ml.models import ModelSpec
+from ensemble_ml.models.features import unbiased_spread
+from ensemble_ml.store import PackedBlock, Part, StoreWriter, open_store
+from ensemble_ml.training.climate_data import Dates
+from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.smoothing import Scales
+
+GONE = (1, 4, 5, 10, 11, 17)  # start dates without msl, 15 of 20 for training
+TRAIN, TEST = np.arange(16), np.arange(16, 20)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gaps") / "whole.zarr"
+    names = ("t2m", "msl")
+    return make_store(
+        path, dates=20, members=8, leads=(24, 48), variables=("t",), levels=(500,), surface=names, bias=0.4
+    )
+
+
+def land(shape):
+    """True in a third of the columns, more of them in the north."""
+    rows, columns = np.indices(shape)
+    return columns < shape[1] // 3 + (shape[0] - rows) // 2
+
+
+def copy(store, path, *, gone=(), mask=None):
+    """The store without msl on the dates `gone`, and without values of msl where `mask`."""
+    parts = [Part.FORECAST, Part.TRUTH]
+    with StoreWriter(path, store.layout, parts=parts) as writer:
+        for date in range(len(store.layout.init_time)):
+            for part in parts:
+                fields = store.read(part, date)
+                there = np.ones(fields.surface.shape[:-2], bool)
+                there[:, :, 1] = date not in gone
+                points = np.zeros(fields.surface.shape, bool)
+                if mask is not None:
+                    points[:, :, 1] = mask
+                surface = PackedBlock.plain(np.where(points, np.nan, fields.surface), there, points)
+                writer.write(part, date, PackedBlock.plain(fields.pressure), surface)
+    return open_store(path)
+
+
+def reader_of(store):
+    lay = store.layout
+    grid = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=0)
+    return Reader(store, ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid))
+
+
+def only(dates):
+    return [date for date in dates.tolist() if date not in GONE]
+
+
+def test_a_date_without_a_field_counts_for_nothing(whole, tmp_path):
+    gappy = copy(whole, tmp_path / "gappy.zarr", gone=GONE)
+    found = fit_climate(reader_of(gappy), TRAIN, TEST, 5, sizes=[1, 5])
+    fewer = fit_climate(reader_of(whole), only(TRAIN), only(TEST), 5, sizes=[1, 5])
+    every = fit_climate(reader_of(whole), TRAIN, TEST, 5, sizes=[1, 5])
+    for name in ("spread_shrink", "spread_gain", "spread_level", "shrink"):
+        ours, subset, full = (getattr(fit.climate, f"{name}_s") for fit in (found, fewer, every))
+        np.testing.assert_allclose(ours[:, 1], subset[:, 1], rtol=2e-3, err_msg=name)
+        np.testing.assert_allclose(ours[:, 0], full[:, 0], rtol=2e-3, err_msg=name)
+    # packing anew moves a value by half a step; a date counted as zero would move these by a third
+    np.testing.assert_allclose(found.climate.spread_s[:, 1], fewer.climate.spread_s[:, 1], rtol=2e-3)
+    np.testing.assert_allclose(found.spread_error[5, :, 2], fewer.spread_error[5, :, 2], rtol=5e-3)
+    np.testing.assert_allclose(found.climate.std_s[1], fewer.climate.std_s[1], rtol=1e-3)
+    assert all(np.isfinite(values).all() for values in vars(found.climate).values())
+
+
+def test_points_without_a_value_count_for_nothing(whole, tmp_path):
+    mask = land(whole.layout.grid.shape)
+    masked = copy(whole, tmp_path / "masked.zarr", mask=mask)
+    assert masked.masked == ("msl",)
+    climate = fit_climate(reader_of(masked), TRAIN, [], 5).climate.checked(reader_of(masked).spec)
+    spreads = np.stack([masked.read(Part.SPREAD, int(d)).surface[0, :, 1] for d in TRAIN]).astype(float)
+    area = np.where(mask, 0, whole.layout.grid.area_weights())
+    level = np.nansum(spreads * area, (-2, -1)).sum(0) / area.sum()
+    variance = np.where(mask, np.nan, (np.where(mask, 0, spreads) ** 2).mean(0))
+    clim = np.sqrt(variance)
+    expected = level / (len(TRAIN) * np.nansum(clim * area, (-2, -1)) / area.sum())
+    # few dates: s_clim is smoothed by a cell, so it is no exact oracle here
+    np.testing.assert_allclose(climate.spread_level_s[:, 1], expected, rtol=0.01)
+    few = sum(_expected_spread(masked, int(d), area) for d in TRAIN)
+    np.testing.assert_allclose(climate.spread_gain_s[:, 1], level / few, rtol=1e-4)
+    assert climate.mean_s[1] == pytest.approx(_mean_of_values(masked), rel=1e-6)
+
+
+def _expected_spread(store, date, area):
+    """Mean over the points with values of s / c4(5), (T,)."""
+    spread = store.read(Part.FORECAST, date).surface[:5, :, 1].astype(float).std(0, ddof=1)
+    one = torch.ones(1)
+    args = torch.from_numpy(spread)[None], torch.tensor([5.0]), torch.ones(1), torch.tensor(1e-30), one, one
+    values = unbiased_spread(*args)[0].numpy()
+    return np.where(area > 0, values * area, 0).sum((-2, -1)) / area.sum()
+
+
+def _mean_of_values(store):
+    return np.nanmean(np.stack([store.read(Part.FORECAST, int(d)).surface[:, :, 1].astype(float) for d in TRAIN]))
+
+
+def test_means_over_points_that_are_there(whole):
+    scales = Scales(whole.layout.grid)
+    z = torch.randn(2, *whole.layout.grid.shape, generator=torch.Generator().manual_seed(0))
+    z[1, :, :5] = torch.nan
+    there = torch.isfinite(z)
+    area = torch.from_numpy(whole.layout.grid.area_weights())[:, 5:]
+    assert scales.mean(z, there)[1] == pytest.approx(float((z[1, :, 5:] * area).sum() / area.sum()), rel=1e-5)
+    filled = scales.filled(z)
+    assert torch.equal(filled[0], z[0]) and torch.isfinite(filled).all()
+    assert scales.mean(filled)[1] == pytest.approx(float(scales.mean(z, there)[1]), rel=1e-4)
+    assert torch.isnan(scales.mean(z, torch.zeros_like(there))).all()
+
+
+def test_a_sample_of_a_missing_field_is_not_a_number(whole, tmp_path):
+    gappy = copy(whole, tmp_path / "gappy.zarr", gone=GONE)
+    sample = Dates(reader_of(gappy), 5).sample(1)
+    assert torch.isnan(sample.spread[:, 2]).all() and torch.isfinite(sample.spread[:, :2]).all()
