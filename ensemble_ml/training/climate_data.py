@@ -55,15 +55,16 @@ class Dates:
 
     def level_spread(self, dates: np.ndarray) -> np.ndarray:
         """Root mean square of the full ensemble's spread at the *input* leads, (T_in, F)."""
-        spec, sums, counts = self.spec, 0.0, 0
+        spec = self.spec
+        sums = counts = np.zeros((len(spec.leads_in), self.shape[1]))
         chosen = Selection(None, spec.leads_in, spec.variables, spec.levels, spec.surface)
         for date in dates:
             fields = self.reader.source.read(Part.SPREAD, int(date), chosen)
             joined = join(Fields(fields.pressure[0], fields.surface[0]))
             square = joined.double() ** 2
             whole = bool(torch.isfinite(square).all())
-            square = (square.mean((-2, -1)) if whole else square.nanmean((-2, -1))).numpy()
-            sums, counts = sums + np.nan_to_num(square), counts + np.isfinite(square)
+            mean = (square.mean((-2, -1)) if whole else square.nanmean((-2, -1))).numpy()
+            sums, counts = sums + np.nan_to_num(mean), counts + np.isfinite(mean)
         return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
 
     def input_moments(self, dates: np.ndarray) -> Moments:
