@@ -10,7 +10,7 @@ A parameter that no rank used stays as it is; one that some ranks used counts as
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.distributed.buckets import Arrivals, Bucket, make_buckets
-from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
+from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
 
@@ -197,14 +197,3 @@ class GradientAverage(BucketExchange):
         if not culprits and not torch.isfinite(norm):  # the sum itself left the type's range, on all ranks alike
             culprits = tuple(range(self.group.size))
         return value, culprits
-
-
-def average_momentum(params: Sequence[Tensor], group: Communicator) -> None:
-    """Replace tensors by their mean over the ranks of `group`, in one all-reduce."""
-    if isinstance(group, NullCommunicator) or not params:
-        return
-    flat = torch.cat([m.flatten() for m in params])
-    group.all_reduce(flat)
-    flat /= group.size
-    for m, part in zip(params, flat.split([m.numel() for m in params]), strict=True):
-        m.copy_(part.view(m.shape))

@@ -78,8 +78,16 @@ class Exchange:
         """The directions that ranks voted for; None where Lion takes the signs of its own updates."""
         return None
 
-    def after_step(self, step: int) -> None:
-        """Follow the optimizer's step of that number, counted from 0."""
+    def after_step(self) -> dict[str, object]:
+        """Follow the optimizer's step; returns what the log should tell of it."""
+        return {}
+
+    def local_state(self) -> dict[str, Tensor]:
+        """Tensors that differ between ranks and that a resumed run needs."""
+        return {}
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """Take back this rank's tensors, or their mean over the ranks of a run of another size."""
 
     def close(self) -> None:
         """Let go of threads and hooks."""

@@ -1,0 +1,104 @@
+"""When and which momenta of voting ranks are averaged.
+
+Voting ranks update momentum from their own gradients, so momenta drift apart by the noise of the ranks' batches. Their
+average can be restored after every K steps, after intervals that double, or for the layers that need it most: those
+whose cross-rank variance is largest relative to their mean square, as far as a budget of bytes reaches. Variances are
+estimated from the same few hundred elements of each layer on every rank, which all ranks gather; so all choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.config import MomentumSync
+from ensemble_ml.distributed.communicator import Communicator
+
+SAMPLED = 256  # elements of a layer that estimate its variance
+
+
+@dataclass(frozen=True)
+class Synchronised:
+    """One averaging: the layers taken, bytes that this rank sent, relative variance of each layer where measured."""
+
+    layers: tuple[int, ...]
+    bytes_sent: int
+    variance: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class MomentumPlan:
+    """`every` steps between averagings (the first interval where they grow), `budget` bytes of a selective one."""
+
+    policy: MomentumSync = MomentumSync.never
+    every: int = 100
+    budget: float = 1e6
+
+    def due(self, step: int) -> bool:
+        """Whether momenta are averaged after `step` (counted from 0)."""
+        if self.policy is MomentumSync.never or (step + 1) % self.every:
+            return False
+        turn = (step + 1) // self.every + 1
+        return self.policy is not MomentumSync.growing or turn & (turn - 1) == 0  # after 1, 3, 7, 15 ... intervals
+
+    def follow(self, momenta: Sequence[Tensor], group: Communicator, step: int) -> Synchronised | None:
+        """Average what is due after `step`; None where nothing is."""
+        if group.size == 1 or not self.due(step):
+            return None
+        before = group.bytes_sent
+        if self.policy is not MomentumSync.selective:
+            average(momenta, group)
+            return Synchronised(tuple(range(len(momenta))), group.bytes_sent - before)
+        variance = relative_variance(momenta, group, step)
+        sizes = [m.numel() * m.element_size() * 2 * (group.size - 1) / group.size for m in momenta]
+        layers = choose(variance, sizes, self.budget)
+        average([momenta[i] for i in layers], group)
+        return Synchronised(layers, group.bytes_sent - before, tuple(variance))
+
+
+def average(momenta: Sequence[Tensor], group: Communicator) -> None:
+    """Replace tensors by their mean over the ranks of `group`, in one all-reduce."""
+    if group.size == 1 or not momenta:
+        return
+    # Elements in their order in memory, which is one order on all ranks.
+    flat = torch.cat([m.as_strided((m.numel(),), (1,)) for m in momenta])
+    group.all_reduce(flat)
+    flat /= group.size
+    for m, part in zip(momenta, flat.split([m.numel() for m in momenta]), strict=True):
+        m.as_strided((m.numel(),), (1,)).copy_(part)
+
+
+def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int) -> list[float]:
+    """Variance over ranks (ddof 1) over the mean square, of each tensor, from up to SAMPLED of its elements.
+
+    0 where momenta agree, about the number of ranks where they are unrelated (1 + (P - 1) / P of it at most).
+    """
+    samples = [m.as_strided((m.numel(),), (1,))[positions(m.numel(), step).to(m.device)] for m in momenta]
+    own = torch.cat(samples).float()
+    gathered = own.new_empty(group.size * len(own))
+    group.all_gather(gathered, own)
+    layers = gathered.view(group.size, -1).split([len(s) for s in samples], dim=1)
+    found = []
+    for values in layers:
+        square = values.square().mean()
+        found.append(float(values.var(0).mean() / square) if square > 0 else 0.0)
+    return found
+
+
+def positions(elements: int, step: int) -> Tensor:
+    """Elements that are looked at after `step`: evenly spaced, moved on from time to time."""
+    count = min(elements, SAMPLED)
+    return (torch.arange(count) * (elements // count) + step * 7919) % elements
+
+
+def choose(variance: Sequence[float], sizes: Sequence[float], budget: float) -> tuple[int, ...]:
+    """The layers with the largest variance that fit into `budget` bytes together, in order of their number."""
+    taken = []
+    for i in sorted(range(len(sizes)), key=lambda i: (-variance[i], i)):
+        if variance[i] > 0 and sizes[i] <= budget:
+            taken.append(i)
+            budget -= sizes[i]
+    return tuple(sorted(taken))

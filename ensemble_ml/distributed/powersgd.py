@@ -1,0 +1,109 @@
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): gradients averaged as products of two thin matrices.
+
+    M = gradient + error        P = orthonormal(mean(M Q))        Q = mean(M^T P)        error = M - P P^T M
+
+A parameter is the matrix (first axis, all others); what would not become smaller is averaged in float32. Everything is
+one bucket after backward, as two all-reduces; the factor Q is kept from step to step, as a start.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.exchange import GradientAverage, Reduction
+
+
+class PowerSGD(GradientAverage):
+    """Average gradients at rank `rank`; `clip` bounds the norm of the result."""
+
+    def __init__(self, group: Communicator, *, rank: int = 4, **settings: object):
+        super().__init__(group, **(settings | {"overlap": False}))  # type: ignore[arg-type]
+        self.rank = rank
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        super()._prepare(optimizer)
+        generator = torch.Generator().manual_seed(1)
+        self.factors: dict[int, Tensor] = {}
+        self.errors: dict[int, Tensor] = {}
+        self._new_errors: dict[int, Tensor] = {}
+        for i, p in enumerate(self.params):
+            rows, columns = _shape(p)
+            if self.rank * (rows + columns) < rows * columns:
+                start = torch.randn(columns, self.rank, generator=generator, dtype=self._wide)
+                self.factors[i] = start.to(p.device)
+                self.errors[i] = torch.zeros(rows, columns, device=p.device, dtype=self._wide)
+
+    def _exchange(self, number: int) -> None:
+        scale = 1.0 if self.reduction is Reduction.sum else 1 / self.group.size
+        matrices = {i: self._matrix(i, scale) for i in self.factors}
+        left = {i: m @ self.factors[i] for i, m in matrices.items()}
+        plain = [i for i in range(len(self.params)) if i not in self.factors]
+        used = torch.tensor([float(p.grad is not None) for p in self.params], dtype=self._wide)
+        health = torch.zeros(self.group.size, dtype=self._wide)
+        rest = {i: self._flat_grad(i) * scale for i in plain}
+        total = sum((t.sum() for t in (*left.values(), *rest.values())), start=torch.zeros((), dtype=self._wide))
+        health[self.group.rank] = float(not torch.isfinite(total))
+        device = self.params[0].device
+        parts = [*left.values(), *rest.values(), used.to(device), health.to(device)]
+        self._sum(parts)
+        right = {}
+        for i, m in matrices.items():
+            left[i] = torch.linalg.qr(torch.nan_to_num(left[i]))[0]
+            right[i] = m.T @ left[i]
+        self._sum(list(right.values()))
+        for i, m in matrices.items():
+            approximate = left[i] @ right[i].T
+            # The rank's own share of what was left out: its gradient less its part of the approximation.
+            self._new_errors[i] = m - left[i] @ (left[i].T @ m)
+            self._put(i, approximate, bool(parts[-2][i]))
+        for i in plain:
+            self._put(i, rest[i], bool(parts[-2][i]))
+        self._new_factors, self._health = right, parts[-1]
+
+    def _conclude(self) -> tuple[float, tuple[int, ...]]:
+        self._flats[0][-self.group.size :] = self._health
+        norm, culprits = super()._conclude()
+        if not culprits:
+            self.errors.update(self._new_errors)
+            self.factors.update(self._new_factors)
+        return norm, culprits
+
+    def local_state(self) -> dict[str, Tensor]:
+        errors = {f"error.{i}": v for i, v in self.errors.items()}
+        return errors | {f"factor.{i}": v for i, v in self.factors.items()}
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        for name, value in state.items():
+            kind, index = name.split(".")
+            held = self.errors if kind == "error" else self.factors
+            held[int(index)].copy_(value)
+
+    def _matrix(self, i: int, scale: float) -> Tensor:
+        return self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i]
+
+    def _flat_grad(self, i: int) -> Tensor:
+        p = self.params[i]
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        return grad.to(self._wide).reshape(-1)
+
+    def _put(self, i: int, values: Tensor, used: bool) -> None:
+        p = self.params[i]
+        if used:
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad
+            p.grad.copy_(values.view(p.shape))
+
+    def _sum(self, parts: list[Tensor]) -> None:
+        if not parts:
+            return
+        flat = torch.cat([t.reshape(-1) for t in parts])
+        self.group.all_reduce(flat, async_op=True).wait()
+        for t, part in zip(parts, flat.split([t.numel() for t in parts]), strict=True):
+            t.copy_(part.view(t.shape))
+
+
+def _shape(p: Tensor) -> tuple[int, int]:
+    rows = p.shape[0] if p.ndim > 1 else 1
+    return rows, p.numel() // max(rows, 1)

@@ -1,0 +1,287 @@
+"""Exchanges that vote on Lion's signs: ours, and the published ones that it is compared with.
+
+Every rank forms u = beta1 m + (1 - beta1) g from its own gradient and momentum, so momenta differ between ranks, unless
+they are averaged now and then (`momentum`). A ballot begins with a few words that tell the others whether this rank's
+numbers are finite and which parameters it used; so all ranks know it with the votes, and leave out the same steps.
+
+`clip` bounds the norm of the rank's own gradient: of all of it, and then the votes wait for the end of backward; or of
+each bucket, to its share sqrt(elements / all elements) of `clip`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast as typed
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ensemble_ml.config import ClipBy, VoteScale
+from ensemble_ml.distributed.buckets import Bucket
+from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
+from ensemble_ml.distributed.exchange import BucketExchange, Reduction
+from ensemble_ml.distributed.momentum import MomentumPlan, average
+from ensemble_ml.distributed.pack import WORD, unpack_signs, words
+from ensemble_ml.distributed.vote import cast, count, send, unit
+from ensemble_ml.errors import UserError
+from ensemble_ml.optim.exchange import total_norm
+from ensemble_ml.optim.lion import Lion
+
+
+class Vote(BucketExchange):
+    """One vote a bucket, `bits` out and one bit back.
+
+    Args:
+        group: ranks that vote.
+        bits: 1, 2, 4 or 8 bits an element that a rank sends.
+        scale: what codes are multiples of.
+        inner: ranks that average in full precision first (of one node, or of one sample's parts) and then share the
+            work: each sends its part of the ballot, and they pass the winning bits round.
+        inner_reduction: sum or mean of the inner ranks' gradients.
+        clip_by: see the head of the file.
+        plan: when momenta are averaged.
+        settings: of `BucketExchange`.
+    """
+
+    def __init__(
+        self,
+        group: Communicator,
+        *,
+        bits: int = 1,
+        scale: VoteScale = VoteScale.l1,
+        inner: Communicator | None = None,
+        clip_by: ClipBy = ClipBy.total,
+        plan: MomentumPlan | None = None,
+        **settings: object,
+    ):
+        super().__init__(group, **settings)  # type: ignore[arg-type]
+        self.bits = 1 if scale is VoteScale.sign else bits
+        self.scale = scale
+        self.inner = inner or NullCommunicator()
+        self.clip_by = clip_by
+        self.plan = plan or MomentumPlan()
+        self._headers: list[Tensor] = []
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.group.bytes_sent + self.inner.bytes_sent
+
+    @property
+    def ranks(self) -> int:
+        """All ranks that take part, inner ones too."""
+        return self.group.size * self.inner.size
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Lion):
+            raise UserError(f"{type(self).__name__}: ranks vote on signs, which only Lion takes; use optim=lion")
+        self._optimizer = optimizer
+        self._beta = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
+        multiple = WORD * self.ranks
+        self._flats = [b.flat(self.params, multiple=multiple) for b in self.buckets]
+        self._views = [b.views(flat, self.params) for b, flat in zip(self.buckets, self._flats, strict=True)]
+        self._signs: dict[Tensor, Tensor] = {}
+        for bucket, views in zip(self.buckets, self._views, strict=True):
+            self._signs |= {self.params[s.index]: v for s, v in zip(bucket.slots, views, strict=True)}
+        self._elements = sum(p.numel() for p in self.params)
+        assert self._arrivals is None
+        self._wait = bool(self.clip) and self.clip_by is ClipBy.total
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        assert self._arrivals is not None
+        self._arrivals.defer = self._wait or not self.overlap
+        self._headers = []
+        self._squares: list[Tensor] = []
+
+    def signs(self, params: Sequence[Tensor]) -> list[Tensor]:
+        return [self._signs[p] for p in params]
+
+    def after_step(self) -> dict[str, object]:
+        done = self.plan.follow(self.momenta, self.group, self.step)
+        if done is None:
+            return {}
+        return {"layers": done.layers, "bytes": done.bytes_sent, "variance": [float(f"{v:.3g}") for v in done.variance]}
+
+    @property
+    def momenta(self) -> list[Tensor]:
+        """This rank's momentum of each parameter."""
+        return [self._optimizer.momentum(p) for p in self.params]
+
+    def average_momenta(self) -> None:
+        """Let all ranks have the mean momentum."""
+        average(self.momenta, self.group)
+
+    def local_state(self) -> dict[str, Tensor]:
+        return {f"momentum.{i}": m for i, m in enumerate(self.momenta)}
+
+    def load_local_state(self, state: dict[str, Tensor]) -> None:
+        for i, m in enumerate(self.momenta):
+            m.copy_(state[f"momentum.{i}"])
+
+    def _before_flush(self) -> None:
+        if self._wait:
+            norm = total_norm(self.params)
+            torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
+            self._squares.append(norm.square())
+
+    def _exchange(self, number: int) -> None:
+        bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
+        used = [g is not None for g in self._grads(bucket)]
+        if self.inner.size > 1:
+            used = self._average_inside(bucket, flat, views, used)
+        for slot, there in zip(bucket.slots, used, strict=True):
+            p = self.params[slot.index]
+            if p.grad is None and there:
+                p.grad = torch.zeros_like(p)
+        self._clip_bucket(bucket)
+        magnitude = self._fill(bucket, views, flat)
+        header = self._header(magnitude, used)
+        everyone, winner = self._vote(flat, header, views, magnitude)
+        self._headers.append(everyone)
+        self._mark_used(bucket, everyone, used)
+        unpack_signs(winner, flat)
+
+    def _average_inside(self, bucket: Bucket, flat: Tensor, views: list[Tensor], used: Sequence[bool]) -> list[bool]:
+        """Replace gradients by the inner ranks' mean, or by their sum as the whole batch's gradient would be."""
+        for view, grad in zip(views, self._grads(bucket), strict=True):
+            view.copy_(grad) if grad is not None else view.zero_()
+        counts = torch.tensor([float(u) for u in used], device=flat.device)
+        joined = torch.cat([flat[: bucket.elements], counts])
+        self.inner.all_reduce(joined, async_op=True).wait()
+        flat[: bucket.elements] = joined[: bucket.elements]
+        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else float(self.group.size)
+        found = [bool(c) for c in joined[bucket.elements :]]
+        for slot, view, there in zip(bucket.slots, views, found, strict=True):
+            p = self.params[slot.index]
+            if there:
+                p.grad = torch.empty_like(p) if p.grad is None else p.grad
+                p.grad.copy_(view)
+        return found
+
+    def _clip_bucket(self, bucket: Bucket) -> None:
+        if not self.clip or self.clip_by is ClipBy.total:
+            return
+        params = [self.params[s.index] for s in bucket.slots]
+        norm, elements = total_norm(params), sum(s.elements for s in bucket.slots)
+        torch.nn.utils.clip_grads_with_norm_(params, self.clip * (elements / self._elements) ** 0.5, norm)
+        self._squares.append(norm.square())
+
+    def _fill(self, bucket: Bucket, views: list[Tensor], flat: Tensor) -> Tensor:
+        """Put u of each parameter into its view; returns the sums of magnitudes, (slots,)."""
+        flat[bucket.elements :].zero_()
+        factor = float(self.group.size) if self.reduction is Reduction.sum and self.inner.size == 1 else 1.0
+        for slot, view in zip(bucket.slots, views, strict=True):
+            p = self.params[slot.index]
+            beta = self._beta[p]
+            if factor != 1 and p.grad is not None:
+                p.grad *= factor  # an estimate of the whole batch's gradient, whatever the number of ranks
+            torch.mul(self._optimizer.momentum(p), beta, out=view)
+            if p.grad is not None:
+                view.add_(p.grad, alpha=1 - beta)
+        # The words between parameters must stay zero: flat held signs.
+        for slot in bucket.slots:
+            end = slot.start + slot.elements
+            flat[end : slot.start + words(slot.elements) * WORD].zero_()
+        return torch.stack(list(torch._foreach_norm(views, 1)))
+
+    def _header(self, magnitude: Tensor, used: Sequence[bool]) -> Tensor:
+        """(h,) words: whether something is not finite, then a bit for each parameter that this rank used."""
+        bits = sum(int(u) << i for i, u in enumerate(used))
+        packed = [bits >> (63 * i) & (2**63 - 1) for i in range(-(-len(used) // 63))]
+        head = torch.tensor([0, *packed], device=magnitude.device)
+        head[0] = (~torch.isfinite(magnitude.sum())).long()
+        return head
+
+    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        """Everyone's headers (P, h) and the winning words of the whole bucket."""
+        if self.bits > 1:
+            self._to_units(views, magnitude)
+        part = flat.view(self.inner.size, -1)[self.inner.rank]
+        ballots = cast(part, self.bits, self.group.size, self.step)
+        received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
+        winner = count(received[:, len(header) :].contiguous(), self.bits, self.step)
+        for group in (self.group, self.inner):
+            gathered = winner.new_empty(group.size * len(winner))
+            group.all_gather(gathered, winner, async_op=True).wait()
+            winner = gathered
+        return received[:, : len(header)], winner
+
+    def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
+        sizes = torch.tensor([max(v.numel(), 1) for v in views], device=magnitude.device)
+        if self.scale is VoteScale.linf:
+            magnitude = torch.stack(list(torch._foreach_norm(views, float("inf"))))
+        else:
+            magnitude = magnitude / sizes
+        delta = magnitude * unit(self.bits, self.scale)
+        torch._foreach_mul_(views, list(torch.where(delta > 0, 1 / delta, 0.0).unbind()))
+
+    def _mark_used(self, bucket: Bucket, everyone: Tensor, used: Sequence[bool]) -> None:
+        """Give a zero gradient to parameters that only other ranks used, so that the optimizer steps them here too."""
+        if all(used):
+            return
+        rows = everyone[:, 1:].tolist()
+        for i, slot in enumerate(bucket.slots):
+            p = self.params[slot.index]
+            if p.grad is None and any(row[i // 63] >> (i % 63) & 1 for row in rows):
+                p.grad = torch.zeros_like(p)
+
+    def _conclude(self) -> tuple[float, tuple[int, ...]]:
+        sick = torch.stack([h[:, 0] for h in self._headers]).sum(0)
+        culprits = tuple(torch.nonzero(sick).flatten().tolist())
+        norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
+        return float(norm), culprits
+
+
+class LionCub(Vote):
+    """Lion Cub as published (arXiv:2411.16462): after backward, everything in one buffer.
+
+    Eight bits: codes of at most floor(127 / ranks) steps to either side, so that an int8 all-reduce cannot overflow;
+    none is left beyond 127 ranks. One bit: all_to_all, unpacked and added up as int8, all_gather.
+    """
+
+    def __init__(self, group: Communicator, *, bits: int = 8, **settings: object):
+        super().__init__(group, bits=bits, **(settings | {"overlap": False}))  # type: ignore[arg-type]
+        self.levels = 127 // group.size
+        if bits == 8 and not self.levels:
+            raise UserError(f"optim.exchange=lion_cub: 8 bits have no level for {group.size} ranks; use exchange=vote")
+
+    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        if self.bits == 1:
+            ballots = cast(flat, 1, self.group.size, self.step)
+            received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
+            total = _add_signs(received[:, len(header) :].contiguous())
+            winner = cast(total, 1, 1, self.step)[0]
+            gathered = winner.new_empty(self.group.size * len(winner))
+            self.group.all_gather(gathered, winner, async_op=True).wait()
+            return received[:, : len(header)], gathered
+        self._to_units(views, magnitude)
+        codes = flat.mul_(self.levels / 2.0**7).round_().clamp_(-self.levels, self.levels).to(torch.int8)
+        self.group.all_reduce(codes, async_op=True).wait()
+        everyone = header.new_empty(self.group.size * len(header))
+        self.group.all_gather(everyone, header, async_op=True).wait()
+        return everyone.view(self.group.size, -1), cast(codes.float(), 1, 1, self.step)[0]
+
+
+class DistributedLion(Vote):
+    """Distributed Lion by majority vote (arXiv:2404.00438): after backward, every rank gathers every rank's bits."""
+
+    def __init__(self, group: Communicator, **settings: object):
+        super().__init__(group, **(settings | {"overlap": False, "bits": 1}))  # type: ignore[arg-type]
+
+    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        ballot = torch.cat([header, cast(flat, 1, 1, self.step)[0]])
+        everyone = ballot.new_empty(self.group.size * len(ballot))
+        self.group.all_gather(everyone, ballot, async_op=True).wait()
+        rows = everyone.view(self.group.size, -1)
+        total = _add_signs(rows[:, len(header) :].contiguous())
+        return rows[:, : len(header)], cast(total, 1, 1, self.step)[0]
+
+
+def _add_signs(ballots: Tensor) -> Tensor:
+    """Sum over ranks of the signs in words (P, w), as float (64 w,)."""
+    total = torch.zeros(ballots.shape[1] * WORD, dtype=torch.int8 if len(ballots) < 128 else torch.int16)
+    total = total.to(ballots.device)
+    for row in ballots:
+        total += unpack_signs(row.contiguous(), torch.empty_like(total))
+    return typed(Tensor, total.float())

@@ -1,0 +1,325 @@
+"""Exchanges during backward: against one process that knows all ranks' gradients."""
+
+import copy
+
+import pytest
+import torch
+from parallel.simulated import on_ranks
+from torch import nn
+
+from ensemble_ml.config import ClipBy, MomentumSync
+from ensemble_ml.distributed.exchange import GradientAverage, Reduction
+from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
+from ensemble_ml.distributed.powersgd import PowerSGD
+from ensemble_ml.distributed.vote import sign_allreduce
+from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
+from ensemble_ml.errors import UserError
+from ensemble_ml.optim import Lion
+
+
+class Net(nn.Module):
+    """Odd sizes, one weight with its axes permuted in memory, one that is used only where asked."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.a = nn.Parameter(torch.randn(7, 13, generator=generator))
+        self.b = nn.Parameter(torch.randn(13, 5, 3, generator=generator).permute(2, 0, 1))
+        self.c = nn.Parameter(torch.randn(1, generator=generator))
+        self.unused = nn.Parameter(torch.randn(70, generator=generator))
+        self.never = nn.Parameter(torch.randn(3, generator=generator))
+
+    def forward(self, x, use=False):
+        y = torch.relu(x @ self.a) @ self.b.sum(0) * self.c
+        return y.square().mean() + (self.unused.square().sum() if use else 0)
+
+
+def batch(rank, step):
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(make, size, steps=5, use=lambda rank, step: False, batches=batch, before=None):
+    """Weights, momenta and outcomes of each rank after some steps."""
+
+    def work(group):
+        net, exchange = Net(), make(group)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        outcomes = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            exchange.begin(step)
+            net(batches(group.rank, step), use(group.rank, step)).backward()
+            if before:
+                before(net, group.rank, step)
+            outcomes.append(exchange.finish())
+            if outcomes[-1].finite:
+                optimizer.step()
+                exchange.after_step()
+        exchange.close()
+        return [p.detach() for p in net.parameters()], [optimizer.momentum(p) for p in net.parameters()], outcomes
+
+    return on_ranks(size, work)
+
+
+def same(found):
+    return all(torch.equal(a, b) for weights, *_ in found for a, b in zip(weights, found[0][0], strict=True))
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-4, 4.0])
+@pytest.mark.parametrize("reduction", list(Reduction))
+def test_average_is_one_process_on_the_whole_batch(reduction, bucket_mb):
+    found = train(lambda g: GradientAverage(g, reduction=reduction, bucket_mb=bucket_mb), 3)
+    assert same(found)
+    net, steps = Net(), range(5)
+    optimizer = Lion(net.parameters(), lr=1e-2)
+    for step in steps:
+        optimizer.zero_grad()
+        losses = [net(batch(rank, step)) for rank in range(3)]
+        (sum(losses) / (3 if reduction is Reduction.mean else 1)).backward()
+        optimizer.step()
+    for a, b in zip(found[0][0], net.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_vote_in_buckets_is_a_vote_on_each_parameter(bits, size):
+    """Buckets change nothing; parameters with permuted axes vote in their order in memory."""
+    found = train(lambda g: Vote(g, bits=bits, bucket_mb=1e-4), size)
+    whole = train(lambda g: Vote(g, bits=bits), size)
+    assert same(found) and same(whole)
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], whole[0][0], strict=True))
+
+    def by_hand(group):
+        net = Net()
+        momenta = [torch.zeros_like(p) for p in net.parameters()]
+        for step in range(5):
+            net.zero_grad()
+            net(batch(group.rank, step)).backward()
+            for p, m in zip(net.parameters(), momenta, strict=True):
+                if p.grad is None:
+                    continue
+                u = m * 0.9 + p.grad * (1 - 0.9)
+                order = sorted(range(p.ndim), key=lambda d: -p.stride(d))
+                back = [order.index(d) for d in range(p.ndim)]
+                signs = sign_allreduce(u.permute(order).contiguous(), bits, group, step).permute(back)
+                p.data.mul_(1 - 1e-2 * 0.1).sub_(1e-2 * signs)
+                m.mul_(0.99).add_(p.grad, alpha=1 - 0.99)
+        return [p.detach() for p in net.parameters()]
+
+    for a, b in zip(found[0][0], on_ranks(size, by_hand)[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_one_voter_is_plain_lion():
+    [(weights, momenta, _)] = train(lambda g: Vote(g), 1, batches=lambda r, s: batch(r, s).abs())
+    net = Net()
+    optimizer = Lion(net.parameters(), lr=1e-2)
+    for step in range(5):
+        optimizer.zero_grad()
+        net(batch(0, step).abs()).backward()
+        optimizer.step()
+    zero = [(p.grad == 0) if p.grad is not None else torch.zeros_like(p, dtype=torch.bool) for p in net.parameters()]
+    for a, b, z in zip(weights, net.parameters(), zero, strict=True):
+        assert torch.equal(a[~z], b.detach()[~z])
+    assert all(torch.equal(m, optimizer.momentum(p)) for m, p in zip(momenta, net.parameters(), strict=True))
+
+
+RIVALS = {
+    "vote": lambda g, **k: Vote(g, **k),
+    "cub8": lambda g, **k: LionCub(g, bits=8, **k),
+    "cub1": lambda g, **k: LionCub(g, bits=1, **k),
+    "distributed": lambda g, **k: DistributedLion(g, **k),
+    "fp32": lambda g, **k: GradientAverage(g, **k),
+    "fp16": lambda g, **k: GradientAverage(g, dtype=torch.float16, **k),
+    "powersgd": lambda g, **k: PowerSGD(g, rank=2, **k),
+}
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_replicas_stay_equal_and_unused_parameters_do_not_hang(name):
+    found = train(RIVALS[name], 3, use=lambda rank, step: rank == 1 and step % 2 == 0)
+    assert same(found)
+    start = Net()
+    assert torch.equal(found[0][0][4], start.never)  # used by nobody: not even decayed
+    assert not torch.equal(found[0][0][3], start.unused)
+
+
+def test_published_forms_of_one_bit_win_the_same_vote():
+    ours, *others = (train(RIVALS[name], 3)[0][0] for name in ("vote", "cub1", "distributed"))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+
+
+def test_published_eight_bits_end_at_127_ranks():
+    class Many:
+        size, rank, bytes_sent = 128, 0, 0
+
+    with pytest.raises(UserError, match="128 ranks"):
+        LionCub(Many(), bits=8)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_known_to_all_and_who_it_was(name, bad):
+    def poison(net, rank, step):
+        if step == 2 and rank == 1:
+            net.a.grad[0, 0] = bad
+
+    deferred = {"overlap": False} if name in ("vote", "fp32", "fp16") else {}
+    found = train(lambda g: RIVALS[name](g, **deferred), 3, before=poison)
+    assert [[o.culprits for o in outcomes] for *_, outcomes in found] == [[(), (), (1,), (), ()]] * 3
+    assert same(found) and all(torch.isfinite(p).all() for p in found[0][0])
+    assert all(torch.isfinite(m).all() for m in found[1][1])
+
+
+def test_poison_found_during_backward():
+    found = train(lambda g: Vote(g), 2, batches=lambda r, s: batch(r, s) * (float("nan") if (r, s) == (0, 3) else 1))
+    assert [o.culprits for o in found[1][2]] == [(), (), (), (0,), ()]
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_gradient_accumulation(bits):
+    def twice(group):
+        net, exchange = Net(), Vote(group, bits=bits)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        for step in range(3):
+            optimizer.zero_grad()
+            exchange.begin(step)
+            with exchange.hold():
+                net(batch(group.rank, step)).backward()
+            net(batch(group.rank, step + 50)).backward()
+            assert exchange.finish().finite
+            optimizer.step()
+        exchange.close()
+        return [p.detach() for p in net.parameters()]
+
+    def once(group):
+        net, exchange = Net(), Vote(group, bits=bits, overlap=False)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        for step in range(3):
+            optimizer.zero_grad()
+            exchange.begin(step)
+            (net(batch(group.rank, step)) + net(batch(group.rank, step + 50))).backward()
+            exchange.finish()
+            optimizer.step()
+        exchange.close()
+        return [p.detach() for p in net.parameters()]
+
+    a, b = on_ranks(2, twice), on_ranks(2, once)
+    for x, y in zip(a[0], b[0], strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_second_backward_without_hold_is_refused():
+    def work(group):
+        net, exchange = Net(), Vote(group)
+        Lion(net.parameters(), exchange=exchange)
+        exchange.begin(0)
+        net(batch(0, 0), True).backward()
+        (net.never.sum() + net(batch(0, 0))).backward()  # the bucket is full, and goes
+        with pytest.raises(RuntimeError, match="hold"):
+            net(batch(0, 1)).backward()
+        exchange.finish()
+        exchange.close()
+
+    on_ranks(1, work)
+
+
+@pytest.mark.parametrize("clip_by", list(ClipBy))
+def test_clipping_bounds_the_own_gradient(clip_by):
+    found = train(lambda g: Vote(g, clip=1e-3, clip_by=clip_by, bucket_mb=1e-4), 2)
+    assert same(found)
+    for _, momenta, outcomes in found:
+        assert outcomes[0].norm > 1e-3
+        # Momentum is a sum of clipped gradients with weights that add up to less than 1 - 0.99^5.
+        assert torch.cat([m.flatten() for m in momenta]).norm() <= 1e-3 * (1 - 0.99**5) * 1.001
+
+
+def test_clipping_of_an_average_bounds_the_average():
+    found = train(lambda g: GradientAverage(g, clip=1e-3), 2)
+    assert found[0][2][0].norm > 1e-3
+    assert torch.cat([m.flatten() for m in found[0][1]]).norm() <= 1e-3 * (1 - 0.99**5) * 1.001
+
+
+@pytest.mark.parametrize("bits", [1, 8])
+def test_hierarchy_averages_inside_and_votes_between(bits):
+    """2 groups of 2: equal to two voters that each hold the mean gradient of their group."""
+
+    def flat_pair(group):
+        net, exchange = Net(), Vote(group, bits=bits)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        for step in range(5):
+            optimizer.zero_grad()
+            exchange.begin(step)
+            with exchange.hold():
+                (net(batch(2 * group.rank, step)) / 2).backward()
+            (net(batch(2 * group.rank + 1, step)) / 2).backward()
+            exchange.finish()
+            optimizer.step()
+        exchange.close()
+        return [p.detach() for p in net.parameters()]
+
+    wanted = on_ranks(2, flat_pair)[0]
+    found = hierarchical(lambda outer, inner: Vote(outer, bits=bits, inner=inner))
+    assert same(found)
+    for a, b in zip(found[0][0], wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def hierarchical(make):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from parallel.simulated import Room, SimulatedCommunicator
+
+    inner, outer = [Room(2), Room(2)], [Room(2), Room(2)]
+
+    def work(rank):
+        node, place = divmod(rank, 2)
+        exchange = make(SimulatedCommunicator(outer[place], node), SimulatedCommunicator(inner[node], place))
+        net = Net()
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        for step in range(5):
+            optimizer.zero_grad()
+            exchange.begin(step)
+            net(batch(rank, step)).backward()
+            assert exchange.finish().finite
+            optimizer.step()
+        exchange.close()
+        return [p.detach() for p in net.parameters()], None
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(work, range(4)))
+
+
+def test_momentum_is_averaged_when_it_is_due():
+    assert [s for s in range(40) if MomentumPlan(MomentumSync.every, 10).due(s)] == [9, 19, 29, 39]
+    assert [s for s in range(200) if MomentumPlan(MomentumSync.growing, 10).due(s)] == [9, 29, 69, 149]
+    assert not any(MomentumPlan().due(s) for s in range(200))
+    synced = train(lambda g: Vote(g, plan=MomentumPlan(MomentumSync.every, 5)), 3)
+    apart = train(lambda g: Vote(g), 3)
+    mean = [sum(ms) / 3 for ms in zip(*(m for _, m, _ in apart), strict=True)]
+    for _, momenta, _ in synced:
+        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(momenta, mean, strict=True))
+
+
+def test_the_layers_that_differ_most_are_taken_within_the_budget():
+    def work(group):
+        noise = torch.Generator().manual_seed(group.rank)
+        common = torch.randn(1000, generator=torch.Generator().manual_seed(9))
+        momenta = [
+            common.clone(),
+            common + 0.5 * torch.randn(1000, generator=noise),
+            torch.randn(1000, generator=noise),
+        ]
+        found = relative_variance(momenta, group, 3)
+        done = MomentumPlan(MomentumSync.selective, 1, 7000.0).follow(momenta, group, 3)
+        return found, done, momenta
+
+    results = on_ranks(4, work)
+    variance, done, _ = results[0]
+    assert variance[0] == 0 and 0.1 < variance[1] < 0.35 and 0.8 < variance[2] < 1.2
+    assert done.layers == (2,) and done.variance == tuple(variance)  # 2 * 4000 * 3/4 = 6000 bytes a layer
+    assert all(torch.equal(m[2], results[0][2][2]) for *_, m in results)
+    assert choose([0.1, 0.5, 0.3], [10.0, 100.0, 10.0], 25.0) == (0, 2)
+    assert copy.copy(done) == done
