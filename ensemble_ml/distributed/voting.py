@@ -11,7 +11,6 @@ each bucket, to its share sqrt(elements / all elements) of `clip`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast as typed
 
 import torch
 from torch import Tensor
@@ -284,4 +283,4 @@ def _add_signs(ballots: Tensor) -> Tensor:
     total = total.to(ballots.device)
     for row in ballots:
         total += unpack_signs(row.contiguous(), torch.empty_like(total))
-    return typed(Tensor, total.float())
+    return total.float()
