@@ -28,6 +28,7 @@ SCALES = {
     "sp": (99_000.0, 900.0),
     "tp": (0.0, 3e-3),
     "fg10": (14.0, 4.0),
+    "sst": (290.0, 6.0),
 }
 NOT_NEGATIVE = ("q", "tp", "fg10")
 
@@ -50,12 +51,15 @@ def make_store(
     packing: Packing = Packing.uint16,
     seed: int = 0,
     overwrite: bool = False,
+    masked: Sequence[str] = (),
+    absent: Sequence[tuple[Part, int, int, str]] = (),
 ) -> TensorStore:
     """Write a synthetic store at `path` and open it.
 
     `dates` is a number (every second day from 2001-01-01) or ISO dates; `shape` (Y, X) is a global grid that holds the
     poles. `bias` shifts the members, in units of sigma, by a pattern of its own in each cell; `dispersion` multiplies
-    the members' departures, so below one the ensemble is under-dispersive.
+    the members' departures, so below one the ensemble is under-dispersive. Surface variables that `masked` names have
+    no value on `land`, in any part; `absent` lists (part, date, position of the member, variable) that are left out.
     """
     layout = make_layout(
         dates=dates, members=members, leads=leads, variables=variables, levels=levels, surface=surface, shape=shape
@@ -74,9 +78,31 @@ def make_store(
             for part in parts:
                 blocks = [_values(rng, part, draw, pattern, members, dispersion, names)
                           for draw, pattern, (names, _) in zip(drawn, patterns, kinds, strict=True)]  # fmt: skip
-                pressure, surf = PackedBlock.plain(blocks[0]), PackedBlock.plain(blocks[1][:, :, :, 0])
+                there = _present(layout, [(m, name) for p, d, m, name in absent if (p, d) == (part, date)], blocks)
+                flat = blocks[1][:, :, :, 0]
+                mask = np.broadcast_to(land(shape), flat.shape) & np.isin(surface, masked)[:, None, None]
+                pressure = PackedBlock.plain(blocks[0], there[0])
+                surf = PackedBlock.plain(np.where(mask, np.nan, flat), there[1], mask if masked else None)
                 writer.write(part, date, pressure, surf)
     return open_store(path)
+
+
+def land(shape: tuple[int, int]) -> np.ndarray:
+    """Where masked variables have no value, bool (Y, X): a third of the globe, a pole with it."""
+    rows, columns = shape
+    mask = np.zeros(shape, bool)
+    mask[: rows // 2, : columns // 3] = True
+    mask[-2:] = True
+    return mask
+
+
+def _present(layout: Layout, gone: list[tuple[int, str]], blocks: list[np.ndarray]) -> list[np.ndarray]:
+    there = [np.ones(block.shape[: 4 - flat], bool) for flat, block in enumerate(blocks)]
+    for member, name in gone:
+        at_surface = name in layout.surface
+        names = layout.surface if at_surface else layout.variables
+        there[at_surface][member, :, names.index(name)] = False
+    return there
 
 
 def make_layout(

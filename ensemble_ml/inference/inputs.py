@@ -18,9 +18,10 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.inference.starts import Start
 from ensemble_ml.loading.batches import filled
-from ensemble_ml.loading.reader import Reader, mean_and_spread
+from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import AnyModel, Climate, EnsembleInput, ModelSpec
 from ensemble_ml.models.features import Features
+from ensemble_ml.models.inputs import valid_shares
 from ensemble_ml.store.source import Fields, Source
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,11 @@ class Samples:
         """Read one start date.
 
         Raises:
-            UserError: a value is NaN or infinite; its variable, level, lead and date are named.
+            UserError: a value is NaN or infinite where the model knows of no mask; its variable, level, lead and date
+                are named.
         """
         members = self.reader.forecast(start.date, start.positions)
-        reduced = [mean_and_spread(values) for values in (members.pressure, members.surface)]
+        reduced = [self.reader.reduce(values) for values in (members.pressure, members.surface)]
         mean, spread = (Fields(*pair) for pair in zip(*reduced, strict=True))
         beyond = self._beyond(members)
         for name, text in beyond.items():
@@ -68,7 +70,7 @@ class Samples:
         if self._limits is None:
             return {}
         limits = self._limits
-        low, high = (_by_field(members, reduce) for reduce in (np.min, np.max))
+        low, high = (_by_field(members, reduce) for reduce in (np.fmin.reduce, np.fmax.reduce))
         width = np.maximum(limits[:, 1] - limits[:, 0], np.finfo(np.float32).tiny)
         excess = np.maximum(limits[:, 0] - low, high - limits[:, 1]) / width
         found: dict[str, tuple[float, str]] = {}
@@ -88,6 +90,8 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
 
     single, every = spec.config.one_member, spec.takes_members
     most = max(len(s.start.positions) for s in samples)
+    given = [s.members for s in samples] if spec.masked else []
+    shares = [valid_shares(spec, members.pressure, members.surface) for members in given]
     return EnsembleInput(
         stack([s.mean.pressure for s in samples]),
         stack([s.spread.pressure for s in samples]),
@@ -99,6 +103,7 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
         stack([s.members.surface[0] for s in samples]) if single else None,
         stack([filled(s.members.pressure, most) for s in samples]) if every else None,
         stack([filled(s.members.surface, most) for s in samples]) if every else None,
+        **{name: stack([share[name] for share in shares]) for name in ("valid_p", "valid_s") if shares},
     )
 
 
@@ -135,7 +140,7 @@ def _limits(spec: ModelSpec, ranges: Mapping[str, Any]) -> np.ndarray:
 
 
 def _by_field(members: Fields, reduce: Any) -> np.ndarray:
-    """(V Z + S,) one number a field, over members, leads and places."""
+    """(V Z + S,) one number a field, over members, leads and places that have a value."""
     upper = reduce(members.pressure, axis=(0, 1, 4, 5)) if members.pressure.size else np.zeros(0)
     flat = reduce(members.surface, axis=(0, 1, 3, 4)) if members.surface.size else np.zeros(0)
     return np.concatenate([upper.ravel(), flat.ravel()]).astype(np.float64)

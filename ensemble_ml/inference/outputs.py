@@ -62,7 +62,7 @@ def outputs(
     for suffix, names in (("p", spec.variables), ("s", spec.surface)):
         for position, name in enumerate(names):
             part = _Variable(spec, prediction, suffix, at, position, sample)
-            for kind, values in part.fields(name, wanted):
+            for kind, values in part.masked_fields(name, wanted):
                 yield Output(name, kind, places.cut(values.float().numpy()))
 
 
@@ -80,6 +80,12 @@ class _Variable:
         raw = [getattr(fields, attribute) for fields in (sample.members, sample.mean, sample.spread)]
         # Taking the variable leaves the lead on the axis where the variable was.
         self._raw = [torch.from_numpy(v.take(position, axis).take(spec.lead_positions, axis)) for v in raw]
+
+    def masked_fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
+        """As `fields`, with NaN where none of the members given has a value."""
+        hidden = torch.isnan(self._raw[1])
+        for kind, values in self.fields(name, wanted):
+            yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values
 
     def fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
         """What is asked for of this variable, in the order of the file."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order, member_subset
-from ensemble_ml.loading.reader import Reader, iso, mean_and_spread
-from ensemble_ml.models.inputs import EnsembleInput
+from ensemble_ml.loading.reader import Reader, iso
+from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
 from ensemble_ml.store.source import Part
 
 T = TypeVar("T")
@@ -78,6 +78,7 @@ class Batches:
         if not len(dates):
             raise UserError("data.train: no start date; name years, dates or ranges that the store holds")
         self.reader, self.dates = reader, np.asarray(dates)
+        self._spare = spare_members(reader.spec)
         self.order = Order(seed, len(dates), batch_size)
         self.sizes = self._usable(sizes)
         self.steps, self.start_step, self.prefetch = steps, start_step, prefetch
@@ -88,12 +89,17 @@ class Batches:
     def batch(self, step: int) -> Batch:
         """The batch of one global step (counted from 0)."""
         epoch, samples = self.order.step(step)
-        drawn = [member_subset(self.order.seed, epoch, int(s), self.reader.full_size, self.sizes) for s in samples]
-        return _collate(self.reader, [int(d) for d in self.dates[samples]], drawn)
+        return _collate(self.reader, [int(d) for d in self.dates[samples]], [self.draw(epoch, int(s)) for s in samples])
+
+    def draw(self, epoch: int, sample: int) -> np.ndarray:
+        """Members that a sample shows: of those that its date has whole."""
+        there = self.reader.available(int(self.dates[sample]))
+        sizes = [size for size in self.sizes if size <= len(there) - self._spare]
+        return member_subset(self.order.seed, epoch, sample, self.reader.full_size, sizes, there)
 
     def _usable(self, sizes: Sequence[int]) -> list[int]:
         """With a spread head alone, samples of all members would teach nothing: they are not drawn."""
-        most = self.reader.full_size - (0 if self.reader.spec.config.postprocess else 1)
+        most = self.reader.full_size - self._spare
         allowed = [size for size in sizes if size <= most]
         if not allowed:
             raise UserError(
@@ -105,10 +111,17 @@ class Batches:
 def fixed_batches(
     reader: Reader, dates: Iterable[int], members: Sequence[int] | np.ndarray, *, batch_size: int = 1, prefetch: int = 0
 ) -> Iterator[Batch]:
-    """Batches of `dates` in order, each with the members at positions `members`: for validation."""
+    """Batches of `dates` in order, for validation: `members` are positions among the whole members of each date."""
     order = [int(d) for d in dates]
     groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    yield from read_ahead((_collate(reader, group, [np.asarray(members)] * len(group)) for group in groups), prefetch)
+    chosen = np.asarray(members)
+    made = (_collate(reader, group, [reader.available(date)[chosen] for date in group]) for group in groups)
+    yield from read_ahead(made, prefetch)
+
+
+def spare_members(spec: ModelSpec) -> int:
+    """Members of a date that no sample may show: one where only spread is learned, whose target all members make."""
+    return 0 if spec.config.postprocess else 1
 
 
 def _collate(reader: Reader, dates: list[int], members: list[np.ndarray]) -> Batch:
@@ -128,21 +141,31 @@ def _collate(reader: Reader, dates: list[int], members: list[np.ndarray]) -> Bat
         targets |= _targets(reader, Part.TRUTH, "truth", dates)
     if spec.config.spread:
         targets |= _targets(reader, Part.SPREAD, "target_spread", dates)
-        whole = [i for i, drawn in enumerate(members) if len(drawn) == reader.full_size]
+        whole = [i for i, drawn in enumerate(members) if len(drawn) == len(reader.available(dates[i]))]
         for suffix in ("p", "s"):
             targets[f"target_spread_{suffix}"][whole] = torch.nan
+    if spec.masked:
+        targets = {name: _hide(spec, inputs, name, values) for name, values in targets.items()}
     return Batch(inputs, [iso(time) for time in times], **targets)
+
+
+def _hide(spec: ModelSpec, inputs: EnsembleInput, name: str, target: Tensor) -> Tensor:
+    """NaN, which weighs nothing, where no member given has a value: there is nothing to correct."""
+    mean = inputs.mean_p if name.endswith("_p") else inputs.mean_s
+    return torch.where(torch.isnan(mean[:, spec.lead_positions]), torch.nan, target)
 
 
 def _inputs(reader: Reader, date: int, members: np.ndarray) -> dict[str, np.ndarray]:
     fields = reader.forecast(date, members)
     found: dict[str, np.ndarray] = {}
     for suffix, values in (("p", fields.pressure), ("s", fields.surface)):
-        found[f"mean_{suffix}"], found[f"spread_{suffix}"] = mean_and_spread(values)
+        found[f"mean_{suffix}"], found[f"spread_{suffix}"] = reader.reduce(values)
         if reader.spec.config.one_member:
             found[f"member_{suffix}"] = values[0]
         if reader.spec.takes_members:
             found[f"members_{suffix}"] = values
+    if reader.spec.masked:
+        found |= valid_shares(reader.spec, fields.pressure, fields.surface)
     return found
 
 

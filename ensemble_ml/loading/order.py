@@ -36,20 +36,26 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.argsort(words(seed, Stream.DATES, epoch, 0, n), kind="stable")
 
 
-def member_subset(seed: int, epoch: int, sample: int, n_members: int, sizes: Sequence[int]) -> np.ndarray:
+def member_subset(
+    seed: int, epoch: int, sample: int, n_members: int, sizes: Sequence[int], there: np.ndarray | None = None
+) -> np.ndarray:
     """Draw which members a sample shows in an epoch: sorted positions, (size,) int64.
 
-    The size is drawn from those of `sizes` that `n_members` allows, each as likely as its count in the list.
+    The size is drawn from those of `sizes` that the members allow, each as likely as its count in the list. `there`
+    are the positions of the members that the sample has, None for all `n_members`: the members' order is drawn over
+    all of them and those that are not there are passed over, so a gap elsewhere changes nothing here.
 
     Raises:
         UserError: no size fits.
     """
-    allowed = [size for size in sizes if size <= n_members]
+    most = n_members if there is None else len(there)
+    allowed = [size for size in sizes if size <= most]
     if not allowed:
-        raise UserError(f"data.members={list(sizes)}: no size fits; at most {n_members} members can be drawn")
+        raise UserError(f"data.members={list(sizes)}: no size fits; at most {most} members can be drawn")
     drawn = words(seed, Stream.MEMBERS, epoch, sample, n_members + 1)
     size = allowed[int(drawn[0] % np.uint64(len(allowed)))]
-    return np.sort(np.argsort(drawn[1:], kind="stable")[:size])
+    order = np.argsort(drawn[1:], kind="stable")
+    return np.sort((order if there is None else order[np.isin(order, there)])[:size])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +14,8 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection, Source, zero_by_nature
+
+log = logging.getLogger(__name__)
 
 _FLOAT32 = 4
 
@@ -30,6 +33,10 @@ class Reader:
         self.members = len(source.layout.realization)
         places = [(t, s) for t in range(len(spec.leads_in)) for s in range(len(spec.surface))]
         self._zeros = [(t, s) for t, s in places if zero_by_nature(spec.surface[s], spec.leads_in[t])]
+        self._masked = tuple(
+            np.array([name in spec.masked for name in names], bool) for names in (spec.variables, spec.surface)
+        )
+        self._there: dict[int, np.ndarray] = {}
         self._free = int(cache_gb * 1e9)
         self._kept: dict[tuple[Part, int], Fields] = {}
         self._lock = threading.Lock()
@@ -42,8 +49,10 @@ class Reader:
     def forecast(self, date: int, members: Sequence[int] | np.ndarray, *, strict: bool = True) -> Fields:
         """Members at positions `members` for the input leads: (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X).
 
+        NaN stands at points of `spec.masked` variables that have no value.
+
         Raises:
-            UserError: a value is missing or infinite, and `strict`.
+            UserError: a field is missing, or a value NaN or infinite where its variable has no mask, and `strict`.
         """
         positions = np.asarray(members)
         kept = self._cached(Part.FORECAST, date, self.members)
@@ -56,25 +65,52 @@ class Reader:
             self._check_finite(fields, date, positions)
         return fields
 
-    def check_present(self, dates: Iterable[int]) -> None:
-        """Refuse `dates` on which the source lacks an input field, without reading any.
+    def available(self, date: int) -> np.ndarray:
+        """Positions of the members that have all input fields on a date, ascending; no field is read for it."""
+        date = int(date)
+        if date not in self._there:
+            whole = np.ones(self.members, bool)
+            for there in self._inputs_present(date):
+                whole &= there.reshape(self.members, -1).all(1)
+            self._there[date] = np.flatnonzero(whole)
+        return self._there[date]
+
+    def usable(self, dates: Iterable[int], least: int, what: str) -> np.ndarray:
+        """Those of `dates` that have `least` members or more with all input fields; the others are logged.
 
         Raises:
-            UserError: names the first that is missing.
+            UserError: none is left; names the first field that is missing.
         """
+        dates = np.asarray(dates, int)
+        good = np.array([len(self.available(date)) >= least for date in dates], bool)
+        lost = dates[~good]
+        if len(lost):
+            first = int(lost[0])
+            gap = self._first_gap(first)
+            if not good.any():
+                raise UserError(f"{self.source.path}: {gap}; no {what} date has {least} whole members: leave it out")
+            text = "%s: %d of %d %s dates are left out, which lack %d whole members; first %s"
+            log.info(text, self.source.path, len(lost), len(dates), what, least, gap)
+        return dates[good]
+
+    def _inputs_present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which input fields are there: bool (M, T_in, V, Z) and (M, T_in, S)."""
         layout, spec = self.source.layout, self.spec
         leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
         levels = [layout.levels.index(level) for level in spec.levels]
         upper = [layout.variables.index(name) for name in spec.variables]
         ground = [layout.surface.index(name) for name in spec.surface]
-        for date in dates:
-            pressure, surface = self.source.present(Part.FORECAST, int(date))
-            surface = surface[:, leads][:, :, ground]
-            for lead, variable in self._zeros:
-                surface[:, lead, variable] = True
-            everyone = np.arange(self.members)
-            self._refuse(pressure[:, leads][:, :, upper][:, :, :, levels], spec.variables, int(date), everyone)
-            self._refuse(surface, spec.surface, int(date), everyone)
+        pressure, surface = self.source.present(Part.FORECAST, date)
+        surface = surface[:, leads][:, :, ground]
+        for lead, variable in self._zeros:
+            surface[:, lead, variable] = True
+        return pressure[:, leads][:, :, upper][:, :, :, levels], surface
+
+    def _first_gap(self, date: int) -> str:
+        for there, names in zip(self._inputs_present(date), (self.spec.variables, self.spec.surface), strict=True):
+            if not there.all():
+                return self._field_text(np.argwhere(~there)[0], names, date, np.arange(self.members)) + " is missing"
+        return f"{iso(self.time(date))} has {len(self.available(date))} members"
 
     def target(self, part: Part, date: int) -> Fields:
         """Truth, mean or spread at the predicted leads: (T_out, V, Z, Y, X) and (T_out, S, Y, X), NaN where absent."""
@@ -112,23 +148,35 @@ class Reader:
         planes = len(spec.variables) * len(spec.levels) + len(spec.surface)
         return planes * len(spec.latitude) * len(spec.longitude)
 
+    def reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and spread of members (M, ...) as `mean_and_spread`, or of those that have a value at a masked point."""
+        return masked_mean_and_spread(values) if self.spec.masked else mean_and_spread(values)
+
     def _check_finite(self, fields: Fields, date: int, positions: np.ndarray) -> None:
-        for values, names in ((fields.pressure, self.spec.variables), (fields.surface, self.spec.surface)):
+        both = (fields.pressure, self.spec.variables), (fields.surface, self.spec.surface)
+        for (values, names), masked in zip(both, self._masked, strict=True):
             # One sum a field is enough to see NaN or infinity, and needs no array of booleans.
-            self._refuse(np.isfinite(values.sum(axis=(-2, -1), dtype=np.float64)), names, date, positions)
+            good = np.isfinite(values.sum(axis=(-2, -1), dtype=np.float64))
+            for place in np.argwhere(~good & masked.reshape(-1, *[1] * (values.ndim - 5))).tolist():
+                field = values[tuple(place)]
+                good[tuple(place)] = np.isfinite(field).any() and not np.isinf(field).any()
+            self._refuse(good, names, date, positions)
 
     def _refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:
         """Raise for the first field that is not `good`: (M, T, V, Z) or (M, T, S)."""
         if good.all():
             return
-        member, lead, variable, *level = np.argwhere(~good)[0]
+        what = self._field_text(np.argwhere(~good)[0], names, date, positions)
+        raise UserError(
+            f"{self.source.path}: {what}, is missing or holds NaN or infinite values;"
+            " leave the date or the variable out"
+        )
+
+    def _field_text(self, place: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> str:
+        member, lead, variable, *level = place
         where = f" at {self.spec.levels[level[0]]} hPa" if level else ""
         number = self.source.layout.realization[positions[member]]
-        when = f"{iso(self.time(date))} +{self.spec.leads_in[lead]} h"
-        raise UserError(
-            f"{self.source.path}: {names[variable]}{where} of {when}, member {number}, is missing or holds"
-            " NaN or infinite values; leave the date or the variable out"
-        )
+        return f"{names[variable]}{where} of {iso(self.time(date))} +{self.spec.leads_in[lead]} h, member {number}"
 
 
 def iso(time: np.datetime64) -> str:
@@ -150,3 +198,19 @@ def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         deviation *= deviation
         squares += deviation
     return mean.astype(np.float32), np.sqrt(squares / max(1, count - 1)).astype(np.float32)
+
+
+def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `mean_and_spread`, at each point over the members that have a value there (not NaN); NaN where none has."""
+    known = np.isfinite(values)
+    count = known.sum(0)
+    if (count == len(values)).all():
+        return mean_and_spread(values)
+    some = np.maximum(count, 1)
+    mean = np.where(known, values, 0).sum(axis=0, dtype=np.float64) / some
+    squares = np.zeros_like(mean)
+    for member, there in zip(values, known, strict=True):
+        squares += np.where(there, member - mean, 0.0) ** 2
+    spread = np.sqrt(squares / np.maximum(count - 1, 1))
+    nothing = count == 0
+    return tuple(np.where(nothing, np.nan, part).astype(np.float32) for part in (mean, spread))  # type: ignore[return-value]

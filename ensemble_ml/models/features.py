@@ -4,13 +4,16 @@ Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y 
 
 For each variable and input lead: the mean, standardised by level; the logarithm of the spread, shrunk towards
 climatology (finite at one member) and over the level's typical spread; for predicted leads the climatological spread
-itself; optionally one member's departure from the mean in typical spreads. Beside them stand fields common to all
-planes: the number of members M as 1/M and log M, position, day of year, static fields.
+itself; optionally one member's departure from the mean in typical spreads; for a variable that has points without a
+value (a mask), the share of the members given that have one. Beside them stand fields common to all planes: the number
+of members M as 1/M and log M, position, day of year, static fields. Where no member has a value, the mean is taken to
+be the climate's, which makes that channel zero, and the spread to be zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -89,7 +92,8 @@ class Features(nn.Module):
         """Channels of one variable set."""
         count = len(self.spec.surface if surface else self.spec.variables)
         leads = 2 * len(self.spec.leads_in) + len(self.spec.leads_out)
-        return count * (leads + len(self.spec.leads_in) * self.spec.config.one_member)
+        masks = len(self.spec.leads_in) * len(self.spec.masked_positions[surface])
+        return count * (leads + len(self.spec.leads_in) * self.spec.config.one_member) + masks
 
     def pole_rule(self, *, surface: bool) -> tuple[Tensor, Tensor]:
         """Sign and offset (C, Z) of channels continued across a pole (Z = 1 at the surface).
@@ -109,7 +113,21 @@ class Features(nn.Module):
         if self.spec.config.one_member:
             signs.append(sign_V.repeat(leads, 1))
             offsets.append(torch.zeros_like(sign_V).repeat(leads, 1))
-        return torch.cat(signs), torch.cat(offsets)
+        masks = torch.ones_like(sign_V)[self.spec.masked_positions[surface]].repeat(leads, 1)
+        return torch.cat([*signs, masks]), torch.cat([*offsets, torch.zeros_like(masks)])
+
+    def filled(self, x: EnsembleInput) -> EnsembleInput:
+        """Values for points where no member given has one (see the head of the file); `valid_*` tells them apart."""
+        found: dict[str, Tensor] = {}
+        for suffix, masked in zip(("p", "s"), self.spec.masked_positions, strict=True):
+            mean, spread, member, valid = (getattr(x, f"{n}_{suffix}") for n in ("mean", "spread", "member", "valid"))
+            hidden = torch.isnan(mean)
+            found[f"valid_{suffix}"] = (~hidden[:, :, masked]).to(mean.dtype) if valid is None else valid
+            mean = torch.where(hidden, getattr(self, f"mean_{suffix}")[..., None, None].to(mean.dtype), mean)
+            found |= {f"mean_{suffix}": mean, f"spread_{suffix}": torch.where(hidden, 0.0, spread)}
+            if member is not None:
+                found[f"member_{suffix}"] = torch.where(torch.isnan(member), mean, member)
+        return replace(x, **found)  # type: ignore[arg-type]
 
     def forward(
         self, x: EnsembleInput, spread0: Sequence[Tensor], climatology: Sequence[Tensor]
@@ -119,7 +137,7 @@ class Features(nn.Module):
         """
         pressure = self._stack(x, "p", spread0[0], climatology[0])
         surface = self._stack(x, "s", spread0[1], climatology[1])
-        return pressure.flatten(1, 2).permute(0, 1, 3, 4, 2), surface.flatten(1, 2), self._common(x)
+        return pressure.permute(0, 1, 3, 4, 2), surface, self._common(x)
 
     def _stack(self, x: EnsembleInput, suffix: str, spread0: Tensor, climatology: Tensor) -> Tensor:
         mean, spread = getattr(x, f"mean_{suffix}"), getattr(x, f"spread_{suffix}")
@@ -135,7 +153,10 @@ class Features(nn.Module):
             if member is None:
                 raise UserError("model.one_member=true: the input holds no single member; hand one on")
             parts.append((member - mean) / level)
-        return torch.cat(parts, 1)
+        channels = torch.cat(parts, 1).flatten(1, 2)
+        if not self.spec.masked_positions[suffix == "s"]:
+            return channels
+        return torch.cat([channels, getattr(x, f"valid_{suffix}").flatten(1, 2)], 1)
 
     def _common(self, x: EnsembleInput) -> Tensor:
         angle = x.day_of_year * (2 * np.pi / _DAYS)

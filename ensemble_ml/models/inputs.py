@@ -26,7 +26,8 @@ class ModelSpec:
     """Everything that fixes the shape of a model; a checkpoint keeps it as JSON.
 
     `levels` hPa ascending, `leads_in` and `leads_out` hours ascending, `latitude` (Y,) degrees north descending,
-    `longitude` (X,) degrees east ascending, `static` names of the static fields that the model is given.
+    `longitude` (X,) degrees east ascending, `static` names of the static fields that the model is given, `masked` those
+    of the variables that have points without a value (sea surface temperature on land).
 
     Raises:
         UserError: a lead that is predicted is no input, or nothing is predicted, or the grid is not regular.
@@ -41,9 +42,10 @@ class ModelSpec:
     latitude: tuple[float, ...]
     longitude: tuple[float, ...]
     static: tuple[str, ...] = ()
+    masked: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("variables", "surface", "static"):
+        for name in ("variables", "surface", "static", "masked"):
             object.__setattr__(self, name, tuple(str(v) for v in getattr(self, name)))
         for name in ("levels", "leads_in", "leads_out"):
             object.__setattr__(self, name, tuple(int(v) for v in getattr(self, name)))
@@ -86,9 +88,18 @@ class ModelSpec:
         """Whether the model sees members one by one, beside their mean and spread."""
         return self.config.name == "poet"
 
+    @property
+    def masked_positions(self) -> tuple[list[int], list[int]]:
+        """Where masked variables stand among those on pressure levels, and among those at the surface."""
+        both = self.variables, self.surface
+        upper, flat = ([names.index(name) for name in names if name in self.masked] for names in both)
+        return upper, flat
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec."""
         plain: dict[str, Any] = {f.name: list(getattr(self, f.name)) for f in fields(self) if f.name != "config"}
+        if not self.masked:
+            del plain["masked"]  # specs of models without masks stay what they always were
         plain["config"] = {k: v.value if isinstance(v, Enum) else v for k, v in asdict(self.config).items()}
         return plain
 
@@ -110,6 +121,8 @@ class EnsembleInput:
     1..366 of the start; `member_p`, `member_s` as the means: one single member, where the model asks for it;
     `members_p`, `members_s` (B, M, ...): all members for a model that takes them (`ModelSpec.takes_members`), the first
     `count` of each sample, then zeros.
+    `valid_p` (B, T, Vm, Z, Y, X), `valid_s` (B, T, Sm, Y, X): share of the members given that have a value at a point,
+    for the masked variables. Means and spreads are NaN where none has one.
     A model without pressure-level (surface) variables takes tensors with V = 0 (S = 0).
     """
 
@@ -123,6 +136,8 @@ class EnsembleInput:
     member_s: Tensor | None = None
     members_p: Tensor | None = None
     members_s: Tensor | None = None
+    valid_p: Tensor | None = None
+    valid_s: Tensor | None = None
 
     def to(self, *args: Any, **kwargs: Any) -> EnsembleInput:
         """The same batch on another device or in another dtype; arguments as of `Tensor.to`."""
@@ -185,6 +200,13 @@ def ensemble_input(
         members_p if all_members else None,
         members_s if all_members else None,
     )
+
+
+def valid_shares(spec: ModelSpec, pressure: np.ndarray, surface: np.ndarray) -> dict[str, np.ndarray]:
+    """`valid_p` and `valid_s` of one date (without B) from its members (M, T_in, ...), NaN where masked."""
+    upper, flat = spec.masked_positions
+    known = np.isfinite(pressure[:, :, upper]), np.isfinite(surface[:, :, flat])
+    return {f"valid_{suffix}": one.mean(0, dtype=np.float32) for suffix, one in zip("ps", known, strict=True)}
 
 
 def _check_spec(spec: ModelSpec) -> None:

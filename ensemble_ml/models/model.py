@@ -55,6 +55,8 @@ class EnsembleModel(nn.Module):
     def forward(self, x: EnsembleInput) -> Prediction:
         """Predict `leads_out` from `leads_in`; parameters in physical units, never below float32."""
         self._check(x)
+        if self.spec.masked:
+            x = self.features.filled(x)
         spread0 = tuple(self._base_spread(x, part, suffix) for part, suffix in self._parts())
         both = zip(self._parts(), spread0, strict=True)
         climatology = tuple(self._climatology(part, like) for (part, _), like in both)

@@ -11,6 +11,7 @@ import torch
 
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.loading import Batch, Batches, Reader
+from ensemble_ml.loading.batches import spare_members
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import AnyModel, Climate, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
@@ -59,7 +60,7 @@ def assemble(config: TrainConfig, reader: Reader, checkpoint: Checkpoint | None,
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.deterministic = True
-    reader.check_present([*train, *validation])
+    train, validation = _whole_dates(config, reader, train, validation)
     if checkpoint is None:
         state, found = _begin(config, reader, train, validation, device)
     else:
@@ -77,6 +78,16 @@ def assemble(config: TrainConfig, reader: Reader, checkpoint: Checkpoint | None,
         **found,
     }
     return Run(config, reader, train, validation, state, _loss(config, reader, state, device), facts)
+
+
+def _whole_dates(
+    config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The dates that have members enough: to draw from in training, the first M of each in validation."""
+    least = min(config.data.members, default=1) + spare_members(reader.spec)
+    most = min(config.data.validation_members, reader.full_size)
+    chosen = reader.usable(validation, most, "validation") if len(validation) else validation
+    return reader.usable(train, min(least, reader.full_size), "training"), chosen
 
 
 def _begin(

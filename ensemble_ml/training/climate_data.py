@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
-from ensemble_ml.loading.reader import Reader, mean_and_spread
+from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
@@ -42,11 +42,16 @@ class Dates:
         return len(self.spec.leads_out), len(field_names(self.spec))
 
     def sample(self, date: int) -> Sample:
-        """Mean and spread of the first M members, and the spread of all."""
-        forecast = self.reader.forecast(date, np.arange(self.members), strict=False)
+        """Mean and spread of the first M members that the date has whole, and the spread of all.
+
+        Where it has fewer, of the first M: what one of them lacks is NaN.
+        """
+        whole = self.reader.available(date)
+        chosen = whole if len(whole) >= self.members else np.arange(self.members)
+        forecast = self.reader.forecast(date, chosen[: self.members], strict=False)
         leads = self.spec.lead_positions
         members = join(Fields(forecast.pressure[:, leads], forecast.surface[:, leads]))
-        mean, spread = (torch.from_numpy(v) for v in mean_and_spread(members.numpy()))
+        mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
         return Sample(mean, spread, self.target(Part.SPREAD, date))
 
     def target(self, part: Part, date: int) -> Tensor:

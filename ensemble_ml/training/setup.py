@@ -69,16 +69,19 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         model = replace(model, postprocess=False)
     if len(layout.realization) < 2:
         raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
+    upper = _chosen("data.variables", data.variables, layout.variables)
+    flat = _chosen("data.surface", data.surface, layout.surface)
     spec = ModelSpec(
         model,
-        _chosen("data.variables", data.variables, layout.variables),
+        upper,
         tuple(sorted(_chosen("data.levels", data.levels, layout.levels))),
-        _chosen("data.surface", data.surface, layout.surface),
+        flat,
         leads,
         tuple(sorted(_chosen("data.leads_out", data.leads_out, default))),
         tuple(layout.grid.latitude),
         tuple(layout.grid.longitude),
         static,
+        tuple(name for name in source.masked if name in (*upper, *flat)),
     )
     if model.pools:
         geometries(

@@ -116,7 +116,7 @@ class Gaps:
 
     def __init__(self, store, bad):
         self.store, self.bad = store, bad
-        self.path, self.layout = store.path, store.layout
+        self.path, self.layout, self.present = store.path, store.layout, store.present
 
     def read(self, part, date, selection):
         fields = self.store.read(part, date, selection)

@@ -153,7 +153,7 @@ class Plain:
 
     def __init__(self, store, missing=None):
         self.store, self.missing = store, missing
-        self.path, self.layout, self.static = store.path, store.layout, store.static
+        self.path, self.layout, self.static, self.present = store.path, store.layout, store.static, store.present
 
     def read(self, part, date, selection):
         fields = self.store.read(part, date, selection)

@@ -1,0 +1,224 @@
+"""Points without a value and fields that are absent: they weigh nothing, and change nothing elsewhere."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from synthetic import land, make_store
+
+from ensemble_ml.config import ModelConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading import Batches, Reader, fixed_batches, member_subset
+from ensemble_ml.loading.reader import masked_mean_and_spread, mean_and_spread
+from ensemble_ml.models import Climate, EnsembleModel
+from ensemble_ml.store import Part
+from ensemble_ml.training import load_checkpoint, load_model, train
+from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.setup import build_spec
+from ensemble_ml.training.validation import validate
+
+SHAPE = 9, 16
+LAND = land(SHAPE)
+COMMON = dict(dates=20, members=6, shape=SHAPE, bias=0.6, dispersion=0.6, variables=("t",), surface=("t2m", "sst"))
+GONE = [(Part.FORECAST, 3, 1, "t"), (Part.TRUTH, 5, 0, "sst"), *((Part.FORECAST, 7, m, "t2m") for m in range(6))]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """The same ensemble whole, with sea surface temperature masked on land, and with fields left out as well."""
+    folder = tmp_path_factory.mktemp("masks")
+    masked = {"masked": ("sst",)}
+    return {
+        "whole": make_store(folder / "whole.zarr", **COMMON),
+        "masked": make_store(folder / "masked.zarr", **COMMON, **masked),
+        "gaps": make_store(folder / "gaps.zarr", **COMMON, absent=GONE),
+        "both": make_store(folder / "both.zarr", **COMMON, **masked, absent=GONE),
+    }
+
+
+@pytest.fixture
+def settings(config_of, stores):
+    def make(which, **changes):
+        return config_of(data__store=stores[which].path, **changes)
+
+    return make
+
+
+def reader_of(settings, stores, which, **changes):
+    return Reader(stores[which], build_spec(settings(which, **changes), stores[which]))
+
+
+def test_members_without_a_value_at_a_point_are_left_out_there():
+    rng = np.random.default_rng(0)
+    values = 280 + rng.normal(size=(5, 2, 6, 7)).astype(np.float32)
+    values[rng.random(values.shape) < 0.3] = np.nan
+    values[:, 0, 0, 0] = np.nan
+    mean, spread = masked_mean_and_spread(values)
+    for index in np.ndindex(values.shape[1:]):
+        there = values[:, *index][np.isfinite(values[:, *index])].astype(np.float64)
+        if not len(there):
+            assert np.isnan(mean[index]) and np.isnan(spread[index])
+            continue
+        assert mean[index] == pytest.approx(there.mean(), rel=1e-6)
+        assert spread[index] == pytest.approx(there.std(ddof=1) if len(there) > 1 else 0, rel=1e-5, abs=1e-9)
+    whole = np.nan_to_num(values, nan=281)
+    assert all(np.array_equal(a, b) for a, b in zip(masked_mean_and_spread(whole), mean_and_spread(whole), strict=True))
+
+
+def test_only_masked_variables_add_channels(settings, stores):
+    plain, masked = (build_spec(settings(which), stores[which]) for which in ("whole", "masked"))
+    assert plain.masked == () and masked.masked == ("sst",)
+    assert "masked" not in plain.to_json() and type(masked).from_json(masked.to_json()).masked == ("sst",)
+    models = [EnsembleModel(spec, Climate.default(spec)) for spec in (plain, masked)]
+    shapes = [{k: tuple(v.shape) for k, v in model.state_dict().items()} for model in models]
+    differ = [k for k in shapes[0] if shapes[0][k] != shapes[1][k]]
+    assert shapes[0].keys() == shapes[1].keys() and all("surface.stem" in name for name in differ) and differ
+    one, other = (model.surface.stem.conv.weight.shape for model in models)
+    assert other[1] - one[1] == len(masked.leads_in)
+
+
+def test_masked_points_weigh_nothing_in_the_loss(settings, stores):
+    """Against sums over the sea by hand; the loss of what is on land cannot be seen from it."""
+    reader = reader_of(settings, stores, "masked")
+    spec = reader.spec
+    batch = next(fixed_batches(reader, [2, 4], [0, 1, 2], batch_size=2))
+    assert torch.isnan(batch.truth_s[:, :, 1, LAND]).all() and not torch.isnan(batch.truth_s[:, :, 1, ~LAND]).any()
+    model = EnsembleModel(spec, fit_climate(reader, range(16), [16, 17], 3).climate)
+    area = torch.from_numpy(spec.grid.area_weights()).float()
+    leads, fields = len(spec.leads_out), (1, 2)
+    ones = [torch.ones(leads, fields[0], len(spec.levels)), torch.ones(leads, fields[1])]
+    squares = [torch.ones(7, *one.shape) for one in ones]
+    loss = Loss(spec, *ones, *squares, area)
+    prediction = model(batch.inputs)
+    found = loss(prediction, batch)
+    total = weight = 0.0
+    for suffix in ("p", "s"):
+        spread, target = (
+            getattr(prediction, f"spread_{suffix}").detach().double(),
+            getattr(batch, f"target_spread_{suffix}"),
+        )
+        known = np.isfinite(target.numpy())
+        w = np.broadcast_to(spec.grid.area_weights(), known.shape)[known]
+        total += (w * (spread.numpy() - target.double().numpy())[known] ** 2).sum()
+        weight += w.sum()
+    assert found["spread"].item() == pytest.approx(total / weight, rel=1e-5)
+    found["loss"].backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    sea = prediction.location_s[:, :, 1].grad_fn is not None
+    assert sea and torch.isfinite(prediction.location_s).all()
+
+
+def test_a_mask_in_the_input_hides_the_target_there(settings, stores):
+    reader = reader_of(settings, stores, "masked")
+    read = reader.source.read
+
+    def truth_everywhere(part, date, selection):
+        fields = read(part, date, selection)
+        return replace(fields, surface=np.nan_to_num(fields.surface, nan=270.0)) if part is Part.TRUTH else fields
+
+    reader.source = type("Source", (), {**vars(reader.source), "read": staticmethod(truth_everywhere)})()
+    reader.source.present = stores["masked"].present
+    batch = next(fixed_batches(reader, [2], [0, 1]))
+    assert torch.isnan(batch.truth_s[0, :, 1, LAND]).all() and not torch.isnan(batch.truth_s[0, :, 0]).any()
+
+
+def test_the_climate_at_sea_is_that_of_the_whole_field(settings, stores):
+    fits = {which: fit_climate(reader_of(settings, stores, which), range(16), [], 3) for which in ("whole", "masked")}
+    sea, whole = fits["masked"].climate, fits["whole"].climate
+    np.testing.assert_array_equal(sea.spread_p, whole.spread_p)
+    np.testing.assert_allclose(sea.spread_s[:, 1][:, ~LAND], whole.spread_s[:, 1][:, ~LAND], rtol=2e-4)
+    # Shrinkage looks at all cells, so what is drawn towards the mean differs a little at sea.
+    error = np.abs(sea.bias_s[:, 1] - whole.bias_s[:, 1])[:, ~LAND]
+    assert error.mean() < 0.25 * np.abs(whole.bias_s[:, 1]).mean()
+    assert np.abs(sea.inflation_s[:, 1] - whole.inflation_s[:, 1])[:, ~LAND].max() < 0.35
+    assert all(np.isfinite(value).all() for value in vars(sea).values())
+    assert sea.error_s[0, 1] == pytest.approx(whole.error_s[0, 1], rel=0.15)
+
+
+def test_training_with_masks_learns_and_tells_what_is_masked(settings, stores):
+    run = train(settings("masked", steps=30, validate_every=30, optim__lr=2e-3))
+    checkpoint = load_checkpoint(run / "checkpoints" / "best")
+    assert checkpoint.spec.masked == ("sst",) and checkpoint.meta["spec"]["masked"] == ["sst"]
+    model, _ = load_model(run / "checkpoints" / "best")
+    reader = Reader(stores["masked"], model.spec)
+    area = torch.from_numpy(model.spec.grid.area_weights())
+    found = validate(model, fixed_batches(reader, range(16, 20), range(3)), full_size=6, area=area)
+    assert found["score"] < 0.95
+
+
+def test_draws_pass_over_members_that_are_not_there():
+    for epoch in range(200):
+        whole = member_subset(1, epoch, 4, 6, [1, 2, 4])
+        assert np.array_equal(member_subset(1, epoch, 4, 6, [1, 2, 4], np.arange(6)), whole)
+        some = member_subset(1, epoch, 4, 6, [1, 2, 4], np.array([0, 2, 3, 5]))
+        assert set(some) <= {0, 2, 3, 5} and len(some) == len(whole)
+    with pytest.raises(UserError, match="at most 2 members"):
+        member_subset(0, 0, 0, 6, [4], np.array([1, 2]))
+
+
+def test_batches_of_a_store_with_gaps(settings, stores, caplog):
+    whole, gaps = (reader_of(settings, stores, which) for which in ("whole", "gaps"))
+    assert gaps.available(3).tolist() == [0, 2, 3, 4, 5] and not len(gaps.available(7))
+    with caplog.at_level(logging.INFO):
+        dates = gaps.usable(range(16), 1, "training")
+    assert 7 not in dates and len(dates) == 15
+    assert (
+        "1 of 16 training dates are left out" in caplog.text and "t2m of 2001-01-15T00:00 +0 h, member 1" in caplog.text
+    )
+    given = dict(batch_size=1, seed=3, sizes=[1, 2, 4, 6], steps=150)
+    ours, theirs = (Batches(reader, dates, **given) for reader in (gaps, whole))
+    for step in range(0, 150):
+        epoch, (sample,) = ours.order.step(step)
+        drawn = ours.draw(epoch, int(sample))
+        if dates[sample] == 3:
+            assert 1 not in drawn and len(drawn) in (1, 2, 4)  # five are there, so six are no size
+        else:
+            assert np.array_equal(drawn, theirs.draw(epoch, int(sample)))
+    batch = next(fixed_batches(gaps, [3], range(3)))
+    members = stores["gaps"].read(Part.FORECAST, 3).pressure[[0, 2, 3]]
+    assert np.array_equal(batch.inputs.mean_p[0], mean_and_spread(members)[0])
+
+
+def test_a_target_that_is_absent_contributes_nothing(settings, stores):
+    """The loss of two dates, one without truth for one variable, is that of the sums by hand."""
+    reader = reader_of(settings, stores, "gaps", model__spread=False)
+    spec = reader.spec
+    batch = next(fixed_batches(reader, [4, 5], [0, 1, 2], batch_size=2))
+    assert torch.isnan(batch.truth_s[1, :, 1]).all() and torch.isfinite(batch.truth_s[0]).all()
+    model = EnsembleModel(spec, fit_climate(reader, range(16), [], 3).climate)
+    area = torch.from_numpy(spec.grid.area_weights()).float()
+    ones = [torch.ones(len(spec.leads_out), 1, len(spec.levels)), torch.ones(len(spec.leads_out), 2)]
+    loss = Loss(spec, *ones, *(torch.ones(7, *one.shape) for one in ones), area)
+    both = loss(model(batch.inputs), batch)["crps"]
+    sums = []
+    for date in (4, 5):
+        one = next(fixed_batches(reader, [date], [0, 1, 2]))
+        fields = 2 * len(spec.levels) + (4 if date == 4 else 2)  # two leads; sst is absent on the second date
+        sums.append((loss(model(one.inputs), one)["crps"].item() * fields, fields))
+    assert both.item() == pytest.approx(sum(a for a, _ in sums) / sum(b for _, b in sums), rel=1e-5)
+
+
+def test_no_date_left_names_the_gap(settings, stores):
+    reader = reader_of(settings, stores, "gaps")
+    with pytest.raises(UserError, match=r"t2m of 2001-01-15T00:00 \+0 h, member 1 is missing; no training date"):
+        reader.usable([7], 1, "training")
+
+
+def test_training_goes_over_gaps_and_resumes_bit_for_bit(settings, stores, caplog):
+    with caplog.at_level(logging.INFO):
+        run = train(settings("both", run="once", steps=8, checkpoint_every=4, validate_every=8))
+    assert "1 of 16 training dates are left out" in caplog.text
+    meta = load_checkpoint(run / "checkpoints" / "last").meta
+    assert len(meta["training_dates"]) == 15 and "2001-01-15T00:00" not in meta["training_dates"]
+    again = train(settings("both", run="again", steps=8, checkpoint_every=4, validate_every=8))
+    first, second = (load_checkpoint(path / "checkpoints" / "last").state_dict for path in (run, again))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_a_model_without_masks_refuses_data_with_them(settings, stores):
+    spec = replace(build_spec(settings("whole"), stores["whole"]), config=ModelConfig(hidden=8, depth=1))
+    with pytest.raises(UserError, match=r"sst of .* holds NaN"):
+        Reader(stores["masked"], spec).forecast(0, [0])
