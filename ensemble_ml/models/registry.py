@@ -6,6 +6,7 @@ Each takes a `ModelSpec` and a `Climate`, maps an `EnsembleInput` to a `Predicti
 
 from __future__ import annotations
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.model import EnsembleModel
@@ -30,6 +31,11 @@ def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
     """Make the model that `spec.config.name` names.
 
     Raises:
-        UserError: the grid does not fit depth and pole, or `climate` does not fit `spec`.
+        UserError: the grid does not fit depth and pole, `climate` does not fit `spec`, or the model cannot take masks.
     """
+    if spec.masked and MODELS[spec.config.name] is not EnsembleModel:
+        raise UserError(
+            f"model.name={spec.config.name}: takes no variable that has points without a value"
+            f" ({', '.join(spec.masked)}); leave it out of data.variables and data.surface, or take unet3d"
+        )
     return MODELS[spec.config.name](spec, climate)

@@ -222,3 +222,11 @@ def test_a_model_without_masks_refuses_data_with_them(settings, stores):
     spec = replace(build_spec(settings("whole"), stores["whole"]), config=ModelConfig(hidden=8, depth=1))
     with pytest.raises(UserError, match=r"sst of .* holds NaN"):
         Reader(stores["masked"], spec).forecast(0, [0])
+
+
+@pytest.mark.parametrize("name", ["emos", "drn", "ens10_unet", "poet"])
+def test_rivals_refuse_masked_variables(settings, stores, name):
+    with pytest.raises(
+        UserError, match=rf"model.name={name}: takes no variable that has points without a value \(sst\)"
+    ):
+        train(settings("masked", model__name=name))
