@@ -17,6 +17,7 @@ import numpy as np
 from data_prep.catalogue import Catalogue, Combine, Gathered, Target
 from data_prep.files import FORECAST, TRUTH
 from data_prep.geometry import GridChange
+from data_prep.grib_index import GribIndex
 from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, hour_text, variable_text
 from data_prep.selecting import (
@@ -68,7 +69,7 @@ class ArchiveSource:
             if name not in self.layout.names:
                 raise UserError(f"variables={name}: {self.path} has none of it at leads={list(leads or ())} h")
         self.lead_bounds = lead_bounds(self.layout.names, self.layout.lead_hours, self._intervals)
-        self.masked: tuple[str, ...] = ()
+        self.masked = tuple(name for name in self.layout.names if name in catalogue.masked)
         self._place()
         self._subtrahend = self._find_subtrahends()
 
@@ -207,6 +208,7 @@ def open_archive(
     leads: Sequence[int] | None = None,
     dates: Sequence[str] | None = None,
     change: GridChange | None = None,
+    index: GribIndex | None = None,
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
 
@@ -217,13 +219,14 @@ def open_archive(
         control: whether an unperturbed member counts as a member.
         variables, levels, leads, dates: what to keep; None keeps all.
         change: the grid that fields are wanted on; None keeps their own.
+        index: where the tables of GRIB files are kept; None keeps none.
 
     Raises:
         UserError: a file is missing or damaged, or nothing is left of what was asked for.
     """
     if role not in (FORECAST, TRUTH):
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
-    catalogue = Catalogue(paths, role=role)
+    catalogue = Catalogue(paths, role=role, index=index)
     if change is not None:
         catalogue.onto(change.target(catalogue.grid))
     return ArchiveSource(catalogue, control=control, variables=variables, levels=levels, leads=leads, dates=dates)
@@ -234,7 +237,7 @@ def _moment(values: np.ndarray, part: Part) -> np.ndarray:
     out = np.full((1, *values.shape[1:]), np.nan, np.float32)
     for cell in np.ndindex(*values.shape[1:-2]):
         members = values[:, *cell].astype(np.float64)
-        members = members[np.isfinite(members[:, 0, 0])]
+        members = members[np.isfinite(members).any((1, 2))]
         if len(members):
             mean, spread, _ = ensemble_moments(members)
             out[0, *cell] = mean if part is Part.MEAN else spread

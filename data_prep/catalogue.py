@@ -8,26 +8,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import groupby
-from threading import Lock
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from data_prep.files import archive_files, open_readers
 from data_prep.geometry import Geometry
+from data_prep.grib_index import GribIndex
 from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
 from ensemble_ml.store.source import Layout
 
 log = logging.getLogger(__name__)
-
-_OPEN_FILES = 128  # handles kept at most; an archive may have more files than a process may hold open
 
 
 class Combine(Enum):
@@ -37,6 +36,16 @@ class Combine(Enum):
     DIFFERENCE = "difference"  # first less second, not below zero: an interval of a sum that runs from the start
     SUM = "sum"
     MAXIMUM = "maximum"
+    SPEED = "speed"  # of a vector, from its two components
+
+
+_COMBINED: dict[Combine, Callable[[list[np.ndarray]], np.ndarray]] = {
+    # Packing rounds both sums, so that a dry interval may come out just below zero.
+    Combine.DIFFERENCE: lambda parts: np.maximum(parts[0] - parts[1], 0),
+    Combine.SUM: lambda parts: np.sum(parts, axis=0),
+    Combine.MAXIMUM: lambda parts: np.max(parts, axis=0),
+    Combine.SPEED: lambda parts: np.hypot(*parts),
+}
 
 
 @dataclass(frozen=True)
@@ -71,15 +80,19 @@ class Gathered:
 
     def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
         """Blocks of integers alone; the largest error made for each variable is kept in `errors`."""
+        masks: dict[tuple[bool, tuple[int, ...]], np.ndarray] = {}
         for (at_surface, place), values in self.loose.items():
             block = self.surface if at_surface else self.pressure
-            one = quantise(values[None])
+            hidden = np.isnan(values)
+            one = quantise(values[None], mask=hidden[None])
             block.values[place], block.present[place] = one.values[0], True
+            if hidden.any():
+                masks[at_surface, place] = hidden
             for name in ("reference", "scale", "decimal"):
                 getattr(block, name)[place] = getattr(one, name)[0]
             variable = (self.layout.surface if at_surface else self.layout.variables)[place[2]]
             errors[variable] = max(errors.get(variable, 0.0), float(error_bound(one)[0]))
-        return self.pressure, self.surface
+        return _joined(self.pressure, masks, False), _joined(self.surface, masks, True)
 
     def plain(self) -> tuple[PackedBlock, PackedBlock]:
         """Float32 blocks."""
@@ -89,7 +102,8 @@ class Gathered:
             for surface, place in self.loose:
                 if surface == bool(at_surface):
                     present[place] = True
-            blocks.append(PackedBlock.plain(values, present))
+            hidden = np.isnan(values) & present[..., None, None]
+            blocks.append(PackedBlock.plain(values, present, hidden if hidden.any() else None))
         return blocks[0], blocks[1]
 
 
@@ -100,12 +114,10 @@ class Catalogue:
         UserError: a file is damaged, grids differ, a field stands there twice, or no known field is left.
     """
 
-    def __init__(self, paths: Any, *, role: str):
+    def __init__(self, paths: Any, *, role: str, index: GribIndex | None = None):
         self.files = archive_files(paths, role=role)
         self.path = _shown(paths)
-        self.readers: list[Reader] = open_readers(self.files)
-        self._open: dict[int, None] = {}  # readers that were used, the latest last
-        self._lock = Lock()  # a file must not be closed by one thread while another reads it
+        self.readers: list[Reader] = open_readers(self.files, index)
         self.grid = _one_grid(self.readers)
         self.geometry = Geometry(self.grid, self.grid)
         tables = []
@@ -131,19 +143,18 @@ class Catalogue:
         """
         self.geometry, self.grid = Geometry(self.geometry.source, grid), grid
 
-    def values(self, records: np.ndarray) -> Iterator[RawField]:
-        """Yield `records` on the files' own grid, in their order, which had better be that of the files."""
-        for number, group in groupby(records, key=lambda record: int(record["file"])):
-            self._touch(number)
-            yield from self.readers[number].fields(np.array(list(group), RECORD))
+    def values(
+        self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
+    ) -> Iterator[RawField]:
+        """Yield the values of `records` in their order, which had better be that of the files.
 
-    def _touch(self, number: int) -> None:
-        self._open.pop(number, None)
-        self._open[number] = None
-        if len(self._open) > _OPEN_FILES:
-            oldest = next(iter(self._open))
-            self._open.pop(oldest)
-            self.readers[oldest].close()
+        See `data_prep.records.Reader.fields`; threads may read at the same time.
+        """
+        ends = np.flatnonzero(np.diff(records["file"])) + 1
+        for first, last in pairwise([0, *ends.tolist(), len(records)]):
+            if last > first:
+                reader = self.readers[int(records["file"][first])]
+                yield from reader.fields(records[first:last], rows, into[first:last] if into else None)
 
     def gather(
         self, targets: Iterable[Target], layout: Layout, members: int, band: tuple[int, int] | None = None
@@ -169,27 +180,47 @@ class Catalogue:
             PackedBlock.empty((members, leads, len(layout.variables), levels, *points)),
             PackedBlock.empty((members, leads, len(layout.surface), *points)),
         )
-        with self._lock:
-            self._fill(out, list(targets), rows)
-        return out
+        return self._fill(out, list(targets), rows)
 
-    def _fill(self, out: Gathered, targets: list[Target], rows: slice) -> None:
+    def _fill(self, out: Gathered, targets: list[Target], rows: slice) -> Gathered:
         single = [target for target in targets if target.combine is Combine.ONE]
         chosen = self.records[[target.rows[0] for target in single]]
         order = np.lexsort((chosen["offset"], chosen["file"]))
-        for index, raw in zip(order, self.values(chosen[order]), strict=True):
-            _put(out, single[index], self.geometry.field(raw), rows)
+        masks: dict[tuple[bool, tuple[int, ...]], np.ndarray] = {}
+        into = [(out.surface if t.surface else out.pressure).values[t.place] for t in (single[i] for i in order)]
+        for number, (index, raw) in enumerate(zip(order, self._brought(chosen[order], rows, into), strict=True)):
+            target = single[index]
+            if raw.packed and raw.values is not into[number]:
+                into[number][...] = raw.values
+            _note(out, target, raw)
+            if raw.packed and raw.mask is not None:
+                masks[target.surface, target.place] = raw.mask
         for target in targets:
             if target.combine is not Combine.ONE:
-                out.loose[target.surface, target.place] = self.geometry.floats(self._combined(target))[rows]
+                out.loose[target.surface, target.place] = self._combined(target, rows)
+        return replace(out, pressure=_joined(out.pressure, masks, False), surface=_joined(out.surface, masks, True))
 
-    def _combined(self, target: Target) -> np.ndarray:
+    def _brought(
+        self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray] | None = None
+    ) -> Iterator[RawField]:
+        """Yield `rows` of `records` on the grid that is wanted."""
+        if self.geometry.same:
+            yield from self.values(records, rows, into)
+            return
+        for raw in self.values(records):
+            moved = self.geometry.field(raw)
+            mask = None if moved.mask is None else moved.mask[rows]
+            yield replace(moved, values=moved.values[rows], mask=mask)
+
+    def _combined(self, target: Target, rows: slice) -> np.ndarray:
         parts = [raw.decode().astype(np.float64) for raw in self.values(self.records[list(target.rows)])]
-        if target.combine is Combine.DIFFERENCE:
-            # Packing rounds both sums, so that a dry interval may come out just below zero.
-            return np.maximum(parts[0] - parts[1], 0).astype(np.float32)
-        total = np.sum(parts, axis=0) if target.combine is Combine.SUM else np.max(parts, axis=0)
-        return total.astype(np.float32)
+        return self.geometry.floats(_COMBINED[target.combine](parts).astype(np.float32))[rows]
+
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """Variables some of whose fields may have points without a value, in the registry's order."""
+        fields = np.unique(self.records["field"][self.records["masked"]])
+        return tuple(FIELDS[index].name for index in fields.tolist())
 
     def static(self) -> dict[str, np.ndarray]:
         """Static fields by name, (Y, X) float32; where files repeat one, the first stands for all."""
@@ -212,14 +243,25 @@ class Catalogue:
         return digest.hexdigest()[:16]
 
 
-def _put(out: Gathered, target: Target, raw: RawField, rows: slice) -> None:
+def _note(out: Gathered, target: Target, raw: RawField) -> None:
+    """Note the factors of a field whose integers are in their place, or keep it apart."""
     if not raw.packed:
-        out.loose[target.surface, target.place] = raw.values[rows]
+        out.loose[target.surface, target.place] = raw.values
         return
     block = out.surface if target.surface else out.pressure
-    block.values[target.place] = raw.values[rows]
     block.reference[target.place], block.scale[target.place] = raw.reference, raw.scale
     block.decimal[target.place], block.present[target.place] = raw.decimal, True
+
+
+def _joined(block: PackedBlock, masks: dict[tuple[bool, tuple[int, ...]], np.ndarray], at_surface: bool) -> PackedBlock:
+    """The block with the masks of its fields; without any, it has none."""
+    mine = {place: mask for (surface, place), mask in masks.items() if surface == at_surface}
+    if not mine:
+        return block
+    whole = np.zeros(block.values.shape, bool) if block.mask is None else block.mask
+    for place, mask in mine.items():
+        whole[place] = mask
+    return replace(block, mask=whole)
 
 
 def _shown(paths: Any) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from data_prep.grib import GribFile
+from data_prep.grib_index import GribIndex
 from data_prep.records import Reader
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import as_list
@@ -17,6 +19,7 @@ from ensemble_ml.errors import UserError
 FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth"}  # sub-folders of an archive with archive.json
+_AT_A_TIME = 8
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
@@ -69,27 +72,36 @@ def is_zarr(path: str | os.PathLike) -> bool:
     return any(os.path.isfile(os.path.join(path, mark)) for mark in _ZARR_MARKS)
 
 
-def open_readers(files: Iterable[str]) -> list[Reader]:
-    """Index each file.
+def open_readers(files: Sequence[str], index: GribIndex | None = None) -> list[Reader]:
+    """Index each file, several at a time: an archive's headers lie far apart, and most of the time is waiting.
 
     Raises:
         UserError: a file is missing, damaged, or of a format that is not read.
     """
-    return [_open_reader(path) for path in files]
+    if len(files) == 1:
+        return [_open_reader(files[0], index)]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        waiting = [pool.submit(_open_reader, path, index) for path in files]
+        try:
+            return [one.result() for one in waiting]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _open_reader(path: str) -> Reader:
+def _open_reader(path: str, index: GribIndex | None) -> Reader:
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
         return XarrayFile(path)
+    if index is not None and index.place(path).exists():
+        return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
     try:
         with open(path, "rb") as file:
             head = file.read(512)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     if head[:3] == b"CDF" or head[:4] == b"\x89HDF":
         return XarrayFile(path)
     if b"GRIB" in head or not head:
-        return GribFile(path)
+        return GribFile(path, index)
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

@@ -1,164 +1,276 @@
 """GRIB files, editions 1 and 2: an index made in one pass, and exact values by offset.
 
-Simple packing up to 16 bits is taken as integers with its reference and scales, and so reaches the tensor store without
-a rounding; all else (CCSDS, JPEG, second order, 24 bits) is decoded by ecCodes to float32.
+Simple packing is taken apart by NumPy: up to 16 bits the integers with their reference and scales, which so reach the
+tensor store without a rounding, up to 24 bits as float32; points hidden by a bitmap become a mask. All else (CCSDS,
+JPEG, second order) is decoded by ecCodes to float32.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from data_prep.grib_keys import Kind, ask, eccodes_module, opened, places
-from data_prep.grib_sections import Header, frames, header
+from data_prep.grib_index import GribIndex, Table
+from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
+from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
+from data_prep.grib_sections import Header, frames, header, without_values
+from data_prep.grib_unpack import bitmap, packed_size, unpack
 from data_prep.records import RECORD, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import grib_factors
 
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
+_scratch = Scratch()
 
 
 class GribFile:
-    """One GRIB file (see `data_prep.records.Reader`).
+    """One GRIB file (see `data_prep.records.Reader`), by its table in `index` where that has one.
 
     Raises:
-        UserError: the file is missing, truncated, damaged, or on a grid that is not regular.
+        UserError: the file is missing, truncated, damaged, changes while it is read, or is on a grid that is not
+            regular.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, index: GribIndex | None = None):
         self.path = path
-        self.skipped: dict[str, int] = {}
-        self.grid: Grid | None = None
-        self._handle: int | None = None
-        self.records = self._index()
+        self._stamp = _stamp(path)
+        table = index.load(path, self._stamp) if index else None
+        if table is None:
+            table = _Indexer(path, self._stamp).table()
+            if index:
+                index.save(path, self._stamp, table)
+        self.records, self.skipped = table.records, table.skipped
+        self._scans = table.scans
+        self.grid: Grid | None = self._places()[0].grid if table.scans else None
 
-    def _index(self) -> np.ndarray:
-        if os.path.getsize(self.path) == 0:
-            raise UserError(f"{self.path}: is empty; give a GRIB, NetCDF or Zarr archive")
-        rows = []
-        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for number, (offset, length) in enumerate(frames(self.path, content), 1):
-                try:
-                    row = self._row(content, offset, length)
-                except UserError as error:
-                    raise UserError(f"{self.path}: message {number} at byte {offset}: {error}") from error
-                if row is not None:
-                    rows.append((*row, offset, length))
-        return _table(rows)
+    def _places(self) -> list[Place]:
+        return [place_of(scan) for scan in self._scans]
 
-    def _row(self, content: mmap.mmap, offset: int, length: int) -> tuple[Kind, Header] | None:
-        head = header(content, offset)
-        kind = _kinds.get(head.key)
-        if kind is None:
-            kind, said = ask(content[offset : offset + length], head)
-            if said == head:  # else our reading of the header is not ecCodes', and ecCodes is asked every time
-                _kinds[head.key] = kind
-            head = said
-        if kind.row is None:
-            self.skipped[kind.name] = self.skipped.get(kind.name, 0) + 1
-            return None
-        self._check_grid(places[kind.row["place"]].grid)
-        return kind, head
-
-    def _check_grid(self, grid: Grid) -> None:
-        if self.grid is None:
-            self.grid = grid
-        elif grid is not self.grid and not grid.same_as(self.grid):
-            raise UserError(
-                f"grid {grid.describe()} differs from the file's first, {self.grid.describe()}; "
-                "put fields on different grids into different archives"
-            )
-
-    def fields(self, records: np.ndarray) -> Iterator[RawField]:
-        """Yield the values of `records`, in their order.
+    def fields(
+        self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
+    ) -> Iterator[RawField]:
+        """Yield the values of `records`: see `data_prep.records.Reader`.
 
         Raises:
-            UserError: values are missing under a bitmap, or ecCodes cannot decode them.
+            UserError: a message is damaged, the file changed since it was indexed, or ecCodes cannot decode it.
         """
-        for record in records:
-            yield self._packed(record) if record["simple"] else self._decoded(record)
-
-    def _packed(self, record: np.void) -> RawField:
-        place = places[record["place"]]
-        points, bits = place.grid.shape[0] * place.grid.shape[1], int(record["bits"])
-        if bits:
-            start, size = int(record["offset"]) + int(record["data"]), (points * bits + 7) // 8
-            integers = unpack(self._bytes(start, size), bits, points)
-        else:
-            integers = np.zeros(points, np.uint16)
-        reference, scale, decimal = (float(record[name]) for name in ("reference", "scale", "decimal"))
-        return RawField(place.ordered(integers), reference, scale, decimal)
-
-    def _decoded(self, record: np.void) -> RawField:
-        message = self._bytes(int(record["offset"]), int(record["length"]))
-        where = f"{self.path}: message at byte {record['offset']}, {field_of(record).name}"
-        codes = eccodes_module()
-        with opened(message, where) as handle:
-            missing = codes.codes_get_long(handle, "numberOfMissing")
-            if missing:
-                raise UserError(
-                    f"{where}: {missing} points are missing under a bitmap; leave the variable out with variables=[...]"
-                )
-            values = codes.codes_get_array(handle, "values")
-        values = values * float(record["decimal"]) + float(record["reference"])
-        return RawField(places[record["place"]].ordered(values.astype(np.float32)))
-
-    def _bytes(self, start: int, size: int) -> bytes:
-        if self._handle is None:
-            self._handle = os.open(self.path, os.O_RDONLY)
-        content = os.pread(self._handle, size, start)
-        if len(content) != size:
-            raise UserError(
-                f"{self.path}: was cut short at byte {start + len(content)} since it was indexed; try again"
-            )
-        return content
+        places = self._places()
+        with descriptors.opened(self.path) as descriptor:
+            for number, record in enumerate(records):
+                self._stamp.check(self.path, Stamp.of(descriptor))
+                place = places[record["place"]]
+                message = _Message(self.path, descriptor, record, place, rows or slice(0, place.grid.shape[0]))
+                field = message.packed(into[number] if into else None) if record["simple"] else message.decoded()
+                self._stamp.check(self.path, Stamp.of(descriptor))
+                yield field
 
     def close(self) -> None:
         """Give back the file handle; a later read opens it anew."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        descriptors.close(self.path)
 
 
-def unpack(content: bytes, bits: int, points: int) -> np.ndarray:
-    """Unsigned integers (points,) uint16 of `bits` 1 to 16 each, packed without gaps, most significant bit first."""
-    if bits == 16:
-        return np.frombuffer(content, ">u2", points).astype(np.uint16)
-    octets = np.frombuffer(content, np.uint8)
-    if bits == 8:
-        return octets[:points].astype(np.uint16)
-    # A value of up to 16 bits that starts at any bit of an octet lies within three octets.
-    starts = np.arange(points, dtype=np.int64) * bits
-    octets = np.concatenate([octets, np.zeros(2, np.uint8)]).astype(np.uint32)
-    first = starts >> 3
-    window = (octets[first] << 16) | (octets[first + 1] << 8) | octets[first + 2]
-    return ((window >> (24 - bits - (starts & 7)).astype(np.uint32)) & ((1 << bits) - 1)).astype(np.uint16)
+class _Message:
+    """One message of an open file, and the band of rows that is wanted of it."""
+
+    def __init__(self, path: str, descriptor: int, record: np.void, place: Place, rows: slice):
+        self.path, self.descriptor, self.record, self.place, self.rows = path, descriptor, record, place, rows
+        self.points = place.grid.shape[0] * place.grid.shape[1]
+        self.bits = int(record["bits"])
+
+    def packed(self, out: np.ndarray | None) -> RawField:
+        """Integers of simple packing, or float32 values where they have more than 16 bits."""
+        reference, scale, decimal = (float(self.record[name]) for name in ("reference", "scale", "decimal"))
+        shape = self.rows.stop - self.rows.start, self.place.grid.shape[1]
+        if self.bits > 16:
+            wide, mask = self._integers(np.empty(shape, np.uint32))
+            values = ((wide * scale + reference) * decimal).astype(np.float32)
+            return RawField(_masked(values, mask), mask=mask)
+        integers, mask = self._integers(np.empty(shape, np.uint16) if out is None else out)
+        return RawField(integers, reference, scale, decimal, mask)
+
+    def _integers(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        if self.record["bitmap"]:
+            return self._under_bitmap(out)
+        if not self.bits:
+            out[...] = 0
+            return out, None
+        columns, first, last = out.shape[1], 0, self.place.grid.shape[0]
+        if self.place.by_rows and self.bits % 8 == 0:  # only the rows that are wanted
+            first, last = self.place.stretch(self.rows)
+        count, start = (last - first) * columns, packed_size(first * columns, self.bits)
+        octets = self._read(int(self.record["data"]) + start, packed_size(count, self.bits))
+        self._place(unpack(octets, self.bits, count), out)
+        return out, None
+
+    def _place(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Put a message's points, or those of the wanted rows, into the wanted rows."""
+        if values.size == out.size:
+            self.place.put(values, out)
+        else:
+            out[...] = self.place.put(values, np.empty(self.place.grid.shape, values.dtype))[self.rows]
+
+    def _under_bitmap(self, out: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        first, data = int(self.record["bitmap"]), int(self.record["data"])
+        octets = self._read(first, int(self.record["length"]) - 4 - first)
+        there = bitmap(octets, self.points)
+        count = int(there.sum())
+        room = octets[data - first :]
+        if packed_size(count, self.bits) > len(room):
+            raise UserError(f"{self._where()}: {count} points by its bitmap, but fewer values; fetch the file again")
+        values = np.zeros(self.points, out.dtype)
+        if self.bits and count:
+            values[there] = unpack(room[: packed_size(count, self.bits)], self.bits, count)
+        self._place(values, out)
+        if count == self.points:
+            return out, None
+        mask = np.empty(out.shape, bool)
+        self._place(~there, mask)
+        return out, mask if mask.any() else None
+
+    def decoded(self) -> RawField:
+        """Values as ecCodes decodes them."""
+        message = self._read(0, int(self.record["length"])).tobytes()
+        codes = eccodes_module()
+        with opened(message, self._where()) as handle:
+            values = codes.codes_get_array(handle, "values")
+            hidden = codes.codes_get_array(handle, "bitmap") == 0 if self.record["bitmap"] else None
+        if len(values) != self.points:
+            raise UserError(f"{self._where()}: ecCodes finds {len(values)} values for {self.points} points")
+        factor, shift = float(self.record["decimal"]), float(self.record["reference"])
+        if (factor, shift) != (1.0, 0.0):  # else even the sign of a zero is kept
+            values = values * factor + shift
+        shape = self.rows.stop - self.rows.start, self.place.grid.shape[1]
+        out = np.empty(shape, np.float32)
+        self._place(values.astype(np.float32), out)
+        if hidden is None or not hidden.any():
+            return RawField(out)
+        mask = np.empty(shape, bool)
+        self._place(hidden, mask)
+        return RawField(_masked(out, mask), mask=mask if mask.any() else None)
+
+    def _read(self, start: int, size: int) -> np.ndarray:
+        buffer = _scratch.take(size)
+        read_into(self.descriptor, self.path, buffer, int(self.record["offset"]) + start)
+        return buffer
+
+    def _where(self) -> str:
+        return f"{self.path}: message at byte {self.record['offset']}, {field_of(self.record).name}"
 
 
-def _table(rows: list[tuple[Kind, Header, int, int]]) -> np.ndarray:
+def _masked(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    if mask is not None:
+        values[mask] = np.nan
+    return values
+
+
+def _stamp(path: str) -> Stamp:
+    try:
+        stamp = Stamp.of(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    if not stamp.size:
+        raise UserError(f"{path}: is empty; give a GRIB, NetCDF or Zarr archive")
+    return stamp
+
+
+class _Indexer:
+    """One pass over a file: headers are read, values are not."""
+
+    def __init__(self, path: str, stamp: Stamp):
+        self.path, self.stamp = path, stamp
+        self.skipped: dict[str, int] = {}
+        self.scans: dict[Scan, int] = {}
+
+    def table(self) -> Table:
+        """The table of the file's messages."""
+        rows = []
+        with descriptors.opened(self.path) as descriptor:
+            self.stamp.check(self.path, Stamp.of(descriptor))
+            content = Windows(descriptor, self.path)
+            try:
+                for number, (offset, length) in enumerate(frames(self.path, content), 1):
+                    try:
+                        row = self._row(content, offset, length)
+                    except UserError as error:
+                        raise UserError(f"{self.path}: message {number} at byte {offset}: {error}") from error
+                    if row is not None:
+                        rows.append((*row, offset, length))
+            finally:  # a file that is being written looks damaged: say what it is
+                self.stamp.check(self.path, Stamp.of(descriptor))
+        return Table(_records(rows, self.scans), tuple(self.scans), self.skipped)
+
+    def _row(self, content: Windows, offset: int, length: int) -> tuple[Kind, Header] | None:
+        head = header(content, offset, length)
+        kind = _kinds.get(head.key)
+        if kind is None:
+            kind, said = ask(without_values(content, offset, length, head), head)
+            if said == head:  # else our reading of the header is not ecCodes', and ecCodes is asked every time
+                _kinds[head.key] = kind
+            head = said
+        if kind.row is None or kind.scan is None:
+            self.skipped[kind.name] = self.skipped.get(kind.name, 0) + 1
+            return None
+        self._check(kind, head)
+        return kind, head
+
+    def _check(self, kind: Kind, head: Header) -> None:
+        assert kind.row is not None and kind.scan is not None
+        place = place_of(kind.scan)
+        points = place.grid.shape[0] * place.grid.shape[1]
+        needed = packed_size(points if not head.bitmap else head.count or 0, kind.row["bits"])
+        if kind.row["simple"] and needed > head.room:
+            raise UserError(f"{needed} bytes of values are needed, {head.room} are there; fetch the file again")
+        if kind.scan in self.scans:
+            return
+        if self.scans:
+            grid = place_of(next(iter(self.scans))).grid
+            if not place.grid.same_as(grid):
+                raise UserError(
+                    f"grid {place.grid.describe()} differs from the file's first, {grid.describe()}; "
+                    "put fields on different grids into different archives"
+                )
+        self.scans[kind.scan] = len(self.scans)
+
+
+def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) -> np.ndarray:
     if not rows:
         return np.zeros(0, RECORD)
     kinds = {id(kind): kind for kind, *_ in rows}
     number = {key: place for place, key in enumerate(kinds)}
     common = np.zeros(len(kinds), RECORD)
     for record, kind in zip(common, kinds.values(), strict=True):
-        assert kind.row is not None
+        assert kind.row is not None and kind.scan is not None
         for name, value in kind.row.items():
             record[name] = value
+        record["place"] = scans[kind.scan]
         record["decimal"], record["reference"] = kind.factor, kind.shift
         if record["simple"]:
             record["scale"], decimal = grib_factors(int(record["bits"]), 0, kind.decimal_scale)
             record["decimal"], record["reference"] = decimal * kind.factor, kind.shift / (decimal * kind.factor)
     records = common[[number[id(kind)] for kind, *_ in rows]]
     heads = [head for _, head, _, _ in rows]
-    for name in ("init", "data"):
+    for name in ("init", "data", "bitmap"):
         records[name] = [getattr(head, name) for head in heads]
     records["offset"], records["length"] = [row[2] for row in rows], [row[3] for row in rows]
+    for name, column in _understood(heads).items():
+        records[name] = np.where(column < 0, records[name], column)
+    points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
+    counts = np.array([-1 if head.count is None else head.count for head in heads])
+    records["masked"] = (records["bitmap"] > 0) & (counts != points)
     simple = records["simple"]
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)
     records["scale"] = np.ldexp(records["scale"], np.where(simple, [head.binary_scale for head in heads], 0))
     return records
+
+
+def _understood(heads: list[Header]) -> dict[str, np.ndarray]:
+    """Columns that headers state, -1 where they are left to the kind."""
+    steps = [(-1, -1) if head.steps is None else head.steps for head in heads]
+    return {
+        "level": np.array([-1 if head.level is None else head.level for head in heads]),
+        "member": np.array([-1 if head.member is None else head.member for head in heads]),
+        "lead_start": np.array([first for first, _ in steps]),
+        "lead": np.array([last for _, last in steps]),
+    }

@@ -8,22 +8,23 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from data_prep.grib_sections import Header
+from data_prep.grib_unpack import MOST_BITS
 from data_prep.records import CONTROL, FIELD_INDEX, GRAVITY, MEMBER
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
+_MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
-_stderr_lock = threading.Lock()
 
 Get = Callable[..., Any]  # key, default, type -> value of a key of one message
 
@@ -37,28 +38,75 @@ class Kind:
     """
 
     row: dict[str, Any] | None
+    scan: Scan | None
     name: str
     decimal_scale: int = 0
     factor: float = 1.0
     shift: float = 0.0
 
 
+@dataclass(frozen=True)
+class Scan:
+    """How a message scans its grid: `latitude` and `longitude` are (first, last, number of points) in degrees."""
+
+    latitude: tuple[float, float, int]
+    longitude: tuple[float, float, int]
+    westwards: bool = False
+    by_columns: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
-    """A grid as one kind of message scans it."""
+    """A grid, and the way from a message's order of points to the program's: no index arrays, only views."""
 
+    scan: Scan
     grid: Grid
-    rows: np.ndarray
-    columns: np.ndarray
-    plain: bool  # already in the program's order
+    southwards: bool
+    shift: int  # columns of the message that stand west of the program's first
 
-    def ordered(self, values: np.ndarray) -> np.ndarray:
-        values = values.reshape(self.grid.shape)
-        return values if self.plain else values[self.rows[:, None], self.columns]
+    @property
+    def by_rows(self) -> bool:
+        """Whether a band of rows is one stretch of the message."""
+        return not self.scan.by_columns
+
+    def stretch(self, rows: slice) -> tuple[int, int]:
+        """First and last row (exclusive), as the message counts them, of a band of the program's."""
+        height = self.grid.shape[0]
+        return (rows.start, rows.stop) if self.southwards else (height - rows.stop, height - rows.start)
+
+    def put(self, values: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write rows of a message (their points in its order) into `out` (rows, X); the one copy that is made."""
+        columns = self.grid.shape[1]
+        lines = values.reshape(columns, -1).T if self.scan.by_columns else values.reshape(-1, columns)
+        lines = lines[:: 1 if self.southwards else -1, :: -1 if self.scan.westwards else 1]
+        if self.shift:
+            out[:, : columns - self.shift], out[:, columns - self.shift :] = (
+                lines[:, self.shift :], lines[:, : self.shift],
+            )  # fmt: skip
+        else:
+            out[...] = lines
+        return out
 
 
-places: list[Place] = []  # all that this process has met
-_numbers: dict[str, int] = {}  # MD5 of a grid section -> position in `places`
+@lru_cache(64)
+def place_of(scan: Scan) -> Place:
+    """The place that a scan describes.
+
+    Raises:
+        UserError: the grid is none that can be read.
+    """
+    south, west = scan.latitude[1] < scan.latitude[0] or scan.latitude[2] == 1, scan.westwards
+    first, last = (scan.longitude[1], scan.longitude[0]) if west else scan.longitude[:2]
+    latitude = np.round(np.linspace(*scan.latitude), 9)
+    longitude = np.round(np.linspace(first, last + (360 if last < first else 0), scan.longitude[2]), 9)
+    grid, _, columns = canonical(latitude, longitude)
+    shift = int(columns[0])
+    assert np.array_equal(columns, np.roll(np.arange(len(columns)), -shift))
+    return Place(scan, grid, south, shift)
+
+
+_quietened = threading.Event()
+_sinks: list[Any] = []
 
 
 def eccodes_module() -> Any:
@@ -71,22 +119,19 @@ def eccodes_module() -> Any:
         import eccodes
     except (ImportError, RuntimeError) as error:  # the wheel raises RuntimeError where its C library is not found
         raise UserError(f"GRIB: ecCodes cannot be loaded ({error}); pip install 'ensemble-ml[grib]'") from error
+    if not _quietened.is_set():
+        _keep_quiet()
     return eccodes
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _keep_quiet() -> None:
     """Keep the C library's own complaints off the terminal: what matters in them is in the exception."""
-    with _stderr_lock:
-        sys.stderr.flush()
-        saved, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(sink, 2)
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-            os.close(sink)
+    from gribapi import gribapi
+
+    sink = open(os.devnull, "w")  # noqa: SIM115 - the library keeps it
+    gribapi.lib.grib_context_set_logging_file(gribapi.lib.grib_context_get_default(), sink)
+    _sinks.append(sink)
+    _quietened.set()
 
 
 @contextlib.contextmanager
@@ -94,21 +139,24 @@ def opened(message: bytes, where: str = "") -> Iterator[int]:
     """A handle of ecCodes on one message; its errors become UserErrors that begin with `where`."""
     codes = eccodes_module()
     prefix = f"{where}: " if where else ""
-    with _quiet():
-        try:
-            handle = codes.codes_new_from_message(message)
-        except codes.CodesInternalError as error:
-            raise UserError(f"{prefix}ecCodes cannot read it ({error}); the file is damaged, fetch it again") from error
-        try:
-            yield handle
-        except codes.CodesInternalError as error:
-            raise UserError(f"{prefix}ecCodes cannot decode it ({error})") from error
-        finally:
-            codes.codes_release(handle)
+    try:
+        handle = codes.codes_new_from_message(message)
+    except codes.CodesInternalError as error:
+        raise UserError(f"{prefix}ecCodes cannot read it ({error}); the file is damaged, fetch it again") from error
+    try:
+        yield handle
+    except codes.CodesInternalError as error:
+        raise UserError(f"{prefix}ecCodes cannot decode it ({error}); the file is damaged, fetch it again") from error
+    finally:
+        codes.codes_release(handle)
 
 
 def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
-    """Let ecCodes describe a message; also return the header as it sees it."""
+    """Let ecCodes describe a message; also return the header as it sees it.
+
+    Raises:
+        UserError: the message is damaged, or of a kind that is refused.
+    """
     codes = eccodes_module()
     with opened(message) as handle:
 
@@ -118,31 +166,49 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
             except codes.KeyValueNotFoundError:
                 return default
 
-        date, time = get("dataDate"), get("dataTime")
-        init = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
-        said = replace(head, init=init + np.timedelta64(time // 100 * 60 + time % 100, "m"))
+        said = replace(head, init=_init(get("dataDate"), get("dataTime")))
         if get("packingType") == "grid_simple":
             constants = get("referenceValue"), get("binaryScaleFactor"), get("offsetBeforeData")
             said = replace(said, reference=constants[0], binary_scale=constants[1], data=constants[2])
-        return _kind(get), said
+        kind = _kind(get)
+        if kind.row is not None:
+            row = kind.row
+            said = replace(
+                said,
+                level=None if head.level is None else row["level"],
+                member=None if head.member is None else row["member"],
+                steps=None if head.steps is None else (row["lead_start"], row["lead"]),
+            )
+        return kind, said
+
+
+def _init(date: int, time: int) -> np.datetime64:
+    try:
+        day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
+    except ValueError as error:
+        raise UserError(f"date {date}: is none; the file is damaged, fetch it again") from error
+    return day + np.timedelta64(time // 100 * 60 + time % 100, "m")
 
 
 def _kind(get: Get) -> Kind:
     name, level_type = f"{get('paramId')} ({get('shortName')}, {get('typeOfLevel')})", get("typeOfLevel")
     placed = _field_and_level(get("paramId"), level_type, get("level"))
     if placed is None:
-        return Kind(None, name)
+        return Kind(None, None, name)
     index, level = placed
-    if (get("gridType"), get("iScansNegatively"), get("jPointsAreConsecutive"), get("alternativeRowScanning", 0)) != (
-        "regular_ll", 0, 0, 0,
-    ):  # fmt: skip
-        raise UserError(_grid_refusal(get))
+    if get("gridType") != "regular_ll":
+        raise UserError(
+            f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "
+            "are read: interpolate first, e.g. in MARS with grid=0.5/0.5 or with cdo remapbil"
+        )
     factor, shift = _conversion(index, get("units"), get("paramId"))
     start, end, bounded = _steps(str(get("stepRange", kind=str)))
-    number = _place_number(get)
-    bits = get("bitsPerValue")
-    points = places[number].grid.shape[0] * places[number].grid.shape[1]
-    simple = get("packingType") == "grid_simple" and not get("bitmapPresent") and bits <= 16
+    scan, bits, packing = _scan(get), get("bitsPerValue"), get("packingType")
+    points = scan.latitude[2] * scan.longitude[2]
+    bitmap = bool(get("bitmapPresent"))
+    whole = get("numberOfDataPoints") == points and (bitmap or get("numberOfValues") == points)
+    if not whole:
+        raise UserError(f"{get('shortName')}: its grid and its number of values do not agree; fetch the file again")
     row = {
         "field": index,
         "level": level,
@@ -151,20 +217,10 @@ def _kind(get: Get) -> Kind:
         "lead_start": start,
         "lead": end,
         "bounded": bounded,
-        "place": number,
         "bits": bits,
-        "simple": simple and get("numberOfValues") == points and get("unitsFactor", 1.0) == 1.0,
+        "simple": packing == "grid_simple" and bits <= MOST_BITS and get("unitsFactor", 1.0) == 1.0,
     }
-    return Kind(row, name, get("decimalScaleFactor", 0), factor, shift)
-
-
-def _grid_refusal(get: Get) -> str:
-    if get("gridType") != "regular_ll":
-        return (
-            f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "
-            "are read: interpolate first, e.g. in MARS with grid=0.5/0.5 or with cdo remapbil"
-        )
-    return f"{get('shortName')}: scanned westwards, by columns or in turns; only eastward rows are read"
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
 
 
 def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int] | None:
@@ -205,19 +261,16 @@ def _steps(text: str) -> tuple[int, int, bool]:
     return int(hours[0]), int(hours[-1]), len(hours) == 2
 
 
-def _place_number(get: Get) -> int:
-    digest = get("md5GridSection")
-    if digest not in _numbers:
-        places.append(_place(get))
-        _numbers[digest] = len(places) - 1
-    return _numbers[digest]
-
-
-def _place(get: Get) -> Place:
-    first, last = (get(f"latitudeOf{which}GridPointInDegrees") for which in ("First", "Last"))
-    west, east = (get(f"longitudeOf{which}GridPointInDegrees") for which in ("First", "Last"))
-    latitude = np.round(np.linspace(first, last, get("Nj")), 9)
-    longitude = np.round(np.linspace(west, east + (360 if east < west else 0), get("Ni")), 9)
-    grid, rows, columns = canonical(latitude, longitude)
-    plain = all(np.array_equal(index, np.arange(len(index))) for index in (rows, columns))
-    return Place(grid, rows, columns, plain)
+def _scan(get: Get) -> Scan:
+    latitude = [get(f"latitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
+    longitude = [get(f"longitudeOf{which}GridPointInDegrees") for which in ("First", "Last")]
+    if get("alternativeRowScanning", 0):  # ecCodes gives no places of points for these
+        remedy = "rewrite it with grib_set -s swapScanningAlternativeRows=1"
+        raise UserError(f"{get('shortName')}: each second row is scanned the other way, which is not read; {remedy}")
+    flags = (bool(get(name, 0)) for name in ("iScansNegatively", "jPointsAreConsecutive"))
+    size = get("Nj"), get("Ni")
+    if not all(isinstance(count, int) and 0 < count <= _MOST_POINTS for count in size):
+        raise UserError(f"{get('shortName')}: a grid of {size[0]} x {size[1]} points; the file is damaged")
+    scan = Scan((*latitude, size[0]), (*longitude, size[1]), *flags)
+    place_of(scan)  # refuses a grid that cannot be read
+    return scan

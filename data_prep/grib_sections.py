@@ -1,33 +1,45 @@
 """Where messages begin and end in a GRIB file, and the few header bytes that change from one message to the next.
 
 ecCodes needs about 0.25 ms to open a message and ask for its keys; an archive has millions of them, most with the same
-header but for date and packing constants. So the bytes that change are read here, and the rest is a key under which the
-index remembers what ecCodes said about it. Octet numbers in comments are those of the WMO Manual on Codes, from 1.
+header but for date, level, member, step and packing constants. So the bytes that change are read here, and the rest is
+a key under which the index remembers what ecCodes said about it. Octet numbers in comments are those of the WMO Manual
+on Codes, from 1.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from data_prep.grib_io import Windows
 from ensemble_ml.errors import UserError
 
-Content = bytes | mmap.mmap
+Content = bytes | Windows
 
 
 @dataclass(frozen=True)
 class Header:
-    """What differs between messages of one kind. `key` holds all other header bytes."""
+    """What differs between messages of one kind. `key` holds all other header bytes.
+
+    `level` (hPa), `member` and `steps` (first and last hour) are None where they are left to ecCodes; the key then
+    holds their bytes.
+    """
 
     key: bytes
     init: np.datetime64
     reference: float
     binary_scale: int
     data: int  # offset of the packed values in the message
+    bitmap: int = 0  # offset of the bitmap's bits in the message; 0 where it has none
+    count: int | None = None  # packed values, where the header says
+    room: int = 0  # bytes of packed values
+    level: int | None = None
+    member: int | None = None
+    steps: tuple[int, int] | None = None
 
 
 def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
@@ -41,8 +53,8 @@ def frames(path: str, content: Content) -> Iterator[tuple[int, int]]:
         length = _length(content, start)
         found += 1
         where = f"{path}: message {found} at byte {start}"
-        if length is None or start + length > len(content):
-            states = "states no length" if length is None else f"needs {length} bytes"
+        if length is None or length < 20 or start + length > len(content):
+            states = f"needs {length} bytes" if length and length >= 20 else "states no length"
             raise UserError(f"{where} {states}, {len(content) - start} are left: the file is truncated, fetch it again")
         if content[start + length - 4 : start + length] != b"7777":
             raise UserError(f"{where} does not end in 7777; the file is damaged, fetch it again")
@@ -61,7 +73,7 @@ def _find(content: Content, position: int) -> int:
 def _length(content: Content, start: int) -> int | None:
     if start + 16 > len(content):
         return None
-    edition = content[start + 7]
+    edition = _octet(content, start + 7)
     if edition == 2:
         return _integer(content, start + 8, 8)
     if edition != 1:
@@ -73,7 +85,7 @@ def _length(content: Content, start: int) -> int | None:
 def _large_length(content: Content, start: int, length: int) -> int | None:
     """Length of an edition 1 message above 8 MiB: units of 120 bytes, less what section 4 says (ECMWF's convention)."""
     position = start + 8
-    flags = content[position + 7]
+    flags = _octet(content, position + 7)
     sections = 1 + bool(flags & 128) + bool(flags & 64)
     for _ in range(sections):
         if position + 3 > len(content):
@@ -85,61 +97,157 @@ def _large_length(content: Content, start: int, length: int) -> int | None:
     return (length & 0x7FFFFF) * 120 - surplus + 4 if surplus < 120 else length
 
 
-def header(content: Content, start: int = 0) -> Header:
+def header(content: Content, start: int = 0, length: int | None = None) -> Header:
     """Read the header of the message at `start` (edition 1 or 2); the packed values themselves are not touched.
 
     Raises:
         UserError: sections do not fit into the message, or it holds several fields.
     """
+    end = start + (len(content) - start if length is None else length)
     try:
-        return _header1(content, start) if content[start + 7] == 1 else _header2(content, start)
+        return _header1(content, start, end) if _octet(content, start + 7) == 1 else _header2(content, start, end)
     except (IndexError, struct.error, ValueError) as error:
-        raise UserError(f"damaged sections ({error})") from error
+        raise error if isinstance(error, UserError) else UserError(f"damaged sections ({error})") from error
 
 
-def _header1(content: Content, start: int) -> Header:
+def _header1(content: Content, start: int, end: int) -> Header:
     product = start + 8
     grid = product + _integer(content, product, 3)
-    flags = content[product + 7]
-    bitmap = grid + (_integer(content, grid, 3) if flags & 128 else 0)
-    data = bitmap + (_integer(content, bitmap, 3) if flags & 64 else 0)
-    century, (year, month, day, hour, minute) = content[product + 24], content[product + 12 : product + 17]
-    init = _time((century - 1) * 100 + year, month, day, hour, minute)
-    # Left out of the key: the date (octets 13-17 and 25), a bitmap's bits, binary scale and reference (section 4).
+    first = content[product:grid]
+    bitmap = grid + (_integer(content, grid, 3) if first[7] & 128 else 0)
+    data = bitmap + (_integer(content, bitmap, 3) if first[7] & 64 else 0)
+    values = content[data : data + 11]
+    if data + 11 > end - 4 or grid - product < 28:
+        raise UserError("damaged sections (they are longer than the message)")
+    init = _time((first[24] - 1) * 100 + first[12], *first[13:17])
+    level = int.from_bytes(first[10:12], "big") if first[9] == 100 else None
+    steps = _steps1(first)
+    member = first[49] if len(first) > 49 and (first[4], first[40]) == (98, 1) and first[49] else None
+    # Left out of the key: the date (octets 13-17 and 25); level (11-12), steps (19-20) and member (50) where they are
+    # understood; a bitmap's bits; length, binary scale and reference of section 4.
     key = b"".join(
         (
-            content[product : product + 12],
-            content[product + 17 : product + 24],
-            content[product + 25 : bitmap],
-            content[data : data + 4],
-            content[data + 10 : data + 11],
+            first[:10],
+            first[10:12] if level is None else b"",
+            first[17:18],
+            first[18:20] if steps is None else b"",
+            first[20:24],
+            first[25:49],
+            first[49:50] if member is None else b"",
+            first[50:],
+            bytes((level is None, steps is None, member is None)),
+            content[grid:bitmap],
+            content[bitmap + 3 : bitmap + 6] if data > bitmap else b"",
+            values[3:4],
+            values[10:11],
         )
     )
-    reference, scale = _ibm(content[data + 6 : data + 10]), _signed(content, data + 4)
-    return Header(key, init, reference, scale, data + 11 - start)
+    size, scale = int.from_bytes(values[:3], "big"), _signed(values, 4)
+    large = _integer(content, start + 4, 3) >= 0x800000 and size < 120  # then the length says something else
+    room = end - 4 - data - 11 if large else size - 11
+    count = (room * 8 - (values[3] & 15)) // values[10] if values[10] else None
+    _check_room(room, end - 4 - data - 11)
+    at = bitmap + 6 - start if data > bitmap else 0
+    return Header(key, init, _ibm(values[6:10]), scale, data + 11 - start, at, count, room, level, member, steps)
 
 
-def _header2(content: Content, start: int) -> Header:
+def _steps1(first: bytes) -> tuple[int, int] | None:
+    """First and last hour of a section 1 in hours; None where it is in other units, zero, or of another kind."""
+    unit, one, two, kind = first[17:21]
+    if unit != 1:
+        return None
+    if kind in (0, 10):
+        lead = one if kind == 0 else one * 256 + two
+        return (lead, lead) if lead else None
+    return (one, two) if kind in (2, 3, 4, 5) and 0 < one < two else None
+
+
+def _header2(content: Content, start: int, end: int) -> Header:
     parts = [content[start + 6 : start + 8]]
-    position, reference, scale, data = start + 16, 0.0, 0, 0
+    position, reference, scale, data, room, bitmap = start + 16, 0.0, 0, 0, 0, 0
     init: np.datetime64 = np.datetime64("NaT", "s")
+    level = member = count = steps = None
+    points = -1
     while content[position : position + 4] != b"7777":
-        length, number = _integer(content, position, 4), content[position + 4]
-        if length < 5 or (data and number < 8):
+        length, number = _integer(content, position, 4), _octet(content, position + 4)
+        if length < 5 or position + length > end - 4 or (data and number < 8):
             raise UserError("several fields in one message: split it with grib_copy" if data else "damaged sections")
         if number == 7:
-            data = position + 5
+            data, room = position + 5, length - 5
         else:
             section = content[position : position + (length if number < 6 else 6)]
             if number == 1:
                 init = _time(_integer(section, 12, 2), *section[14:18])
                 section = section[:12] + section[19:]
-            elif number == 5 and length >= 21:  # templates with reference and scales; IEEE floats have neither
-                reference, scale = struct.unpack(">f", section[11:15])[0], _signed(section, 15)
-                section = section[:11] + section[17:]
+            elif number == 3:
+                points = _integer(section, 6, 4)
+            elif number == 4:
+                section, level, member, steps = _product2(section)
+            elif number == 5:
+                count = _integer(section, 5, 4)
+                section = section[:5] + bytes([count == points]) + section[9:]
+                if length >= 21:  # templates with reference and scales; IEEE floats have neither
+                    reference, scale = struct.unpack(">f", section[8:12])[0], _signed(section, 12)
+                    section = section[:8] + section[14:]
+            elif number == 6 and section[5] == 0:
+                bitmap = position + 6 - start
             parts.append(section)
         position += length
-    return Header(b"".join(parts), init, float(reference), scale, data - start)
+    if position != end - 4 or not data:
+        raise UserError("damaged sections (they do not fill the message)")
+    key = b"".join(parts)
+    return Header(key, init, float(reference), scale, data - start, bitmap, count, room, level, member, steps)
+
+
+def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
+    """Section 4 without what is understood of it; and level (hPa), member, and first and last hour, or None."""
+    template = _integer(section, 7, 2)
+    if template not in (0, 1, 8, 11) or len(section) < 34:
+        return section, None, None, None
+    level = member = steps = None
+    out = bytearray(section)
+    value = _integer(section, 24, 4)
+    if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
+        level, out[24:28] = value // 100, b"LEVL"
+    if template in (1, 11) and section[35]:
+        member, out[35] = section[35], 0
+    first, tail = _integer(section, 18, 4), (37 if template == 11 else 34)  # of the end of the interval
+    if section[17] == 1 and 0 < first < 10_000:
+        if template in (0, 1):
+            steps, out[18:22] = (first, first), b"STEP"
+        elif len(section) > tail + 19 and (section[tail + 7], section[tail + 14]) == (1, 1):
+            steps, out[18:22] = (first, first + _integer(section, tail + 15, 4)), b"STEP"
+    if template in (8, 11) and len(section) > tail + 19:
+        out[tail : tail + 7] = bytes(7)  # the end of the interval as a date: the length of it says the same
+    return bytes(out), level, member, steps
+
+
+_SOME_VALUES = 256  # bytes of values that ecCodes gets to see: packings of edition 1 go on with their header there
+
+
+def without_values(content: Content, start: int, length: int, head: Header) -> bytes:
+    """The message at `start` with its values cut off and its lengths put right, for questions about its keys."""
+    section = start + head.data - (11 if _octet(content, start + 7) == 1 else 5)
+    kept = start + head.data + min(head.room, _SOME_VALUES)
+    if kept >= start + length - 4:
+        return content[start : start + length]
+    message = bytearray(content[start:kept] + b"7777")
+    if message[7] == 1:
+        message[4:7] = len(message).to_bytes(3, "big")
+        message[section - start : section - start + 3] = (kept - section).to_bytes(3, "big")
+    else:
+        message[8:16] = len(message).to_bytes(8, "big")
+        message[section - start : section - start + 4] = (kept - section).to_bytes(4, "big")
+    return bytes(message)
+
+
+def _check_room(room: int, most: int) -> None:
+    if not 0 <= room <= most:
+        raise UserError(f"damaged sections ({room} bytes of values; the message has room for {most})")
+
+
+def _octet(content: Content, place: int) -> int:
+    return content[place : place + 1][0]
 
 
 def _integer(content: Content, start: int, size: int) -> int:
@@ -158,5 +266,6 @@ def _ibm(four: bytes) -> float:
     return sign * int.from_bytes(four[1:], "big") * 16.0 ** (exponent - 70)
 
 
+@lru_cache(1024)
 def _time(year: int, month: int, day: int, hour: int, minute: int) -> np.datetime64:
     return np.datetime64(f"{year:04d}-{month:02d}-{day:02d}T{hour:02d}:{minute:02d}:00").astype("datetime64[s]")

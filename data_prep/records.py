@@ -7,7 +7,7 @@ which verify which) is arithmetic on the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,8 +34,10 @@ RECORD = np.dtype(
         ("bounded", bool),  # whether the file states lead_start
         ("offset", np.int64),  # GRIB: of the message in the file; else the flat index over the leading axes
         ("length", np.int64),
-        ("place", np.int16),  # GRIB: position in `data_prep.grib_keys.places`
+        ("place", np.int16),  # GRIB: position in the file's list of grids as they are scanned
         ("data", np.int32),  # offset of the packed integers in the message
+        ("bitmap", np.int32),  # offset of the bitmap in the message, 0 where it has none
+        ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),
         ("simple", bool),  # packed integers can be taken as they are: value = ((X * scale) + reference) * decimal
         ("reference", np.float64),  # where not simple: value = decoded * decimal + reference
@@ -56,13 +58,15 @@ class RawField:
     """One field in the program's order of rows and columns, as the file holds it.
 
     `values` (Y, X) are either packed integers (uint16), with value = ((X * scale) + reference) * decimal in double
-    precision, or float32 values in the registry's units.
+    precision, or float32 values in the registry's units. `mask` (Y, X) bool is True where a point has no value (the
+    integer is 0 there, the float NaN); None where every point has one.
     """
 
     values: np.ndarray
     reference: float = 0.0
     scale: float = 1.0
     decimal: float = 1.0
+    mask: np.ndarray | None = None
 
     @property
     def packed(self) -> bool:
@@ -70,11 +74,11 @@ class RawField:
         return self.values.dtype == np.uint16
 
     def decode(self) -> np.ndarray:
-        """Values (Y, X) float32, bit for bit those of ecCodes for simple packing."""
+        """Values (Y, X) float32, bit for bit those of ecCodes for simple packing; NaN where a point has none."""
         if not self.packed:
             return self.values
         reference, scale, decimal = (np.array(part) for part in (self.reference, self.scale, self.decimal))
-        return decode(PackedBlock(self.values, reference, scale, decimal, np.array(True)))
+        return decode(PackedBlock(self.values, reference, scale, decimal, np.array(True), self.mask))
 
 
 class Reader(Protocol):
@@ -89,8 +93,14 @@ class Reader(Protocol):
     grid: Grid | None
     skipped: dict[str, int]
 
-    def fields(self, records: np.ndarray) -> Iterator[RawField]:
-        """Yield the values of `records`, in their order."""
+    def fields(
+        self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
+    ) -> Iterator[RawField]:
+        """Yield the values of `records`, in their order; threads may do so at the same time.
+
+        `rows` (start, stop) is a band of latitudes, None takes all. Fields of packed integers are written to the arrays
+        of `into` (rows, X) uint16, one a record, where they are given.
+        """
 
     def close(self) -> None:
         """Give back the file handle; a later read opens it anew."""

@@ -52,6 +52,7 @@ class ArchiveTruth:
     ):
         self.catalogue, self.path, self.layout, self.bounds = catalogue, catalogue.path, layout, bounds
         check_grid(catalogue.grid, catalogue.path, layout.grid)
+        self.masked = tuple(name for name in layout.names if name in catalogue.masked)
         records = catalogue.records
         numbers = np.unique(records["member"].astype(np.int64) * 2 + records["kind"])
         if len(numbers) > 1:

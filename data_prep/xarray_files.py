@@ -7,9 +7,12 @@ coordinate, or nothing, stands for an axis of length one.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -21,6 +24,7 @@ from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_convers
 from ensemble_ml.grid import Grid, canonical
 
 _LEADING = ("init", "member", "lead", "level")
+_netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +52,12 @@ class XarrayFile:
         self.grid: Grid | None = None
         self._rows = self._columns = np.zeros(0, int)
         self._data: xr.Dataset | None = None
+        self._lock = threading.RLock() if os.path.isdir(path) else _netcdf_lock
         self._listed = 0  # fields listed so far
         self._variables: dict[int, _Variable] = {}
         try:
-            self.records = self._index(self._dataset())
+            with self._lock:
+                self.records = self._index(self._dataset())
         except UserError as error:
             raise error if path in str(error) else UserError(f"{path}: {error}") from error
 
@@ -105,6 +111,7 @@ class XarrayFile:
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
         records["field"], records["kind"], records["decimal"] = FIELD_INDEX[field.name], MEMBER, 1.0
+        records["masked"] = field.maskable and np.issubdtype(array.dtype, np.floating)
         records["offset"] = self._listed + np.arange(len(records))
         self._listed += len(records)
         for (role, ticks), position in zip(values.items(), where, strict=True):
@@ -115,48 +122,78 @@ class XarrayFile:
             records["bounded"] = True
         return records
 
-    def fields(self, records: np.ndarray) -> Iterator[RawField]:
-        """Yield the values of `records`, in their order; neighbours in one variable and start date are read at once.
+    def fields(
+        self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
+    ) -> Iterator[RawField]:
+        """Yield float32 values (see `data_prep.records.Reader`); one variable and start date is read at once.
+
+        NaN of a variable that the registry marks as maskable are points without a value.
 
         Raises:
-            UserError: a value is NaN or infinite, or the file cannot be read.
+            UserError: another value is NaN or infinite, or the file cannot be read.
         """
-        group: tuple[int, int] | None = None
-        block = np.zeros(0)
-        for record in records:
-            variable = self._variables[int(record["field"])]
-            date, *place = np.unravel_index(int(record["offset"]) - variable.base, variable.shape)
-            if group != (int(record["field"]), int(date)):
-                group, block = (int(record["field"]), int(date)), self._read(variable, int(date))
-            values = block[tuple(place)]
-            if not np.isfinite(values).all():
-                bad = int(values.size - np.isfinite(values).sum())
-                raise UserError(f"{self.path}: {describe(record)}: {bad} of {values.size} values are NaN or infinite")
-            yield RawField(values)
+        places = [self._place(record) for record in records]
+        for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):
+            numbers = list(group)
+            variable, wanted = places[numbers[0]][0], np.array([places[number][1] for number in numbers])
+            first, last = wanted.min(0), wanted.max(0) + 1
+            block = self._read(variable, first, last, rows)
+            for number, place in zip(numbers, wanted - first, strict=True):
+                yield self._checked(records[number], block[tuple(place[1:])])
 
-    def _read(self, variable: _Variable, date: int) -> np.ndarray:
-        """One start date (member, lead, level, Y, X) float32 in the program's order and units."""
-        array = self._dataset()[variable.name]
-        if "init" in variable.dims:
-            array = array.isel({variable.dims["init"]: date})
-        roles = ("member", "lead", "level", "latitude", "longitude")
-        order = [variable.dims[role] for role in roles if role in variable.dims]
-        array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
-        try:
-            values = np.asarray(array.transpose(*order).values)
-        except Exception as error:
-            raise UserError(f"{self.path}: {variable.name} cannot be read ({type(error).__name__}: {error})") from error
+    def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
+        variable = self._variables[int(record["field"])]
+        return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
+
+    def _checked(self, record: np.void, values: np.ndarray) -> RawField:
+        bad = ~np.isfinite(values)
+        if not bad.any():
+            return RawField(values)
+        hidden = np.isnan(values)
+        if not record["masked"] or (bad & ~hidden).any():
+            count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
+            raise UserError(f"{self.path}: {describe(record)}: {count}")
+        return RawField(values, mask=hidden)
+
+    def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
+        """A stretch of one start date (member, lead, level, Y, X) float32 in the program's order and units."""
+        with self._lock:
+            array = self._dataset()[variable.name]
+            where = {
+                variable.dims[r]: slice(a, b)
+                for r, a, b in zip(_LEADING, first, last, strict=True)
+                if r in variable.dims
+            }
+            array = array.isel(where)
+            order = [variable.dims[role] for role in (*_LEADING, "latitude", "longitude") if role in variable.dims]
+            array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
+            try:
+                values = np.asarray(array.transpose(*order).values)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
         assert self.grid is not None
-        values = values.reshape(*variable.shape[1:], *self.grid.shape)[..., self._rows[:, None], self._columns]
+        shape = (last - first)[1:].tolist()
+        chosen = self._rows[rows or slice(None)]
+        values = values.reshape(*shape, *self.grid.shape)[..., chosen[:, None], self._columns]
         if (variable.factor, variable.shift) != (1.0, 0.0):
             values = values.astype(np.float64) * variable.factor + variable.shift
         return values.astype(np.float32)
 
     def close(self) -> None:
         """Close the file; a later read opens it anew."""
-        if self._data is not None:
-            self._data.close()
-            self._data = None
+        with self._lock:
+            if self._data is not None:
+                self._data.close()
+                self._data = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs; it opens the file for itself."""
+        return self.__dict__ | {"_data": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
 
 
 def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:

@@ -42,6 +42,7 @@ class Field:
     vector_component: bool = False  # changes sign when a row is continued across a pole
     accumulated: bool = False  # a sum over an interval that ends at the valid time
     static: bool = False
+    maskable: bool = False  # has no value at some points by nature: NaN in a file of floats is a mask, not a fault
 
     @property
     def temperature(self) -> bool:
@@ -84,7 +85,7 @@ FIELDS: tuple[Field, ...] = (
     _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
     _surface("tcwv", "atmosphere_mass_content_of_water_vapor", "total column water vapour", "kg m-2", (137,), "TCWV", "total_column_water_vapour", "prw", family=_TRUNCATED),
     _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164, 228164), "TCC", "total_cloud_cover", "clt"),
-    _surface("sst", "sea_surface_temperature", "sea surface temperature", "K", (34,), "SSTK", "sstk", "sea_surface_temperature", "tos"),
+    _surface("sst", "sea_surface_temperature", "sea surface temperature", "K", (34,), "SSTK", "sstk", "sea_surface_temperature", "tos", maskable=True),
     _surface("skt", "surface_temperature", "skin temperature", "K", (235,), "SKT", "skin_temperature", "ts"),
     _surface("orog", "surface_altitude", "orography", "m", (228002,), "orography", static=True),
     _surface("lsm", "land_area_fraction", "land-sea mask", "1", (172,), "LSM", "land_sea_mask", "sftlf", static=True),

@@ -190,16 +190,6 @@ class TestRefusals:
         settings = PrepareConfig(input=str(tmp_path / "a.nc"), output=str(tmp_path / "s.zarr"))
         self.refused(settings, "t at 850 hPa, member 1, 2001-01-03T00, lead 0 h: 1 of 84 values are NaN or infinite")
 
-    def test_a_field_with_holes(self, tmp_path):
-        values = noise()
-        values[0, 0] = 9999
-        hole = message("sst", values, bitmapPresent=1, missingValue=9999)
-        path = write(tmp_path / "a.grib", [message("t"), hole])
-        settings = PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"))
-        self.refused(settings, "sst: 1 points are missing under a bitmap; leave the variable out with variables=")
-        settings.variables = ["t"]
-        prepare(settings)
-
     def test_a_truncated_file(self, archive):
         path = archive / "ensemble" / "pl.grib"
         path.write_bytes(path.read_bytes()[:-50])

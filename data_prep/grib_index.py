@@ -1,0 +1,99 @@
+"""The tables of GRIB files, kept on disk, so that a file is scanned once in its life.
+
+A table belongs to one path, size and time of change; where any of them differs it is made anew. A file of the index is
+a line of JSON, which says what it belongs to, and the rows as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.grib_io import Stamp
+from data_prep.grib_keys import Scan
+from data_prep.records import RECORD
+from ensemble_ml.fields import FIELDS
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+# What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
+_VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The messages of a file: rows of RECORD, the grids that they are scanned on, and counts of unknown variables."""
+
+    records: np.ndarray
+    scans: tuple[Scan, ...]
+    skipped: dict[str, int]
+
+
+class GribIndex:
+    """A folder of tables. Where it cannot be written, nothing is kept, and a line in the log says so."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+        self._told = False
+
+    def place(self, path: str) -> Path:
+        """The file of the index that belongs to a GRIB file."""
+        absolute = os.path.abspath(path)
+        digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
+        return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.index"
+
+    def load(self, path: str, stamp: Stamp) -> Table | None:
+        """The table of `path`, or None where there is none that belongs to it as it is now."""
+        place = self.place(path)
+        try:
+            content = place.read_bytes()
+        except OSError:
+            return None
+        try:
+            line, _, rows = content.partition(b"\n")
+            head = json.loads(line)
+            if head["version"] != _VERSION or head["of"] != _owner(path, stamp):
+                return None
+            if hashlib.sha256(rows).hexdigest() != head["sha256"] or len(rows) != head["count"] * RECORD.itemsize:
+                raise ValueError("its checksum is wrong")
+            scans = tuple(Scan(tuple(lat), tuple(lon), *flags) for lat, lon, *flags in head["scans"])
+            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.info("index %s: damaged (%s); %s is scanned anew", place, error, path)
+            return None
+
+    def save(self, path: str, stamp: Stamp, table: Table) -> None:
+        """Keep a table, by rename, so that no reader meets half of it."""
+        rows = table.records.tobytes()
+        head: dict[str, Any] = {"version": _VERSION, "of": _owner(path, stamp), "count": len(table.records)}
+        head |= {"scans": [astuple(scan) for scan in table.scans], "skipped": table.skipped}
+        head["sha256"] = hashlib.sha256(rows).hexdigest()
+        place = self.place(path)
+        draft = place.with_name(f".{place.name}.{os.getpid()}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(json.dumps(head).encode() + b"\n" + rows)
+            os.replace(draft, place)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            if not self._told:
+                self._told = True
+                log.warning("index %s: cannot be kept (%s); files are scanned each time", self.folder, error.strerror)
+
+
+def _owner(path: str, stamp: Stamp) -> dict[str, Any]:
+    return {"path": os.path.abspath(path), **asdict(stamp)}
+
+
+def user_index() -> GribIndex:
+    """The index of archives that are read in place: in the user's cache ($XDG_CACHE_HOME or ~/.cache)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return GribIndex(Path(cache) / "ensemble_ml" / "index")

@@ -1,0 +1,177 @@
+"""Reading GRIB files by offset: descriptors shared by threads, small windows for headers, and files that change.
+
+`os.pread` has no position that threads could disturb, so that nothing here is locked while bytes are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+
+_OPEN_FILES = 128  # descriptors kept at most; an archive may have more files than a process may hold open
+_WINDOW = 1024  # holds the end of one message and the header of the next
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Size and time of a file, by which a change is noticed."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str | int) -> Stamp:
+        """The stamp of a path, or of an open descriptor."""
+        status = os.stat(path)
+        return cls(status.st_size, status.st_mtime_ns)
+
+    def check(self, path: str, now: Stamp) -> None:
+        """Refuse a file that is not what it was.
+
+        Raises:
+            UserError: names it, and says how its size changed.
+        """
+        if now != self:
+            size = f"{self.size} bytes, now {now.size}" if now.size != self.size else f"{self.size} bytes, then as now"
+            raise UserError(f"{path}: changed while it was read ({size}); wait until it is complete, and run again")
+
+
+class Descriptors:
+    """Open files of a process by path: the latest stay open, and none is closed while it is used."""
+
+    def __init__(self, most: int = _OPEN_FILES):
+        self._most = most
+        self._lock = threading.Lock()
+        self._open: dict[str, int] = {}  # the latest last
+        self._users: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """A descriptor for reading.
+
+        Raises:
+            UserError: the file cannot be opened.
+        """
+        with self._lock:
+            descriptor = self._open.pop(path, -1)
+            if descriptor < 0:
+                descriptor = open_to_read(path)
+            self._open[path] = descriptor
+            self._users[descriptor] = self._users.get(descriptor, 0) + 1
+            self._close_oldest()
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users[descriptor] -= 1
+
+    def _close_oldest(self) -> None:
+        idle = [path for path, descriptor in self._open.items() if not self._users.get(descriptor)]
+        for path in idle[: max(0, len(self._open) - self._most)]:
+            self._close(path)
+
+    def _close(self, path: str) -> None:
+        descriptor = self._open.pop(path)
+        self._users.pop(descriptor, None)
+        os.close(descriptor)
+
+    def close(self, path: str) -> None:
+        """Close a file that nobody uses; a later read opens it anew."""
+        with self._lock:
+            if path in self._open and not self._users.get(self._open[path]):
+                self._close(path)
+
+
+descriptors = Descriptors()
+os.register_at_fork(after_in_child=lambda: descriptors.__init__())  # type: ignore[misc]  # the lock may be held
+
+
+def open_to_read(path: str) -> int:
+    """Open a file.
+
+    Raises:
+        UserError: it is missing, or may not be read.
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+
+
+def read_into(descriptor: int, path: str, buffer: np.ndarray, start: int) -> None:
+    """Fill `buffer` (N,) uint8 from byte `start` on.
+
+    Raises:
+        UserError: the file ends before, or cannot be read.
+    """
+    filled = 0
+    while filled < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[filled:].data], start + filled)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read at byte {start + filled} ({error.strerror})") from error
+        if not count:
+            raise UserError(f"{path}: was cut short at byte {start + filled} since it was indexed; fetch it again")
+        filled += count
+
+
+class Scratch(threading.local):
+    """A buffer of each thread, so that reading does not allocate."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        """Bytes (size,) uint8 that are the caller's until the next call of this thread."""
+        if len(self._buffer) < size:
+            self._buffer = np.empty(size + size // 8, np.uint8)
+        return self._buffer[:size]
+
+
+class Windows:
+    """A file as a sequence of bytes, of which small windows are read where it is looked at.
+
+    The two latest windows are kept: the end of a message and the header of the next lie in one, and the header that
+    belongs to the end in the one before.
+    """
+
+    def __init__(self, descriptor: int, path: str):
+        self._descriptor, self._path = descriptor, path
+        self._size = os.fstat(descriptor).st_size
+        self._now, self._last = (0, b""), (0, b"")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, key: slice) -> bytes:
+        start, stop = key.start or 0, self._size if key.stop is None else key.stop
+        return self._bytes(start, min(stop, self._size))
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        for first, content in (self._now, self._last):
+            if first <= start and stop <= first + len(content):
+                return content[start - first : stop - first]
+        if stop <= start:
+            return b""
+        size = min(max(stop - start, _WINDOW), self._size - start)
+        buffer = np.empty(size, np.uint8)
+        read_into(self._descriptor, self._path, buffer, start)
+        self._last, self._now = self._now, (start, buffer.tobytes())
+        return self._now[1][: stop - start]
+
+    def find(self, needle: bytes, start: int) -> int:
+        """Position of `needle` from `start` on, -1 where it is not there."""
+        step = 1 << 16
+        while start < self._size:
+            found = self._bytes(start, min(start + step, self._size)).find(needle)
+            if found >= 0:
+                return start + found
+            start += step - len(needle) + 1
+        return -1
