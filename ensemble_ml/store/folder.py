@@ -1,7 +1,19 @@
-"""The folder that a store is built in: beside the store's name, which it gets in one rename when all is there."""
+"""The folder that a store is built in, beside the store's name, which it gets in one rename when all is there.
+
+NAME.zarr.building/
+  plan.json     what is being built
+  lock          held while the plan is written, and while the store is finished
+  claims/       one lock a start date, held while it is built
+  entries/      one file a finished start date
+  store/        the store itself
+  swap.json     written just before the rename
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import json
 import os
 import shutil
 import socket
@@ -9,6 +21,25 @@ from pathlib import Path
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.metadata import is_store
+
+_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of linux/fs.h and fcntl.h
+
+
+def building_folder(path: Path) -> Path:
+    """Where the store of that name is built, by whatever process."""
+    return path.with_name(f"{path.name}.building")
+
+
+def private_folder(path: Path) -> Path:
+    """Where this process builds it for itself; those that killed processes of this machine have left are removed."""
+    host = socket.gethostname()
+    for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
+        process = old.name.rpartition("-")[2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    work = path.with_name(f"{path.name}.partial-{host}-{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    return work
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -25,36 +56,57 @@ def check_target(path: Path, overwrite: bool) -> None:
         raise UserError(f"output={path}: no tensor store, so overwrite=true leaves it alone; choose another folder")
 
 
-def make_work_folder(path: Path) -> Path:
-    """Make the folder that the store is built in, and remove those that killed processes of this machine have left.
+def make_folders(work: Path, path: Path) -> None:
+    """Make the folders of a build.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: they cannot be made.
     """
-    host = socket.gethostname()
-    for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
-        process = old.name.rpartition("-")[2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    work = path.with_name(f"{path.name}.partial-{host}-{os.getpid()}")
     try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        for name in ("claims", "entries", "store"):
+            (work / name).mkdir(parents=True, exist_ok=True)
+        probe = work / f".probe-{os.getpid()}"  # a folder of somebody else may be there, and refuse us
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise UserError(f"output={path}: cannot be written ({error.strerror}); choose another folder") from error
-    return work
 
 
-def replace(work: Path, path: Path, overwrite: bool) -> None:
-    """Rename `work` to `path`; an old store steps aside first, and is removed only when the new one has its name."""
-    check_target(path, overwrite)  # somebody else may have made it meanwhile
-    aside = work.with_name(work.name.replace(".partial-", ".replaced-"))
+def give_name(work: Path, path: Path, overwrite: bool) -> None:
+    """Let the finished store in `work` have its name, in one step; what stood there is removed afterwards.
+
+    Raises:
+        UserError: somebody else has made something of that name meanwhile.
+    """
+    check_target(path, overwrite)
+    (work / "swap.json").write_text(json.dumps({"inode": (work / "store").stat().st_ino}))
     if path.exists():
-        path.rename(aside)
+        exchange(work / "store", path)
+    else:
+        os.rename(work / "store", path)
+
+
+def named_already(work: Path, path: Path) -> bool:
+    """Whether the store of this build has got its name, but its builder died before it could tidy up."""
     try:
-        work.rename(path)
+        return json.loads((work / "swap.json").read_text())["inode"] == path.stat().st_ino
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap the names of two folders; where the system cannot do it at once, `other` has no name for a moment."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return
+    if renameat2 is not None and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
+    aside = one.with_name("replaced")
+    os.rename(other, aside)
+    try:
+        os.rename(one, other)
     except OSError:
-        if aside.exists():
-            aside.rename(path)
+        os.rename(aside, other)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(aside, one)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.schema import FORMAT, MANIFEST
-from ensemble_ml.store.shard import damaged
+from ensemble_ml.store.shard import damaged, digest_shard
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: its size in bytes and its sha256."""
+    """One file: its size in bytes and its sha256; of a shard, the sha256 over its checksums (`shard.digest_shard`)."""
 
     bytes: int
     sha256: str
@@ -73,18 +73,18 @@ def check_sizes(root: Path, files: dict[str, Entry]) -> None:
         raise damaged(root / wrong[0], reason + others)
 
 
-def check_contents(root: Path, files: dict[str, Entry]) -> None:
-    """Check every file's sha256; reads the whole store.
+def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) -> None:
+    """Check every file's digest; reads the whole store. `shards` says how many chunks those files have.
 
     Raises:
         UserError: names the first file whose contents have changed.
     """
     for name, entry in files.items():
         try:
-            same = hash_file(root / name) == entry.sha256
+            found = digest_shard(root / name, shards[name]) if name in shards else hash_file(root / name)
         except OSError as error:
             raise damaged(root / name, error.strerror or str(error)) from error
-        if not same:
+        if found != entry.sha256:
             raise damaged(root / name, "its sha256 is not that of the manifest")
 
 

@@ -38,6 +38,8 @@ class Metadata:
     quantisation_error: dict[str, float]
     provenance: dict[str, Any]
     masked: tuple[str, ...]
+    held: tuple[Part, ...]  # parts with a field at any date
+    factor_dates: int  # start dates in a chunk of the factors
 
 
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
@@ -71,17 +73,13 @@ def write_metadata(
     root: Path,
     layout: Layout,
     attributes: dict[str, Any],
-    factors: Sequence[tuple[ArraySpec, dict[str, np.ndarray]]],
     static: dict[str, np.ndarray],
     statistics: tuple[np.ndarray, dict[Kind, Moments]],
 ) -> None:
-    """Write everything but the shards: called once, when all fields are known."""
+    """Write everything but shards and factors: called once, when all fields are known."""
     group = zarr.open_group(root, mode="r+")
     for name, (values, dims, attrs) in coordinates(layout).items():
         _put(group, name, values, dims, attrs)
-    for spec, arrays in factors:
-        for key, values in arrays.items():
-            _put(group, f"{spec.name}_{key}", spec.drop_fields(values), spec.dimensions[:-2], {})
     for name, values in static.items():
         attrs = cf_attributes(name)
         _put(group, name, np.asarray(values, np.float32), ("latitude", "longitude"), attrs)
@@ -192,6 +190,8 @@ def read_metadata(root: Path) -> Metadata:
         dict(attrs["quantisation_error"]),
         dict(attrs["provenance"]),
         tuple(attrs["masked"]),
+        tuple(Part(name) for name in attrs["held"]),
+        int(attrs["factor_dates"]),
     )
 
 

@@ -71,7 +71,7 @@ class PackedBlock:
         """Whether values are integers."""
         return self.values.dtype == np.uint16
 
-    def __getitem__(self, key: tuple[int | slice | np.ndarray, ...]) -> PackedBlock:
+    def __getitem__(self, key: tuple[int | slice | np.ndarray | None, ...]) -> PackedBlock:
         """Select by the leading axes."""
         factors = [np.asarray(part[key]) for part in (self.reference, self.scale, self.decimal, self.present)]
         reference, scale, decimal, present = factors
@@ -95,7 +95,12 @@ def grib_factors(bits: int, binary_scale: int, decimal_scale: int) -> tuple[floa
 
 
 def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> bool:
-    """Whether decoding in float32 arithmetic gives the same bits as float64 rounded to float32, for every field.
+    """Whether decoding in float32 arithmetic gives the same bits as float64 rounded to float32, for every field."""
+    return bool(np.all(exact_fields(reference, scale, decimal)))
+
+
+def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> np.ndarray:
+    """Whether decoding in float32 arithmetic gives the same bits as float64 rounded to float32, for each field.
 
     It does where `decimal` is one, `reference` is a float32 number and `scale` a normal power of two: X * scale is
     then exact, so both ways round one sum of two float32 numbers, and rounding it to 53 bits first is innocuous
@@ -105,7 +110,7 @@ def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarr
     normal = (mantissa == 0.5) & (exponent > -125) & (exponent < 110)
     with np.errstate(over="ignore"):
         same = reference == reference.astype(np.float32)
-    return bool(np.all((decimal == 1) & same & (normal | (scale == 0))))
+    return (decimal == 1) & same & (normal | (scale == 0))
 
 
 def dequantise(codes: np.ndarray, factors: Sequence[np.ndarray], out: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """Read a tensor store: only the members, leads, variables and rows that are asked for, straight from the shards.
 
-Reads keep no state but the small arrays of factors, loaded once; every read has its own file descriptor and uses
+Reads keep no state but the factors of the dates read last; every read has its own file descriptor and uses
 `preadv`, so any number of threads may read at a time.
 """
 
@@ -10,12 +10,12 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.factors import FactorReader
 from ensemble_ml.store.manifest import check_contents, check_sizes, fingerprint, read_manifest
 from ensemble_ml.store.metadata import read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
@@ -50,8 +50,8 @@ class TensorStore:
         specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
         self._specs = {(spec.part, spec.kind): spec for spec in specs}
         self._open_shard: Callable[[str], Shard] = ShardFile
-        self._cache: dict[str, np.ndarray] = {}
-        self._lock = Lock()
+        self._factors = FactorReader(self._root, meta.factor_dates)
+        self._held = meta.held
 
     def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
         return TensorStore, (str(self._root),)  # workers open it themselves: locks and caches do not travel
@@ -63,7 +63,7 @@ class TensorStore:
 
     def has(self, part: Part) -> bool:
         """Whether any field of `part` is there."""
-        return any(self._factor(spec, "present").any() for (of, _), spec in self._specs.items() if of is part)
+        return part in self._held
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
         """Read one start date.
@@ -126,7 +126,7 @@ class TensorStore:
         for kind in Kind:
             spec = self._specs.get((part, kind))
             empty = np.zeros((members, *self._lengths(kind)), bool)
-            found.append(self._factor(spec, "present")[date].copy() if spec else empty)
+            found.append(self._factors.of_date(spec, "present", date).copy() if spec else empty)
         return found[0], found[1][..., 0]
 
     def static(self) -> dict[str, np.ndarray]:
@@ -138,12 +138,14 @@ class TensorStore:
         return fingerprint(self._files)
 
     def verify(self) -> None:
-        """Check the sha256 of every file; reads the whole store.
+        """Check the digest of every file; reads the whole store.
 
         Raises:
             UserError: names the first file whose contents have changed.
         """
-        check_contents(self._root, self._files)
+        arrays = [*self._specs.values(), *(spec.mask for spec in self._specs.values())]
+        chunks = {spec.shard(date): int(np.prod(spec.chunks)) for spec in arrays for date in range(spec.dates)}
+        check_contents(self._root, self._files, chunks)
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:
@@ -185,14 +187,6 @@ class TensorStore:
         if not 0 <= date < dates:
             raise UserError(f"store {self.path}: has no start date {date}; it holds 0 to {dates - 1}")
 
-    def _factor(self, spec: ArraySpec, name: str) -> np.ndarray:
-        """One number a field, (D, M, T, V, Z), loaded at the first call."""
-        key = f"{spec.name}_{name}"
-        with self._lock:
-            if key not in self._cache:
-                self._cache[key] = read_array(self._root, key).reshape(spec.dates, *spec.fields)
-            return self._cache[key]
-
     def _read_kind(self, part: Part, kind: Kind, date: int, selection: Selection) -> np.ndarray:
         wanted = resolve(self.path, self.layout, part, kind, selection)
         once, repeats = wanted.distinct()
@@ -207,8 +201,8 @@ class TensorStore:
             out[...] = np.nan
             return out
         grid = np.ix_(*wanted.fields)
-        there = self._factor(spec, "present")[date][grid]
-        factors = [self._factor(spec, name)[date][grid] for name in FACTORS] if spec.packed else []
+        there = self._factors.of_date(spec, "present", date)[grid]
+        factors = [self._factors.of_date(spec, name, date)[grid] for name in FACTORS] if spec.packed else []
         if spec.packed and exact_in_float32(*factors):
             factors = [factor.astype(np.float32) for factor in factors]
         self._fill(out, spec, date, wanted, there, [factor[..., None, None] for factor in factors])

@@ -116,6 +116,10 @@ class ArraySpec:
         """Bring one number a field (D, M, T, V, Z) to the axes on disk."""
         return array.reshape(array.shape[0], *self._drop(self.fields))
 
+    def drop_shape(self) -> tuple[int, ...]:
+        """Shape of one number a field of a date, without the axes that are not on disk."""
+        return self._drop(self.fields)
+
     def _drop(self, axes: tuple) -> tuple:
         member = axes[:1] if self.part is Part.FORECAST else ()
         return (*member, *axes[1:3], *(axes[3:] if self.kind is Kind.PRESSURE else ()))

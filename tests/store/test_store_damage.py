@@ -114,7 +114,7 @@ def test_any_flipped_byte_of_a_shard_is_noticed_when_it_is_read(copy):
         with pytest.raises(UserError, match=r"c\.0\.0\.0\.0\.0\.0\.0: damaged file of a tensor store") as error:
             store.read(Part.FORECAST, 0)
         one_line(error)
-    with pytest.raises(UserError, match="its sha256 is not that of the manifest"):
+    with pytest.raises(UserError, match=r"a checksum does not fit|points beyond its end|belong to no chunk"):
         store.verify()
     assert np.isfinite(store.read(Part.FORECAST, 1).pressure).all()  # other dates are not touched by it
 
@@ -245,7 +245,7 @@ def test_a_killed_writer_leaves_nothing_under_the_name_and_the_next_one_cleans_u
     """)
     process = subprocess.Popen([sys.executable, "-c", script])
     deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("s.zarr.partial-*/forecast_pressure/c.3.*")):
+    while not list(tmp_path.glob("s.zarr.partial-*/store/forecast_pressure/c.3.*")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -259,21 +259,19 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_is_left(tmp_path, monkeypat
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ensemble_ml.store.write.write_shard", full)
+    monkeypatch.setattr("ensemble_ml.store.shard_write.ShardWriter.append", full)
     with pytest.raises(UserError, match=r"cannot write .*: No space left on device; free space or choose another"):
         make_store(tmp_path / "s.zarr", dates=1)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_failure_in_the_last_step_keeps_the_old_store_and_leaves_nothing(copy, monkeypatch):
-    before, rename = open_store(copy).fingerprint(), Path.rename
+    before = open_store(copy).fingerprint()
 
-    def fail(self, target):
-        if ".partial-" in self.name:
-            raise OSError(errno.EACCES, "Permission denied")
-        return rename(self, target)
+    def fail(*_):
+        raise OSError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "rename", fail)
+    monkeypatch.setattr("ensemble_ml.store.folder.exchange", fail)
     with pytest.raises(OSError, match="Permission denied"):
         make_store(copy, dates=1, overwrite=True)
     assert open_store(copy).fingerprint() == before and os.listdir(copy.parent) == [copy.name]

@@ -1,0 +1,187 @@
+"""A build of a store that may be interrupted, taken up again and shared: start date by start date, in any order.
+
+Each finished date leaves its shards and one entry, both by rename, so that whatever is there is whole. A later run
+passes over the dates whose entry and shards stand. Any number of builders may work at one store: a lock a date keeps
+them apart. `finalise` merges the entries in the order of the dates, so the store does not depend on who built what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.date import DateWriter, refused
+from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.finish import finish_store
+from ensemble_ml.store.folder import building_folder, check_target, give_name, make_folders, named_already
+from ensemble_ml.store.locks import claimed, exclusive
+from ensemble_ml.store.plan import BuildPlan, read_facts
+
+
+class Build:
+    """The build of the store at `path`, begun or taken up again.
+
+    Args:
+        path: the store to make.
+        plan: what it will hold.
+        overwrite: replace a store that stands at `path`; it stays as it is until the new one is complete.
+        restart: throw away an unfinished build.
+        work: the folder to build in; by default the one that all builders of that store share.
+
+    Raises:
+        UserError: something stands at `path` that may not be replaced; an unfinished build has another plan; or the
+            folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        plan: BuildPlan,
+        *,
+        overwrite: bool = False,
+        restart: bool = False,
+        work: Path | None = None,
+    ):
+        self.path, self.plan, self._overwrite = Path(path).absolute(), plan, overwrite
+        self.work, self.shared = work or building_folder(self.path), work is None
+        self.complete = False  # whether the store has its name
+        if restart:
+            shutil.rmtree(self.work, ignore_errors=True)
+        if named_already(self.work, self.path):
+            plan_file = self.work / "plan.json"
+            self.complete = plan_file.exists() and plan.differs(read_facts(plan_file)) is None
+            self.remove()
+            if self.complete:
+                return
+        check_target(self.path, overwrite)
+        make_folders(self.work, self.path)
+        with exclusive(self.work / "lock"):
+            self._agree()
+
+    def _agree(self) -> None:
+        """Write the plan down, or check that the one that stands there is ours."""
+        file = self.work / "plan.json"
+        if file.exists():
+            difference = self.plan.differs(read_facts(file))
+            if difference:
+                raise UserError(
+                    f"output={self.path}: an unfinished build has other settings ({difference}); "
+                    "give the same to go on, or add restart=true to throw it away"
+                )
+            return
+        draft = file.with_name(".plan.json")
+        draft.write_text(json.dumps(self.plan.facts))
+        draft.rename(file)
+
+    @property
+    def dates(self) -> int:
+        """Number of start dates."""
+        return len(self.plan.layout.init_time)
+
+    @property
+    def store(self) -> Path:
+        """The folder that will be the store."""
+        return self.work / "store"
+
+    def entry_file(self, date: int) -> Path:
+        """Where the entry of a start date stands."""
+        return self.work / "entries" / f"{date:06d}.npz"
+
+    def done(self, date: int) -> bool:
+        """Whether a start date is finished: its entry is there, and all its shards with their sizes."""
+        file = self.entry_file(date)
+        if not file.exists():
+            return False
+        try:
+            files = DateEntry.files_of(file)
+        except UserError:
+            return False
+        return all(_size(self.store / name) == entry.bytes for name, entry in files.items())
+
+    def missing(self, dates: Iterable[int] | None = None) -> list[int]:
+        """The start dates, of all or of `dates`, that are not finished."""
+        return [date for date in (range(self.dates) if dates is None else dates) if not self.done(date)]
+
+    @contextmanager
+    def claim(self, date: int) -> Iterator[bool]:
+        """Try to have a start date for oneself; whether it is ours to build (nobody has it, and it is not done)."""
+        with ExitStack() as stack:
+            try:
+                held = stack.enter_context(claimed(self.work / "claims" / f"{date:06d}"))
+            except FileNotFoundError:  # another builder has finished the store
+                held = False
+            yield held and not self.done(date)
+
+    @contextmanager
+    def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:
+        """Build one start date; its entry is written when all went well, and nothing of it is left else."""
+        writer = DateWriter(self.store, self.plan.layout, self.plan.specs, date, pool)
+        try:
+            yield writer
+            entry = writer.close()
+            entry.save(self.entry_file(date))
+        except OSError as error:
+            raise refused(self.store, error.filename or f"start date {date}", error) from error
+        finally:
+            writer.abort()
+
+    def finalise(self) -> Path:
+        """Make the store of its dates, and give it its name; only one builder does it, the others find it done.
+
+        Raises:
+            UserError: no field was written, or something else stands at its name now.
+        """
+        try:
+            with exclusive(self.work / "lock"):
+                if self.complete or self._finished_by_another():
+                    return self.path
+                self._finish()
+                give_name(self.work, self.path, self._overwrite)
+                self.complete = True
+                self.remove()
+        except FileNotFoundError:
+            if not self._finished_by_another():
+                raise
+        return self.path
+
+    def _finish(self) -> None:
+        left = self.missing() if self.shared else []
+        if left:
+            raise UserError(f"output={self.path}: {len(left)} of {self.dates} start dates are not built yet")
+        try:
+            finish_store(self.store, self.plan, self._entries())
+        except OSError as error:
+            raise refused(self.store, error.filename or "metadata", error) from error
+
+    def _finished_by_another(self) -> bool:
+        """Whether another builder has given the store its name while we waited."""
+        if (self.work / "plan.json").exists():
+            return False
+        if not self.path.exists():
+            raise UserError(f"output={self.path}: somebody removed its unfinished build; start anew")
+        self.complete = True
+        return True
+
+    def _entries(self) -> Iterator[tuple[int, DateEntry]]:
+        for date in range(self.dates):
+            if self.entry_file(date).exists():
+                yield date, DateEntry.load(self.entry_file(date))
+
+    def remove(self) -> None:
+        """Remove the work folder; what says that the store has its name goes last."""
+        for name in ("store", "entries", "claims"):
+            shutil.rmtree(self.work / name, ignore_errors=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1

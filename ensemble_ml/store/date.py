@@ -1,0 +1,296 @@
+"""Build one start date: fields come in cells of one lead and one variable, and go to the shards chunk by chunk.
+
+A cell holds all members and levels, so that mean, spread and statistics are made of it in the same pass in which its
+chunks are compressed, block of rows by block of rows, on the threads of a pool. Two cells at most are in memory: while
+one is compressed, the caller reads the next. Chunks are written in the order of the cells, then of members and rows,
+however many threads there are: the files do not depend on them.
+
+Axes: M member, T lead, V variable of one kind, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.fuse import Members, fuse
+from ensemble_ml.store.manifest import Entry
+from ensemble_ml.store.packing import PackedBlock, check_finite, decode, error_bound, exact_fields, quantise
+from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, describe_field
+from ensemble_ml.store.shard_write import ShardWriter, encode
+from ensemble_ml.store.source import Layout, Part
+from ensemble_ml.store.statistics import NAMES, Moments, merge_all
+
+_AHEAD = 1  # cells that are compressed while the caller reads another
+
+Specs = dict[tuple[Part, Kind], ArraySpec]
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell:
+    """One lead and variable of one array: `block` (M, Z, Y, X) in the packing of the store."""
+
+    spec: ArraySpec
+    lead: int
+    variable: int
+    block: PackedBlock
+    exact: np.ndarray  # (M, Z)
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """Chunks of one block of rows: by member, None where left out; mean and spread where they are derived."""
+
+    values: list[bytes | None]
+    masks: list[bytes | None]
+    derived: tuple[list[bytes], list[bytes]] | None
+    moments: Moments | None  # (Z,)
+
+
+class DateWriter:
+    """Writes the shards of one start date below `root`; `close` returns what is to be kept of it.
+
+    Args:
+        root: the folder of the store.
+        layout: its coordinates.
+        specs: its arrays.
+        date: index into `layout.init_time`.
+        pool: threads that compress.
+
+    Raises:
+        UserError: a value is not a number, or the disk refuses.
+    """
+
+    def __init__(self, root: Path, layout: Layout, specs: Specs, date: int, pool: ThreadPoolExecutor):
+        self._root, self._layout, self._specs, self._date, self._pool = root, layout, specs, date, pool
+        self._shards: dict[str, ShardWriter] = {}
+        self._under_way: deque[tuple[_Cell, list[Future[_Packed]]]] = deque()
+        self.entry = DateEntry()
+
+    def cell(self, part: Part, kind: Kind, lead: int, variable: int, block: PackedBlock) -> None:
+        """Take the fields of one lead and variable (positions in the layout), `block` (M, Z, Y, X).
+
+        Float32 blocks are quantised where the store is packed, packed ones decoded where it is not.
+
+        Raises:
+            UserError: a present field holds NaN or infinity that is not masked, or the disk refuses.
+        """
+        spec = self._specs[part, kind]
+        wanted = (spec.fields[0], spec.fields[3], *spec.grid)
+        if block.values.shape != wanted:
+            raise ValueError(f"{spec.name}: block of shape {block.values.shape}; {wanted} is needed")
+        block = self._admit(spec, lead, variable, block)
+        self._note(spec, lead, variable, block)
+        cell = _Cell(spec, lead, variable, block, exact_fields(block.reference, block.scale, block.decimal))
+        derived = self._specs.get((Part.MEAN, kind)) if part is Part.FORECAST else None
+        with self._refusals(spec.shard(self._date)):
+            self._shard(spec)
+        futures = [self._pool.submit(_pack, cell, number, derived) for number in range(spec.blocks)]
+        self._under_way.append((cell, futures))
+        while len(self._under_way) > _AHEAD:
+            self._write()
+
+    def close(self) -> DateEntry:
+        """Write what is under way, and give the shards their names."""
+        while self._under_way:
+            self._write()
+        for name, shard in list(self._shards.items()):
+            with self._refusals(name):
+                self.entry.files[name] = Entry(*shard.close())
+                del self._shards[name]
+        return self.entry
+
+    def abort(self) -> None:
+        """Remove what is half-written; harmless after `close`."""
+        for _, futures in self._under_way:
+            for future in futures:
+                future.cancel()
+        for shard in self._shards.values():
+            shard.abort()
+        self._under_way.clear()
+        self._shards.clear()
+
+    def _admit(self, spec: ArraySpec, lead: int, variable: int, block: PackedBlock) -> PackedBlock:
+        """Bring a block to the packing of the store; what is absent or masked becomes 0 or NaN."""
+
+        def where(index: tuple[int, ...]) -> str:
+            place = (index[0], lead, variable, index[1])
+            return describe_field(self._layout, spec.part, self._date, spec.kind, place)
+
+        mask = None if block.mask is None else block.mask & block.present[..., None, None]
+        if block.packed:
+            check_finite(block.reference[..., None, None], block.present, where=where)
+        else:
+            check_finite(block.values, block.present, mask=mask, where=where)
+        block = PackedBlock(block.values, block.reference, block.scale, block.decimal, block.present, mask)
+        if not block.present.all():
+            block = _without_absent(block)
+        if block.packed and not spec.packed:
+            return _as_floats(PackedBlock.plain(decode(block), block.present, mask), mask)
+        if spec.packed and not block.packed:
+            present = block.present
+            block = quantise(block.values, mask=mask)
+            block = PackedBlock(block.values, block.reference, block.scale, block.decimal, present, mask)
+            name = _names(self._layout, spec.kind)[variable]
+            bound = float(error_bound(block).max())
+            self.entry.errors[name] = max(bound, self.entry.errors.get(name, 0.0))
+        return block if spec.packed else _as_floats(block, mask)
+
+    def _note(self, spec: ArraySpec, lead: int, variable: int, block: PackedBlock) -> None:
+        factors = self._factors(spec)
+        for name in factors:
+            factors[name][:, lead, variable] = getattr(block, name)
+        if block.mask is not None and block.mask.any():
+            self.entry.masked.add(_names(self._layout, spec.kind)[variable])
+
+    def _factors(self, spec: ArraySpec) -> dict[str, np.ndarray]:
+        if spec.name not in self.entry.factors:
+            self.entry.factors[spec.name] = empty_factors(spec)
+        return self.entry.factors[spec.name]
+
+    def _shard(self, spec: ArraySpec) -> ShardWriter:
+        name = spec.shard(self._date)
+        if name not in self._shards:
+            self._shards[name] = ShardWriter(self._root / name, spec)
+        return self._shards[name]
+
+    def _write(self) -> None:
+        """Write the chunks of the cell that has waited longest."""
+        cell, futures = self._under_way.popleft()
+        blocks = [future.result() for future in futures]
+        with self._refusals(cell.spec.shard(self._date)):
+            self._append(cell.spec, cell, [block.values for block in blocks])
+            if any(mask is not None for block in blocks for mask in block.masks):
+                self.entry.masks.add(cell.spec.mask.name)
+                self._append(cell.spec.mask, cell, [block.masks for block in blocks])
+            self._derive(cell, blocks)
+
+    def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[bytes | None]]) -> None:
+        shard = self._shard(spec)
+        for member in range(spec.fields[0]):
+            for number, chunks in enumerate(blocks):
+                shard.append((member, cell.lead, cell.variable, number), chunks[member])
+
+    def _derive(self, cell: _Cell, blocks: Sequence[_Packed]) -> None:
+        """Append mean and spread, and keep the moments of the cell."""
+        if blocks[0].moments is None:
+            return
+        kind, levels = cell.spec.kind, cell.spec.fields[3]
+        if kind not in self.entry.moments:
+            self.entry.moments[kind] = Moments.nothing(cell.spec.fields[1:])
+        merged = merge_all((block.moments for block in blocks if block.moments), (levels,))
+        for name in NAMES:
+            getattr(self.entry.moments[kind], name)[cell.lead, cell.variable] = getattr(merged, name)
+        there = cell.block.present.sum(0) > 1
+        for place, part in enumerate((Part.MEAN, Part.SPREAD)):
+            spec = self._specs.get((part, kind))
+            if spec is not None:
+                self._factors(spec)["present"][0, cell.lead, cell.variable] = there
+                chunks = [chunk for block in blocks if block.derived for chunk in block.derived[place]]
+                self._append(spec, cell, [[chunk if there.any() else None] for chunk in chunks])
+
+    @contextmanager
+    def _refusals(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise refused(self._root, name, error) from error
+
+
+def refused(root: Path, name: str, error: OSError) -> UserError:
+    """The error for a file that the system does not let us write."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "free space or choose another output" if full else "check the output folder"
+    return UserError(f"store {root}: cannot write {name}: {error.strerror or error}; {remedy}")
+
+
+def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
+    """Compress one block of rows of all members, and make moments of it; mean and spread as `derived` lies on disk."""
+    spec, block = cell.spec, cell.block
+    rows = slice(number * spec.rows, min((number + 1) * spec.rows, spec.grid[0]))
+    height = rows.stop - rows.start
+    values: list[bytes | None] = []
+    masks: list[bytes | None] = []
+    members = []
+    for member in range(spec.fields[0]):
+        chunk = np.empty(spec.chunk, spec.dtype)
+        chunk[:, :height] = block.values[member, :, rows]
+        chunk[:, height:] = spec.fill
+        mask = None if block.mask is None else block.mask[member, :, rows]
+        if mask is not None and spec.packed:
+            chunk[:, :height][mask] = 0
+        masks.append(_pack_mask(spec, mask) if mask is not None and spec.packed else None)
+        empty = not chunk.any() if spec.packed else not np.isfinite(chunk).any()
+        values.append(None if empty else encode(chunk))
+        members.append(_member(cell, member, chunk[:, :height], mask))
+    if spec.part is not Part.FORECAST:
+        return _Packed(values, masks, None, None)
+    fused = fuse(members)
+    if derived is None:
+        return _Packed(values, masks, None, fused.moments)
+    return _Packed(values, masks, (_chunks(derived, fused.mean), _chunks(derived, fused.spread)), fused.moments)
+
+
+def _member(cell: _Cell, member: int, values: np.ndarray, mask: np.ndarray | None) -> Members:
+    block = cell.block
+    reference, scale, decimal = (part[member] for part in (block.reference, block.scale, block.decimal))
+    return Members(values, reference, scale, decimal, block.present[member], cell.exact[member], mask)
+
+
+def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> bytes | None:
+    if not mask.any():
+        return None
+    chunk = np.zeros(spec.chunk, np.uint8)
+    chunk[:, : mask.shape[1]] = mask
+    return encode(chunk)
+
+
+def _chunks(spec: ArraySpec, values: np.ndarray) -> list[bytes]:
+    """Compress a block of rows (Z, R, X) in the chunks of `spec`, of which it holds one or several."""
+    chunks = []
+    for first in range(0, values.shape[1], spec.rows):
+        part = values[:, first : first + spec.rows]
+        chunk = np.full(spec.chunk, spec.fill, spec.dtype)
+        chunk[:, : part.shape[1]] = part
+        chunks.append(encode(chunk))
+    return chunks
+
+
+def empty_factors(spec: ArraySpec) -> dict[str, np.ndarray]:
+    """Factors (M, T, V, Z) of an array with every field absent."""
+    present = {"present": np.zeros(spec.fields, bool)}
+    if not spec.packed:
+        return present
+    return {name: np.ones(spec.fields) if name == "decimal" else np.zeros(spec.fields) for name in FACTORS} | present
+
+
+def _without_absent(block: PackedBlock) -> PackedBlock:
+    """Blank the absent fields, so that what the caller left there is neither kept nor counted."""
+    present, values = block.present, block.values.copy()
+    values[~present] = 0
+    reference, scale = np.where(present, block.reference, 0), np.where(present, block.scale, 0)
+    return PackedBlock(values, reference, scale, np.where(present, block.decimal, 1), present, block.mask)
+
+
+def _as_floats(block: PackedBlock, mask: np.ndarray | None) -> PackedBlock:
+    """NaN wherever a float32 block has no value."""
+    if mask is None and block.present.all():
+        return block
+    values = block.values.copy()
+    values[~block.present] = np.nan
+    if mask is not None:
+        values[mask] = np.nan
+    return PackedBlock.plain(values, block.present, mask)
+
+
+def _names(layout: Layout, kind: Kind) -> tuple[str, ...]:
+    return layout.variables if kind is Kind.PRESSURE else layout.surface

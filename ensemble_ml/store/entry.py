@@ -1,0 +1,122 @@
+"""What a build keeps of a finished start date: one file, written by rename when all of the date's shards stand.
+
+It holds the factors of every field, partial statistics, the files with their checksums, which messages of the archive
+were used, and the error of quantising; `Build.finalise` makes the store's own arrays and statistics of them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ensemble_ml.store.manifest import Entry
+from ensemble_ml.store.schema import Kind
+from ensemble_ml.store.shard import damaged
+from ensemble_ml.store.statistics import NAMES, Moments
+
+SOURCES = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
+
+
+@dataclass(eq=False)
+class DateEntry:
+    """One start date.
+
+    `files` shards by name; `factors` by array and factor, (M, T, V, Z); `moments` of the forecast by kind, (T, V, Z);
+    `errors` largest error of quantising by variable; `masked` variables with points that have no value; `masks` names
+    of mask arrays with a shard; `sources` by part, rows of SOURCES; `source_files` their files by part.
+    """
+
+    files: dict[str, Entry] = field(default_factory=dict)
+    factors: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    moments: dict[Kind, Moments] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    masked: set[str] = field(default_factory=set)
+    masks: set[str] = field(default_factory=set)
+    sources: dict[str, np.ndarray] = field(default_factory=dict)
+    source_files: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, other: DateEntry) -> None:
+        """Take in what is known of other parts of the same start date."""
+        self.files |= other.files
+        self.factors |= other.factors
+        self.moments |= other.moments
+        self.masked |= other.masked
+        self.masks |= other.masks
+        self.sources |= other.sources
+        self.source_files |= other.source_files
+        for name, bound in other.errors.items():
+            self.errors[name] = max(bound, self.errors.get(name, 0.0))
+
+    def save(self, path: Path) -> None:
+        """Write to `path` by rename: whoever sees the file sees all of it."""
+        facts = {
+            "files": {name: [entry.bytes, entry.sha256] for name, entry in sorted(self.files.items())},
+            "errors": dict(sorted(self.errors.items())),
+            "masked": sorted(self.masked),
+            "masks": sorted(self.masks),
+            "source_files": self.source_files,
+        }
+        arrays = {"json": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+        for name, factors in self.factors.items():
+            arrays |= {f"factor/{name}/{key}": values for key, values in factors.items()}
+        for kind, moments in self.moments.items():
+            arrays |= {f"moments/{kind.value}/{key}": values for key, values in moments.arrays().items()}
+        arrays |= {f"sources/{part}": rows for part, rows in self.sources.items()}
+        buffer = io.BytesIO()
+        np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(draft, "wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> DateEntry:
+        """Read an entry.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return cls._from(dict(arrays))
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise damaged(path, str(error)) from error
+
+    @classmethod
+    def files_of(cls, path: Path) -> dict[str, Entry]:
+        """The files of an entry alone.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                facts = json.loads(arrays["json"].tobytes())
+            return {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise damaged(path, str(error)) from error
+
+    @classmethod
+    def _from(cls, arrays: dict[str, np.ndarray]) -> DateEntry:
+        facts = json.loads(arrays.pop("json").tobytes())
+        files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
+        entry = cls(files, errors=facts["errors"], masked=set(facts["masked"]), masks=set(facts["masks"]))
+        entry.source_files = facts["source_files"]
+        found: dict[Kind, dict[str, np.ndarray]] = {}
+        for key, values in arrays.items():
+            group, name, *last = key.split("/")
+            if group == "factor":
+                entry.factors.setdefault(name, {})[last[0]] = values
+            elif group == "moments":
+                found.setdefault(Kind(name), {})[last[0]] = values
+            else:
+                entry.sources[name] = values
+        entry.moments = {kind: Moments(*(parts[name] for name in NAMES)) for kind, parts in found.items()}
+        return entry

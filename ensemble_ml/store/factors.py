@@ -1,0 +1,103 @@
+"""One number a field: reference, scale, decimal and whether it is present; written and read some start dates at a time.
+
+They lie in Zarr arrays (D, ...) beside the fields, in chunks of so many dates that one is about 128 KB: whoever reads
+one date of an archive of thousands does not load those of the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import zarr
+
+from ensemble_ml.store.date import empty_factors
+from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.schema import ArraySpec
+from ensemble_ml.store.shard import damaged
+
+_CHUNK = 128 * 1024  # bytes of the largest chunk
+_HELD = 8  # chunks of each factor that a reader keeps
+
+
+def dates_together(specs: Iterable[ArraySpec]) -> int:
+    """Start dates in a chunk."""
+    largest = max(8 * int(np.prod(spec.fields)) for spec in specs)
+    return max(1, _CHUNK // largest)
+
+
+def write_factors(
+    root: Path, specs: Iterable[ArraySpec], entries: Iterable[tuple[int, DateEntry]], together: int
+) -> Iterator[tuple[int, DateEntry]]:
+    """Write the factors of `entries` (ascending dates) into the group at `root`, and pass the entries on.
+
+    Dates without an entry have no field. No more than `together` entries are held.
+    """
+    specs = list(specs)
+    group = zarr.open_group(root, mode="r+")
+    arrays = {spec.name: {key: _create(group, spec, key, together) for key in empty_factors(spec)} for spec in specs}
+    for number, some in groupby(entries, key=lambda pair: pair[0] // together):
+        first, held = number * together, []
+        for date, entry in some:
+            held.append((date, entry))
+        for spec in specs:
+            stop = min(first + together, spec.dates)
+            for key, array in arrays[spec.name].items():
+                values = np.stack([empty_factors(spec)[key]] * (stop - first))
+                for date, entry in held:
+                    if spec.name in entry.factors:
+                        values[date - first] = entry.factors[spec.name][key]
+                array[first:stop] = spec.drop_fields(values)
+        yield from held
+
+
+def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr.Array:
+    shape = spec.drop_shape()
+    dtype = bool if key == "present" else np.float64
+    return group.create_array(
+        f"{spec.name}_{key}",
+        shape=(spec.dates, *shape),
+        chunks=(min(together, spec.dates), *shape),
+        dtype=dtype,
+        fill_value=1 if key == "decimal" else 0,
+        dimension_names=spec.dimensions[:-2],
+    )
+
+
+class FactorReader:
+    """Reads factors of single dates; keeps the chunks used last. May be used by several threads."""
+
+    def __init__(self, root: Path, together: int):
+        self._root, self._together = root, together
+        self._arrays: dict[str, zarr.Array] = {}
+        self._held: dict[str, OrderedDict[int, np.ndarray]] = {}
+        self._lock = Lock()
+
+    def of_date(self, spec: ArraySpec, key: str, date: int) -> np.ndarray:
+        """One factor of all fields of a date, (M, T, V, Z).
+
+        Raises:
+            UserError: it is damaged.
+        """
+        name, number = f"{spec.name}_{key}", date // self._together
+        with self._lock:
+            held = self._held.setdefault(name, OrderedDict())
+            if number not in held:
+                held[number] = self._load(name, number).reshape(-1, *spec.fields)
+                while len(held) > _HELD:
+                    held.popitem(last=False)
+            held.move_to_end(number)
+            return held[number][date - number * self._together]
+
+    def _load(self, name: str, number: int) -> np.ndarray:
+        try:
+            if name not in self._arrays:
+                self._arrays[name] = zarr.open_array(self._root / name, mode="r")
+            first = number * self._together
+            return np.asarray(self._arrays[name][first : first + self._together])
+        except (OSError, ValueError, RuntimeError) as error:
+            raise damaged(self._root / name, str(error)) from error

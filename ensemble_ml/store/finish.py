@@ -1,0 +1,105 @@
+"""Make a store of the shards and entries of its start dates: arrays, factors, statistics, attributes, manifest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.factors import dates_together, write_factors
+from ensemble_ml.store.manifest import Entry, make_manifest, write_manifest
+from ensemble_ml.store.metadata import create_arrays, write_metadata
+from ensemble_ml.store.plan import BuildPlan
+from ensemble_ml.store.schema import Kind
+from ensemble_ml.store.source import Part
+from ensemble_ml.store.statistics import Moments, stack
+
+
+@dataclass
+class _Sum:
+    """What the entries say together. Moments of a year are merged in the order of the dates."""
+
+    files: dict[str, Entry] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    masked: set[str] = field(default_factory=set)
+    masks: set[str] = field(default_factory=set)
+    held: set[Part] = field(default_factory=set)
+    moments: dict[tuple[Kind, int], Moments] = field(default_factory=dict)
+
+    def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
+        self.files |= entry.files
+        self.masked |= entry.masked
+        self.masks |= entry.masks
+        for name, bound in entry.errors.items():
+            self.errors[name] = max(bound, self.errors.get(name, 0.0))
+        for (part, _), spec in plan.specs.items():
+            if spec.name in entry.factors and entry.factors[spec.name]["present"].any():
+                self.held.add(part)
+        for kind, moments in entry.moments.items():
+            before = self.moments.get((kind, year))
+            self.moments[kind, year] = moments if before is None else before.merge(moments)
+
+
+def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateEntry]]) -> None:
+    """Write all but the shards into `root`. May be called again where a call was interrupted.
+
+    Raises:
+        UserError: there is no field at all.
+    """
+    specs = list(plan.specs.values())
+    _clear(root)
+    create_arrays(root, specs)
+    years = plan.layout.init_time.astype("datetime64[Y]").astype(int) + 1970
+    together, total = (dates_together(specs) if specs else 1), _Sum()
+    for date, entry in write_factors(root, specs, entries, together):
+        total.add(entry, plan, int(years[date]))
+    if not total.files:
+        raise UserError(f"store {root}: nothing was written; the input holds no field that was asked for")
+    create_arrays(root, [spec.mask for spec in specs if spec.mask.name in total.masks])
+    attributes = {
+        "packing": plan.packing.value,
+        "parts": [part.value for part in plan.parts],
+        "held": [part.value for part in plan.parts if part in total.held],
+        "factor_dates": together,
+        "lead_bounds": plan.lead_bounds,
+        "masked": [name for name in plan.layout.names if name in total.masked],
+        "quantisation_error": dict(sorted(total.errors.items())),
+        "provenance": plan.provenance,
+    }
+    write_metadata(root, plan.layout, attributes, plan.static, _yearly(plan, np.unique(years), total))
+    _remove_strangers(root, total.files)
+    write_manifest(root, make_manifest(root, total.files))
+
+
+def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray, dict[Kind, Moments]]:
+    """Years (N,) and the moments of each."""
+    yearly = {}
+    for kind in Kind:
+        spec = plan.specs.get((Part.FORECAST, kind))
+        if spec is not None:
+            nothing = Moments.nothing(spec.fields[1:])
+            yearly[kind] = stack(total.moments.get((kind, int(year)), nothing) for year in years)
+    return years, yearly
+
+
+def _clear(root: Path) -> None:
+    """Remove all but shards: what an interrupted call has left."""
+    for path in list(root.iterdir()):
+        if path.is_file():
+            path.unlink()
+        elif not any(item.name.startswith("c.") for item in path.iterdir()):
+            shutil.rmtree(path)
+        else:
+            (path / "zarr.json").unlink(missing_ok=True)
+
+
+def _remove_strangers(root: Path, files: dict[str, Entry]) -> None:
+    """Remove shards and drafts that no entry knows: those of builders that were killed."""
+    for path in root.glob("*/*"):
+        if path.name.startswith(("c.", ".c.")) and path.relative_to(root).as_posix() not in files:
+            path.unlink()

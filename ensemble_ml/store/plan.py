@@ -1,0 +1,132 @@
+"""What a build will make, kept in its work folder: a later run goes on with it only if it would make the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.config import Packing
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.packing import check_finite
+from ensemble_ml.store.schema import DERIVED, FORMAT, WRITTEN, ArraySpec, Kind, array_specs
+from ensemble_ml.store.source import Layout, Part
+
+
+@dataclass(frozen=True, eq=False)
+class BuildPlan:
+    """Everything that decides what is in a store, but the fields.
+
+    `wanted` are forecast, control, truth as far as they will come (mean and spread follow from the forecast); `static`
+    fields (Y, X) by name; `lead_bounds` [first, last] hour for each lead of a variable over intervals; `provenance`
+    anything that JSON can hold about where the data came from, among it the fingerprint of the source.
+
+    Raises:
+        UserError: a static field holds a value that is not a number.
+    """
+
+    layout: Layout
+    wanted: tuple[Part, ...]
+    packing: Packing = Packing.uint16
+    static: dict[str, np.ndarray] = field(default_factory=dict)
+    lead_bounds: dict[str, list[list[int] | None]] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in self.static.items():
+            check_finite(np.asarray(values), where=partial(_describe_static, name))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that the store will have."""
+        derived = DERIVED if Part.FORECAST in self.wanted and len(self.layout.realization) > 1 else ()
+        return tuple(part for part in (*WRITTEN, *derived) if part in self.wanted or part in derived)
+
+    @cached_property
+    def specs(self) -> dict[tuple[Part, Kind], ArraySpec]:
+        """The arrays that the store will have, but those of masks, which follow from the fields."""
+        every = (spec for part in self.parts for spec in array_specs(self.layout, part, self.packing))
+        return {(spec.part, spec.kind): spec for spec in every}
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What two runs must agree on, as JSON holds it."""
+        lay = self.layout
+        layout = {
+            "start dates": [str(time) for time in lay.init_time.astype("datetime64[m]")],
+            "members": lay.realization,
+            "leads": lay.lead_hours,
+            "variables": lay.names,
+            "levels": lay.levels,
+            "latitudes": lay.grid.latitude.tolist(),
+            "longitudes": lay.grid.longitude.tolist(),
+        }
+        static = {name: _digest(values) for name, values in sorted(self.static.items())}
+        rest = {
+            "format": FORMAT,
+            "parts": [part.value for part in self.parts],
+            "packing": self.packing.value,
+            "static fields": static,
+            "lead bounds": self.lead_bounds,
+        }
+        return json.loads(json.dumps(layout | rest | self.provenance))
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that name the plan."""
+        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def differs(self, other: dict[str, Any]) -> str | None:
+        """What differs from the plan whose `facts` are `other`, in words; None where nothing does."""
+        for key in (*self.facts, *(key for key in other if key not in self.facts)):
+            if self.facts.get(key) != other.get(key):
+                return f"{key} {_short(other.get(key))}, now {_short(self.facts.get(key))}"
+        return None
+
+
+def plan_of(
+    layout: Layout,
+    parts: Iterable[Part],
+    packing: Packing = Packing.uint16,
+    static: dict[str, np.ndarray] | None = None,
+    lead_bounds: dict[str, list[list[int] | None]] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> BuildPlan:
+    """A plan from what callers have at hand; see `BuildPlan`."""
+    wanted = set(parts)
+    ordered = tuple(part for part in WRITTEN if part in wanted)
+    return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {})
+
+
+def read_facts(path: Any) -> dict[str, Any]:
+    """Read the facts that a build wrote down.
+
+    Raises:
+        UserError: they cannot be understood.
+    """
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete the folder {path.parent} and start anew") from error
+
+
+def _digest(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()[:16]
+
+
+def _describe_static(name: str, _: tuple[int, ...]) -> str:
+    return f"static field {name}"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not given"
+    if isinstance(value, list) and len(value) > 6:
+        return f"[{value[0]} ... {value[-1]}] ({len(value)})"
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
