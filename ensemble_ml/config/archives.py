@@ -12,6 +12,15 @@ from typing import Any
 from ensemble_ml.config.base import MISSING, check_region, opt, require
 
 
+class Executor(Enum):
+    """Who builds the start dates of a store."""
+
+    threads = "threads"
+    processes = "processes"
+    distributed = "distributed"
+    slurm = "slurm"
+
+
 class Packing(Enum):
     """How values lie in a tensor store."""
 
@@ -100,14 +109,38 @@ class PrepareConfig:
     truth_regrid: bool = opt(False, "bring truth and static fields on other grids to the forecast's, conservatively")
     packing: Packing = opt(Packing.uint16, "uint16 | float32")
     control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
-    overwrite: bool = opt(False, "replace an existing store")
+    overwrite: bool = opt(False, "replace an existing store, once the new one is complete")
+    restart: bool = opt(False, "throw away an unfinished build of the same output, and start anew")
+    executor: Executor = opt(Executor.threads, "threads | processes | distributed | slurm: who builds the start dates")
+    workers: int = opt(0, "threads, processes or SLURM jobs; 0 means a thread or process for every core")
+    scheduler: str | None = opt(None, "executor=distributed: address of a dask.distributed scheduler (tcp://host:8786)")
+    parts: str | None = opt(None, "i/n: build the i-th of n shares of the start dates; the last to finish completes the store")
+    finalise: bool = opt(False, "build nothing; complete the store out of the start dates that are built")
 
     def __post_init__(self) -> None:
         check_region(self.region)
+        require("workers", self.workers, self.workers >= 0, "must be 0 (every core) or more")
+        require("workers", self.workers, self.workers >= 1 or self.executor is not Executor.slurm, "say how many SLURM jobs are to work")
+        require("scheduler", self.scheduler, (self.scheduler is None) == (self.executor is not Executor.distributed), "belongs to executor=distributed, which needs it")
+        require("parts", self.parts, self.parts is None or _part(self.parts) is not None, "write i/n with 1 <= i <= n, e.g. parts=3/20")
+        self._check_grid()
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which share of the start dates is ours: (number from 0, how many)."""
+        return (_part(self.parts) if self.parts is not None else None) or (0, 1)
+
+    def _check_grid(self) -> None:
         require("coarsen", self.coarsen, self.coarsen is None or _factors(self.coarsen), "give a whole number from 1, or [rows, columns]")
         good = self.regrid is None or isinstance(self.regrid, str) or (_number(self.regrid) and 0 < self.regrid <= 45)
         require("regrid", self.regrid, good, "give a spacing in degrees, at most 45, or the path of a store or file")
         require("regrid", self.regrid, self.regrid is None or self.coarsen is None, "coarsen and regrid exclude each other")
+
+
+def _part(text: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d+)/(\d+)", str(text))
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    return (number - 1, count) if 1 <= number <= count else None
 
 
 def _number(value: Any) -> bool:

@@ -79,6 +79,11 @@ class Build:
         draft.write_text(json.dumps(self.plan.facts))
         draft.rename(file)
 
+    @staticmethod
+    def unfinished(path: Path) -> bool:
+        """Whether a build of the store at `path` has been begun."""
+        return (building_folder(path) / "plan.json").exists()
+
     @property
     def dates(self) -> int:
         """Number of start dates."""
@@ -172,6 +177,17 @@ class Build:
         for date in range(self.dates):
             if self.entry_file(date).exists():
                 yield date, DateEntry.load(self.entry_file(date))
+
+    def discard(self) -> None:
+        """Remove an unfinished build of which no start date is done, unless another builder is at work on it."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive(self.work / "lock"))
+                claims = [stack.enter_context(claimed(path)) for path in (self.work / "claims").iterdir()]
+            except FileNotFoundError:
+                return
+            if all(claims) and not any((self.work / "entries").glob("*.npz")):
+                self.remove()
 
     def remove(self) -> None:
         """Remove the work folder; what says that the store has its name goes last."""

@@ -15,7 +15,7 @@ from ensemble_ml.store.factors import dates_together, write_factors
 from ensemble_ml.store.manifest import Entry, make_manifest, write_manifest
 from ensemble_ml.store.metadata import create_arrays, write_metadata
 from ensemble_ml.store.plan import BuildPlan
-from ensemble_ml.store.schema import Kind
+from ensemble_ml.store.schema import PLAN_KEY, Kind
 from ensemble_ml.store.source import Part
 from ensemble_ml.store.statistics import Moments, stack
 
@@ -70,6 +70,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
         "masked": [name for name in plan.layout.names if name in total.masked],
         "quantisation_error": dict(sorted(total.errors.items())),
         "provenance": plan.provenance,
+        PLAN_KEY: plan.digest,
     }
     write_metadata(root, plan.layout, attributes, plan.static, _yearly(plan, np.unique(years), total))
     _remove_strangers(root, total.files)

@@ -17,7 +17,7 @@ from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
-from ensemble_ml.store.schema import FORMAT, FORMAT_KEY, STATISTICS, ArraySpec, Kind
+from ensemble_ml.store.schema import FORMAT, FORMAT_KEY, PLAN_KEY, STATISTICS, ArraySpec, Kind
 from ensemble_ml.store.shard import LEVEL, damaged
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments
@@ -165,6 +165,14 @@ def is_store(path: Path) -> bool:
         return FORMAT_KEY in json.loads((path / "zarr.json").read_text())["attributes"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def plan_digest(path: Path) -> str | None:
+    """The digest of the plan by which the store at `path` was built; None where no store stands there."""
+    try:
+        return json.loads((path / "zarr.json").read_text())["attributes"][PLAN_KEY]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def read_metadata(root: Path) -> Metadata:

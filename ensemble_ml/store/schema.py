@@ -22,6 +22,7 @@ from ensemble_ml.store.source import Layout, Part
 
 FORMAT = 2  # raised whenever a reader of the older number would misread the arrays
 FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
+PLAN_KEY = "plan"  # attribute of the root group that names what the store was built to hold
 MANIFEST = "manifest.json"
 STATISTICS = "statistics"
 FACTORS = ("reference", "scale", "decimal")

@@ -1,0 +1,123 @@
+"""What a build does with one start date: read its fields slice by slice, and hand them to the store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from data_prep.archive import ArchiveSource, open_archive
+from data_prep.catalogue import Catalogue, Gathered
+from data_prep.geometry import GridChange, as_change
+from data_prep.pairs import Pair, pair
+from data_prep.records import hour_text
+from data_prep.truth import ArchiveTruth
+from ensemble_ml.config import Packing, PrepareConfig, as_list
+from ensemble_ml.store import Part, Selection, is_store, open_store
+from ensemble_ml.store.build import Build
+from ensemble_ml.store.date import DateWriter
+from ensemble_ml.store.plan import BuildPlan, plan_of
+from ensemble_ml.store.schema import Kind
+
+log = logging.getLogger(__name__)
+
+_KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
+
+
+class Stopped(Exception):
+    """A start date was given up, because the build is to stop."""
+
+
+class Job:
+    """The archives of a build, opened, and the plan that follows from them.
+
+    Raises:
+        UserError: a file is missing or damaged, or nothing is left of what was asked for.
+    """
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.source: ArchiveSource = open_archive(
+            config.input,
+            control=config.control,
+            variables=config.variables,
+            levels=config.levels,
+            leads=config.leads,
+            dates=config.dates,
+            change=_grid_change(config),
+        )
+        regrid = config.truth_regrid or config.regrid is not None
+        self.both: Pair = pair(self.source, config.truth, config.static, regrid=regrid)
+        self.truth = self.both.truth if isinstance(self.both.truth, ArchiveTruth) else None
+        parts = [part for part in (Part.FORECAST, Part.CONTROL) if self.source.has(part)]
+        parts += [Part.TRUTH] if self.truth else []
+        self.plan: BuildPlan = plan_of(
+            self.both.layout,
+            parts,
+            config.packing,
+            self.both.static(),
+            self.both.lead_bounds,
+            _provenance(config, self.both),
+        )
+
+    def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
+        """Build one start date, unless another builder has it or it is done; whether it was built here.
+
+        Raises:
+            UserError: a field cannot be decoded or holds NaN, or the disk refuses.
+            Stopped: `stopped` said so.
+        """
+        with build.claim(date) as ours:
+            if not ours:
+                return False
+            with build.date(date, pool) as writer:
+                for part in self.plan.wanted:
+                    self._part(writer, part, date, stopped)
+        log.debug("start date %s: built", hour_text(self.plan.layout.init_time[date]))
+        return True
+
+    def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
+        for selection, gathered in self._slices(part, date):
+            if stopped():
+                raise Stopped
+            if self.config.packing is Packing.float32:
+                pressure, surface = gathered.plain()
+            else:
+                pressure, surface = gathered.quantised(writer.entry.errors)
+            kind, lead, variable = self._place(selection)
+            block = pressure[:, 0, 0] if kind is Kind.PRESSURE else surface[:, 0, 0][:, None]
+            writer.cell(part, kind, lead, variable, block)
+
+    def _slices(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
+        if part is Part.TRUTH and self.truth is not None:
+            return self.truth.slices(date)
+        return self.source.slices(part, date)
+
+    def _place(self, selection: Selection) -> tuple[Kind, int, int]:
+        """Kind of variable, and positions of the one lead and the one variable of a slice."""
+        lay = self.plan.layout
+        lead = lay.lead_hours.index((selection.lead_hours or ())[0])
+        if selection.variables:
+            return Kind.PRESSURE, lead, lay.variables.index(selection.variables[0])
+        return Kind.SURFACE, lead, lay.surface.index((selection.surface or ())[0])
+
+
+def _provenance(config: PrepareConfig, both: Pair) -> dict[str, Any]:
+    kept = {name: getattr(config, name) for name in _KEPT}
+    return {
+        "input": as_list(config.input),
+        "truth": as_list(config.truth),
+        "static": config.static,
+        "control": config.control.value,
+        "fingerprint": both.fingerprint(),
+        **{name: value for name, value in kept.items() if value is not None},
+    }
+
+
+def _grid_change(config: PrepareConfig) -> GridChange | None:
+    wanted: Any = config.regrid
+    if isinstance(wanted, str):
+        wanted = open_store(wanted).layout.grid if is_store(Path(wanted)) else Catalogue(wanted, role="grid").grid
+    return as_change(config.region, config.coarsen, wanted)

@@ -1,0 +1,152 @@
+"""Run a build: hand out the start dates that are not done, say how it goes, and complete the store."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Future, wait
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from data_prep.build_job import Job, Stopped
+from data_prep.build_workers import Workers, workers_of
+from data_prep.records import hour_text
+from ensemble_ml.config import PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.build import Build
+
+log = logging.getLogger(__name__)
+
+_LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+_LOOK_AGAIN = 0.5  # seconds between looks at what another builder has under way
+
+
+def run(config: PrepareConfig, job: Job, build: Build) -> bool:
+    """Build this run's share of the start dates and, where nothing is left, the store; whether it is complete.
+
+    Raises:
+        UserError: a field cannot be decoded or holds NaN; the disk refuses; a worker died.
+        KeyboardInterrupt: the build was stopped; what is finished is kept.
+    """
+    number, count = config.share
+    mine = range(build.dates * number // count, build.dates * (number + 1) // count)
+    todo = [] if config.finalise else build.missing(mine)
+    if len(todo) < len(mine) and not config.finalise:
+        log.info("%s: %d of %d start dates are built already", build.path, len(mine) - len(todo), len(mine))
+    try:
+        if todo:
+            _all(config, job, build, todo)
+    except BaseException as error:
+        _say_what_is_kept(build, error)
+        raise
+    left = build.missing() if build.work.is_dir() else []
+    if left and config.parts is None:
+        counts = f"{len(left)} of {build.dates}"
+        raise UserError(f"output={build.path}: {counts} start dates are not built yet; run without finalise=true")
+    if left:
+        log.info(
+            "%s: parts=%s is done; %d of %d start dates are left to others",
+            build.path,
+            config.parts,
+            len(left),
+            build.dates,
+        )
+        return False
+    build.finalise()
+    return True
+
+
+def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None:
+    """Build `todo`; dates that another builder has are looked at again until they are done or given up."""
+    with workers_of(config, job, build) as workers, _progress(len(todo)) as tick:
+        waiting = False
+        while todo:
+            _each(workers, job, todo, tick)
+            todo = build.missing(todo) if build.work.is_dir() else []
+            if todo and not waiting:
+                log.info("waiting for %d start dates that another builder has under way", len(todo))
+                waiting = True
+            if todo:
+                time.sleep(_LOOK_AGAIN)
+
+
+def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm) -> None:
+    """Hand out `todo`, so many at a time."""
+    queue, running = iter(todo), dict[Future[bool], int]()
+    try:
+        while True:
+            for date in queue:
+                running[workers.submit(date)] = date
+                if len(running) >= workers.ahead:
+                    break
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                date = running.pop(future)
+                tick.update(bool(_result(future, job, [date, *running.values()])))
+    except BaseException:
+        workers.stop()
+        for future in running:
+            future.cancel()
+        raise
+
+
+def _result(future: Future[bool], job: Job, dates: list[int]) -> bool:
+    try:
+        return future.result()
+    except (UserError, Stopped):
+        raise
+    except (BrokenExecutor, CancelledError) as error:
+        raise _died(job, dates, error) from error
+    except Exception as error:
+        if type(error).__name__ in ("KilledWorker", "FutureCancelledError", "CommClosedError"):  # dask.distributed's
+            raise _died(job, dates[:1], error) from error
+        raise
+
+
+def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
+    times = ", ".join(hour_text(job.plan.layout.init_time[date]) for date in sorted(dates)[:4])
+    more = f" and {len(dates) - 4} more" if len(dates) > 4 else ""
+    return UserError(
+        f"a worker died while it built start date {times}{more} ({type(error).__name__}: killed, or out of memory); "
+        "run the same again to go on, with fewer workers if memory is short"
+    )
+
+
+def _say_what_is_kept(build: Build, error: BaseException) -> None:
+    """Keep what is worth it, and say so."""
+    kept = build.dates - len(build.missing()) if build.work.is_dir() else 0
+    if kept:
+        how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        log.warning(
+            "prepare: %s; %d of %d start dates are kept in %s: run the same again to go on",
+            how, kept, build.dates, build.work,
+        )  # fmt: skip
+    else:
+        build.discard()
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[tqdm]:
+    """A bar on a terminal, and a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        with tqdm(total=count, desc="prepare", unit="date") as bar:
+            yield bar
+        return
+    yield _Lines(count)  # type: ignore[misc]
+
+
+class _Lines:
+    def __init__(self, count: int):
+        self.count, self.done = count, 0
+        self.said = self.start = time.monotonic()
+
+    def update(self, number: int = 1) -> None:
+        self.done += number
+        now = time.monotonic()
+        if number and (now - self.said > _LINE_EVERY or self.done == self.count):
+            self.said = now
+            log.info("prepare: %d of %d start dates in %.0f s", self.done, self.count, now - self.start)

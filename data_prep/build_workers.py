@@ -1,0 +1,121 @@
+"""Who builds the start dates: threads, processes, a Dask cluster by its address, or SLURM jobs.
+
+All are executors of `concurrent.futures` (Dask's by `Client.get_executor`), one task a start date, so that one loop
+serves them. A worker in another process opens the archives itself, once; all that it is sent is the configuration.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor as Pool
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from threading import Event, Lock
+from typing import Any
+
+from data_prep.build_job import Job
+from ensemble_ml.config import Executor, PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.build import Build
+
+_DATES_AT_ONCE = 2  # of a process: one reads and writes while the other is compressed
+_opening = Lock()
+
+
+@dataclass(frozen=True)
+class Workers:
+    """`submit` takes a start date, `ahead` of them at a time; `stop` asks those under way to give up."""
+
+    submit: Callable[[int], Future[bool]]
+    ahead: int
+    stop: Callable[[], None]
+
+
+@contextmanager
+def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Workers]:
+    """The workers that `config.executor` names; they are let go on leaving.
+
+    Raises:
+        UserError: the scheduler cannot be reached, or a package is not installed.
+    """
+    with ExitStack() as stack:
+        if config.executor is Executor.threads:
+            yield _threads(stack, config, job, build)
+            return
+        pool: Pool
+        if config.executor is Executor.processes:
+            count = config.workers or cores()
+            pool = stack.enter_context(ProcessPoolExecutor(count, get_context("spawn")))
+        else:
+            client = stack.enter_context(_cluster(stack, config))
+            count = max(1, sum(client.nthreads().values())) if config.scheduler else config.workers
+            pool = stack.enter_context(client.get_executor(pure=False))
+        threads = max(1, cores() // count) if config.executor is Executor.processes else 0
+        stack.callback(pool.shutdown, wait=False, cancel_futures=config.executor is Executor.processes)
+        yield Workers(lambda date: pool.submit(build_date, config, threads, date), 2 * count, lambda: None)
+
+
+def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
+    count = config.workers or cores()
+    packers = stack.enter_context(ThreadPoolExecutor(count, "pack"))
+    dates = stack.enter_context(ThreadPoolExecutor(min(_DATES_AT_ONCE, count), "date"))
+    stop = Event()
+    stack.callback(stop.set)
+    return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), 2 * count, stop.set)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def build_date(config: PrepareConfig, threads: int, date: int) -> bool:
+    """Build one start date in a worker process; `threads` compress (0: as many as the process may use)."""
+    with _opening:
+        job, build, pool = _opened(repr(config), threads, _Held(config))
+    return job.run(build, date, pool, lambda: False)
+
+
+class _Held:
+    """A configuration that caches do not look at: its text stands for it."""
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(maxsize=1)
+def _opened(_: str, threads: int, held: _Held) -> tuple[Job, Build, ThreadPoolExecutor]:
+    job = Job(held.config)
+    build = Build(held.config.output, job.plan, overwrite=held.config.overwrite)
+    return job, build, ThreadPoolExecutor(threads or cores(), "pack")
+
+
+def _cluster(stack: ExitStack, config: PrepareConfig) -> Any:
+    """A client of the cluster that `config` names."""
+    from distributed import Client
+
+    if config.executor is Executor.distributed:
+        try:
+            return Client(config.scheduler, timeout="20s", set_as_default=False)
+        except (OSError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"scheduler={config.scheduler}: cannot be reached ({error}); start it, or mend the address"
+            ) from error
+    from dask_jobqueue import SLURMCluster  # its settings come from ~/.config/dask/jobqueue.yaml, as its users know it
+
+    try:
+        cluster = stack.enter_context(SLURMCluster())
+        cluster.scale(jobs=config.workers)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"executor=slurm: {error}; see jobqueue.slurm in ~/.config/dask/jobqueue.yaml") from error
+    return Client(cluster, set_as_default=False)
