@@ -40,7 +40,6 @@ class ParallelConfig:
     launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
     timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange")
     silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
-    overlap: bool = opt(True, "compute the interior while halos travel")
 
     def __post_init__(self) -> None:
         for key in ("trainer", "lat", "lon"):
