@@ -26,6 +26,9 @@ class Mesh:
         """The ranks that differ from this one along `axes` alone."""
         return self.groups.get(axes) or self._one
 
+    def __deepcopy__(self, _: object) -> Mesh:
+        return self  # communicators are not copied: a copy of a model talks to the same ranks
+
     @cached_property
     def _one(self) -> Communicator:
         return NullCommunicator()

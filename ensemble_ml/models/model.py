@@ -115,9 +115,17 @@ class EnsembleModel(nn.Module):
             hidden = _stack_planes(planes) + self.plane_bias[:, None, None].to(shared.dtype)
             return F.silu(self.scale(self.unet(hidden))).to(self.plane_bias.dtype)
 
+    @property
+    def cells(self) -> tuple[int, int]:
+        """(Y, X) of inputs and predictions; a part of the grid where the model is shared out over ranks."""
+        return self.spec.grid.shape
+
     def _check(self, x: EnsembleInput) -> None:
         leads = len(self.spec.leads_in)
-        wanted = (leads, *self.spec.pressure_shape[1:]), (leads, *self.spec.surface_shape[1:])
+        wanted = (
+            (leads, *self.spec.pressure_shape[1:-2], *self.cells),
+            (leads, *self.spec.surface_shape[1:-2], *self.cells),
+        )
         for given, shape in zip((x.mean_p, x.mean_s), wanted, strict=True):
             if tuple(given.shape[1:]) != shape:
                 raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")

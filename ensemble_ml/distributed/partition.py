@@ -1,0 +1,131 @@
+"""A model over several ranks: the same modules under the same names, each computing its part of the grid.
+
+`partition(model, mesh)` changes the classes of those layers that look beyond a point, and of those that keep one number
+a cell; parameters, buffers and their names stay whole on every rank, so a checkpoint knows nothing of the partition.
+What a rank computes is exactly its part of what one process would: convolutions see their neighbours' rows through a
+halo exchange (`halo`), pooling and upsampling never cross a border (`shard`), terms of one cell each are sliced. On one
+rank the model stays as it is.
+
+Gradients of parameters are this rank's share: their sum over the ranks of `mesh.model` is the gradient of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ensemble_ml.distributed.halo import Across, Side, halo
+from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.distributed.shard import Shard, make_shard
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models.features import Features
+from ensemble_ml.models.heads import Heads
+from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
+
+_REPLICATE = EdgeRule(Beyond.REPLICATE)
+
+
+def partition_model(model: EnsembleModel, mesh: Mesh) -> Shard:
+    """Let `model` compute this rank's part of its grid, in place; return which part that is.
+
+    Raises:
+        UserError: the grid does not have a block of 2^depth rows or columns for every rank, or a rank's part is so thin
+            at some level that the row beyond the pole would come from its neighbour.
+    """
+    grid, depth = model.spec.grid, model.spec.config.depth
+    shard = make_shard(mesh.topology, grid.shape, depth)
+    if mesh.topology.spatial == 1:
+        return shard
+    for module in model.modules():
+        if isinstance(module, Padder):
+            _swap(module, PartPadder, mesh=mesh, shard=_level_of(module, shard, depth))
+        elif isinstance(module, Heads):
+            _swap(module, PartHeads, shard=shard)
+        elif isinstance(module, Features):
+            _swap(module, PartFeatures, shard=shard)
+    _swap(model, PartModel, shard=shard)
+    return shard
+
+
+def _swap(module: nn.Module, kind: type[nn.Module], **values: Any) -> None:
+    assert issubclass(kind, type(module)), f"{kind} is no {type(module)}"
+    module.__class__ = kind
+    for name, value in values.items():
+        object.__setattr__(module, f"part_{name}", value)
+
+
+def _level_of(pad: Padder, shard: Shard, depth: int) -> Shard:
+    """The shard at the level of a padder, found by the size of its grid."""
+    whole = pad.geometry.rows, pad.geometry.columns
+    for level in range(depth + 1):
+        there = shard.pooled(level)
+        if (there.rows[-1][1], there.columns[-1][1]) == whole:
+            _check_poles(pad, there, level)
+            return there
+    raise AssertionError(f"no level has {whole}")
+
+
+def _check_poles(pad: Padder, shard: Shard, level: int) -> None:
+    for rule, (first, last) in ((pad.geometry.north, shard.rows[0]), (pad.geometry.south, shard.rows[-1])):
+        if rule.beyond is Beyond.MIRROR and len(shard.rows) > 1 and last - first < rule.skip + 1:
+            raise UserError(
+                f"parallel.lat={len(shard.rows)}: the rank at a pole has {last - first} row after {level} poolings,"
+                f" and model.pole=cross needs {rule.skip + 1} there; use fewer ranks, or model.pole=replicate"
+            )
+
+
+class PartPadder(Padder):
+    """One row and column on each side, from the neighbours."""
+
+    part_mesh: Mesh
+    part_shard: Shard
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        g, mesh = self.geometry, self.part_mesh
+        if tuple(x_BCYXZ.shape[2:4]) != self.part_shard.shape:
+            raise ValueError(f"rows and columns {tuple(x_BCYXZ.shape[2:4])}; this rank has {self.part_shard.shape}")
+        rows = Side(2, 1, 1, first=g.north, last=g.south, comm=mesh.lat)
+        columns = Side(3, 1, 1, periodic=g.wraps, first=_REPLICATE, last=_REPLICATE, comm=mesh.lon)
+        return halo(x_BCYXZ, rows, columns, Across(self.part_shard.columns, self.sign, self.offset))
+
+
+def _sliced(name: str) -> Any:
+    """A property: this rank's part of a buffer or parameter (..., Y, X) that is kept whole."""
+
+    def part(self: Any) -> Tensor | None:
+        whole = self._parameters[name] if name in self._parameters else self._buffers[name]
+        return None if whole is None else self.part_shard.cut(whole)
+
+    return property(part)
+
+
+class PartHeads(Heads):
+    """Heads on this rank's cells; the gradient of the terms of other cells is zero here."""
+
+    part_shard: Shard
+    climatology = _sliced("climatology")
+    bias = _sliced("bias")
+    inflation = _sliced("inflation")
+    local_location = _sliced("local_location")
+    local_scale = _sliced("local_scale")
+    local_spread = _sliced("local_spread")
+
+
+class PartFeatures(Features):
+    """Features on this rank's cells."""
+
+    part_shard: Shard
+    position = _sliced("position")
+
+
+class PartModel(EnsembleModel):
+    """A model whose inputs and predictions are this rank's rows and columns."""
+
+    part_shard: Shard
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """(Y, X) that this rank takes and gives."""
+        return self.part_shard.shape
