@@ -4,7 +4,7 @@
 """
 
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, Pending, TorchCommunicator
-from ensemble_ml.distributed.launch import Session, start
+from ensemble_ml.distributed.launch import Session, solo, start
 from ensemble_ml.distributed.mesh import Mesh, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 
@@ -18,5 +18,6 @@ __all__ = [
     "TorchCommunicator",
     "make_mesh",
     "make_topology",
+    "solo",
     "start",
 ]

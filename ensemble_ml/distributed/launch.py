@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STATUS_ABORTED = 70  # left because another rank failed
 _PERIOD = 0.5  # seconds between looks at the store
@@ -51,6 +55,11 @@ def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
     return Session(world, topology, config)
 
 
+def solo() -> Session:
+    """One rank alone, whatever the variables say."""
+    return Session(World(), Topology(), ParallelConfig())
+
+
 class Session:
     """One rank's part in a job, as a context manager."""
 
@@ -60,11 +69,31 @@ class Session:
         self.step = 0
         self.device = _device(world)
         self._watch: _Watch | None = None
+        self._store: Any = None
+        self._once = 0
 
     @property
     def first(self) -> bool:
         """Whether this is the rank that writes files and says things."""
         return self.topology.rank == 0
+
+    def once(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns on rank 0, on every rank; it may take any time."""
+        if self.world.size == 1:
+            return compute()
+        self._once += 1
+        key = f"once/{self._once}"
+        payload = b""
+        if self.first:
+            payload = pickle.dumps(compute())
+            self._store.set(key, str(len(payload)))
+        while not self._store.check([key]):  # not in a collective, whose patience has an end
+            time.sleep(0.02)
+        size = int(self._store.get(key))
+        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if self.first else torch.empty(size).byte()
+        message = message.to(self.device)
+        self.mesh.world.broadcast(message)
+        return pickle.loads(message.cpu().numpy().tobytes())
 
     def __enter__(self) -> Self:
         if self.world.size == 1:

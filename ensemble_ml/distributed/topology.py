@@ -133,7 +133,8 @@ def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
 def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
     """(first, last + 1) row of each part: whole blocks of `block` rows, at most one block apart, the last block short.
 
-    361 rows, 4 parts, blocks of 16: 96, 96, 96, 73.
+    361 rows, 4 parts, blocks of 16: 96, 96, 96, 73. Larger parts come first, but no part is a short block alone where
+    that can be helped: 17 rows, 3 parts, blocks of 4: 8, 4, 5.
 
     Raises:
         UserError: fewer blocks than parts.
@@ -145,9 +146,12 @@ def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
             " model.depth"
         )
     share, extra = divmod(blocks, parts)
+    larger = set(range(extra))
+    if share == 1 and extra and rows % block:
+        larger = {*range(extra - 1), parts - 1}
     found, start = [], 0
     for part in range(parts):
-        stop = start + (share + (part < extra)) * block
+        stop = start + (share + (part in larger)) * block
         found.append((start, min(stop, rows)))
         start = stop
     return tuple(found)

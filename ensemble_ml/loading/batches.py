@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +29,8 @@ class Batch:
     """Inputs, and targets at the predicted leads: (B, T_out, V, Z, Y, X) and (B, T_out, S, Y, X), NaN where absent.
 
     Targets are None where the model has no head for them. `target_spread_*` is NaN for a sample that shows all members:
-    its spread is the target itself, so it trains the distribution of the truth alone.
+    its spread is the target itself, so it trains the distribution of the truth alone. A rank whose share of a short
+    batch is empty gets a sample without targets, `idle`: it weighs nothing, and the rank joins every exchange.
     """
 
     inputs: EnsembleInput
@@ -38,14 +39,15 @@ class Batch:
     truth_s: Tensor | None = None
     target_spread_p: Tensor | None = None
     target_spread_s: Tensor | None = None
+    idle: bool = False
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
         """The same batch on another device, in another type."""
         moved: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Batch(self.inputs.to(device, dtype), self.init_time, **moved)
+        return Batch(self.inputs.to(device, dtype), self.init_time, **moved, idle=self.idle)
 
     def __len__(self) -> int:
-        return len(self.init_time)
+        return 0 if self.idle else len(self.init_time)
 
 
 class Batches:
@@ -58,6 +60,7 @@ class Batches:
         seed: of dates and members (`order.py`).
         sizes: how many members a sample may show.
         prefetch: batches read ahead; the batches do not depend on it.
+        share: (which, of how many) of the equal shares that each batch is cut into.
 
     Raises:
         UserError: no date, or no size that leaves something to learn.
@@ -74,6 +77,7 @@ class Batches:
         steps: int,
         start_step: int = 0,
         prefetch: int = 2,
+        share: tuple[int, int] = (0, 1),
     ):
         if not len(dates):
             raise UserError("data.train: no start date; name years, dates or ranges that the store holds")
@@ -81,15 +85,19 @@ class Batches:
         self._spare = spare_members(reader.spec)
         self.order = Order(seed, len(dates), batch_size)
         self.sizes = self._usable(sizes)
-        self.steps, self.start_step, self.prefetch = steps, start_step, prefetch
+        self.steps, self.start_step, self.prefetch, self.share = steps, start_step, prefetch, share
 
     def __iter__(self) -> Iterator[Batch]:
         yield from read_ahead((self.batch(step) for step in range(self.start_step, self.steps)), self.prefetch)
 
     def batch(self, step: int) -> Batch:
-        """The batch of one global step (counted from 0)."""
+        """The batch of one global step (counted from 0), or this share of it."""
         epoch, samples = self.order.step(step)
-        return _collate(self.reader, [int(d) for d in self.dates[samples]], [self.draw(epoch, int(s)) for s in samples])
+        own = np.array_split(samples, self.share[1])[self.share[0]]
+        idle = not len(own)
+        own = samples[:1] if idle else own
+        batch = _collate(self.reader, [int(d) for d in self.dates[own]], [self.draw(epoch, int(s)) for s in own])
+        return _without_targets(batch) if idle else batch
 
     def draw(self, epoch: int, sample: int) -> np.ndarray:
         """Members that a sample shows: of those that its date has whole."""
@@ -109,11 +117,20 @@ class Batches:
 
 
 def fixed_batches(
-    reader: Reader, dates: Iterable[int], members: Sequence[int] | np.ndarray, *, batch_size: int = 1, prefetch: int = 0
+    reader: Reader,
+    dates: Iterable[int],
+    members: Sequence[int] | np.ndarray,
+    *,
+    batch_size: int = 1,
+    prefetch: int = 0,
+    share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Batches of `dates` in order, for validation: `members` are positions among the whole members of each date."""
+    """Batches of `dates` in order, for validation: `members` are positions among the whole members of each date.
+
+    `share`: (which, of how many) of the batches, dealt out one by one.
+    """
     order = [int(d) for d in dates]
-    groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][share[0] :: share[1]]
     chosen = np.asarray(members)
     made = (_collate(reader, group, [reader.available(date)[chosen] for date in group]) for group in groups)
     yield from read_ahead(made, prefetch)
@@ -122,6 +139,11 @@ def fixed_batches(
 def spare_members(spec: ModelSpec) -> int:
     """Members of a date that no sample may show: one where only spread is learned, whose target all members make."""
     return 0 if spec.config.postprocess else 1
+
+
+def _without_targets(batch: Batch) -> Batch:
+    targets = {k: torch.full_like(v, torch.nan) for k, v in vars(batch).items() if isinstance(v, Tensor)}
+    return replace(batch, idle=True, **targets)  # type: ignore[arg-type]
 
 
 def _collate(reader: Reader, dates: list[int], members: list[np.ndarray]) -> Batch:
@@ -146,7 +168,7 @@ def _collate(reader: Reader, dates: list[int], members: list[np.ndarray]) -> Bat
             targets[f"target_spread_{suffix}"][whole] = torch.nan
     if spec.masked:
         targets = {name: _hide(spec, inputs, name, values) for name, values in targets.items()}
-    return Batch(inputs, [iso(time) for time in times], **targets)
+    return Batch(inputs, [iso(time) for time in times], **targets)  # type: ignore[arg-type]
 
 
 def _hide(spec: ModelSpec, inputs: EnsembleInput, name: str, target: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _FLOAT32 = 4
 
+Span = tuple[int, int]
+
 
 class Reader:
     """Fields of `source` in the order of `spec`, with a cache of decoded dates of at most `cache_gb` (1e9 bytes).
@@ -26,10 +29,15 @@ class Reader:
     A date enters the cache whole, and stays: every date is used once an epoch in random order, so that no policy of
     replacement does better than keeping the first ones. Dates beyond the budget are read anew, drawn members only.
     Safe to use from several threads.
+
+    `window`: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
     """
 
-    def __init__(self, source: Source, spec: ModelSpec, *, cache_gb: float = 0.0):
+    def __init__(
+        self, source: Source, spec: ModelSpec, *, cache_gb: float = 0.0, window: tuple[Span, Span] | None = None
+    ):
         self.source, self.spec = source, spec
+        self.window: tuple[Span, Span] = window or ((0, len(spec.latitude)), (0, len(spec.longitude)))
         self.members = len(source.layout.realization)
         places = [(t, s) for t in range(len(spec.leads_in)) for s in range(len(spec.surface))]
         self._zeros = [(t, s) for t, s in places if zero_by_nature(spec.surface[s], spec.leads_in[t])]
@@ -127,7 +135,12 @@ class Reader:
     def _read(self, part: Part, date: int, numbers: tuple[int, ...] | None) -> Fields:
         spec = self.spec
         chosen = Selection(numbers, self._leads(part), spec.variables, spec.levels, spec.surface)
+        rows, columns = self.window
+        if rows != (0, len(spec.latitude)):
+            chosen = replace(chosen, rows=rows)
         fields = self.source.read(part, int(date), chosen)
+        if columns != (0, len(spec.longitude)):
+            fields = Fields(*(np.ascontiguousarray(v[..., slice(*columns)]) for v in (fields.pressure, fields.surface)))
         if part is Part.FORECAST:
             for lead, variable in self._zeros:
                 fields.surface[:, lead, variable] = 0
@@ -146,7 +159,8 @@ class Reader:
     def _values_a_lead(self) -> int:
         spec = self.spec
         planes = len(spec.variables) * len(spec.levels) + len(spec.surface)
-        return planes * len(spec.latitude) * len(spec.longitude)
+        (top, bottom), (left, right) = self.window
+        return planes * (bottom - top) * (right - left)
 
     def reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and spread of members (M, ...) as `mean_and_spread`, or of those that have a value at a masked point."""

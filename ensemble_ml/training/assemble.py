@@ -1,19 +1,27 @@
-"""Puts a run together: climate, model, precision, optimizer and loss, anew or from its last checkpoint."""
+"""Puts a run together: climate, model, precision, optimizer and loss, anew or from its last checkpoint.
+
+Over several ranks every one holds all weights, and its part of the grid of everything else; what is fitted to the
+training dates is fitted by rank 0, which tells the others.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ensemble_ml.config import Precision, TrainConfig
-from ensemble_ml.loading import Batch, Batches, Reader
+from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
+from ensemble_ml.distributed.partition import partition_model
+from ensemble_ml.distributed.shard import Shard, make_shard
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import spare_members
 from ensemble_ml.loading.reader import iso
-from ensemble_ml.models import AnyModel, Climate, Speed, build_model, choose
+from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.optim import build
@@ -39,6 +47,7 @@ class Run:
     state: State
     loss: Loss
     facts: dict[str, Any]
+    session: Session = field(default_factory=solo)
 
     @property
     def device(self) -> torch.device:
@@ -52,20 +61,40 @@ class Run:
 
     def batches(self, start_step: int, steps: int) -> Batches:
         """Training batches of global steps start_step to steps."""
-        return _batches(self.config, self.reader, self.train_dates, start_step, steps)
+        return _batches(self.config, self.reader, self.train_dates, start_step, steps, self.share)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(which, of how many) of the shares of a batch this rank takes."""
+        return _share(self.session)
 
 
-def assemble(config: TrainConfig, reader: Reader, checkpoint: Checkpoint | None, threads: int) -> Run:
-    """Make the run of `config` over the reader's store, going on from `checkpoint` where there is one."""
+def assemble(
+    config: TrainConfig, reader: Reader, checkpoint: Checkpoint | None, threads: int, session: Session | None = None
+) -> Run:
+    """Make the run of `config` over the reader's store, going on from `checkpoint` where there is one.
+
+    Args:
+        reader: of the whole grid; the run reads this rank's part of it.
+        session: of the job; one rank where it is None.
+
+    Raises:
+        UserError: settings, store and ranks do not go together.
+    """
+    session = session or solo()
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = session.device
     torch.backends.cudnn.deterministic = True
     train, validation = _whole_dates(config, reader, train, validation)
+    shard = _shard(reader.spec, session)
+    own = reader if shard is None else _part_reader(config, reader, shard)
     if checkpoint is None:
-        state, found = _begin(config, reader, train, validation, device)
+        state, found = _begin(config, reader, own, train, validation, session)
     else:
         setup.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, device)
+    if isinstance(state.model, EnsembleModel):
+        partition_model(state.model, session.mesh)
     facts = {
         "config": setup.plain_config(config),
         "spec": reader.spec.to_json(),
@@ -77,7 +106,31 @@ def assemble(config: TrainConfig, reader: Reader, checkpoint: Checkpoint | None,
         "seeds": {"seed": config.seed},
         **found,
     }
-    return Run(config, reader, train, validation, state, _loss(config, reader, state, device), facts)
+    loss = _loss(config, reader.spec, state, shard, session.mesh.model)
+    return Run(config, own, train, validation, state, loss, facts, session)
+
+
+def _shard(spec: ModelSpec, session: Session) -> Shard | None:
+    """This rank's part of the grid; None for all of it."""
+    topology = session.topology
+    if topology.trainer > 1:
+        raise UserError(f"parallel.trainer={topology.trainer}: one job trains one model; start a job for each")
+    if topology.size > 1 and spec.config.name != "unet3d":
+        raise UserError(
+            f"model.name={spec.config.name}: trains on one rank; start one process, or use model.name=unet3d"
+        )
+    if topology.spatial == 1:
+        return None
+    return make_shard(topology, spec.grid.shape, spec.config.depth)
+
+
+def _part_reader(config: TrainConfig, reader: Reader, shard: Shard) -> Reader:
+    window = shard.own_rows, shard.own_columns
+    return Reader(reader.source, reader.spec, cache_gb=config.loading.cache_gb, window=window)
+
+
+def _share(session: Session) -> tuple[int, int]:
+    return session.topology.place.data, session.topology.data
 
 
 def _whole_dates(
@@ -91,13 +144,14 @@ def _whole_dates(
 
 
 def _begin(
-    config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray, device: torch.device
+    config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session
 ) -> tuple[State, dict[str, Any]]:
-    first = _batches(config, reader, train, 0, 1)
+    first = _batches(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(config.init_from) if config.init_from is not None else None
     if given is not None:
         setup.refuse_other_layout(reader.spec, given)
-    fit = fit_climate(reader, train, validation, config.data.validation_members, config.data.members)
+    members = config.data.validation_members
+    fit = session.once(lambda: fit_climate(reader, train, validation, members, config.data.members))
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
     if given is not None:
@@ -105,10 +159,11 @@ def _begin(
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
     steps, found = config.steps, {}
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
-        members = config.data.validation_members
         steps, found = 0, {"emos": fit_emos_model(model, reader, train, validation, members, config.data.members)}
-    state = _state(config, model.to(device), steps, torch.from_numpy(fit.spread_error))
-    speed = _fastest(config, first.batch(0), state, _loss(config, reader, state, device)) if steps else Speed()
+    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error))
+    speed = _fastest(config, own, first, state, session) if steps else Speed()
+    if state.average is not None:
+        state.average = Average(model, config.average)  # in the type of weights that was chosen
     return state, {"precision": speed.to_json(), "input_range": ranges(reader.spec, fit.input_range), **found}
 
 
@@ -122,7 +177,9 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, device: torch.device) ->
     return state, {k: checkpoint.meta[k] for k in ("precision", "input_range", "emos") if k in checkpoint.meta}
 
 
-def _batches(config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int) -> Batches:
+def _batches(
+    config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int, share: tuple[int, int]
+) -> Batches:
     return Batches(
         reader,
         dates,
@@ -132,6 +189,7 @@ def _batches(config: TrainConfig, reader: Reader, dates: np.ndarray, start_step:
         steps=steps,
         start_step=start_step,
         prefetch=config.loading.prefetch,
+        share=share,
     )
 
 
@@ -141,35 +199,49 @@ def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch
     return State(model, optimizer, schedule, steps, spread_error, average)
 
 
-def _fastest(config: TrainConfig, first: Batch, state: State, loss: Loss) -> Speed:
+def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
     """Set and return the precision and order of axes that are fastest for a step of this run.
 
-    Two runs may measure differently, and then differ in the last bits; a precision that is given is taken unmeasured.
+    Over several ranks each times a model of its own part of the grid, all at once, and rank 0 decides. Two runs may
+    measure differently, and then differ in the last bits; a precision that is given is taken unmeasured.
     """
-    device = loss.area.device
+    device = session.device
     if config.model.precision is not Precision.auto:
         speed = candidates(device, config.model.precision)[0]
         speed.apply(state.model)
         log.info("speed: %s, as model.precision says, channels last", speed.precision.value)
         return speed
 
+    model, spec, batch = state.model, own.spec, first.batch(0)
+    if session.topology.spatial > 1:
+        (top, bottom), (left, right) = own.window
+        spec = replace(spec, latitude=spec.latitude[top:bottom], longitude=spec.longitude[left:right])
+        model = build_model(spec, Climate.default(spec)).to(device)
+    loss = _loss(config, spec, state, None, NullCommunicator())
+
     def step() -> None:
-        batch = first.to(device, next(state.model.parameters()).dtype)
-        loss(state.model(batch.inputs), batch)["loss"].backward()
+        moved = batch.to(device, next(model.parameters()).dtype)
+        loss(model(moved.inputs), moved)["loss"].backward()
 
-    return choose(state.model, step, wanted=config.model.precision)
+    speed = choose(model, step, wanted=config.model.precision)
+    speed = session.once(lambda: speed)
+    speed.apply(state.model)
+    return speed
 
 
-def _loss(config: TrainConfig, reader: Reader, state: State, device: torch.device) -> Loss:
-    spread_p, spread_s = (torch.from_numpy(v) for v in split(reader.spec, state.spread_error.cpu().numpy(), 2))
-    area = torch.from_numpy(reader.spec.grid.area_weights()).float()
+def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | None, ranks: Communicator) -> Loss:
+    spread_p, spread_s = (torch.from_numpy(v) for v in split(spec, state.spread_error.cpu().numpy(), 2))
+    device = next(state.model.parameters()).device
+    area = torch.from_numpy(spec.grid.area_weights()).float()
+    area = area if shard is None else shard.cut(area)
     buffers = dict(state.model.named_buffers())
     return Loss(
-        reader.spec,
+        spec,
         buffers["error_p"],
         buffers["error_s"],
         spread_p.to(device),
         spread_s.to(device),
         area.to(device),
         config.spread_weight,
+        ranks,
     )

@@ -7,18 +7,20 @@ Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y 
 w is the exact cell area, zero where the target is missing. `error` and `spread_error` are what the untrained,
 statistical forecast has for the same lead, variable and level on the training dates (the latter for the same number of
 members): so every field starts near one, and a percent of one counts as much as a percent of another, as in the
-geometric means that scores are reported in. Sums and weights are added before they are divided, so short batches and
-missing fields are exact.
+geometric means that scores are reported in. Sums and weights are added before they are divided, weights over all ranks,
+so short batches, missing fields and shards of any size are exact: a rank's loss is its share, and the sum over ranks is
+the loss of the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import ModelSpec, Prediction, distributions
@@ -29,7 +31,8 @@ class Loss:
     """Scales and weights of the loss of one run.
 
     `error_p` (T, V, Z), `error_s` (T, S): typical CRPS; `spread_error_p` (N + 1, T, V, Z) and `spread_error_s`
-    (N + 1, T, S): typical squared error of the spread from M members in row M; `area` (Y, X): mean one.
+    (N + 1, T, S): typical squared error of the spread from M members in row M; `area` (Y, X): mean one over the grid;
+    `ranks`: those that share the batch.
     """
 
     spec: ModelSpec
@@ -39,24 +42,35 @@ class Loss:
     spread_error_s: Tensor
     area: Tensor
     spread_weight: float = 1.0
+    ranks: Communicator = field(default_factory=NullCommunicator)
 
     def __call__(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Return `loss` and its parts `crps` and `spread`, where the model has the heads and the batch the targets."""
-        terms: dict[str, Tensor] = {}
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
         families_p, families_s = self.spec.families
         if prediction.location_p is not None or prediction.location_s is not None:
-            terms["crps"] = _weighted_mean(
+            sums["crps"] = _added(
                 self._crps(families_p, prediction.location_p, prediction.scale_p, batch.truth_p, self.error_p),
                 self._crps(families_s, prediction.location_s, prediction.scale_s, batch.truth_s, self.error_s),
             )
         members = batch.inputs.count.long()
         if prediction.spread_p is not None or prediction.spread_s is not None:
-            terms["spread"] = _weighted_mean(
+            sums["spread"] = _added(
                 self._square(prediction.spread_p, batch.target_spread_p, self.spread_error_p[members]),
                 self._square(prediction.spread_s, batch.target_spread_s, self.spread_error_s[members]),
             )
+        terms = self._over_weights(sums)
         total = terms.get("crps", 0.0) + self.spread_weight * terms.get("spread", 0.0)
         return {"loss": torch.as_tensor(total), **terms}
+
+    def _over_weights(self, sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        """Each sum of values over the sum of weights of all ranks; zero where nothing has a weight."""
+        if not sums:
+            return {}
+        weights = torch.stack([weight for _, weight in sums.values()])
+        self.ranks.all_reduce(weights)
+        least = weights.clamp(min=1e-12)
+        return {k: total / weight.to(total.dtype) for (k, (total, _)), weight in zip(sums.items(), least, strict=True)}
 
     def _crps(
         self,
@@ -82,7 +96,8 @@ class Loss:
 
     def _sums(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
         weight = known * self.area
-        return (values * weight).sum(), weight.sum()
+        # In double precision the sum of weights does not depend on how cells are shared out.
+        return (values * weight).sum(), weight.sum(dtype=torch.float64)
 
 
 def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
@@ -97,8 +112,8 @@ def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor)
     return scores
 
 
-def _weighted_mean(*sums: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Sum of all values over the sum of all weights; zero where nothing has a weight."""
+def _added(*sums: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Sum of all values, and of all weights."""
     there = [pair for pair in sums if pair is not None]
     total, weight = (torch.stack(parts).sum() for parts in zip(*there, strict=True))
-    return total / weight.clamp(min=1e-12)
+    return total, weight

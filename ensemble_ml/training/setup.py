@@ -99,8 +99,10 @@ def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(wanted))
 
 
-def open_run(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
+def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoint | None]:
     """Return the run folder and the checkpoint to go on from, None for a new run.
+
+    `tidy`: mend and clear what a killed run left; for one rank of a job.
 
     Raises:
         UserError: the folder exists and `resume` is off, or `resume` meets other settings.
@@ -117,6 +119,8 @@ def open_run(config: TrainConfig) -> tuple[Path, Checkpoint | None]:
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
     _refuse_other_settings(config, checkpoint)
     best = checkpoint.meta["best"]
+    if not tidy:
+        return run, checkpoint
     if best is not None:  # the run may have died between the exchange of the two links
         point(checkpoints, "best", f"step_{best['step']:08d}")
     clean(checkpoints)
@@ -152,10 +156,13 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         raise UserError(f"init_from={checkpoint.path}: its layout differs: {told}; use the same settings")
 
 
-def use_threads(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
-    """Set torch's threads and return how many; warn where a resumed run had another number."""
+def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int = 1) -> int:
+    """Set torch's threads and return how many; warn where a resumed run had another number.
+
+    `ranks`: processes of this host, which share its cores.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or cores
+    threads = config.threads or max(1, cores // ranks)
     torch.set_num_threads(threads)
     if checkpoint is not None and checkpoint.meta["threads"] != threads:
         was = checkpoint.meta["threads"]

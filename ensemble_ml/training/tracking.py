@@ -105,6 +105,28 @@ class Tracker:
                 self._board.add_scalar(name, value, step)
 
 
+class Silent:
+    """The tracker of a rank that says nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def step(self, step: int, *, samples: int, waited: float, lr: float, loss: dict[str, float]) -> None:
+        """Say nothing."""
+
+    def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
+        """Say nothing."""
+
+    def say(self, text: str) -> None:
+        """Say nothing."""
+
+    def restart_clock(self) -> None:
+        """Do nothing."""
+
+
 def memory_mb() -> float:
     """Memory in use: of the process, or on the GPU at its highest where there is one; 1e6 bytes."""
     if torch.cuda.is_available():

@@ -20,8 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from ensemble_ml.config import TrainConfig
+from ensemble_ml.distributed import Session, start
+from ensemble_ml.distributed.gradients import sum_gradients
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.optim import build
@@ -31,7 +34,7 @@ from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.checkpoint import save_checkpoint
 from ensemble_ml.training.signals import StopRequest
 from ensemble_ml.training.state import State
-from ensemble_ml.training.tracking import Tracker
+from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import validate
 
 log = logging.getLogger(__name__)
@@ -47,48 +50,64 @@ def train(config: TrainConfig) -> Path:
         UserError: something in settings or data that the user can mend; or loss or gradient are no longer finite.
         KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
     """
+    with start(config.parallel) as session:
+        return _train(config, session)
+
+
+def _train(config: TrainConfig, session: Session) -> Path:
     began = time.perf_counter()
-    folder, checkpoint = setup.open_run(config)
+    if session.first:  # before the others look: it mends what a killed run left
+        folder, checkpoint = setup.open_run(config)
+    session.mesh.world.barrier()
+    if not session.first:
+        folder, checkpoint = setup.open_run(config, tidy=False)
     with StopRequest() as stop:
-        threads = setup.use_threads(config, checkpoint)
+        threads = setup.use_threads(config, checkpoint, session.world.local_size)
         source = open_store(config.data.store)
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
         reader = Reader(source, spec, cache_gb=config.loading.cache_gb)
-        trainer = Trainer(assemble(config, reader, checkpoint, threads), folder)
+        trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
         if checkpoint is None and config.max_minutes and trainer.state.steps:
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
         try:
             trainer.run(stop, resumed=checkpoint is not None)
         finally:
-            if not (folder / "checkpoints" / "last").exists():  # stopped before there was anything to keep
+            # stopped before there was anything to keep
+            if session.first and not (folder / "checkpoints" / "last").exists():
                 shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
 class Trainer:
-    """The loop over the steps of a run, in one process."""
+    """The loop over the steps of a run, on one rank of its job; rank 0 alone writes and speaks."""
 
     def __init__(self, run: Run, folder: Path):
-        self.setup, self.folder = run, folder
+        self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
         self.area = run.loss.area
 
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
         """Train to the last step, or to the first after a request to stop."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        wanted, state = self.config.tracking, self.state
-        with Tracker(
-            self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
-            tensorboard=wanted.tensorboard,
-        ) as tracker:  # fmt: skip
+        with self._tracker(resumed) as tracker:
             if resumed:
-                tracker.say(f"resumed after step {state.step} of {state.steps}")
+                tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
             else:
-                _write_config(self.config, self.folder)
+                if self.session.first:
+                    _write_config(self.config, self.folder)
                 self._save(best=self._validated(tracker))
             stop.arm()
             self._loop(tracker, stop)
             self._say_end(tracker)
+
+    def _tracker(self, resumed: bool) -> Tracker | Silent:
+        if not self.session.first:
+            return Silent()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        wanted, state = self.config.tracking, self.state
+        return Tracker(
+            self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
+            tensorboard=wanted.tensorboard,
+        )  # fmt: skip
 
     def plan_steps(self, seconds: float) -> None:
         """Shorten the run to what fits into `seconds`; what is measured happens to a copy of the model."""
@@ -98,7 +117,7 @@ class Trainer:
         per_step = self._seconds_a_step()
         left = _MARGIN * seconds - (time.perf_counter() - start) - 2 * per_validation
         fitting = math.floor(left / (per_step + per_validation / self.config.validate_every))
-        steps = max(1, min(self.config.steps, fitting))
+        steps = self.session.once(lambda: max(1, min(self.config.steps, fitting)))
         log.info("max_minutes=%g: %.3g s a step, so %d steps", self.config.max_minutes, per_step, steps)
         self.state.steps = steps
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
@@ -115,7 +134,7 @@ class Trainer:
             times.append(time.perf_counter() - start)
         return float(np.median(times[1:]))
 
-    def _loop(self, tracker: Tracker, stop: StopRequest) -> None:
+    def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
         state = self.state
         state.model.train()
         with closing(iter(self.setup.batches(state.step, state.steps))) as batches:  # type: ignore[type-var]
@@ -123,26 +142,31 @@ class Trainer:
                 start = time.perf_counter()
                 batch = self._moved(next(batches))
                 waited = time.perf_counter() - start
-                losses = self._step(batch)
+                losses = self._step(batch, stop)
+                samples, stopped = losses.pop("samples"), losses.pop("stop")
                 lr = state.optimizer.param_groups[0]["lr"]
-                tracker.step(state.step, samples=len(batch), waited=waited, lr=lr, loss=losses)
+                tracker.step(state.step, samples=int(samples), waited=waited, lr=lr, loss=losses)
                 self._keep(tracker)
-                if stop.requested and state.step < state.steps:
+                if self.session.topology.size == 1:  # nobody to agree with
+                    stopped = bool(stop.requested)
+                if stopped and state.step < state.steps:
                     self._save(best=False)
-                    tracker.say(f"{stop.requested}: stopped after step {state.step}; go on with resume=true")
+                    who = stop.requested or "another rank"
+                    tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
                     raise KeyboardInterrupt
 
-    def _step(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step; returns the loss and its parts."""
-        state = self.state
+    def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
+        """One optimizer step; returns the loss and its parts, `samples` of the batch, and whether to `stop`."""
+        state, self.session.step = self.state, self.state.step + 1
         for group in state.optimizer.param_groups:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         losses = self.setup.loss(state.model(batch.inputs), batch)
         losses["loss"].backward()
+        sum_gradients(state.model.parameters(), self.session.mesh.model)
         gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        values = {name: float(value.detach()) for name, value in losses.items()}
+        values = self._summed(losses, batch, stop)
         self._refuse_infinite(values["loss"], float(norm), batch)
         if self.config.optim.clip:
             torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), self.config.optim.clip, norm)
@@ -151,6 +175,16 @@ class Trainer:
         if state.average is not None:
             state.average.update(state.model, state.step)
         return values
+
+    def _summed(self, losses: dict[str, Tensor], batch: Batch, stop: StopRequest | None) -> dict[str, float]:
+        """Each rank's share of the losses summed over ranks, the samples of the whole batch, who asks to stop."""
+        mesh = self.session.mesh
+        one_of_group = mesh.spatial.rank == 0
+        mine = {name: float(value.detach()) for name, value in losses.items()}
+        mine |= {"samples": float(len(batch) * one_of_group), "stop": float(bool(stop and stop.requested))}
+        total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)
+        mesh.model.all_reduce(total)
+        return dict(zip(mine, total.tolist(), strict=True))
 
     def _refuse_infinite(self, loss: float, norm: float, batch: Batch) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -161,7 +195,7 @@ class Trainer:
             " checkpoints/last is the state before; try a lower optim.lr, optim.clip=1 or model.precision=float32"
         )
 
-    def _keep(self, tracker: Tracker) -> None:
+    def _keep(self, tracker: Tracker | Silent) -> None:
         """Validate and write checkpoints where they are due."""
         step, last = self.state.step, self.state.step == self.state.steps
         better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
@@ -169,7 +203,7 @@ class Trainer:
             self._save(best=better)
             tracker.restart_clock()
 
-    def _validated(self, tracker: Tracker) -> bool:
+    def _validated(self, tracker: Tracker | Silent) -> bool:
         """Score the validation dates, and say whether no score before was as good."""
         state, scores = self.state, self._scores()
         if not scores:
@@ -185,25 +219,30 @@ class Trainer:
     def _scores(self) -> dict[str, float]:
         run = self.setup
         with self.state.predicting() as model:
-            return validate(model, self._validation_batches(), full_size=run.reader.full_size, area=self.area)
+            batches, size = self._validation_batches(), run.reader.full_size
+            return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup
         members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
         size, ahead = self.config.batch_size, self.config.loading.prefetch
-        for batch in fixed_batches(run.reader, run.validation_dates, members, batch_size=size, prefetch=ahead):
+        for batch in fixed_batches(
+            run.reader, run.validation_dates, members, batch_size=size, prefetch=ahead, share=run.share
+        ):
             yield self._moved(batch)
 
     def _moved(self, batch: Batch) -> Batch:
         return batch.to(self.setup.device, self.setup.dtype)
 
     def _save(self, *, best: bool) -> None:
+        if not self.session.first:
+            return
         state_dict, training = self.state.tensors()
         meta = {**self.setup.facts, **self.state.meta()}
         folder = self.folder / "checkpoints"
         save_checkpoint(folder, self.state.step, state_dict=state_dict, training=training, meta=meta, best=best)
 
-    def _say_end(self, tracker: Tracker) -> None:
+    def _say_end(self, tracker: Tracker | Silent) -> None:
         best = self.state.best
         if best is None:
             tracker.say(f"done: no validation date, so {self.folder}/checkpoints/last is the model")

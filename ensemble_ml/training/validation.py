@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ensemble_ml.distributed import Mesh
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
@@ -31,13 +32,16 @@ def c4(n: int) -> float:
 
 
 @torch.no_grad()
-def validate(model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor) -> dict[str, float]:
+def validate(
+    model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor, mesh: Mesh | None = None
+) -> dict[str, float]:
     """Score `model` on `batches`.
 
     Args:
         batches: all samples of one have the same number of members.
         full_size: N, members of the full ensemble.
         area: (Y, X) weights of the cells.
+        mesh: of the ranks that share samples and dates; all get the same scores.
 
     Returns:
         `crps_ratio`, `spread_ratio` and `score`, as far as there are targets; empty where there are none.
@@ -45,7 +49,9 @@ def validate(model: AnyModel, batches: Iterable[Batch], *, full_size: int, area:
     Raises:
         UserError: a prediction is NaN or infinite.
     """
-    crps_sums, spread_sums = _Sums(area), _Sums(area)
+    spec, mesh = model.spec, mesh or Mesh()
+    fields = len(spec.leads_out), len(spec.variables) * len(spec.levels) + len(spec.surface)
+    crps_sums, spread_sums = _Sums(area, fields, mesh), _Sums(area, fields, mesh)
     for batch in batches:
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
@@ -62,27 +68,32 @@ def validate(model: AnyModel, batches: Iterable[Batch], *, full_size: int, area:
 class _Sums:
     """Sums over dates of area means for every field, ours and the raw ensemble's."""
 
-    def __init__(self, area: Tensor):
-        self.area = area
-        self.ours: Tensor | float = 0.0
-        self.raw: Tensor | float = 0.0
+    def __init__(self, area: Tensor, fields: tuple[int, int], mesh: Mesh):
+        self.area, self.mesh = area, mesh
+        self.sums = torch.zeros((2, *fields), dtype=torch.float64, device=area.device)  # ours, raw
+        self.dates = 0
 
     def add(self, ours: Tensor, raw: Tensor, target: Tensor) -> None:
         """Add maps (B, T, F, Y, X); a cell without a target weighs nothing, in both sums alike."""
         known = torch.isfinite(target)
         weight = (known * self.area).double()
-        share = weight.sum((-2, -1)).clamp(min=1e-12)
-        means = [(torch.where(known, maps, 0.0) * weight).sum((-2, -1)) / share for maps in (ours, raw)]
-        self.ours, self.raw = self.ours + means[0].sum(0), self.raw + means[1].sum(0)
+        sums = [(torch.where(known, maps, 0.0) * weight).sum((-2, -1)) for maps in (ours, raw)]
+        parts = torch.stack([*sums, weight.sum((-2, -1))])  # (3, B, T, F)
+        self.mesh.spatial.all_reduce(parts)
+        self.sums += (parts[:2] / parts[2].clamp(min=1e-12)).sum(1)
+        self.dates += len(target)
 
     def ratio(self, power: float = 1.0) -> float | None:
         """Geometric mean over fields of (ours / raw)^power; None where no field can be scored."""
-        if not isinstance(self.ours, Tensor) or not isinstance(self.raw, Tensor):
+        total = torch.cat([self.sums.flatten(), self.sums.new_tensor([self.dates])])
+        self.mesh.data.all_reduce(total)
+        if not total[-1]:
             return None
-        if not bool(torch.isfinite(self.ours).all()):
+        ours, raw = total[:-1].view(self.sums.shape)
+        if not bool(torch.isfinite(ours).all()):
             raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
-        scored = (self.raw > 0) & (self.ours > 0)
-        logs = power * (torch.log(self.ours[scored]) - torch.log(self.raw[scored]))
+        scored = (raw > 0) & (ours > 0)
+        logs = power * (torch.log(ours[scored]) - torch.log(raw[scored]))
         return math.exp(logs.mean().item()) if logs.numel() else None
 
 

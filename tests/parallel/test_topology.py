@@ -59,12 +59,15 @@ def test_bands_are_whole_blocks():
     assert [b - a for a, b in bands(361, 4, 16)] == [96, 96, 96, 73]
     assert [b - a for a, b in bands(361, 3, 16)] == [128, 128, 105]
     assert [b - a for a, b in bands(33, 2, 8)] == [24, 9]
+    assert [b - a for a, b in bands(17, 3, 4)] == [8, 4, 5]
     assert bands(361, 1, 16) == ((0, 361),)
     for rows in range(1, 80):
         for parts in range(1, -(-rows // 8) + 1):
             found = bands(rows, parts, 8)
             assert [b for _, b in found][:-1] == [a for a, _ in found][1:] and found[-1][1] == rows
             assert all(b > a and a % 8 == 0 for a, b in found)
+            blocks = [-(-(b - a) // 8) for a, b in found]
+            assert max(blocks) - min(blocks) <= 1
 
 
 def test_too_many_bands():

@@ -1,0 +1,182 @@
+"""Training over several ranks against one process: losses, scores and weights, float64; and what a rank reads."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from parallel.ranks import run_ranks
+from synthetic import make_store
+
+from ensemble_ml.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    OptimName,
+    ParallelConfig,
+    Precision,
+    TrackingConfig,
+    TrainConfig,
+)
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.read import TensorStore
+from ensemble_ml.training import load_checkpoint, train, trainer
+from ensemble_ml.training.tracking import read_log
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """17 x 16 points: over two ranks 12 and 5 rows."""
+    folder = tmp_path_factory.mktemp("parallel")
+    return make_store(folder / "a.zarr", dates=12, members=5, shape=(17, 16), bias=0.6, dispersion=0.6).path
+
+
+def config_of(store, output, **changes):
+    optim = OptimConfig(name=changes.pop("optimizer", OptimName.adamw), warmup=2, lr=1e-3, clip=1.0)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=2, precision=changes.pop("precision", Precision.float64))
+    settings = dict(
+        run="a", output=str(output), steps=10, batch_size=3, validate_every=5, checkpoint_every=5, threads=1,
+        data=DataConfig(store=store, train=["2001-01-01/2001-01-16"], validation=["2001-01-17/2001-01-31"],
+                        members=[1, 2, 5], validation_members=3),
+        model=model, optim=optim, tracking=TrackingConfig(tensorboard=False, log_every=1), average=0.5,
+    )  # fmt: skip
+    return TrainConfig(**settings | changes)
+
+
+def read_rows(config):
+    """Train, and tell which rows were read for training and validation."""
+    rows, read = set(), TensorStore.read
+
+    def told(self, part, date, selection=None):
+        rows.add(selection.rows)
+        return read(self, part, date, selection)
+
+    trained = trainer.Trainer.run
+
+    def run(self, *args, **kwargs):
+        TensorStore.read = told  # from here on: the climate is rank 0's, of whole fields
+        self.setup.reader._kept.clear()
+        try:
+            return trained(self, *args, **kwargs)
+        finally:
+            TensorStore.read = read
+
+    trainer.Trainer.run = run
+    try:
+        train(config)
+    finally:
+        trainer.Trainer.run = trained
+    return rows
+
+
+def joined(session, config):
+    """Train within a session that is there already."""
+    trainer.start = lambda _: Joined(session)
+    return read_rows(config)
+
+
+class Joined:
+    """A session that somebody else ends."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def __enter__(self):
+        return self.session
+
+    def __exit__(self, *_):
+        pass
+
+
+def logged(run):
+    lines = read_log(run / "log.jsonl")
+    return [x for x in lines if "loss" in x], [x["validation"] for x in lines if "validation" in x]
+
+
+def assert_same(one, other, *, weights=1e-9):
+    (steps, scores), (steps2, scores2) = logged(one), logged(other)
+    assert [s["step"] for s in steps] == [s["step"] for s in steps2]
+    for name in ("loss", "crps", "spread"):
+        assert [s[name] for s in steps2] == pytest.approx([s[name] for s in steps], rel=1e-8)  # nine digits are logged
+    for a, b in zip(scores, scores2, strict=True):
+        assert b == pytest.approx(a, rel=1e-9)
+    a, b = (load_checkpoint(run / "checkpoints" / "last", training=True) for run in (one, other))
+    for first, second in ((a.state_dict, b.state_dict), (a.training, b.training)):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            torch.testing.assert_close(second[key], value, rtol=weights, atol=weights, msg=key)
+
+
+@pytest.fixture(scope="module")
+def serial(store, tmp_path_factory):
+    output = tmp_path_factory.mktemp("serial")
+    assert read_rows(config_of(store, output)) == {None}
+    return output / "a"
+
+
+@pytest.mark.parametrize(
+    ("lat", "lon", "data"), [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), pytest.param(1, 1, 4, marks=pytest.mark.slow)]
+)
+def test_equal_to_one_process(store, serial, tmp_path, lat, lon, data):
+    config = config_of(store, tmp_path, parallel=ParallelConfig(lat=lat, lon=lon, data=data))
+    found = run_ranks(joined, lat * lon * data, config, lat=lat, lon=lon, data=data)
+    bands = [{(0, 12)}, {(12, 17)}] if lat == 2 else [{None}]
+    for rank, rows in enumerate(found):
+        assert rows == bands[rank // lon % lat]
+    assert_same(serial, tmp_path / "a")
+    samples = [s["samples_per_s"] for s in logged(tmp_path / "a")[0]]
+    assert np.all(np.array(samples) > 0)
+
+
+def stopped_at(session, config, steps):
+    """Train until a rank that is not the first is told to stop after `steps`."""
+    told = trainer.Trainer._step
+
+    def step(self, batch, stop=None):
+        if session.topology.rank == 1 and self.state.step == steps - 1 and stop is not None:
+            stop.requested = "SIGUSR1"
+        return told(self, batch, stop)
+
+    trainer.Trainer._step = step
+    trainer.start = lambda _: Joined(session)
+    try:
+        train(config)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_goes_on_under_another_partition(store, serial, tmp_path):
+    config = config_of(store, tmp_path)
+    assert run_ranks(stopped_at, 4, config, 4, lat=2, lon=2) == [True] * 4
+    assert load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"] == 4
+    resumed = dataclasses.replace(config, resume=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "alone" / "a", symlinks=True)
+    run_ranks(joined, 3, resumed, lat=3)
+    assert_same(serial, tmp_path / "a")
+    train(dataclasses.replace(resumed, output=str(tmp_path / "alone")))
+    assert_same(serial, tmp_path / "alone" / "a")
+
+
+def test_lion_and_the_fastest_precision(store, tmp_path):
+    """A run as users start it: float32 or bfloat16 by measurement, one choice for all ranks."""
+    config = config_of(store, tmp_path, precision=Precision.auto, optimizer=OptimName.lion, steps=6, max_minutes=1.0)
+    run_ranks(joined, 2, config, lat=2)
+    steps, scores = logged(tmp_path / "a")
+    assert len(steps) == 6 and len(scores) == 3 and all(np.isfinite(s["loss"]) for s in steps)
+
+
+def refused(session, config):
+    trainer.start = lambda _: Joined(session)
+    with pytest.raises(UserError, match=config.model.name) as found:
+        train(config)
+    return str(found.value)
+
+
+def test_a_model_that_cannot_be_shared_out(store, tmp_path):
+    config = config_of(store, tmp_path)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="drn", depth=0))
+    for text in run_ranks(refused, 2, config, lat=2):
+        assert "model.name=drn: trains on one rank; start one process, or use model.name=unet3d" in text
+    assert not (tmp_path / "a").exists()
