@@ -1,0 +1,190 @@
+"""Local area-wise standardisation (LAS): a mean and a standard deviation for every grid point.
+
+Each point's two numbers are those of all members' values on the chosen dates in a window around it (7 x 7 points),
+smoothed by a Gaussian (sigma 10 points), as in Grönquist et al. 2021, "Deep learning for post-processing ensemble
+weather forecasts". They are made from the mean m_d and spread s_d of all members, date by date, so that no member is
+read and memory does not grow with the dates; one lead and one variable at a time. With M members on D dates
+
+    mean = sum_d m_d / D,    M2 = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
+
+which windows pool once more. Longitude wraps where the grid closes the circle. Elsewhere, and at the poles, window and
+Gaussian end at the edge, and what remains of their weights is scaled up. Dates without a field, and points without a
+value, are left out; a point with no value in reach takes the area's plain mean.
+
+Axes: T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import ndimage
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.source import Layout, Part, Selection, Source, zero_by_nature
+
+WINDOW = 7
+SIGMA = 10.0
+
+
+@dataclass(frozen=True, eq=False)
+class LocalStatistics:
+    """Maps of mean and standard deviation (ddof = 0), float64: `_p` (V, Z, Y, X) and `_s` (S, Y, X)."""
+
+    mean_p: np.ndarray
+    std_p: np.ndarray
+    mean_s: np.ndarray
+    std_s: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """Count, mean and sum of squared deviations of the values at each point, (..., Y, X) float64."""
+
+    count: np.ndarray
+    mean: np.ndarray
+    m2: np.ndarray
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> Pooled:
+        """No value yet."""
+        return cls(*(np.zeros(shape) for _ in range(3)))
+
+    def add(self, count: np.ndarray, mean: np.ndarray, m2: np.ndarray) -> None:
+        """Take in more values, in place; NaN in `mean` or `m2` leaves a point out (Chan, Golub & LeVeque 1979)."""
+        there = np.isfinite(mean) & np.isfinite(m2) & (count > 0)
+        more = np.where(there, count, 0.0)
+        total = self.count + more
+        share = np.divide(more, total, out=np.zeros_like(total), where=total > 0)
+        delta = np.where(there, mean - self.mean, 0.0)
+        self.m2[...] += np.where(there, m2, 0.0) + delta**2 * self.count * share
+        self.mean[...] += delta * share
+        self.count[...] = total
+
+
+def local_statistics(
+    source: Source,
+    dates: Sequence[int] | np.ndarray,
+    *,
+    leads: Sequence[int] | None = None,
+    variables: Sequence[str] | None = None,
+    levels: Sequence[int] | None = None,
+    surface: Sequence[str] | None = None,
+    window: int = WINDOW,
+    sigma: float = SIGMA,
+) -> LocalStatistics:
+    """Maps over `dates` (indices) and `leads` together; None takes all that the source has.
+
+    Raises:
+        UserError: the source has no mean and spread, the grid is smaller than the window, or a field is missing on all
+            dates.
+    """
+    lay = source.layout
+    if not (source.has(Part.MEAN) and source.has(Part.SPREAD)):
+        raise UserError(f"{source.path}: has no mean and spread of its members; local statistics need two members")
+    if window > lay.grid.shape[1]:
+        raise UserError(f"local statistics: a window of {window} points is wider than the grid ({lay.grid.describe()})")
+    used = tuple(lay.lead_hours if leads is None else leads)
+    heights = tuple(lay.levels if levels is None else levels)
+    maps = []
+    for names, depth in (
+        (lay.variables if variables is None else variables, heights),
+        (lay.surface if surface is None else surface, ()),
+    ):
+        each = [_of_variable(source, dates, used, name, depth, window, sigma) for name in names]
+        shape = (0, *([len(depth)] if depth else []), *lay.grid.shape)
+        maps += [np.stack([one[part] for one in each]) if each else np.zeros(shape) for part in (0, 1)]
+    return LocalStatistics(*maps)
+
+
+def _of_variable(
+    source: Source,
+    dates: Sequence[int] | np.ndarray,
+    leads: tuple[int, ...],
+    name: str,
+    levels: tuple[int, ...],
+    window: int,
+    sigma: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Maps of one variable: (Z, Y, X), or (Y, X) at the surface where `levels` is empty."""
+    lay = source.layout
+    points = Pooled.nothing((max(1, len(levels)), *lay.grid.shape))
+    for lead in leads:
+        if not levels and zero_by_nature(name, lead):
+            continue
+        for date in dates:
+            points.add(*_of_date(source, int(date), lead, name, levels))
+    if not (points.count > 0).any((-2, -1)).all():
+        raise UserError(f"{source.path}: {name} is missing on all dates for local statistics; leave it out")
+    mean, std = smoothed(windows(points, lay.grid.wraps, window), lay.grid.wraps, sigma)
+    return (mean, std) if levels else (mean[0], std[0])
+
+
+def _of_date(
+    source: Source, date: int, lead: int, name: str, levels: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count, mean and M2 of the members of one date, (Z, Y, X)."""
+    pressure, ground = ((name,), ()) if levels else ((), (name,))
+    chosen = Selection(None, (lead,), pressure, levels or None, ground)
+    means, spreads = (source.read(part, date, chosen) for part in (Part.MEAN, Part.SPREAD))
+    if levels:
+        mean, spread = means.pressure[0, 0, 0], spreads.pressure[0, 0, 0]
+    else:
+        mean, spread = means.surface[0, 0], spreads.surface[0, 0]
+    count = _members(source, date, lead, name, levels)[:, None, None]
+    return (np.broadcast_to(count, mean.shape), mean.astype(np.float64), (count - 1) * spread.astype(np.float64) ** 2)
+
+
+def _members(source: Source, date: int, lead: int, name: str, levels: tuple[int, ...]) -> np.ndarray:
+    """How many members have the field, (Z,)."""
+    lay: Layout = source.layout
+    pressure, ground = source.present(Part.FORECAST, date)
+    at = lay.lead_hours.index(lead)
+    if not levels:
+        return ground[:, at, lay.surface.index(name)].sum(0, keepdims=True).astype(float)
+    depth = [lay.levels.index(level) for level in levels]
+    return pressure[:, at, lay.variables.index(name)][:, depth].sum(0).astype(float)
+
+
+def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
+    """Pool each point with those of the window of `size` x `size` points around it."""
+
+    def summed(values: np.ndarray) -> np.ndarray:
+        ones = np.ones(size)
+        rows = ndimage.correlate1d(values, ones, axis=-2, mode="constant")
+        return ndimage.correlate1d(rows, ones, axis=-1, mode="wrap" if wraps else "constant")
+
+    count = np.rint(summed(points.count))
+    some = np.maximum(count, 1)
+    # About the mean of each field, so that squares of geopotential do not swallow those of its variations.
+    centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(
+        points.count.sum((-2, -1), keepdims=True), 1
+    )
+    offset = np.where(points.count > 0, points.mean - centre, 0.0)
+    mean = summed(points.count * offset) / some
+    m2 = summed(points.m2 + points.count * offset**2) - count * mean**2
+    return Pooled(count, np.where(count > 0, mean + centre, 0.0), np.maximum(m2, 0.0))
+
+
+def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndarray, np.ndarray]:
+    """Gaussian means of the maps of mean and standard deviation, over the points that have values."""
+    there = (points.count > 0).astype(np.float64)
+    std = np.sqrt(points.m2 / np.maximum(points.count, 1))
+    return _gaussian(points.mean, there, wraps, sigma), _gaussian(std, there, wraps, sigma)
+
+
+def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) -> np.ndarray:
+    plain = (values * there).sum((-2, -1), keepdims=True) / np.maximum(there.sum((-2, -1), keepdims=True), 1)
+    if sigma <= 0:
+        return np.where(there > 0, values, plain)
+
+    def blurred(z: np.ndarray) -> np.ndarray:
+        rows = ndimage.gaussian_filter1d(z, sigma, axis=-2, mode="constant")
+        return ndimage.gaussian_filter1d(rows, sigma, axis=-1, mode="wrap" if wraps else "constant")
+
+    weight = blurred(there)
+    reached = weight > 1e-9
+    mean = blurred((values - plain) * there) / np.where(reached, weight, 1.0)
+    return np.where(reached, mean, 0.0) + plain
