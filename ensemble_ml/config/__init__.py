@@ -8,7 +8,7 @@ OmegaConf cannot compose those; members of an Enum are named as they are written
 from ensemble_ml.config.archives import Control, Executor, Packing, PrepareConfig, SimulateConfig
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, PredictConfig
-from ensemble_ml.config.model import ModelConfig, Pole, Precision, Vertical
+from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.config.optim import (
     ClipBy,
     ExchangeName,
@@ -42,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "Pole",
     "Precision",
+    "Standardise",
     "Vertical",
     "Backend",
     "Launcher",

@@ -27,6 +27,10 @@ class Pole(Enum):
     zero = "zero"
 
 
+# What inputs are standardised by: a mean and deviation a level, or maps of both (`store.las`). `global` is a keyword.
+Standardise = Enum("Standardise", {"global": "global", "las": "las"})
+
+
 class Precision(Enum):
     """Arithmetic of the convolutions; `auto` times a step of each and takes the fastest that the hardware has."""
 
@@ -55,6 +59,7 @@ class ModelConfig:
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
     families: Any = opt(None, "distribution families that differ from the registry's, e.g. {q: lognormal}")
+    standardise: Standardise = opt(Standardise["global"], "global | las: inputs by one mean and deviation a level, or by local area-wise maps")
     min_members: int = opt(1, "fewest members that predict accepts")
     precision: Precision = opt(Precision.auto, "auto | float32 | bfloat16 | float64")
 

@@ -25,7 +25,7 @@ class Climate:
 
     | name | `_p` | `_s` | meaning |
     |---|---|---|---|
-    | mean, std | (V, Z) | (S,) | of the values, for standardising inputs |
+    | mean, std | (V, Z) | (S,) | of the values, for standardising inputs; maps (V, Z, Y, X), (S, Y, X) where local |
     | spread | (T_out, V, Z, Y, X) | (T_out, S, Y, X) | s_clim: root of the mean variance of the full ensemble |
     | shrink | (T_out, V, Z) | (T_out, S) | k in s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k), in members |
     | spread_shrink, spread_gain, spread_level | as shrink | as shrink | of `features.unbiased_spread` |
@@ -91,8 +91,9 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     leads, variables, levels, rows, columns = spec.pressure_shape
     surface = len(spec.surface)
     shapes: dict[str, tuple[int, ...]] = {}
+    points = (rows, columns) if spec.local else ()
     for name in ("mean", "std"):
-        shapes |= {f"{name}_p": (variables, levels), f"{name}_s": (surface,)}
+        shapes |= {f"{name}_p": (variables, levels, *points), f"{name}_s": (surface, *points)}
     for name in ("spread", "bias", "inflation"):
         shapes |= {f"{name}_p": spec.pressure_shape, f"{name}_s": spec.surface_shape}
     for name in ("shrink", "spread_shrink", "spread_gain", "spread_level", "error"):
@@ -127,6 +128,8 @@ def _lift_zeros(values: dict[str, np.ndarray], suffix: str) -> None:
     """Keep divisors above zero, each variable by its own size: humidity is a billionth of geopotential."""
     std = values[f"std_{suffix}"]
     std[std == 0] = 1  # a field that never varies stands at its mean, whatever it is divided by
+    if std.ndim > values[f"error_{suffix}"].ndim - 1:  # maps: what counts for a level is their typical value
+        std = np.sqrt(np.mean(np.square(std, dtype=np.float64), (-2, -1))).astype(np.float32)
     spread, least = values[f"spread_{suffix}"], np.float32(_LEAST) * std
     typical = np.sqrt(np.mean(np.square(spread, dtype=np.float64), (-2, -1))).astype(np.float32)
     floor = np.maximum(np.float32(_LEAST_CELL) * typical, least)

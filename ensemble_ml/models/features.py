@@ -99,11 +99,14 @@ class Features(nn.Module):
         """Sign and offset (C, Z) of channels continued across a pole (Z = 1 at the surface).
 
         A wind component w becomes -w in physical units, so its standardised value x = (w - mean) / std becomes
-        -x - 2 mean / std; a departure from the mean changes sign alone; spreads stay as they are.
+        -x - 2 mean / std; a departure from the mean changes sign alone; spreads stay as they are. Where the mean is a
+        map, it is continued like the wind itself, so that x becomes -x.
         """
         names = self.spec.surface if surface else self.spec.variables
         flips = torch.tensor([field(name).vector_component for name in names], dtype=torch.bool)
         ratio = (self.mean_s / self.std_s)[:, None] if surface else self.mean_p / self.std_p
+        if self.spec.local:
+            ratio = torch.zeros(ratio.shape[0], 1 if surface else ratio.shape[1])
         sign_V = torch.where(flips, -1.0, 1.0)[:, None].expand_as(ratio)
         offset_V = torch.where(flips[:, None], -2 * ratio, torch.zeros_like(ratio))
         leads, outs = len(self.spec.leads_in), len(self.spec.leads_out)
@@ -145,7 +148,9 @@ class Features(nn.Module):
         outs = self.spec.lead_positions
         shrunk = shrunk_spread(spread, x.count, level, _SHRINK_UNFITTED)
         shrunk = shrunk.index_copy(1, torch.tensor(outs, device=spread.device), spread0)
-        scales = getattr(self, f"mean_{suffix}")[..., None, None], getattr(self, f"std_{suffix}")[..., None, None]
+        scales = getattr(self, f"mean_{suffix}"), getattr(self, f"std_{suffix}")
+        if not self.spec.local:
+            scales = scales[0][..., None, None], scales[1][..., None, None]
         known = _log_ratio(climatology, level[outs]).expand(len(x), *climatology.shape)
         parts = [(mean - scales[0]) / scales[1], _log_ratio(shrunk, level), known]
         if self.spec.config.one_member:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ensemble_ml.config import ModelConfig, Pole, Precision, Vertical
+from ensemble_ml.config import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, field
 from ensemble_ml.grid import Grid
@@ -84,6 +84,11 @@ class ModelSpec:
         return Family(self.config.families.get(name, field(name).family))
 
     @property
+    def local(self) -> bool:
+        """Whether inputs are standardised by maps, not by one number a level."""
+        return self.config.standardise is Standardise.las
+
+    @property
     def takes_members(self) -> bool:
         """Whether the model sees members one by one, beside their mean and spread."""
         return self.config.name == "poet"
@@ -107,8 +112,9 @@ class ModelSpec:
     def from_json(cls, plain: Mapping[str, Any]) -> ModelSpec:
         """Inverse of `to_json`."""
         config = dict(plain["config"])
-        for key, kind in (("vertical", Vertical), ("pole", Pole), ("precision", Precision)):
-            config[key] = kind(config[key])
+        kinds = {"vertical": Vertical, "pole": Pole, "precision": Precision, "standardise": Standardise}
+        for key in kinds.keys() & config.keys():  # a checkpoint may be older than a setting
+            config[key] = kinds[key](config[key])
         return cls(ModelConfig(**config), **{k: tuple(v) for k, v in plain.items() if k != "config"})
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, distributions
 from ensemble_ml.models.features import unbiased_spread
+from ensemble_ml.store.las import local_statistics
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced, split
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
@@ -117,10 +118,26 @@ def fit_climate(
         found[f"{name}_p"], found[f"{name}_s"] = split(reader.spec, np.asarray(values), 1)
     for name in ("mean", "std"):
         found[f"{name}_p"], found[f"{name}_s"] = split(reader.spec, getattr(moments, name), 0)
+    if reader.spec.local:
+        found |= _maps(reader, chosen)
     log.info("climate: fitted on %d of %d training dates, %d members", len(chosen), len(all_train), dates.members)
     climate = Climate(**found, static=_static(reader))
     extremes = np.stack([moments.minimum, moments.maximum], -1)
     return Fit(climate, _spread_errors(dates, sample, spread, scales, sizes).numpy(), extremes)
+
+
+def _maps(reader: Reader, chosen: np.ndarray) -> dict[str, np.ndarray]:
+    """Mean and deviation of each point, for local area-wise standardisation."""
+    spec = reader.spec
+    maps = local_statistics(
+        reader.source,
+        chosen,
+        leads=spec.leads_in,
+        variables=spec.variables,
+        levels=spec.levels,
+        surface=spec.surface,
+    )
+    return {name: values.astype(np.float32) for name, values in vars(maps).items()}
 
 
 def _static(reader: Reader) -> np.ndarray:
