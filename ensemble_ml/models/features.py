@@ -126,7 +126,7 @@ class Features(nn.Module):
             mean, spread, member, valid = (getattr(x, f"{n}_{suffix}") for n in ("mean", "spread", "member", "valid"))
             hidden = torch.isnan(mean)
             found[f"valid_{suffix}"] = (~hidden[:, :, masked]).to(mean.dtype) if valid is None else valid
-            mean = torch.where(hidden, getattr(self, f"mean_{suffix}")[..., None, None].to(mean.dtype), mean)
+            mean = torch.where(hidden, self._standard(suffix)[0].to(mean.dtype), mean)
             found |= {f"mean_{suffix}": mean, f"spread_{suffix}": torch.where(hidden, 0.0, spread)}
             if member is not None:
                 found[f"member_{suffix}"] = torch.where(torch.isnan(member), mean, member)
@@ -148,9 +148,7 @@ class Features(nn.Module):
         outs = self.spec.lead_positions
         shrunk = shrunk_spread(spread, x.count, level, _SHRINK_UNFITTED)
         shrunk = shrunk.index_copy(1, torch.tensor(outs, device=spread.device), spread0)
-        scales = getattr(self, f"mean_{suffix}"), getattr(self, f"std_{suffix}")
-        if not self.spec.local:
-            scales = scales[0][..., None, None], scales[1][..., None, None]
+        scales = self._standard(suffix)
         known = _log_ratio(climatology, level[outs]).expand(len(x), *climatology.shape)
         parts = [(mean - scales[0]) / scales[1], _log_ratio(shrunk, level), known]
         if self.spec.config.one_member:
@@ -162,6 +160,11 @@ class Features(nn.Module):
         if not self.spec.masked_positions[suffix == "s"]:
             return channels
         return torch.cat([channels, getattr(x, f"valid_{suffix}").flatten(1, 2)], 1)
+
+    def _standard(self, suffix: str) -> tuple[Tensor, Tensor]:
+        """Mean and deviation that inputs are standardised by, to be broadcast against (B, T, ..., Y, X)."""
+        mean, std = getattr(self, f"mean_{suffix}"), getattr(self, f"std_{suffix}")
+        return (mean, std) if self.spec.local else (mean[..., None, None], std[..., None, None])
 
     def _common(self, x: EnsembleInput) -> Tensor:
         angle = x.day_of_year * (2 * np.pi / _DAYS)
