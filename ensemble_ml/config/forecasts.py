@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, check_region, opt, require
+from ensemble_ml.config.base import MISSING, check_region, opt, part, require
 from ensemble_ml.config.model import Precision
+from ensemble_ml.config.parallel import ParallelConfig
 
 
 @dataclass
@@ -29,6 +30,7 @@ class PredictConfig:
     overwrite: bool = opt(False, "replace forecasts that exist")
     precision: Precision = opt(Precision.auto, "auto takes the checkpoint's")
     threads: int = opt(0, "CPU threads; 0 takes all cores")
+    parallel: ParallelConfig = part(ParallelConfig, "ranks")
 
     def __post_init__(self) -> None:
         self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary

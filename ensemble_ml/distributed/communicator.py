@@ -9,7 +9,7 @@ Every collective fills tensors that the caller made, returns a `Pending`, and co
     broadcast           n at its source, 0 elsewhere
 
 That is what an algorithm without waste puts on the wire; headers of the transport are not counted. Under gloo, CUDA
-tensors travel through host memory.
+tensors travel through host memory; under NCCL, those in host memory through the GPU.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class TorchCommunicator:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.bytes_sent = 0
-        self._through_host = dist.get_backend(group) == "gloo"
+        self._home = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
         self.bytes_sent += 2 * _bytes(x) * (self.size - 1) // self.size
@@ -147,9 +147,9 @@ class TorchCommunicator:
         dist.barrier(self._group)
 
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
-        """Call a collective on `x` (in place where it is `out`), by way of the host where the backend needs that."""
-        staged = self._through_host and x.is_cuda
-        given = x.cpu() if staged else x.contiguous()
+        """Call a collective on `x` (in place where it is `out`), by way of the memory that the backend needs."""
+        staged = x.device.type != self._home
+        given = x.to(self._home) if staged else x.contiguous()
         if out is x:
             to = given
         else:

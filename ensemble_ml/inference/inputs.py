@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.inference.starts import Start
 from ensemble_ml.loading.batches import filled
-from ensemble_ml.loading.reader import Reader
+from ensemble_ml.loading.reader import Reader, Span
 from ensemble_ml.models import AnyModel, Climate, EnsembleInput, ModelSpec
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.inputs import valid_shares
@@ -31,20 +31,29 @@ _MARGIN = 0.1  # of the training range: so far beyond it a value is no matter fo
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One start date, read: `members` (M, T_in, ...), their `mean` and `spread` (T_in, ...), remarks for the file."""
+    """One start date, read: `members` (M, T_in, ...), their `mean` and `spread` (T_in, ...), remarks for the file.
+
+    `extremes`: smallest and largest value of each field, as far as a range is known to hold them against.
+    """
 
     start: Start
     members: Fields
     mean: Fields
     spread: Fields
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    extremes: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class Samples:
-    """Reads samples, and warns once a variable of inputs beyond the training range that `meta` states."""
+    """Reads samples, and warns once a variable of inputs beyond the training range that `meta` states.
 
-    def __init__(self, source: Source, spec: ModelSpec, meta: Mapping[str, Any]):
-        self.reader, self.spec = Reader(source, spec), spec
+    `window`: the part of the grid that is read, as of `Reader`.
+    """
+
+    def __init__(
+        self, source: Source, spec: ModelSpec, meta: Mapping[str, Any], window: tuple[Span, Span] | None = None
+    ):
+        self.reader, self.spec = Reader(source, spec, window=window), spec
         self._limits = _limits(spec, meta["input_range"]) if "input_range" in meta else None
         self._warned: set[str] = set()
 
@@ -58,19 +67,24 @@ class Samples:
         members = self.reader.forecast(start.date, start.positions)
         reduced = [self.reader.reduce(values) for values in (members.pressure, members.surface)]
         mean, spread = (Fields(*pair) for pair in zip(*reduced, strict=True))
-        beyond = self._beyond(members)
+        extremes = None
+        if self._limits is not None:
+            extremes = _by_field(members, np.fmin.reduce), _by_field(members, np.fmax.reduce)
+        return Sample(start, members, mean, spread, extremes=extremes)
+
+    def judged(self, sample: Sample) -> Sample:
+        """The sample with remarks on what lies beyond the training range, which are logged once a variable."""
+        beyond = {} if sample.extremes is None else self._beyond(*sample.extremes)
         for name, text in beyond.items():
             if name not in self._warned:
                 log.warning("input %s: %s", self.reader.source.path, text)
         self._warned |= beyond.keys()
-        return Sample(start, members, mean, spread, tuple(beyond.values()))
+        return replace(sample, remarks=tuple(beyond.values()))
 
-    def _beyond(self, members: Fields) -> dict[str, str]:
+    def _beyond(self, low: np.ndarray, high: np.ndarray) -> dict[str, str]:
         """For each variable beyond the training range at any level: where it is farthest, in words."""
-        if self._limits is None:
-            return {}
+        assert self._limits is not None
         limits = self._limits
-        low, high = (_by_field(members, reduce) for reduce in (np.fmin.reduce, np.fmax.reduce))
         width = np.maximum(limits[:, 1] - limits[:, 0], np.finfo(np.float32).tiny)
         excess = np.maximum(limits[:, 0] - low, high - limits[:, 1]) / width
         found: dict[str, tuple[float, str]] = {}

@@ -1,6 +1,8 @@
 """Forecasts of many start dates: read ahead in one thread, predicted in this one, written in a third.
 
-Whatever can be refused is refused before the first computation; each file appears under its name only when it is whole.
+Over several ranks, spatial groups take turns at the start dates; each rank of a group reads and predicts its part of
+the grid, and the group's first one writes. Whatever can be refused is refused before the first computation; each file
+appears under its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -21,6 +23,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ensemble_ml import __version__
 from ensemble_ml.config import Precision, PredictConfig
+from ensemble_ml.distributed import Session, start
+from ensemble_ml.distributed.gather import agreed_extremes, gather
+from ensemble_ml.distributed.partition import partition_model
+from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference.contents import Header
 from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
@@ -29,10 +35,13 @@ from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
 from ensemble_ml.loading.batches import read_ahead
-from ensemble_ml.models import AnyModel, ModelSpec, Prediction, Speed
+from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
-from ensemble_ml.store.source import Source
+from ensemble_ml.store.source import Fields, Source
 from ensemble_ml.training.checkpoint import load_model
+from ensemble_ml.training.setup import cores
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +60,8 @@ class _Job:
     spec: ModelSpec
     wanted: Wanted
     places: Places
+    session: Session
+    shard: Shard
 
 
 def predict(config: PredictConfig, source: Source) -> list[Path]:
@@ -64,36 +75,98 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
         UserError: the checkpoint is damaged; the source does not fit it; something asked for is not there; a forecast
             exists already; an input is NaN or infinite.
     """
+    with start(config.parallel) as session:
+        return _predict(config, source, session)
+
+
+def _predict(config: PredictConfig, source: Source, session: Session) -> list[Path]:
     model, meta = load_model(config.checkpoint)
     spec = model.spec
     check_source(source, spec)
     places = select(spec.grid, config.region, config.points)
-    job = _Job(config, source, meta, spec, wanted_outputs(config, spec), places)
+    shard = _shard(spec, session)
+    job = _Job(config, source, meta, spec, wanted_outputs(config, spec), places, session, shard)
     starts = plan_starts(source, spec, config)
     paths = _targets(config, starts)
+    session.mesh.world.barrier()  # nobody writes before all have looked
     if config.static is not None:
         replace_static(model, source)
-    with _threads(config.threads), torch.inference_mode():
-        device = _place(model, meta, config)
-        return _run(job, model, device, starts, paths)
+    ranks = session.world.local_size
+    with _threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
+        device = _place(model, meta, config, session.device)
+        if isinstance(model, EnsembleModel):
+            partition_model(model, session.mesh)
+        _run(job, model, device, _own(starts, session), iter(_own(paths, session)))
+    return paths
 
 
-def _run(job: _Job, model: AnyModel, device: torch.device, starts: list[Start], paths: list[Path]) -> list[Path]:
-    samples = Samples(job.source, job.spec, job.meta)
+def _shard(spec: ModelSpec, session: Session) -> Shard:
+    topology = session.topology
+    if topology.trainer > 1:
+        raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")
+    if topology.spatial > 1 and spec.config.name != "unet3d":
+        raise UserError(f"model.name={spec.config.name}: cannot be shared out; use parallel.lat=1 parallel.lon=1")
+    return make_shard(topology, spec.grid.shape, spec.config.depth if topology.spatial > 1 else 0)
+
+
+def _own(items: list[T], session: Session) -> list[T]:
+    """Those of the start dates that fall to this rank's group."""
+    return items[session.topology.place.data :: session.topology.data]
+
+
+def _run(job: _Job, model: AnyModel, device: torch.device, starts: list[Start], paths: Iterator[Path]) -> None:
+    spatial = job.session.mesh.spatial
+    window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
+    samples = Samples(job.source, job.spec, job.meta, window)
     writing: list[Future[Path]] = []
-    remaining = iter(paths)
     reading = read_ahead(_groups(samples, starts), _READ_AHEAD)
-    with _progress(len(starts)) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
+    count = len(starts) if spatial.rank == 0 else 0
+    with _progress(count) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
         for group in groups:
-            prediction = _forward(model, group, device)
+            whole = _whole(job, _forward(model, group, device))
+            group = [samples.judged(s) for s in (_whole_sample(job, sample) for sample in group) if s is not None]
+            if whole is None:
+                continue
             # One batch is written while the next is computed, so that no more than two are in memory.
             done(writing)
             writing = [
-                writer.submit(_write, job, prediction, at, sample, path)
-                for at, (sample, path) in enumerate(zip(group, remaining, strict=False))
+                writer.submit(_write, job, whole, at, sample, path)
+                for at, (sample, path) in enumerate(zip(group, paths, strict=False))
             ]
         done(writing)
-    return list(paths)
+
+
+def _whole(job: _Job, part: Prediction) -> Prediction | None:
+    """The prediction on the whole grid, on the group's first rank; None on the others."""
+    spatial = job.session.mesh.spatial
+    found = {k: None if v is None else gather(v, job.shard, spatial) for k, v in vars(part).items()}
+    return Prediction(**found) if spatial.rank == 0 else None
+
+
+def _whole_sample(job: _Job, sample: Sample) -> Sample | None:
+    """What the file needs of a sample: its extremes over the group, and its members where they are written."""
+    spatial = job.session.mesh.spatial
+    if spatial.size == 1:
+        return sample
+    extremes = sample.extremes
+    if extremes is not None:
+        low, high = agreed_extremes(torch.from_numpy(extremes[0]), torch.from_numpy(extremes[1]), spatial)
+        extremes = low.numpy(), high.numpy()
+    fields = [sample.members, sample.mean, sample.spread]
+    if job.wanted.members:
+        fields = [_whole_fields(job, f) for f in fields]
+    return (
+        replace(sample, members=fields[0], mean=fields[1], spread=fields[2], extremes=extremes)
+        if not spatial.rank
+        else None
+    )
+
+
+def _whole_fields(job: _Job, fields: Fields) -> Fields:
+    parts = (
+        gather(torch.from_numpy(v), job.shard, job.session.mesh.spatial) for v in (fields.pressure, fields.surface)
+    )
+    return Fields(*(None if part is None else part.numpy() for part in parts))  # type: ignore[arg-type]
 
 
 def _groups(samples: Samples, starts: list[Start]) -> Iterator[list[Sample]]:
@@ -177,9 +250,8 @@ def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, 
     }
 
 
-def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig) -> torch.device:
+def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig, device: torch.device) -> torch.device:
     """Put `model` on the fastest device, in the precision that is asked for or that the checkpoint was trained in."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = Speed.from_json(meta["precision"])
     if config.precision is Precision.auto:
         able = {speed.precision for speed in candidates(device, Precision.auto)} | {Precision.float64}

@@ -161,13 +161,17 @@ def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int =
 
     `ranks`: processes of this host, which share its cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or max(1, cores // ranks)
+    threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
     if checkpoint is not None and checkpoint.meta["threads"] != threads:
         was = checkpoint.meta["threads"]
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)
     return threads
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plain_config(config: Any) -> dict[str, Any]:

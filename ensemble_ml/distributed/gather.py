@@ -1,0 +1,40 @@
+"""The whole field on one rank, from the parts that the ranks of a spatial group hold."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.shard import Shard
+
+
+def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
+    """The whole (..., Y, X) on the group's first rank, None on the others; `part` (..., y, x) on every rank."""
+    if spatial.size == 1:
+        return part
+    first = spatial.rank == 0
+    lead = part.shape[:-2]
+    shapes = [(b - a, d - c) for a, b in shard.rows for c, d in shard.columns]  # in rank order
+    sizes = [math.prod(lead) * rows * columns for rows, columns in shapes]
+    buffer = part.new_empty(sum(sizes) if first else 0)
+    sent = [part.numel()] + [0] * (spatial.size - 1)
+    received = sizes if first else [0] * spatial.size
+    spatial.all_to_all_single(buffer, part.reshape(-1), received, sent)
+    if not first:
+        return None
+    whole = part.new_empty(*lead, shard.rows[-1][1], shard.columns[-1][1])
+    places = [(rows, columns) for rows in shard.rows for columns in shard.columns]
+    for values, (rows, columns), shape in zip(buffer.split(sizes), places, shapes, strict=True):
+        whole[..., slice(*rows), slice(*columns)] = values.view(*lead, *shape)
+    return whole
+
+
+def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[Tensor, Tensor]:
+    """Smallest and largest values over the ranks of a spatial group; NaN where no rank has any."""
+    both = torch.stack([torch.nan_to_num(-low, nan=-torch.inf), torch.nan_to_num(high, nan=-torch.inf)])
+    spatial.all_reduce(both, op="max")
+    both = torch.where(torch.isinf(both), torch.nan, both)
+    return -both[0], both[1]

@@ -1,0 +1,100 @@
+"""Forecasts over several ranks: the same NetCDF as from one process, and each rank reads its rows alone."""
+
+import numpy as np
+import pytest
+import xarray as xr
+from parallel.ranks import run_ranks
+from synthetic import make_store
+
+from ensemble_ml.config import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Precision,
+    PredictConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+from ensemble_ml.inference import predict
+from ensemble_ml.store import open_store
+from ensemble_ml.store.read import TensorStore
+from ensemble_ml.training import train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict")
+    store = make_store(folder / "a.zarr", dates=8, members=5, shape=(17, 16), bias=0.6, dispersion=0.6).path
+    data = DataConfig(store=store, train=["2001-01-01/2001-01-09"], members=[2, 4])
+    config = TrainConfig(
+        run="a", output=str(folder), steps=3, batch_size=2, threads=1, data=data,
+        model=ModelConfig(hidden=8, max_hidden=8, depth=2, precision=Precision.float64),
+        tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
+    return store, str(train(config) / "checkpoints" / "last")
+
+
+def config_of(trained, output, **parallel):
+    store, checkpoint = trained
+    return PredictConfig(
+        checkpoint=checkpoint, input=store, output=str(output), members_in=3, members_out=True, threads=1,
+        thresholds={"t2m": [280.0]}, parallel=ParallelConfig(**parallel),
+    )  # fmt: skip
+
+
+def forecast(session, config):
+    """Predict within a session that is there already; tell which rows were read."""
+    import sys
+
+    rows, read = set(), TensorStore.read
+
+    def told(self, part, date, selection=None):
+        rows.add(selection.rows)
+        return read(self, part, date, selection)
+
+    TensorStore.read = told
+    sys.modules["ensemble_ml.inference.predict"].start = lambda _: Joined(session)
+    paths = predict(config, open_store(config.input))
+    return rows, [p.name for p in paths]
+
+
+class Joined:
+    """A session that somebody else ends."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def __enter__(self):
+        return self.session
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def serial(trained, tmp_path_factory):
+    output = tmp_path_factory.mktemp("serial")
+    predict(config_of(trained, output), open_store(trained[0]))
+    return output
+
+
+@pytest.mark.parametrize(("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 2)])
+def test_the_same_files_as_from_one_process(trained, serial, tmp_path, lat, lon, data):
+    config = config_of(trained, tmp_path, lat=lat, lon=lon, data=data)
+    found = run_ranks(forecast, lat * lon * data, config, lat=lat, lon=lon, data=data)
+    bands = [{(0, 12)}, {(12, 17)}] if lat == 2 else [{None}]
+    assert [rows for rows, _ in found] == [bands[rank // lon % lat] for rank in range(len(found))]
+    names = sorted(p.name for p in serial.iterdir())
+    assert sorted(p.name for p in tmp_path.iterdir()) == names == found[0][1]
+    for name in names:
+        with xr.open_dataset(serial / name) as one, xr.open_dataset(tmp_path / name) as other:
+            assert list(one.variables) == list(other.variables) and one.sizes == other.sizes
+            for key, values in one.variables.items():
+                if values.dtype.kind == "f":  # written as float32
+                    np.testing.assert_allclose(other[key].values, values.values, rtol=3e-7, atol=1e-9, err_msg=key)
+                else:
+                    assert np.array_equal(other[key].values, values.values), key
+            assert one.attrs.keys() == other.attrs.keys()
+            assert {k: v for k, v in one.attrs.items() if k != "history"} == {
+                k: v for k, v in other.attrs.items() if k != "history"
+            }
