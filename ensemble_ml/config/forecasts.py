@@ -54,6 +54,8 @@ class EvaluateConfig:
     members_in: int = opt(5, "members of the raw reduced ensemble that forecasts are compared with")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates")
     output: str = opt(MISSING, "folder for scores.json and report.html")
+    regions: Any = opt(None, "boxes to score apart, beside tropics, extratropics, land and sea: {alps: [48, 5, 44, 16]}, [north, west, south, east]")
+    climate_days: int = opt(9, "model climate for the extreme forecast index: members of other years within so many days of the date; 0 leaves it out")
     block_days: int = opt(10, "length of the blocks of start dates that the bootstrap draws")
     bootstrap: int = opt(1000, "draws of the bootstrap")
     confidence: float = opt(0.95, "level of the confidence intervals")
@@ -61,6 +63,11 @@ class EvaluateConfig:
     overwrite: bool = opt(False, "replace an existing report")
 
     def __post_init__(self) -> None:
+        self.regions = dict(self.regions or {})
+        for name, box in self.regions.items():
+            good = isinstance(box, list | tuple) and len(box) == 4 and float(box[0]) > float(box[2])
+            require(f"regions.{name}", box, good, "give [north, west, south, east]")
+        require("climate_days", self.climate_days, self.climate_days >= 0, "must be 0 or more")
         require("members_in", self.members_in, self.members_in >= 1, "must be 1 or more")
         require("confidence", self.confidence, 0 < self.confidence < 1, "must lie between 0 and 1")
         require("bootstrap", self.bootstrap, self.bootstrap >= 100, "at least 100 draws are needed")

@@ -1,6 +1,7 @@
 """Weighted means that can be put together from parts: sums of weighted values and of weights.
 
-Axes: D start date, W weighting (exact cell area first, then one a point), C column (a lead, variable and level).
+Axes: D start date, W weighting (exact cell area first, then one a point, then area in regions and strata), C column (a
+lead, variable and level).
 A state of some dates, rows or columns is added to that of others; the sum is the state of all, whatever the parts.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 from ensemble_ml.verification.statistics import Key, Statistic
 
 WEIGHTINGS = ("area", "unweighted")
+Strata = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class AggregationState:
 
     dates: int
     columns: int
+    weightings: tuple[str, ...] = WEIGHTINGS
     total: dict[Key, np.ndarray] = field(default_factory=dict)
     weight: dict[Key, np.ndarray] = field(default_factory=dict)
     left_out: dict[Key, np.ndarray] = field(default_factory=dict)
@@ -51,6 +54,7 @@ class AggregationState:
         statistics: Mapping[Key, np.ndarray],
         mask: np.ndarray,
         weights: np.ndarray,
+        strata: Strata | None = None,
     ) -> None:
         """Add the points of one start date, or of some rows of it.
 
@@ -59,31 +63,40 @@ class AggregationState:
             columns: the Z columns that the values belong to.
             statistics: (Z, Y, X) values. A NaN under a true mask makes the mean NaN, which the report shows.
             mask: (Z, Y, X) bool, points that count.
-            weights: (W, Y, X).
+            weights: (W, Y, X) of the first weightings.
+            strata: by name of a further weighting, what multiplies the values and what counts as their weight, each
+                (Z, Y, X): points that belong to it on this date.
         """
         flat_w = weights.reshape(len(weights), -1).T
         flat_mask = mask.reshape(len(mask), -1)
         weight = (flat_mask @ flat_w).T  # (W, Z)
         left_out = (~flat_mask).sum(1)
+        further: list[tuple[int, np.ndarray, np.ndarray]] = []
+        for name, parts in (strata or {}).items():
+            factor, counted = (np.where(mask, part, 0.0).reshape(flat_mask.shape) for part in parts)
+            further.append((self.weightings.index(name), factor, counted))
         for key, values in statistics.items():
             self._open(key)
             kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            self.total[key][date, :, columns] += (kept @ flat_w).T
-            self.weight[key][date, :, columns] += weight
+            self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
+            self.weight[key][date, : len(weight), columns] += weight
+            for at, factor, counted in further:
+                self.total[key][date, at, columns] += (kept * factor).sum(1)
+                self.weight[key][date, at, columns] += counted.sum(1)
             self.left_out[key][date, columns] += left_out
             self.points[key][date, columns] += flat_mask.shape[1]
 
     def _open(self, key: Key) -> None:
         if key not in self.total:
             for table in (self.total, self.weight):
-                table[key] = np.zeros((self.dates, len(WEIGHTINGS), self.columns))
+                table[key] = np.zeros((self.dates, len(self.weightings), self.columns))
             for counts in (self.left_out, self.points):
                 counts[key] = np.zeros((self.dates, self.columns), np.int64)
 
     def __add__(self, other: AggregationState) -> AggregationState:
-        if (self.dates, self.columns) != (other.dates, other.columns):
-            raise ValueError("states of different dates or columns cannot be added")
-        merged = AggregationState(self.dates, self.columns)
+        if (self.dates, self.columns, self.weightings) != (other.dates, other.columns, other.weightings):
+            raise ValueError("states of different dates, columns or weightings cannot be added")
+        merged = AggregationState(self.dates, self.columns, self.weightings)
         for name in ("total", "weight", "left_out", "points"):
             mine, theirs = getattr(self, name), getattr(other, name)
             getattr(merged, name).update(mine)
@@ -96,7 +109,7 @@ class AggregationState:
 
         NaN where nothing was recorded or every point was left out.
         """
-        which = WEIGHTINGS.index(weighting)
+        which = self.weightings.index(weighting)
         total, weight = self.total[key][:, which], self.weight[key][:, which]
         if draws is None:
             total, weight = total.sum(0), weight.sum(0)

@@ -11,6 +11,11 @@ scores.json holds
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline};
 - `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, forecast, reference};
+- `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
+  dates}: geometric mean of ratios over variables and levels in a part of the world, of the year, or where the raw full
+  ensemble's extreme forecast index is large;
+- `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness};
+- `case`: the test date with the largest mean |EFI|: {date, lead_hours, variable, level, efi, latitude, longitude, ...};
 - `left_out`: points that a mask left out, by entrant and field; `notes`: sentences a reader should know; `headline`.
 
 A score in physical units of the variable; null where it is not defined.
@@ -33,23 +38,31 @@ from tqdm import tqdm
 from ensemble_ml.config import EvaluateConfig, as_list, require
 from ensemble_ml.store.source import Source
 from ensemble_ml.verification import summary
-from ensemble_ml.verification.aggregation import AggregationState, Column
+from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
+from ensemble_ml.verification.calibration import Calibration
+from ensemble_ml.verification.case import Case, extreme_case
 from ensemble_ml.verification.forecasts import open_forecasts
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, iso, make_plan
+from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import (
     CLIMATOLOGY,
+    EFI_WEIGHTED,
+    EXTREME,
     Setting,
+    Tables,
     check_members,
     fit_group,
     score_group,
     settle_families,
 )
+from ensemble_ml.verification.significance import merged
+from ensemble_ml.verification.strata import calibration_rows, strata_rows
 
 log = logging.getLogger(__name__)
 
@@ -78,36 +91,51 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         plan = make_plan(config, source, forecasts)
         for note in plan.notes:
             log.info("%s", note)
-        weights = np.stack([source.layout.grid.area_weights(), np.ones(source.layout.grid.shape)])
+        regions = region_masks(source.layout.grid, source.static().get("lsm"), config.regions)
+        area = source.layout.grid.area_weights()
+        weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
         halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
-        setting = Setting(source, tuple(forecasts), config.members_in, plan.fit, halves, weights, plan.truth)
-        state, pictures = _score(setting, plan)
+        setting = Setting(
+            source, tuple(forecasts), config.members_in, plan.fit, halves, weights, plan.truth, config.climate_days
+        )
+        blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
+        tables = _score(setting, plan, tuple(regions), blocks)
+        state, pictures = tables.state, tables.pictures
+        case = extreme_case(setting, plan, pictures)
     finally:
         for forecast in forecasts:
             forecast.close()
     names = [f"{name}_{size}" for size in (setting.reduced, setting.full) for name in CORRECTIONS]
     families = settle_families(state, plan.columns, [*names, CLIMATOLOGY])
-    test_times = source.layout.init_time[plan.test]
-    blocks = blocks_of(test_times, config.block_days)
     scores = Scores(
         state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
         config.confidence, tuple(f.label for f in forecasts), setting.reduced, setting.full,
     )  # fmt: skip
     content = _content(config, setting, plan, scores, families)
-    _write(output, content, scores, pictures, source)
+    content |= {
+        "strata": strata_rows(scores, source.layout.init_time[plan.test], tuple(regions)),
+        "calibration": calibration_rows(scores, tables.calibration),
+        "case": None if case is None else case.as_dict(),
+    }
+    _write(output, content, scores, tables, case, source)
     for line in content["headline"]:
         log.info("%s", line)
     log.info("-> %s, %s", output / FILES[1], output / FILES[0])
     return output
 
 
-def _score(setting: Setting, plan: Plan) -> tuple[AggregationState, Pictures]:
-    state = AggregationState(len(plan.test), len(plan.columns))
-    pictures = Pictures(_headline_columns(plan.columns), setting.weights[0], setting.reduced, len(plan.test) - 1)
+def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray) -> Tables:
+    dates, columns = len(plan.test), len(plan.columns)
+    headline = _headline_columns(plan.columns)
+    tables = Tables(
+        AggregationState(dates, columns, (*WEIGHTINGS, *regions, EXTREME, EFI_WEIGHTED)),
+        Calibration(dates, columns, setting.weights[0]),
+        Pictures(headline, setting.weights[0], setting.reduced, dates - 1, merged(blocks)),
+    )
     with tqdm(plan.groups, desc="evaluate", unit="field", disable=not sys.stderr.isatty()) as bar:
         for group in bar:
-            score_group(setting, group, fit_group(setting, group), plan.test, state, pictures)
-    return state, pictures
+            score_group(setting, group, fit_group(setting, group), plan.test, tables)
+    return tables
 
 
 _PREFERRED = ("t850", "z500", "t2m", "msl")
@@ -185,14 +213,17 @@ def _left_out(scores: Scores) -> list[dict[str, Any]]:
     return found
 
 
-def _write(output: Path, content: dict[str, Any], scores: Scores, pictures: Pictures, source: Source) -> None:
+def _write(
+    output: Path, content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None, source: Source
+) -> None:
     """Write both files beside their names, then rename: a report is whole or not there."""
     output.mkdir(parents=True, exist_ok=True)
     drafts = {name: output / f".{name}.partial-{os.getpid()}" for name in FILES}
     try:
         drafts[FILES[0]].write_text(json.dumps(_plain(content), indent=1, allow_nan=False), encoding="utf-8")
         land = source.static().get("lsm")
-        drafts[FILES[1]].write_text(write_report(content, scores, pictures, source.layout.grid, land), encoding="utf-8")
+        page = write_report(content, scores, tables, case, source.layout.grid, land)
+        drafts[FILES[1]].write_text(page, encoding="utf-8")
         for name, draft in drafts.items():
             os.replace(draft, output / name)
     finally:

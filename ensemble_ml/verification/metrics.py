@@ -56,6 +56,9 @@ METRICS: dict[str, Metric] = {
         # variance carries (M + 1) / M (see Statistic.VARIANCE).
         Metric("spread_skill", "predicted standard deviation / RMSE", (_S.VARIANCE, _S.SQUARED_ERROR), _ratio_of_roots),
         Metric("spread_rmse", "RMSE of the spread", (_S.SPREAD_SQUARED_ERROR,), np.sqrt),
+        Metric("spread_rmse_0", "RMSE of the spread, ddof = 0", (_S.SPREAD_SQUARED_ERROR_0,), np.sqrt),
+        Metric("brier", "Brier score of the upper tenth", (_S.BRIER,), _same),
+        Metric("log_score", "log score", (_S.LOG_SCORE,), _same),
         Metric("spread_bias", "bias of the spread", (_S.SPREAD_ERROR,), _same),
         Metric("held_out_rmse", "RMSE against the held-out spread", (_S.HELD_OUT_SQUARED_ERROR,), np.sqrt),
     )

@@ -65,17 +65,25 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Pictures:
-    """Sums for the `headline` columns (positions on C)."""
+    """Sums for the `headline` columns (positions on C).
+
+    `blocks` (D,): block of each test date, for tests at each point; `index`: mean |EFI| over the sphere, by column and
+    date.
+    """
 
     headline: tuple[int, ...]
     area: np.ndarray
     reduced: int
     snapshot_date: int
+    blocks: np.ndarray
     maps: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
     counts: dict[int, np.ndarray] = field(default_factory=dict)
     error_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
     spread_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    index: dict[int, dict[int, float]] = field(default_factory=dict)
+    by_block: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
+    block_counts: dict[int, np.ndarray] = field(default_factory=dict)
 
     def record(
         self,
@@ -90,8 +98,37 @@ class Pictures:
         """Take what is needed from one date of a group whose columns are `columns`."""
         for z, column in enumerate(range(columns.start, columns.stop)):
             if column in self.headline:
-                self._maps(column, {key: value[z] for key, value in values.items()}, verified[z])
+                fields = {key: value[z] for key, value in values.items()}
+                self._maps(column, fields, verified[z])
+                self._blocks(column, fields, verified[z], int(self.blocks[date]))
                 self._spread(column, z, date, sample, said, spread_mask[z])
+
+    def record_index(self, columns: slice, date: int, index: np.ndarray) -> None:
+        """Take the extreme forecast index (Z, Y, X) of one date."""
+        for z, column in enumerate(range(columns.start, columns.stop)):
+            known = np.isfinite(index[z])
+            if known.any():
+                mean = np.average(np.abs(index[z][known]), weights=self.area[known])
+                self.index.setdefault(column, {})[date] = float(mean)
+
+    def block_means(self, column: int, key: Key) -> np.ndarray | None:
+        """Mean over the dates of each block (block, Y, X), NaN where none counts."""
+        total = self.by_block.get((column, key))
+        if total is None:
+            return None
+        count = self.block_counts[column]
+        return np.divide(total, count, out=np.full(total.shape, np.nan, np.float32), where=count > 0)
+
+    def _blocks(self, column: int, values: dict[Key, np.ndarray], mask: np.ndarray, block: int) -> None:
+        """CRPS summed block by block: what significance at a point is found from."""
+        if not values:
+            return
+        shape = (int(self.blocks.max()) + 1, *mask.shape)
+        self.block_counts.setdefault(column, np.zeros(shape, np.float32))[block] += mask
+        for key, value in values.items():
+            if key.statistic in (Statistic.CRPS, Statistic.CRPS_FAMILY):
+                table = self.by_block.setdefault((column, key), np.zeros(shape, np.float32))
+                table[block] += np.where(mask, value, 0.0)
 
     def mean_map(self, column: int, key: Key) -> np.ndarray | None:
         """Mean over the test dates (Y, X), NaN where no date counts; None where nothing was kept."""

@@ -36,17 +36,20 @@ def data_uri(figure: Figure) -> str:
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, np.ndarray]:
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, heights: Sequence[float] | None = None
+) -> tuple[Figure, np.ndarray]:
+    """A figure in inches and its axes (rows, columns)."""
     import matplotlib as mpl
 
     with mpl.rc_context(_FONT):
         figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, np.atleast_2d(figure.subplots(rows, columns, squeeze=False))
+        return figure, np.atleast_2d(figure.subplots(rows, columns, squeeze=False, height_ratios=heights))
 
 
 def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
     """Gains with their intervals, one line each; filled where the interval excludes zero."""
-    figure, axes = _figure(7.2, 0.5 + 0.32 * len(entries))
+    figure, axes = new_figure(7.2, 0.5 + 0.32 * len(entries))
     axis: Axes = axes[0, 0]
     for y, (_, gain) in enumerate(reversed(entries)):
         sure = gain.excludes(0)
@@ -66,7 +69,7 @@ def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
 
 def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) -> Figure:
     """Curves over lead time, a panel each; bars are intervals. The first curve of a panel is drawn thickest."""
-    figure, axes = _figure(4.9 * len(panels), 3.3, columns=len(panels))
+    figure, axes = new_figure(4.9 * len(panels), 3.3, columns=len(panels))
     for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
         for number, (name, points) in enumerate(curves.items()):
             hours = np.array([lead for lead, _ in points], float)
@@ -86,13 +89,18 @@ def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) 
     return figure
 
 
-def gain_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.ndarray | None) -> Figure:
-    """Maps of gain in percent, one scale for all: the 98th percentile of sizes, 30 % at most."""
-    sizes = np.concatenate([np.abs(values[np.isfinite(values)]) for _, values in maps])
+def gain_maps(maps: Sequence[tuple[str, np.ndarray, np.ndarray]], grid: Grid, land: np.ndarray | None) -> Figure:
+    """Maps of gain in percent, dotted where a mask says so, one scale: the 98th percentile of sizes, 30 % at most."""
+    sizes = np.concatenate([np.abs(values[np.isfinite(values)]) for _, values, _ in maps])
     limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
     figure, axes = _map_axes(len(maps), grid)
-    for axis, (title, values) in zip(axes, maps, strict=True):
-        mesh = _map(axis, values, grid, land, title, cmap=_GAIN_MAP, vmin=-limit, vmax=limit)
+    for axis, (title, values, dotted) in zip(axes, maps, strict=True):
+        mesh = draw_map(axis, values, grid, land, title, cmap=_GAIN_MAP, vmin=-limit, vmax=limit)
+        step = max(1, round(max(dotted.shape) / 120))  # every point on a coarse grid, fewer on a fine one
+        rows, columns = np.nonzero(dotted[::step, ::step])
+        axis.scatter(
+            grid.longitude[::step][columns], grid.latitude[::step][rows], s=0.9, color="black", lw=0, alpha=0.8
+        )
     figure.colorbar(mesh, ax=list(axes), shrink=0.75, extend="both", label="gain, %")
     return figure
 
@@ -102,7 +110,7 @@ def spread_maps(maps: Sequence[tuple[str, np.ndarray]], grid: Grid, land: np.nda
     top = float(np.nanpercentile(np.concatenate([values.ravel() for _, values in maps]), 99.5)) or 1.0
     figure, axes = _map_axes(len(maps), grid)
     for axis, (title, values) in zip(axes, maps, strict=True):
-        mesh = _map(axis, values, grid, land, title, cmap="viridis", vmin=0, vmax=top)
+        mesh = draw_map(axis, values, grid, land, title, cmap="viridis", vmin=0, vmax=top)
     figure.colorbar(mesh, ax=list(axes), shrink=0.75, extend="max", label=f"spread, {units}")
     return figure
 
@@ -113,13 +121,14 @@ def _map_axes(count: int, grid: Grid) -> tuple[Figure, np.ndarray]:
     high, wide = np.ptp(grid.latitude), max(np.ptp(grid.longitude), 1e-6)
     height = float(np.clip(4.4 * high / wide, 1.6, 4.4)) + 0.45
     wide_each = 4.6 if columns < 3 else 3.9
-    figure, axes = _figure(wide_each * columns + 0.9, height * rows, rows, columns)
+    figure, axes = new_figure(wide_each * columns + 0.9, height * rows, rows, columns)
     for axis in axes.ravel()[count:]:
         axis.set_visible(False)
     return figure, axes.ravel()[:count]
 
 
-def _map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, title: str, **colours):
+def draw_map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, title: str, **colours: Any) -> Any:
+    """A field (Y, X) with coasts; what is missing shows as grey."""
     mesh = axis.pcolormesh(grid.longitude, grid.latitude, values, shading="nearest", rasterized=True, **colours)
     if land is not None and min(land.shape) > 1:
         axis.contour(grid.longitude, grid.latitude, land, levels=[0.5], colors="black", linewidths=0.6)
@@ -133,7 +142,7 @@ def _map(axis: Axes, values: np.ndarray, grid: Grid, land: np.ndarray | None, ti
 
 def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_label: str) -> Figure:
     """Outcome against prediction in bins of the prediction: calibrated forecasts lie on the diagonal."""
-    figure, axes = _figure(3.7 * len(panels), 3.5, columns=len(panels))
+    figure, axes = new_figure(3.7 * len(panels), 3.5, columns=len(panels))
     for axis, unit, (title, curves) in zip(axes[0], units, panels.items(), strict=True):
         top = 0.0
         for number, (name, bins) in enumerate(curves.items()):

@@ -9,32 +9,39 @@ import numpy as np
 
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid
-from ensemble_ml.verification import plots
+from ensemble_ml.verification import plots, sections
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import Interval
+from ensemble_ml.verification.case import Case
 from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.page import image, number, page, table
 from ensemble_ml.verification.pictures import Bins, Pictures
 from ensemble_ml.verification.scores import Scores, gain
+from ensemble_ml.verification.scoring import Tables
+from ensemble_ml.verification.significance import RATE, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.summary import short_name
 
 
 def write_report(
-    content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None
+    content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None, grid: Grid, land: np.ndarray | None
 ) -> str:
     """Compose the page.
 
     Args:
         content: what scores.json holds.
         scores: the scores with their draws.
-        pictures: sums for maps and bins.
+        tables: histograms, and sums for maps and bins.
+        case: the most unusual test date, or None.
         grid: where the maps lie.
         land: (Y, X) land fraction for coasts, or None.
     """
+    pictures = tables.pictures
     parts = [_top(content, scores)]
-    parts += [_where(scores), _entrants(scores), _curves(scores)]
-    parts += [_maps(scores, pictures, grid, land), _bins(scores, pictures), _background(content)]
+    parts += [_where(scores), sections.strata(content, scores), _maps(scores, pictures, grid, land)]
+    parts += [_entrants(scores), _curves(scores), sections.by_members(content, scores)]
+    parts += [_bins(scores, pictures), sections.calibration(scores, tables.calibration, pictures.headline)]
+    parts += [sections.extreme(case, scores, grid, land), _background(content)]
     return page("Forecast evaluation", "\n".join(parts))
 
 
@@ -259,7 +266,10 @@ def _maps(scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | Non
         return ""  # a row or a column makes no map
     parts, gains = [], [found for column in pictures.headline for found in _gain_maps(scores, pictures, column)]
     if gains:
-        text = f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out"
+        text = (
+            f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. Dots: significant "
+            f"over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %"
+        )
         parts.append(image(plots.gain_maps(gains, grid, land), text))
     for column, shot in pictures.snapshots.items():
         field = scores.columns[column]
@@ -272,24 +282,29 @@ def _maps(scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | Non
     return f"<h2>Maps</h2>{''.join(parts)}" if parts else ""
 
 
-def _gain_maps(scores: Scores, pictures: Pictures, column: int) -> list[tuple[str, np.ndarray]]:
+def _gain_maps(scores: Scores, pictures: Pictures, column: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
     found = []
     for label in scores.forecasts:
-        ours = pictures.mean_map(column, Key(label, Statistic.CRPS))
+        key = Key(label, Statistic.CRPS)
+        ours = pictures.mean_map(column, key)
         for other in (scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"):
-            theirs = _reference_map(pictures, column, other) if other else None
-            if ours is not None and theirs is not None:
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    percent = 100 * (1 - ours / theirs)
-                found.append((f"{scores.columns[column].name}: {label} vs {short_name(str(other))}", percent))
+            reference = _reference(pictures, column, other) if other else None
+            if ours is None or reference is None:
+                continue
+            with np.errstate(divide="ignore", invalid="ignore"):
+                percent = 100 * (1 - ours / np.asarray(pictures.mean_map(column, reference)))
+            first, second = pictures.block_means(column, key), pictures.block_means(column, reference)
+            dots = np.zeros(percent.shape, bool)
+            if first is not None and second is not None:
+                dots = significant(p_values(first - second))
+            found.append((f"{scores.columns[column].name}: {label} vs {short_name(str(other))}", percent, dots))
     return found
 
 
-def _reference_map(pictures: Pictures, column: int, entrant: str) -> np.ndarray | None:
+def _reference(pictures: Pictures, column: int, entrant: str) -> Key | None:
     for statistic in (Statistic.CRPS, Statistic.CRPS_FAMILY):
-        found = pictures.mean_map(column, Key(entrant, statistic))
-        if found is not None:
-            return found
+        if pictures.mean_map(column, Key(entrant, statistic)) is not None:
+            return Key(entrant, statistic)
     return None
 
 

@@ -33,6 +33,9 @@ class Statistic(Enum):
     VARIANCE = "variance"  # predicted variance; of a raw ensemble (M + 1) / M s^2
     SPREAD_SQUARED_ERROR = "spread_squared_error"  # against the spread of the full ensemble
     SPREAD_ERROR = "spread_error"  # predicted minus actual spread of the full ensemble
+    SPREAD_SQUARED_ERROR_0 = "spread_squared_error_0"  # as before, all standard deviations with ddof = 0
+    BRIER = "brier"  # of the truth's exceeding the cell's 90 % quantile of the fit dates (normal law)
+    LOG_SCORE = "log_score"  # minus the log of the predicted density; nats
     HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # against the spread of the members that were not given
 
 

@@ -164,7 +164,7 @@ def test_the_report_is_one_whole_file_that_answers_first(result):
     content, html = result
     checker = Checker()
     checker.feed(html)
-    assert not checker.open and not checker.fetched and checker.images == 7
+    assert not checker.open and not checker.fetched and checker.images == 11
     top = html[: html.index("<img")]
     assert "CRPS" in top and "95 % interval" in top and "better in" in top and "independent blocks" in top
     for text in content["definitions"]:
@@ -349,3 +349,16 @@ def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
     evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
+
+
+def test_strata_calibration_and_the_extreme_case_are_in_the_files(result):
+    content, html = result
+    kinds = {row["kind"] for row in content["strata"]}
+    assert {"region", "season"} <= kinds and all(row["low"] <= row["ratio"] <= row["high"] for row in content["strata"])
+    entrants = {(row["kind"], row["entrant"]) for row in content["calibration"]}
+    assert {("pit", "forecast"), ("rank", "raw_5"), ("rank", "raw_10")} <= entrants
+    assert all(sum(row["shares"]) == pytest.approx(1) for row in content["calibration"])
+    assert content["case"]["date"] in content["dates"]["test"] and "An extreme case" in html
+    assert {"raw_10", "raw_5", "forecast"} == set(content["case"]["forecasts"])
+    raw = entry(content, "raw_5", "t", 850)
+    assert 0 < raw["brier"]["value"] < 0.25 and raw["spread_rmse_0"]["value"] > raw["spread_rmse"]["value"] * 0.8

@@ -1,0 +1,99 @@
+"""The extreme case: the test date on which the raw full ensemble is furthest from its climate.
+
+Axes: Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.verification.pictures import Pictures
+from ensemble_ml.verification.plan import Plan, iso
+from ensemble_ml.verification.scoring import (
+    Setting,
+    extreme_forecast_index,
+    model_climate,
+    predictions,
+    read_sample,
+)
+from ensemble_ml.verification.statistics import ensemble_moments
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One field of one date: truth, EFI, and (mean, standard deviation) of raw ensembles and forecasts (Y, X)."""
+
+    column: int
+    name: str
+    variable: str
+    lead_hours: int
+    date: str
+    mean_index: float
+    place: tuple[float, float]
+    index: np.ndarray
+    truth: np.ndarray | None
+    laws: dict[str, tuple[np.ndarray, np.ndarray]]
+    at_place: dict[str, tuple[float, float]]
+    truth_at_place: float | None
+    index_at_place: float
+
+    def as_dict(self) -> dict:
+        """The `case` of scores.json."""
+        return {
+            "date": self.date, "lead_hours": self.lead_hours, "field": self.name, "mean_abs_efi": self.mean_index,
+            "latitude": self.place[0], "longitude": self.place[1], "efi": self.index_at_place,
+            "truth": self.truth_at_place,
+            "forecasts": {name: {"mean": mean, "stddev": sigma} for name, (mean, sigma) in self.at_place.items()},
+        }  # fmt: skip
+
+
+def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | None:
+    """Find the date whose mean |EFI| of the first headline field is largest, and read it; None without a climate."""
+    column = pictures.headline[0]
+    known = pictures.index.get(column)
+    if not known:
+        return None
+    position = max(known, key=lambda date: known[date])
+    group = next(group for group in plan.groups if group.columns.start <= column < group.columns.stop)
+    z, date = column - group.columns.start, int(plan.test[position])
+    sample, climate = read_sample(setting, group, date), model_climate(setting, group)
+    index = None if climate is None else extreme_forecast_index(climate, date, sample.members)
+    if index is None:
+        return None
+    laws = {}
+    for size in sorted({setting.full, setting.reduced}, reverse=True):
+        mean, variance = ensemble_moments(sample.members[:size, z])
+        if size > 1:
+            laws[f"raw_{size}"] = (mean, np.sqrt((1 + 1 / size) * variance))
+    for label, one in predictions(setting, group, date).items():
+        if one.mean is not None and one.stddev is not None:
+            laws[label] = (one.mean[z], one.stddev[z])
+    truth = None if sample.truth is None else sample.truth[z]
+    y, x = _place(index[z], truth)
+    grid = setting.source.layout.grid
+    return Case(
+        column=column,
+        name=plan.columns[column].name,
+        variable=plan.columns[column].variable,
+        lead_hours=plan.columns[column].lead_hours,
+        date=iso(setting.source.layout.init_time[date]),
+        mean_index=known[position],
+        place=(float(grid.latitude[y]), float(grid.longitude[x])),
+        index=index[z],
+        truth=truth,
+        laws=laws,
+        at_place={name: (float(mean[y, x]), float(deviation[y, x])) for name, (mean, deviation) in laws.items()},
+        truth_at_place=None if truth is None else float(truth[y, x]),
+        index_at_place=float(index[z, y, x]),
+    )
+
+
+def _place(index: np.ndarray, truth: np.ndarray | None) -> tuple[int, int]:
+    """Where |EFI| is largest, averaged with the neighbours, so that one odd point does not win."""
+    size = np.nan_to_num(np.abs(index))
+    smooth = sum(np.roll(size, shift, axis) for axis in (0, 1) for shift in (-1, 0, 1))
+    there = np.where(np.isfinite(index) & (True if truth is None else np.isfinite(truth)), smooth, -1)
+    y, x = np.unravel_index(int(there.argmax()), there.shape)
+    return int(y), int(x)

@@ -1,0 +1,85 @@
+"""Scores in parts: regions, seasons, and where the raw ensemble is far from its climate; and calibration as rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ensemble_ml.verification.bootstrap import Interval
+from ensemble_ml.verification.calibration import Calibration
+from ensemble_ml.verification.metrics import METRICS, geometric_mean
+from ensemble_ml.verification.probability import flatness
+from ensemble_ml.verification.regions import SEASONS, season_of
+from ensemble_ml.verification.scores import Scores
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME
+
+
+def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> list[dict]:
+    """The `strata` of scores.json.
+
+    Args:
+        scores: of all dates.
+        times: (D,) start dates.
+        regions: names of the weightings that are regions.
+    """
+    everywhere = np.ones(len(times))
+    parts = [("region", name, name, everywhere) for name in regions]
+    seasons = season_of(times)
+    parts += [("season", SEASONS[k], "area", (seasons == k).astype(float)) for k in sorted(set(seasons.tolist()))]
+    parts += [("extreme", EXTREME, EXTREME, everywhere), ("extreme", EFI_WEIGHTED, EFI_WEIGHTED, everywhere)]
+    found = []
+    for lead in scores.leads:
+        best, m, n = scores.best_baseline(lead), scores.reduced, scores.full
+        pairs = [("crps", best)] if best else []
+        pairs += [("crps", f"raw_{n}"), ("crps", f"raw_{m}"), ("spread_rmse", f"spread_regression_{m}")]
+        for forecast in scores.forecasts:
+            for metric, reference in dict.fromkeys(pairs):
+                for kind, name, weighting, dates in parts:
+                    ratio = stratum_ratio(scores, metric, forecast, reference, lead, weighting, dates)
+                    if ratio is not None:
+                        found.append(
+                            {"kind": kind, "stratum": name, "lead_hours": lead, "forecast": forecast,
+                             "reference": reference, "metric": metric, "ratio": ratio.value, "low": ratio.low,
+                             "high": ratio.high, "better": ratio.below(1.0), "dates": int(dates.sum())}
+                        )  # fmt: skip
+    return found
+
+
+def stratum_ratio(
+    scores: Scores, metric: str, forecast: str, reference: str, lead: int, weighting: str, dates: np.ndarray
+) -> Interval | None:
+    """Geometric mean over variables and levels of score ratios in a stratum; None where it is empty.
+
+    Args:
+        scores: of all dates.
+        metric, forecast, reference, lead: what is compared.
+        weighting: the points of the stratum.
+        dates: (D,) one for dates of the stratum, else zero.
+    """
+    rule, state = METRICS[metric], scores.state
+    if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
+        return None
+    draws = np.vstack([dates, scores.counts * dates])
+    first, second = (rule(state, entrant, weighting=weighting, draws=draws) for entrant in (forecast, reference))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = geometric_mean(first / second, scores.at_lead(lead))
+    return scores.interval(mean[0], mean[1:]) if np.isfinite(mean[0]) else None
+
+
+def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
+    """The `calibration` of scores.json: histograms of forecasts and raw ensembles, with intervals of each bin."""
+    found = []
+    keys = [key for key in calibration.histograms if key[1] in scores.forecasts or key[0] == "rank"]
+    for kind, entrant in keys:
+        value = calibration.share(kind, entrant)
+        draws = calibration.share(kind, entrant, scores.counts)
+        assert value is not None and draws is not None
+        for c, column in enumerate(scores.columns):
+            if not np.isfinite(value[c]).all():
+                continue
+            ends = [scores.interval(share, draws[:, c, k]) for k, share in enumerate(value[c])]
+            found.append(
+                {"kind": kind, "entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable,
+                 "level": column.level, "shares": value[c].tolist(), "low": [e.low for e in ends],
+                 "high": [e.high for e in ends], "flatness": float(flatness(value[c]))}
+            )  # fmt: skip
+    return found

@@ -1,0 +1,130 @@
+"""Regions, seasons and extremes; calibration by date; the model climate; significance with few false discoveries."""
+
+import numpy as np
+import pytest
+
+from ensemble_ml.config import EvaluateConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.grid import Grid
+from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
+from ensemble_ml.verification.bootstrap import draw_dates
+from ensemble_ml.verification.calibration import Calibration, exceeding, members_exceeding, threshold
+from ensemble_ml.verification.model_climate import LEVELS, ModelClimate
+from ensemble_ml.verification.regions import region_masks
+from ensemble_ml.verification.scores import Scores
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME
+from ensemble_ml.verification.significance import merged, p_values, significant
+from ensemble_ml.verification.statistics import Key, Statistic
+from ensemble_ml.verification.strata import calibration_rows, strata_rows
+
+GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 20.0))
+AREA = GRID.area_weights()
+
+
+def make_scores(dates=24):
+    """Ours has half the reference's CRPS in the tropics and where |EFI| is large, and the same elsewhere."""
+    rng = np.random.default_rng(0)
+    masks = region_masks(GRID)
+    state = AggregationState(dates, 1, (*WEIGHTINGS, *masks, EXTREME, EFI_WEIGHTED))
+    weights = np.stack([AREA, np.ones(GRID.shape), *(AREA * mask for mask in masks.values())])
+    for date in range(dates):
+        theirs = rng.gamma(2, size=(1, *GRID.shape))
+        index = np.zeros((1, *GRID.shape))
+        index[0, :2] = 0.9
+        ours = theirs * np.where(masks["tropics"] | (np.abs(index) > 0.7), 0.5, 1.0)
+        values = {Key("ours", Statistic.CRPS): ours, Key("raw_10", Statistic.CRPS): theirs}
+        unusual = AREA * (np.abs(index) > 0.7)
+        strata = {EXTREME: (unusual, unusual), EFI_WEIGHTED: (AREA * np.abs(index), AREA + 0 * index)}
+        state.record(date, slice(0, 1), values, np.ones_like(theirs, bool), weights, strata)
+    times = np.datetime64("2001-01-01", "ns") + np.arange(dates) * np.timedelta64(15, "D")
+    counts = draw_dates(np.arange(dates), 200, seed=0)
+    return Scores(state, (Column(48, "t", 850),), counts, dates, 0.95, ("ours",), 5, 10), times, tuple(masks)
+
+
+def test_strata_find_where_the_gain_is():
+    scores, times, regions = make_scores()
+    rows = {row["stratum"]: row for row in strata_rows(scores, times, regions) if row["reference"] == "raw_10"}
+    assert rows["tropics"]["ratio"] == pytest.approx(0.5) and rows["tropics"]["better"]
+    assert rows["southern extratropics"]["ratio"] == pytest.approx(1.0)
+    assert 0.5 < rows["northern extratropics"]["ratio"] < 1 and rows["northern extratropics"]["better"]
+    assert rows[EXTREME]["ratio"] == pytest.approx(0.5) and rows[EFI_WEIGHTED]["ratio"] == pytest.approx(0.5)
+    assert rows["DJF"]["dates"] == 5  # four in January and February, one in December
+    assert sum(rows[name]["dates"] for name in ("DJF", "MAM", "JJA", "SON")) == 24
+    state = scores.state
+    mean = lambda name: state.mean(Key("ours", Statistic.CRPS), name)[0]  # noqa: E731
+    polar = AREA[:2].sum() / AREA.sum()
+    assert mean(EFI_WEIGHTED) == pytest.approx(0.9 * polar * mean(EXTREME))  # EECRPS: the mean of |EFI| CRPS
+
+
+def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
+    rng, dates = np.random.default_rng(1), 30
+    found = Calibration(dates, 1, AREA)
+    where, ones = slice(0, 1), np.ones((1, *GRID.shape), bool)
+    zero, one = np.zeros((1, *GRID.shape)), np.ones((1, *GRID.shape))
+    limit = threshold(zero, one)
+    for date in range(dates):
+        y, members = rng.normal(size=(1, *GRID.shape)), rng.normal(size=(9, 1, *GRID.shape))
+        found.record_pit("ours", date, where, (Family.NORMAL, zero, one), y, ones)
+        found.record_ranks("raw_9", date, where, members, y, ones)
+        found.record_event("ours", where, exceeding(Family.NORMAL, zero, one, limit), y > limit, ones)
+        found.record_event("raw_9", where, members_exceeding(members, limit), y > limit, ones)
+    np.testing.assert_allclose(found.share("pit", "ours")[0], 0.1, atol=0.012)
+    np.testing.assert_allclose(found.share("rank", "raw_9")[0], 0.1, atol=0.012)
+    assert found.share("pit", "raw_9") is None
+    drawn = found.share("pit", "ours", np.eye(dates)[:1])[0, 0]
+    np.testing.assert_allclose(drawn, found.histograms["pit", "ours"][0, 0] / AREA.sum())
+    forecast, event, count = found.reliability[0, "ours"].curve()
+    assert (
+        forecast == pytest.approx([0.1])
+        and event == pytest.approx([0.1], abs=0.01)
+        and count.sum() == dates * AREA.size
+    )
+    scores, _, _ = make_scores(dates)
+    rows = calibration_rows(scores, found)
+    assert [row["kind"] for row in rows] == ["pit", "rank"]
+    assert all(
+        low <= share <= high
+        for row in rows
+        for low, share, high in zip(row["low"], row["shares"], row["high"], strict=True)
+    )
+
+
+def test_model_climate_takes_other_years_and_near_days_only():
+    times = np.array(
+        ["2001-01-02", "2001-06-01", "2002-12-30", "2003-01-05", "2003-01-20", "2004-01-03"], "datetime64[ns]"
+    )
+    read = []
+
+    def members(date):
+        read.append(date)
+        return np.full((10, 1, 2, 2), float(date)) + np.arange(10)[:, None, None, None] / 100
+
+    climate = ModelClimate(times, 9, members)
+    assert climate.dates(0) == [2, 3, 5] and climate.dates(1) == [] and climate.quantiles(1) is None
+    found = climate.quantiles(0)
+    assert found.shape == (len(LEVELS), 1, 2, 2)
+    pooled = np.concatenate([members(date)[:, 0, 0, 0] for date in (2, 3, 5)])
+    np.testing.assert_allclose(found[:, 0, 0, 0], np.quantile(pooled.astype(np.float32), LEVELS), rtol=1e-6)
+    read.clear()
+    climate.quantiles(0)
+    assert not read  # kept
+
+
+def test_significance_controls_false_discoveries():
+    rng = np.random.default_rng(2)
+    noise = rng.normal(size=(12, 40, 50))
+    assert significant(p_values(noise)).mean() < 0.01
+    noise[:, :10] -= 3
+    found = significant(p_values(noise))
+    assert found[:10].mean() > 0.95 and found[10:].sum() / found.sum() < 0.15
+    assert not significant(p_values(noise[:4])).any()  # too few blocks
+    holes = noise.copy()
+    holes[:, 0, 0] = np.nan
+    assert not significant(p_values(holes))[0, 0]
+    assert merged(np.arange(100)).max() == 19 and merged(np.arange(7)).tolist() == list(range(7))
+
+
+def test_boxes_are_checked():
+    with pytest.raises(UserError, match=r"regions.alps=\[44, 5, 48, 16\]: give \[north, west, south, east\]"):
+        EvaluateConfig("f", "e", output="o", regions={"alps": [44, 5, 48, 16]})
