@@ -101,8 +101,12 @@ def write_results(
     figures: Mapping[str, Figure],
     claims: Sequence[Claim],
     notes: Sequence[str] = (),
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Path:
-    """Write `folder`/results.json and `folder`/report.html; return the path of the former."""
+    """Write `folder`/results.json and `folder`/report.html; return the path of the former.
+
+    `tables`: what else should be published, as rows with the same keys, by title.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "title": title,
@@ -112,7 +116,7 @@ def write_results(
         "figures": {name: asdict(figure) for name, figure in figures.items()},
         "claims": [claim.to_json() for claim in claims],
         "notes": list(notes),
-    }
+    } | ({"tables": {title: list(rows) for title, rows in tables.items()}} if tables else {})
     _write(folder / "report.html", _page(content))
     return _write(folder / "results.json", json.dumps(content, indent=2) + "\n")
 
@@ -153,10 +157,16 @@ def _page(content: Mapping[str, Any]) -> str:
         _table(["claim", "value", "target", "unit", "holds"], claims),
         _table(["figure", "median", "least", "most", "unit"], figures),
         *(f"<p>{html.escape(note)}</p>" for note in content["notes"]),
+        *(f"<h2>{html.escape(title)}</h2>{_rows(rows)}" for title, rows in content.get("tables", {}).items()),
         _table(["machine", ""], about),
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(content["title"])}</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    return _table(heads, [["" if row.get(k) is None else str(row[k]) for k in heads] for row in rows])
 
 
 def _verdict(claim: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from ensemble_ml.config.optim import (
     VoteScale,
 )
 from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
+from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.training import Assign, DataConfig, LoadingConfig, TrackingConfig, TrainConfig
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "setting_lines",
     "BenchmarkConfig",
     "BenchmarkSize",
+    "SkillConfig",
     "EvaluateConfig",
     "PredictConfig",
     "ModelConfig",

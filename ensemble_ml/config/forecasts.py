@@ -9,6 +9,7 @@ from typing import Any
 from ensemble_ml.config.base import MISSING, check_region, opt, part, require
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.parallel import ParallelConfig
+from ensemble_ml.config.skill import SkillConfig
 
 
 @dataclass
@@ -92,6 +93,8 @@ class BenchmarkConfig:
     only: list[str] | None = opt(None, "sections to run, where a benchmark has several; null runs all")
     workspace: str | None = opt(None, "folder for the data that a benchmark makes for itself, kept and used again; null takes a temporary one")
     run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
+
+    skill: SkillConfig = part(SkillConfig, "for benchmark=skill")
 
     def __post_init__(self) -> None:
         require("repeats", self.repeats, self.repeats >= 1, "must be 1 or more")

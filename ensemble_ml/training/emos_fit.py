@@ -28,12 +28,12 @@ from ensemble_ml.training.climate_data import Dates, families, spaced
 
 log = logging.getLogger(__name__)
 
-STRENGTHS = (5.0, 20.0, 80.0, 320.0)
+STRENGTHS = (2.0, 8.0, 32.0, 128.0)
 _MOST_DATES = 200
 _MOST_SAMPLES = 200_000  # for the four numbers of a global fit
-_MOST_POINTS = 2500  # for the choice of a form; the form chosen is fitted at all points
-_ITERATIONS, _TOLERANCE = 30, 1e-3
-_REFINED = 8  # iterations of another ensemble size, which starts from the first's coefficients
+_MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
+_ITERATIONS, _TOLERANCE = 12, 1e-3
+_REFINED = 5  # iterations of another form or ensemble size, which start from the coefficients of the first
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ def fit_emos_model(
     scores: dict[str, float] = {}
     if len(validation):
         scores = fit.scores(_Samples.read(reader, np.asarray(validation), members))
-    form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 20"
+    form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
     log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
     wanted = sorted({s for s in SIZES if s in sizes and s <= reader.full_size} | {samples.members})
@@ -128,14 +128,14 @@ class _Fit:
         names = ["local", *(f"shrunk {strength:g}" for strength in STRENGTHS)]
         found, last = {"global": whole}, None
         for name in names:
-            found[name] = last = self._local(name, whole, lead, field, points, last, _ITERATIONS)
+            found[name] = last = self._local(name, whole, lead, field, points, last)
         return found
 
     def _form(self, name: str, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
         whole = self._global(lead, field)
         if name == "global":
             return whole
-        return self._local(name, whole, lead, field, points, start, _ITERATIONS if start is None else _REFINED)
+        return self._local(name, whole, lead, field, points, start)
 
     def _global(self, lead: int, field: int) -> Emos:
         mean, variance, truth = self.samples.field(lead, field, slice(None))
@@ -145,13 +145,11 @@ class _Fit:
         law = self.laws[field]
         return fit_emos(*chosen, weights=weights, family=law, iterations=_ITERATIONS, tolerance=_TOLERANCE)
 
-    def _local(
-        self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None, iterations: int
-    ) -> Emos:
+    def _local(self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
         strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
         return fit_emos(
             *self.samples.field(lead, field, points), season=self.samples.season, family=self.laws[field], prior=whole,
-            strength=strength, start=start, iterations=iterations, tolerance=_TOLERANCE,
+            strength=strength, start=start, iterations=_REFINED if start else _ITERATIONS, tolerance=_TOLERANCE,
         )  # fmt: skip
 
     def _raw(self, known: tuple[Tensor, Tensor, Tensor], members: int) -> float:

@@ -25,6 +25,7 @@ from ensemble_ml.models import distributions
 
 _TINY = 1e-12
 _LEAST_UNIT = 0.02
+_LOOSE = 0.05  # of the pull that the intercept feels: biases differ from point to point more than all else
 _START_DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-9, 1e12
 
 
@@ -74,7 +75,8 @@ def fit_emos(
         season: (..., D, K) seasonal terms; None for none.
         family: law of the forecast.
         weights: (..., D) of the samples.
-        prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it counts for.
+        prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it
+            counts for (a twentieth of that for a, because biases differ most from point to point).
         start: coefficients to begin with; the prior's, or simple estimates, where there are none.
         iterations, tolerance: steps at most, and the step (in units of a typical error) at which a point has arrived.
 
@@ -142,7 +144,8 @@ class _Problem:
     def solve(self, prior: Emos | None, strength: float, start: Emos | None, iterations: int, tolerance: float) -> Emos:
         goal = self._start() if prior is None else self._inwards(prior)
         theta = goal.clone() if start is None else self._inwards(start)
-        pull = strength if prior is not None else 0.0
+        pull = torch.full_like(goal[..., :1], strength if prior is not None else 0.0).expand_as(goal).clone()
+        pull[..., 0] *= _LOOSE
         damping = torch.full_like(self.total, _START_DAMPING)
         value, gradient, curvature = self._expand(theta, goal, pull)
         for _ in range(iterations):
@@ -167,7 +170,7 @@ class _Problem:
         theta[..., -1] = torch.where(self.single, 0.0, math.sqrt(0.5))
         return theta
 
-    def _expand(self, theta: Tensor, goal: Tensor, pull: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _expand(self, theta: Tensor, goal: Tensor, pull: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Value (...), gradient (..., P) and curvature (..., P, P) of the sum of CRPS in the point's units."""
         location = (self.design * theta[..., None, :-2]).sum(-1)
         root_c, root_d = theta[..., -2, None], theta[..., -1, None]
@@ -183,9 +186,8 @@ class _Problem:
         )
         curvature = direction.mT @ direction
         away = theta - goal
-        value = (self.weights * score).sum(-1) + pull * (away**2).sum(-1)
-        eye = torch.eye(theta.shape[-1], dtype=theta.dtype)
-        return value, (gradient * share).sum(-2) + 2 * pull * away, curvature + 2 * pull * eye
+        value = (self.weights * score).sum(-1) + (pull * away**2).sum(-1)
+        return value, (gradient * share).sum(-2) + 2 * pull * away, curvature + torch.diag_embed(2 * pull)
 
     def _score(self, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """CRPS, its derivatives by location and scale, and a curvature, in the point's units."""

@@ -1,0 +1,110 @@
+"""Forecast skill: our network beside EMOS, DRN, ENS-10's U-Net and a PoET-like network, trained and scored alike.
+
+    OUTPUT/skill/runs/NAME-trialT-seedS     trainings; OUTPUT/skill/forecasts/...-fromM  forecasts of the test dates
+    OUTPUT/skill/{results.json, report.html}
+
+Trials and checkpoints are chosen on validation dates, everything is scored on test dates that nobody saw. Run again, it
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from ensemble_ml.benchmarks.results import summary, write_results
+from ensemble_ml.benchmarks.skilling.claims import Contest, report
+from ensemble_ml.benchmarks.skilling.entrants import Dates, Trained, forecast, split, train_entrant
+from ensemble_ml.benchmarks.skilling.scoring import Data, groups_of, score
+from ensemble_ml.benchmarks.skilling.table import Board
+from ensemble_ml.config import BenchmarkConfig, SkillConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import TensorStore, open_store
+from ensemble_ml.store.source import Part, select_dates
+from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
+
+log = logging.getLogger(__name__)
+
+_STORES = ("runs/full-data/store.zarr", "runs/quickstart-data/store.zarr")
+_HEADLINE = 48
+_CONFIDENCE = 0.95
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Train, forecast, score; return OUTPUT/skill/results.json.
+
+    Raises:
+        UserError: there is no store, it holds no truth, or it has too few members.
+    """
+    skill, folder = config.skill, Path(config.output) / "skill"
+    store = _store(skill)
+    dates = split(skill, store.layout.init_time)
+    trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size) for name in skill.models]
+    forecasts = _forecasts(trained, skill, dates, store, folder / "forecasts")
+    contest = _contest(forecasts, skill, dates, store)
+    figures, claims, notes = report(contest)
+    print(summary(figures, claims))
+    trials = [row for one in trained for row in one.trials]
+    return write_results(
+        folder,
+        title="Forecast skill on the embedded archive (simulated): ours and published methods",
+        runs=skill.seeds,
+        figures=figures,
+        claims=claims,
+        notes=[*notes, _split_in_words(dates, store)],
+        tables={"Trials, on the validation dates": trials},
+    )
+
+
+def _store(skill: SkillConfig) -> TensorStore:
+    path = skill.store or next((path for path in _STORES if Path(path).exists()), None)
+    if path is None:
+        raise UserError(f"skill.store: none given, and neither {' nor '.join(_STORES)} exists; give a tensor store")
+    store = open_store(path)
+    if not store.has(Part.TRUTH):
+        raise UserError(f"skill.store={path}: holds no truth; prepare it with truth=...")
+    most = max(4, *skill.sizes)
+    if len(store.layout.realization) < most:
+        raise UserError(f"skill.store={path}: {len(store.layout.realization)} members; {most} are needed")
+    return store
+
+
+def _forecasts(
+    trained: list[Trained], skill: SkillConfig, dates: Dates, store: TensorStore, folder: Path
+) -> dict[str, dict[int, dict[str, Path]]]:
+    """Folders by model, ensemble size and label: all seeds from `members`, the first seed from every size."""
+    found: dict[str, dict[int, dict[str, Path]]] = {}
+    for one in trained:
+        for size in skill.sizes:
+            for run_folder in one.runs if size == skill.members else one.runs[:1]:
+                path = forecast(run_folder, size, skill, dates, store, folder)
+                found.setdefault(one.name, {}).setdefault(size, {})[path.name] = path
+        log.info("skill: forecasts of %s are there", one.name)
+    return found
+
+
+def _contest(
+    forecasts: dict[str, dict[int, dict[str, Path]]], skill: SkillConfig, dates: Dates, store: TensorStore
+) -> Contest:
+    times = store.layout.init_time
+    train, test = (select_dates(times, part) for part in (dates.train, dates.test))
+    hours = [hour for hour in store.layout.lead_hours if hour > 0] or list(store.layout.lead_hours)
+    lead = _HEADLINE if _HEADLINE in hours else hours[-1]
+    groups, columns = groups_of(store, (lead,))
+    data = Data(store, train, test, skill.members)
+    folders = {label: path for sizes in forecasts.values() for part in sizes.values() for label, path in part.items()}
+    detailed = frozenset(label for sizes in forecasts.values() for label in sizes[skill.members])
+    table = score(data, groups, len(columns), folders, detailed)
+    blocks = blocks_of(times[test], skill.block_days)
+    counts = np.vstack([np.ones(len(test)), draw_dates(blocks, skill.bootstrap, 0)])
+    board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, int(blocks.max()) + 1)
+    labels = {name: {size: tuple(part) for size, part in sizes.items()} for name, sizes in forecasts.items()}
+    return Contest(board, labels, skill.members, data.full, lead)
+
+
+def _split_in_words(dates: Dates, store: TensorStore) -> str:
+    parts = {"trained on": dates.train, "chosen on": dates.validation, "scored on": dates.test}
+    told = ", ".join(f"{word} {' '.join(part)}" for word, part in parts.items())
+    return f"{store.path} ({store.fingerprint()}): {told}."

@@ -1,0 +1,1 @@
+"""The parts of benchmark=skill: entrants and their trainings, forecasts, tables of scores, claims."""

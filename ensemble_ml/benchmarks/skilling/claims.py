@@ -1,0 +1,176 @@
+"""From scores to what must be shown, in figures and claims.
+
+Labels of forecasts are NAME-seedS-fromM. A score of several seeds is their mean; "best" baseline is the one with the
+lowest score on the test dates themselves, which favours it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.benchmarks.results import Claim, Figure
+from ensemble_ml.benchmarks.skilling.entrants import OURS
+from ensemble_ml.benchmarks.skilling.scoring import BINS
+from ensemble_ml.benchmarks.skilling.table import Board
+from ensemble_ml.verification.bootstrap import Interval
+
+_NAMES = {"emos": "EMOS", "drn": "DRN", "ens10_unet": "ENS-10's U-Net", "poet": "the PoET-like net"}
+
+
+@dataclass(frozen=True, eq=False)
+class Contest:
+    """Who was scored: labels of each model by ensemble size (all seeds at `members`, the first one elsewhere)."""
+
+    board: Board
+    labels: dict[str, dict[int, tuple[str, ...]]]
+    members: int
+    full: int
+    lead: int
+
+    def of(self, name: str, members: int | None = None) -> tuple[str, ...]:
+        """Labels of one model."""
+        return self.labels[name][members or self.members]
+
+    def rivals(self) -> list[str]:
+        """All but ours."""
+        return [name for name in self.labels if name != OURS]
+
+    def best(self, members: int | None = None, statistic: str = "crps") -> str:
+        """The rival with the lowest score from as many members."""
+        full = [f"raw_{self.full}"]
+        ratios = {n: self.board.ratio(statistic, self.of(n, members), full).value for n in self.rivals()}
+        return min(ratios, key=lambda name: ratios[name])
+
+
+def report(contest: Contest) -> tuple[dict[str, Figure], list[Claim], list[str]]:
+    """Figures, claims and notes."""
+    figures: dict[str, Figure] = {}
+    claims: list[Claim] = []
+    for part in (_crps, _extremes, _spread, _calibration, _sizes):
+        part(contest, figures, claims)
+    return figures, claims, _notes(contest)
+
+
+def _put(figures: dict[str, Figure], name: str, found: Interval, unit: str = "%") -> Interval:
+    figures[name] = Figure(found.value, found.low, found.high, unit)
+    return found
+
+
+def _two(claims: list[Claim], text: str, found: Interval, target: float) -> None:
+    """A gain that must reach a target, and whose interval must exclude zero."""
+    claims.append(Claim(text, found.value, "%", target))
+    claims.append(Claim(f"{text}: lower end of the interval", found.low, "%", 1e-9))
+
+
+def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    board, m, n = contest.board, contest.members, contest.full
+    ours, raw = contest.of(OURS), [f"raw_{n}"]
+    where = f"from {m} of {n} members at {contest.lead} h"
+    for name in contest.labels:
+        _put(figures, f"CRPS {where}: {name} below raw {n}", board.gain("crps", contest.of(name), raw))
+        seeds = [board.gain("crps", [label], raw).value for label in contest.of(name)]
+        figures[f"CRPS {where}: {name} below raw {n}, by seed"] = Figure.of(seeds, "%")
+    best = contest.best()
+    gain = _put(figures, f"CRPS {where}: ours below {best}", board.gain("crps", ours, contest.of(best)))
+    text = f"{where}, geometric mean over variables and levels, test years: CRPS below the best of "
+    text += f"{', '.join(_NAMES.get(name, name) for name in contest.rivals())} (here {_NAMES.get(best, best)})"
+    _two(claims, text, gain, 2.0)
+    against_raw = board.gain("crps", ours, raw)
+    claims.append(Claim(f"{where}: CRPS below the raw full ensemble's N(m, (1+1/M) s^2)", against_raw.value, "%", 13.0))
+    _put(figures, f"CRPS {where}: ours below fair CRPS of the raw {n}", board.gain("crps", ours, [f"fair_{n}"]))
+    steps = [f"raw_{n}", f"raw_{m}", f"debiased_{m}", f"corrected_{m}"]
+    words = ["fewer members (a loss)", "bias", "dispersion", "flow-dependence"]
+    for before, after, word in zip(steps, [*([s] for s in steps[1:]), ours], words, strict=True):
+        entrants = list(after)
+        share = board.score("crps", raw)
+        # Shares of the raw score, so that the four add up to the whole gain field by field.
+        parts = 100 * (board.score("crps", [before]) - board.score("crps", entrants)) / share
+        _put(figures, f"share of the gain over raw {n}: {word}", board.interval(np.nanmean(parts, 1)))
+
+
+def _extremes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    board, ours = contest.board, contest.of(OURS)
+    best = contest.best(statistic="crps_extreme")
+    gain = _put(
+        figures, f"CRPS where |EFI| > 0.7: ours below {best}", board.gain("crps_extreme", ours, contest.of(best))
+    )
+    _two(claims, "in the stratum |EFI| > 0.7 (EFI of the raw ten): CRPS below the best baseline", gain, 1e-9)
+    against = board.gain("crps_extreme", ours, [f"raw_{contest.full}"])
+    _put(figures, f"CRPS where |EFI| > 0.7: ours below raw {contest.full} (26 % in the paper)", against)
+
+
+def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    board, m = contest.board, contest.members
+
+    def gain(statistic: str, ours: Sequence[str], other: str) -> Interval:
+        name = f"{statistic} RMSE: ours from {ours[0].rpartition('-from')[2]} below {other}"
+        return _put(figures, name, board.gain(statistic, ours, [other], power=0.5))
+
+    ours = contest.of(OURS)
+    if ("spread", ours[0]) not in board.table.total:
+        return
+    if 1 in contest.labels[OURS]:
+        text = "one trajectory through the net: RMSE against the full ensemble's spread below that of four raw members'"
+        _two(claims, text, gain("spread", contest.of(OURS, 1), "raw_4"), 1e-9)
+    text = f"{m} members through the net: spread RMSE below spread regression's"
+    _two(claims, text, gain("spread", ours, f"spread_regression_{m}"), 5.0)
+    gain("spread", ours, f"size_corrected_{m}")
+    if ("held_out", ours[0]) in board.table.total:
+        found = gain("held_out", ours, f"spread_regression_{m}")
+        _two(claims, f"{text}, against the {contest.full - m} held-out members", found, 5.0)
+        gain("held_out", ours, f"size_corrected_{m}")
+        gain("held_out", ours, f"held_out_regression_{m}")
+
+
+def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    board, ours = contest.board, contest.of(OURS)
+    ratios = np.sqrt(board.score("variance", ours) / board.score("square", ours))
+    ends = [board.interval(ratios[:, c]) for c in range(ratios.shape[1])]
+    meets = [end.low <= 1.05 and end.high >= 0.95 for end in ends]
+    figures["sqrt(mean sigma^2) / RMSE, over fields"] = Figure.of([end.value for end in ends], "ratio")
+    figures["width of its 95 % interval, over fields"] = Figure.of([end.high - end.low for end in ends], "ratio")
+    text = (
+        "sqrt(mean sigma^2) / RMSE of every variable and level has a 95 % interval that meets 0.95-1.05: share of them"
+    )
+    claims.append(Claim(text, 100 * float(np.mean(meets)), "%", 100.0))
+    shares = [float(np.nanmean(board.score(f"bin_{number}", ours)[0])) for number in range(BINS)]
+    figures["share in a PIT bin, over ten bins"] = Figure.of(shares, "share")
+    claims.append(Claim("ten PIT bins between 0.08 and 0.12: the smallest", min(shares), "share", 0.08))
+    claims.append(Claim("ten PIT bins between 0.08 and 0.12: the largest", max(shares), "share", 0.12, at_most=True))
+
+
+def _sizes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    board, raw = contest.board, [f"raw_{contest.full}"]
+    sizes = sorted(contest.labels[OURS])
+    first = {size: contest.of(OURS, size)[:1] for size in sizes}
+    ratios = [board.ratio("crps", first[size], raw).value for size in sizes]
+    for size in sizes:
+        _put(figures, f"CRPS from {size}: ours below raw {contest.full}", board.gain("crps", first[size], raw))
+    told = ", ".join(map(str, sizes))
+    falls = float(np.max(np.diff(ratios))) if len(sizes) > 1 else float("nan")
+    text = f"{told} members in: CRPS over raw improves monotonically; the largest step (negative is better)"
+    claims.append(Claim(text, falls, "ratio", 0.0, at_most=True))
+    gains = {}
+    for size in (size for size in sizes if size > 1):
+        best = contest.best(size)
+        other = contest.of(best, size)[:1]
+        gains[size] = _put(
+            figures, f"CRPS from {size}: ours below {best}", board.gain("crps", first[size], other)
+        ).value
+    if gains:
+        text = f"{told} members in: none but 1 is worse than the best baseline with as many members; the smallest gain"
+        claims.append(Claim(text, min(gains.values()), "%", 0.0))
+
+
+def _notes(contest: Contest) -> list[str]:
+    board = contest.board
+    return [
+        f"{board.table.dates} test dates in {board.blocks} blocks; figures of seeds are their means, ranges are 95 %"
+        " intervals of the block bootstrap over start dates (of figures by seed and over fields: least and most).",
+        "The best baseline is taken on the test dates themselves, which favours it.",
+        "Bias and dispersion are those per grid point, shrunk to the global ones, fitted on the training dates.",
+        "Ensembles are simulated by the embedded archive; figures hold for it alone.",
+    ]

@@ -1,0 +1,163 @@
+"""Trains everyone alike: the same dates, inputs, trials, time, seeds and early stopping by the validation dates.
+
+A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
+training or a forecast that is whole is not made again, and one that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import netCDF4
+import numpy as np
+
+from ensemble_ml.config import (
+    BenchmarkSize,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    OptimName,
+    PredictConfig,
+    SkillConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+from ensemble_ml.errors import UserError
+from ensemble_ml.inference import file_name, predict
+from ensemble_ml.store import TensorStore
+from ensemble_ml.store.source import select_dates
+from ensemble_ml.training import load_checkpoint, train
+from ensemble_ml.training.checkpoint import META
+
+log = logging.getLogger(__name__)
+
+OURS = "unet3d"
+CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
+# As in conf/model, with our network at the size of the quickstart, which its sixty training dates can feed.
+NETS: dict[str, dict[str, Any]] = {
+    "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3},
+    "emos": {"spread": False},
+    "drn": {"spread": False, "hidden": 128, "depth": 2},
+    "ens10_unet": {"spread": False, "hidden": 32, "max_hidden": 128, "depth": 2},
+    "poet": {"spread": False, "hidden": 16, "max_hidden": 64, "depth": 3},
+}
+TRIALS: tuple[dict[str, Any], ...] = (
+    {"lr": 1e-3, "weight_decay": 0.05},
+    {"lr": 3e-3, "weight_decay": 0.05},
+    {"lr": 3e-4, "weight_decay": 0.05},
+    {"lr": 1e-3, "weight_decay": 0.5},
+)
+_TINY = {"hidden": 8, "max_hidden": 8, "depth": 1}
+
+
+@dataclass(frozen=True)
+class Dates:
+    """The split as periods, each a list of years or ranges."""
+
+    train: list[str]
+    validation: list[str]
+    test: list[str]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network in its best setting: run folders by seed, and the table of its trials."""
+
+    name: str
+    runs: tuple[Path, ...]
+    trials: tuple[dict[str, Any], ...]
+
+
+def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
+    """The dates as configured, or by years: the last quarter to test, the year before to validate, the rest to train.
+
+    Raises:
+        UserError: the store has fewer than three years and no periods are given.
+    """
+    years = [str(y) for y in np.unique(init_time.astype("datetime64[Y]"))]
+    given = (config.train, config.validation, config.test)
+    if all(part is not None for part in given):
+        return Dates(*(list(part or ()) for part in given))
+    if len(years) < 3:
+        raise UserError(f"skill.train, validation, test: the store holds {', '.join(years)}; name the dates of each")
+    tests = max(1, len(years) // 4)
+    found = years[: -tests - 1], years[-tests - 1 : -tests], years[-tests:]
+    return Dates(*(list(part or years_) for part, years_ in zip(given, found, strict=True)))
+
+
+def train_entrant(
+    name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize
+) -> Trained:
+    """Run the trials of `name` with seed 0, then the best of them with the other seeds."""
+    count = 1 if name in CLOSED_FORM else config.trials
+    rows = []
+    for trial in range(min(count, len(TRIALS))):
+        run = _train(name, trial, 0, config, dates, store, folder, size)
+        best = load_checkpoint(run / "checkpoints" / "best").meta
+        scores = best["best"] or {}
+        row = {"model": name, "trial": trial, **TRIALS[trial], "validation_crps_ratio": scores.get("crps_ratio")}
+        rows.append(row | {"best_step": best["step"], "steps": best["steps"], **_emos(best)})
+    known = [row["validation_crps_ratio"] or float("inf") for row in rows]
+    chosen = int(np.argmin(known))
+    seeds = 1 if name in CLOSED_FORM else config.seeds
+    runs = tuple(_train(name, chosen, seed, config, dates, store, folder, size) for seed in range(seeds))
+    told = ", ".join(f"{row['lr']:g}: {score:.4f}" for row, score in zip(rows, known, strict=True))
+    log.info("skill: %s: validation CRPS by learning rate: %s", name, told)
+    return Trained(name, runs, tuple(row | {"taken": row["trial"] == chosen} for row in rows))
+
+
+def _emos(meta: dict[str, Any]) -> dict[str, Any]:
+    return {"emos": meta["emos"]} if "emos" in meta else {}
+
+
+def _train(
+    name: str, trial: int, seed: int, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path,
+    size: BenchmarkSize,
+) -> Path:  # fmt: skip
+    run = f"{name}-trial{trial}-seed{seed}"
+    last = folder / run / "checkpoints" / "last"
+    if (last / META).is_file():
+        meta = load_checkpoint(last).meta
+        if meta["step"] >= meta["steps"]:
+            return folder / run
+    log.info("skill: training %s", run)
+    tiny = size is BenchmarkSize.tiny
+    return train(
+        TrainConfig(
+            run=run, output=str(folder), seed=seed, steps=config.steps, batch_size=2 if tiny else 4,
+            validate_every=max(1, min(50, config.steps // 2)), checkpoint_every=200, max_minutes=config.minutes,
+            spread_weight=0.3, average=0.98, threads=config.threads, resume=last.exists(),
+            data=DataConfig(
+                store=store.path, train=dates.train, validation=dates.validation, validation_members=config.members,
+                members=sorted({*config.sizes, 8}),
+            ),
+            model=ModelConfig(name=name, **(NETS[name] | (_TINY if tiny else {}))),
+            optim=OptimConfig(name=OptimName.adamw, beta2=0.999, **TRIALS[trial]),
+            tracking=TrackingConfig(tensorboard=False, log_every=50),
+        )
+    )  # fmt: skip
+
+
+def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path) -> Path:
+    """The folder of forecasts of the test dates from the first `members`, made where they are not there yet."""
+    checkpoint = run / "checkpoints" / "best"
+    output = folder / f"{run.name}-from{members}"
+    times = store.layout.init_time
+    paths = [output / file_name(times[date]) for date in select_dates(times, dates.test)]
+    if not (all(path.is_file() for path in paths) and _made_by(paths[0], load_checkpoint(checkpoint).sha256)):
+        predict(
+            PredictConfig(
+                checkpoint=str(checkpoint), input=store.path, output=str(output), members_in=members,
+                dates=dates.test, quantiles=[], overwrite=True, threads=config.threads,
+            ),
+            store,
+        )  # fmt: skip
+    return output
+
+
+def _made_by(path: Path, sha256: str) -> bool:
+    with netCDF4.Dataset(path) as data:
+        return bool(data.getncattr("checkpoint_sha256") == sha256)

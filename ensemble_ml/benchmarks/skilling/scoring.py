@@ -1,0 +1,197 @@
+"""Scores every entrant on the test dates, beside the raw ensemble and its corrections step by step.
+
+Axes: D start date, M member, T lead, Z level, Y latitude, X longitude, K quantile of the model climate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import netCDF4
+import numpy as np
+
+from ensemble_ml.benchmarks.skilling.table import Table
+from ensemble_ml.fields import Family
+from ensemble_ml.inference import file_name
+from ensemble_ml.store import TensorStore
+from ensemble_ml.store.source import Part
+from ensemble_ml.verification import baselines as base
+from ensemble_ml.verification.aggregation import Column
+from ensemble_ml.verification.bootstrap import blocks_of
+from ensemble_ml.verification.extremes import efi
+from ensemble_ml.verification.probability import bin_of, pit
+from ensemble_ml.verification.scoring import Group, held_out_spread
+from ensemble_ml.verification.statistics import crps, crps_members, ensemble_moments
+
+EXTREME = 0.7  # |EFI| beyond which a forecast counts as extreme
+BINS = 10
+_LEVELS = np.linspace(0, 1, 101)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """The store, indices of training and test dates, and the size of the reduced ensemble."""
+
+    store: TensorStore
+    train: np.ndarray
+    test: np.ndarray
+    members: int
+
+    @property
+    def full(self) -> int:
+        """N."""
+        return len(self.store.layout.realization)
+
+    def read(self, part: Part, date: int, group: Group) -> np.ndarray:
+        """(M, Z, Y, X) float64; truth has M = 1."""
+        fields = self.store.read(part, int(date), group.selection)
+        values = fields.surface[:, 0, 0, None] if group.levels == (None,) else fields.pressure[:, 0, 0]
+        return np.asarray(values, np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """From the training dates, for one group: corrections of the reduced ensemble, spread regressions, and quantiles of
+    the model climate (K, Z, Y, X)."""
+
+    correction: base.Correction
+    spread: base.SpreadFit
+    held_out: base.SpreadFit | None
+    climate: np.ndarray
+
+
+def groups_of(store: TensorStore, leads: tuple[int, ...]) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
+    """What is read at once, and the columns in the same order: one variable at one lead."""
+    layout = store.layout
+    groups: list[Group] = []
+    columns: list[Column] = []
+    for lead in leads:
+        for name, levels in [(v, layout.levels) for v in layout.variables] + [(s, (None,)) for s in layout.surface]:
+            groups.append(Group(name, lead, tuple(levels), slice(len(columns), len(columns) + len(levels))))
+            columns += [Column(lead, name, level) for level in levels]
+    return tuple(groups), tuple(columns)
+
+
+def fit(data: Data, group: Group) -> Fitted:
+    """Fit the corrections of one group, and collect its climate from all members of the training dates."""
+    grid = data.store.layout.grid
+    shape = (len(group.levels), *grid.shape)
+    halves = blocks_of(data.store.layout.init_time[data.train], 10) % 2
+    errors, spreads, held = base.CellSums.zeros(shape), base.CellSums.zeros(shape), None
+    every = np.ones(shape, bool)
+    climate = np.empty((len(data.train), data.full, *shape), np.float32)
+    for position, (date, half) in enumerate(zip(data.train.tolist(), halves.tolist(), strict=True)):
+        members = data.read(Part.FORECAST, date, group)
+        truth = data.read(Part.TRUTH, date, group)[0]
+        climate[position] = members
+        mean, variance = ensemble_moments(members[: data.members])
+        errors.record(half, base.error_terms(mean, variance, truth), np.isfinite(truth))
+        held = held_out_spread(members, data.members)
+        full = np.sqrt(ensemble_moments(members)[1])
+        spreads.record(half, base.spread_terms(np.sqrt(variance), full, held), every)
+    area = grid.area_weights()
+    corrections = base.fit_corrections(errors, area)
+    quantiles = np.quantile(climate.reshape(-1, *shape), _LEVELS, axis=0)
+    regressed = None if held is None else base.fit_spread(spreads, area, "h")
+    return Fitted(corrections["shrunk"], base.fit_spread(spreads, area), regressed, quantiles.astype(np.float32))
+
+
+def score(
+    data: Data, groups: tuple[Group, ...], columns: int, forecasts: Mapping[str, Path], detailed: frozenset[str]
+) -> Table:
+    """Score `forecasts` (folders by label) on all test dates; those of `detailed` in the extremes and in bins too."""
+    table = Table(len(data.test), columns)
+    fitted = [fit(data, group) for group in groups]
+    for position, date in enumerate(data.test):
+        name = file_name(data.store.layout.init_time[date])
+        files = {label: netCDF4.Dataset(folder / name) for label, folder in forecasts.items()}
+        try:
+            for group, known in zip(groups, fitted, strict=True):
+                _Scorer(data, table, position, group, known).run(int(date), files, detailed)
+        finally:
+            for file in files.values():
+                file.close()
+    return table
+
+
+class _Scorer:
+    """One group on one test date."""
+
+    def __init__(self, data: Data, table: Table, position: int, group: Group, fitted: Fitted):
+        self.data, self.table, self.position, self.group, self.fitted = data, table, position, group, fitted
+        self.area = data.store.layout.grid.area_weights()
+
+    def run(self, date: int, files: Mapping[str, netCDF4.Dataset], detailed: frozenset[str]) -> None:
+        members = self.data.read(Part.FORECAST, date, self.group)
+        truth = self.data.read(Part.TRUTH, date, self.group)[0]
+        weight = np.where(np.isfinite(truth), self.area, 0.0)
+        truth = np.where(np.isfinite(truth), truth, 0.0)
+        extreme = weight * (np.abs(efi(members, self.fitted.climate, _LEVELS)) > EXTREME)
+        for label, location, scale in self._raw(members):
+            score = crps(Family.NORMAL, location, scale, truth)
+            self._put("crps", label, score, weight)
+            self._put("crps_extreme", label, score, extreme)
+        self._put("crps", f"fair_{self.data.full}", crps_members(members, truth, fair=True), weight)
+        self._spreads(members, files)
+        for label, file in files.items():
+            self._forecast(label, file, truth, weight, extreme, label in detailed, date)
+
+    def _raw(self, members: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """N(m, (1 + 1/M) s^2) of all and of few members, the latter without bias, and with dispersion put right too."""
+        few = self.data.members
+        for size in (self.data.full, few):
+            mean, variance = ensemble_moments(members[:size])
+            yield f"raw_{size}", mean, np.sqrt((1 + 1 / size) * variance)
+        yield f"debiased_{few}", mean + self.fitted.correction.bias, np.sqrt((1 + 1 / few) * variance)
+        yield f"corrected_{few}", *self.fitted.correction(mean, variance)
+
+    def _spreads(self, members: np.ndarray, files: Mapping[str, netCDF4.Dataset]) -> None:
+        few, full = self.data.members, self.data.full
+        actual = np.sqrt(ensemble_moments(members)[1])
+        held = held_out_spread(members, few)
+        four, given = (np.sqrt(ensemble_moments(members[:size])[1]) for size in (4, few))
+        said = {"raw_4": four, f"raw_{few}": given, f"size_corrected_{few}": base.size_corrected(given, few, full)}
+        said[f"spread_regression_{few}"] = self.fitted.spread(given)
+        for label, file in files.items():
+            if f"{self.group.variable}_ensemble_spread" in file.variables:
+                said[label] = self._read(file, "ensemble_spread")
+        everywhere = np.broadcast_to(self.area, actual.shape)
+        for label, spread in said.items():
+            self._put("spread", label, (spread - actual) ** 2, everywhere)
+            if held is not None:
+                self._put("held_out", label, (spread - held) ** 2, everywhere)
+        if held is not None and self.fitted.held_out is not None:
+            self._put("held_out", f"held_out_regression_{few}", (self.fitted.held_out(given) - held) ** 2, everywhere)
+
+    def _forecast(
+        self, label: str, file: netCDF4.Dataset, truth: np.ndarray, weight: np.ndarray, extreme: np.ndarray,
+        detailed: bool, date: int,
+    ) -> None:  # fmt: skip
+        location, scale = self._read(file, "location"), self._read(file, "scale")
+        family = Family(file.variables[f"{self.group.variable}_location"].distribution_family)
+        score = crps(family, location, scale, truth)
+        self._put("crps", label, score, weight)
+        if not detailed:
+            return
+        self._put("crps_extreme", label, score, extreme)
+        self._put("square", label, (self._read(file, "mean") - truth) ** 2, weight)
+        self._put("variance", label, self._read(file, "stddev") ** 2, weight)
+        uniform = np.random.default_rng([date, self.group.columns.start]).random(truth.shape)
+        bins = bin_of(pit(family, location, scale, truth, uniform), BINS)
+        for number in range(BINS):
+            self._put(f"bin_{number}", label, (bins == number).astype(float), weight)
+
+    def _read(self, file: netCDF4.Dataset, part: str) -> np.ndarray:
+        """(Z, Y, X) float64 at the group's lead, levels in the group's order."""
+        hours = np.atleast_1d(file.variables["forecast_period"][:]).astype(int).tolist()
+        found = file.variables[f"{self.group.variable}_{part}"][hours.index(self.group.lead_hours)]
+        values = np.ma.filled(found, np.nan)
+        if self.group.levels == (None,):
+            return np.asarray(values, np.float64)[None]
+        levels = [int(level) for level in file.variables["level"][:]]
+        return np.asarray(values, np.float64)[[levels.index(int(level or 0)) for level in self.group.levels]]
+
+    def _put(self, statistic: str, label: str, values: np.ndarray, weight: np.ndarray) -> None:
+        self.table.record((statistic, label), self.position, self.group.columns, values, weight)

@@ -1,0 +1,74 @@
+"""Sums of scores by start date, from which means, ratios and their bootstrap intervals are made.
+
+Axes: D start date, C column (a lead, variable and level), B draw of the bootstrap (the first is the plain mean).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ensemble_ml.verification.bootstrap import Interval, interval
+
+Key = tuple[str, str]  # statistic, entrant
+
+
+@dataclass(eq=False)
+class Table:
+    """`total` and `weight` (D, C) of each statistic of each entrant."""
+
+    dates: int
+    columns: int
+    total: dict[Key, np.ndarray] = field(default_factory=dict)
+    weight: dict[Key, np.ndarray] = field(default_factory=dict)
+
+    def record(self, key: Key, date: int, columns: slice, values: np.ndarray, weight: np.ndarray) -> None:
+        """Add fields (Z, Y, X) where `weight` (Z, Y, X) is above zero; a NaN there makes the score NaN."""
+        for table in (self.total, self.weight):
+            table.setdefault(key, np.zeros((self.dates, self.columns)))
+        self.total[key][date, columns] += (np.where(weight > 0, values, 0.0) * weight).sum((-2, -1))
+        self.weight[key][date, columns] += weight.sum((-2, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class Board:
+    """Scores of a table: `counts` (B, D) says how often each date counts in each draw, the first row being ones."""
+
+    table: Table
+    counts: np.ndarray
+    columns: np.ndarray
+    confidence: float
+    blocks: int
+
+    def score(self, statistic: str, entrants: Sequence[str]) -> np.ndarray:
+        """Weighted mean (B, C) over dates, averaged over entrants (seeds)."""
+        found = []
+        for entrant in entrants:
+            total, weight = (
+                part[statistic, entrant][:, self.columns] for part in (self.table.total, self.table.weight)
+            )
+            with np.errstate(invalid="ignore", divide="ignore"):
+                found.append((self.counts @ total) / (self.counts @ weight))
+        return np.mean(found, 0)
+
+    def ratio(
+        self, statistic: str, entrants: Sequence[str], others: Sequence[str], *, power: float = 1.0, other: str = ""
+    ) -> Interval:
+        """Geometric mean over columns of (entrants' score over the others')^power; `other` statistic of the others."""
+        first, second = self.score(statistic, entrants), self.score(other or statistic, others)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            logs = power * (np.log(first) - np.log(second))
+        # A field where a draw leaves nothing (an extreme that did not occur) is left out of that draw.
+        usable = np.isfinite(logs[0])
+        means = np.exp(np.nanmean(np.where(np.isfinite(logs), logs, np.nan)[:, usable], 1))
+        return self.interval(means)
+
+    def gain(self, *args: object, **kwargs: object) -> Interval:
+        """By how many per cent the entrants' score is lower; arguments as of `ratio`."""
+        return self.ratio(*args, **kwargs).map(lambda r: 100 * (1 - r))  # type: ignore[arg-type]
+
+    def interval(self, draws: np.ndarray) -> Interval:
+        """Draws (B,), the first of which is the figure itself."""
+        return interval(float(draws[0]), draws[1:], self.confidence, self.blocks)

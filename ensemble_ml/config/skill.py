@@ -1,0 +1,39 @@
+"""Settings of benchmark=skill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ensemble_ml.config.base import check_period, opt, require
+from ensemble_ml.config.model import NETWORKS
+
+
+@dataclass
+class SkillConfig:
+    """Our model and its rivals, trained and scored alike; nothing that is done already is done again."""
+
+    store: str | None = opt(None, "tensor store with truth; null takes that of simulate=full, or the quickstart's, under runs/")
+    train: list[str] | None = opt(None, "start dates to train on; null takes all years but the last few")
+    validation: list[str] | None = opt(None, "start dates that choose; null takes the year before the test years")
+    test: list[str] | None = opt(None, "start dates to score; null takes the last quarter of the years, one at least")
+    models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "who takes part; unet3d is ours")
+    seeds: int = opt(3, "trainings of each network in its best setting")
+    trials: int = opt(2, "settings tried for each network, compared on the validation dates")
+    minutes: float = opt(1.2, "length of each training; 0 takes `steps`")
+    steps: int = opt(700, "optimizer steps of each training, at most")
+    members: int = opt(5, "size of the reduced ensemble that claims are made for")
+    sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "ensemble sizes that are forecast from, with the first seed")
+    bootstrap: int = opt(1000, "draws of the bootstrap")
+    block_days: int = opt(10, "length of the blocks of start dates that it draws")
+    threads: int = opt(0, "CPU threads; 0 takes all cores")
+
+    def __post_init__(self) -> None:
+        for key in ("seeds", "trials", "steps"):
+            require(f"skill.{key}", getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
+        unknown = [name for name in self.models if name not in NETWORKS]
+        good = not unknown and "unet3d" in self.models and len(self.models) > 1
+        require("skill.models", self.models, good, f"unet3d and others of {', '.join(NETWORKS)}")
+        require("skill.sizes", self.sizes, self.members in self.sizes, f"must hold skill.members={self.members}")
+        for key in ("train", "validation", "test"):
+            for period in getattr(self, key) or ():
+                check_period(f"skill.{key}", str(period))

@@ -1,0 +1,132 @@
+"""benchmark=skill in small: every stage, what it leaves, nothing done twice; its sums against brute force."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scoringrules import crps_normal
+from synthetic import make_store
+
+from ensemble_ml.benchmarks import skill
+from ensemble_ml.benchmarks.skilling import entrants
+from ensemble_ml.benchmarks.skilling.scoring import Data, groups_of, score
+from ensemble_ml.benchmarks.skilling.table import Board, Table
+from ensemble_ml.cli import conf_folder
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, SkillConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.source import Part
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Ten dates of 2001, three of 2002, six of 2003 in two blocks."""
+    days = [f"2001-01-{d:02}" for d in range(1, 21, 2)] + [f"2002-01-{d:02}" for d in (1, 3, 5)]
+    days += [f"2003-{m:02}-{d:02}" for m in (1, 2) for d in (1, 3, 5)]
+    folder = tmp_path_factory.mktemp("skill")
+    return make_store(
+        folder / "a.zarr", dates=days, members=6, leads=(0, 48), variables=("t",), surface=("t2m", "tp"),
+        shape=(9, 16), bias=0.5, dispersion=0.7,
+    )  # fmt: skip
+
+
+def config(store, folder, **changes):
+    settings = dict(
+        store=store.path, steps=4, minutes=0.0, seeds=2, trials=2, members=3, sizes=[1, 3], bootstrap=100, threads=1
+    )
+    return BenchmarkConfig(
+        benchmark="skill", output=str(folder), size=BenchmarkSize.tiny, skill=SkillConfig(**settings | changes)
+    )
+
+
+def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
+    path = skill.run(config(store, tmp_path))
+    content = json.loads(path.read_text())
+    runs = {p.name for p in (tmp_path / "skill" / "runs").iterdir()}
+    for name in ("unet3d", "drn", "ens10_unet", "poet"):
+        mine = {r for r in runs if r.startswith(name)}
+        assert len(mine) == 3 and {f"{name}-trial0-seed0", f"{name}-trial1-seed0"} < mine
+    assert {r for r in runs if r.startswith("emos")} == {"emos-trial0-seed0"}
+    rows = content["tables"]["Trials, on the validation dates"]
+    assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
+    assert next(row for row in rows if row["model"] == "emos")["emos"]["form"]
+    claims = {claim["claim"]: claim for claim in content["claims"]}
+    assert len(claims) == len(content["claims"]) == 16
+    assert all(np.isfinite(claim["value"]) for claim in claims.values())
+    figures = {name: figure["median"] for name, figure in content["figures"].items()}
+    whole = figures["CRPS from 3 of 6 members at 48 h: emos below raw 6"]
+    assert whole > 5  # the ensemble is biased and under-dispersive
+    assert "DOES NOT HOLD" in capsys.readouterr().out  # four steps win nothing
+
+    def never(*_, **__):
+        raise AssertionError("done already")
+
+    monkeypatch.setattr(entrants, "train", never)
+    monkeypatch.setattr(entrants, "predict", never)
+    assert json.loads(skill.run(config(store, tmp_path)).read_text())["figures"] == content["figures"]
+
+
+def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
+    groups, columns = groups_of(store, (48,))
+    assert [c.name for c in columns] == ["t500", "t850", "t2m", "tp"]
+    test = np.arange(13, 19)
+    table = score(Data(store, np.arange(10), test, 3), groups, len(columns), {}, frozenset())
+    area = store.layout.grid.area_weights()
+    group, wanted, four = groups[0], [], []
+    for date in test:
+        data = Data(store, test, test, 3)
+        x, y = data.read(Part.FORECAST, date, group), data.read(Part.TRUTH, date, group)[0]
+        crps = crps_normal(y, x.mean(0), np.sqrt(7 / 6) * x.std(0, ddof=1))
+        wanted.append((crps * area).sum((-2, -1)) / area.sum())
+        four.append((((x[:4].std(0, ddof=1) - x.std(0, ddof=1)) ** 2) * area).sum((-2, -1)) / area.sum())
+    counts = np.array([[1.0] * 6, [2, 2, 2, 0, 0, 0]])
+    board = Board(table, counts, np.arange(2), 0.95, 2)
+    np.testing.assert_allclose(board.score("crps", ["raw_6"])[0], np.mean(wanted, 0))
+    np.testing.assert_allclose(board.score("crps", ["raw_6"])[1], np.mean(wanted[:3], 0))
+    np.testing.assert_allclose(board.score("spread", ["raw_4"])[0], np.mean(four, 0))
+    # bias and dispersion each help, on dates that they were not fitted on
+    steps = [board.score("crps", [name])[0].mean() for name in ("raw_3", "debiased_3", "corrected_3")]
+    assert steps[0] > steps[1] > steps[2]
+
+
+def test_a_ratio_is_a_geometric_mean_over_fields():
+    table = Table(2, 2)
+    one = np.ones((2, 1, 1))
+    for entrant, values in (("a", (1.0, 8.0)), ("b", (2.0, 4.0)), ("c", (4.0, 4.0))):
+        for date in range(2):
+            table.record(("crps", entrant), date, slice(0, 2), np.reshape(values, (2, 1, 1)), one)
+    board = Board(table, np.ones((3, 2)), np.arange(2), 0.95, 2)
+    assert board.ratio("crps", ["a"], ["b"]).value == pytest.approx(1.0)
+    assert board.ratio("crps", ["a"], ["c"], power=0.5).value == pytest.approx(np.sqrt(np.sqrt(0.25 * 2)))
+    assert board.gain("crps", ["a", "b"], ["c"]).value == pytest.approx(100 * (1 - np.sqrt(1.5 / 4 * 6 / 4)))
+
+
+def test_networks_are_those_of_conf():
+    from omegaconf import OmegaConf
+
+    for name in ("emos", "drn", "ens10_unet", "poet"):
+        assert OmegaConf.load(conf_folder() / "model" / f"{name}.yaml") == {"name": name, **entrants.NETS[name]}
+
+
+def test_dates_are_split_by_years(store):
+    found = entrants.split(SkillConfig(), store.layout.init_time)
+    assert (found.train, found.validation, found.test) == (["2001"], ["2002"], ["2003"])
+    eight = np.array([f"{y}-01-01" for y in range(2001, 2009)], "datetime64[ns]")
+    assert entrants.split(SkillConfig(), eight).test == ["2007", "2008"]
+    with pytest.raises(UserError, match="name the dates of each"):
+        entrants.split(SkillConfig(), eight[:2])
+
+
+def test_what_is_refused(store, tmp_path):
+    with pytest.raises(UserError, match="6 members; 10 are needed"):
+        skill.run(config(store, tmp_path, sizes=[3, 10]))
+    with pytest.raises(UserError, match=r"must hold skill\.members=4"):
+        config(store, tmp_path, members=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
