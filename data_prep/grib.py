@@ -58,8 +58,8 @@ class GribFile:
         """
         places = self._places()
         with descriptors.opened(self.path) as descriptor:
+            self._stamp.check(self.path, Stamp.of(descriptor))
             for number, record in enumerate(records):
-                self._stamp.check(self.path, Stamp.of(descriptor))
                 place = places[record["place"]]
                 message = _Message(self.path, descriptor, record, place, rows or slice(0, place.grid.shape[0]))
                 field = message.packed(into[number] if into else None) if record["simple"] else message.decoded()
