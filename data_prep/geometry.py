@@ -84,7 +84,7 @@ class Geometry:
         stride |= len(columns) > 1 and (columns[1] - columns[0]) % len(self.source.longitude) != 1
         return None if stride else (rows, columns)
 
-    @property
+    @cached_property
     def same(self) -> bool:
         """Whether nothing changes."""
         return self.source.same_as(self.target)
