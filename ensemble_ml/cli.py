@@ -63,6 +63,12 @@ def _prepare(config: schema.PrepareConfig) -> object:
     return prepare(config)
 
 
+def _inspect(config: schema.InspectConfig) -> object:
+    from ensemble_ml.store.inspect import inspect
+
+    return inspect(config)
+
+
 def _train(config: schema.TrainConfig) -> object:
     from ensemble_ml.training import train
 
@@ -101,6 +107,10 @@ TASKS: dict[str, Task] = {
         schema.PrepareConfig, _prepare, "input=archive/ensemble truth=archive/truth static=archive/static.grib "
         "output=store.zarr",
         "OUTPUT, a tensor store: xr.open_dataset(OUTPUT, engine='ensemble_ml')",
+    ),
+    "inspect": Task(
+        schema.InspectConfig, _inspect, "store.zarr verify=true",
+        "nothing: it prints (format=json for one JSON object)",
     ),
     "train": Task(
         schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
@@ -208,6 +218,8 @@ def run_task(task: str, composed: DictConfig) -> int:
         if extra is None:
             raise
         raise UserError(f"{error.name}: not installed; pip install 'ensemble-ml[{extra}]'") from error
+    except BrokenPipeError:  # see `main`
+        raise
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
@@ -271,6 +283,11 @@ def overview() -> str:
     )
 
 
+def _quoted(path: str) -> str:
+    """A path as Hydra reads it back, whatever its letters."""
+    return "'" + path.replace("'", "\\'") + "'"
+
+
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
@@ -284,6 +301,8 @@ def _dispatch(arguments: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(help_page(task))
         return 0
+    if task == "inspect" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+        rest[0] = f"store={_quoted(rest[0])}"
     if "-m" in rest or "--multirun" in rest:
         return _sweep(task, rest)
     composed = compose_config(task, [item for item in rest if item != "--cfg"])

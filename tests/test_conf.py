@@ -14,6 +14,7 @@ CONF = cli.conf_folder()
 GIVEN = {
     "simulate": ["output=a"],
     "prepare": ["input=a", "output=b.zarr"],
+    "inspect": ["store=a.zarr"],
     "train": ["run=a", "data.store=b.zarr"],
     "predict": ["checkpoint=a", "input=b", "output=c"],
     "evaluate": ["forecast=a", "ensemble=b", "output=c"],

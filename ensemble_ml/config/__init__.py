@@ -5,7 +5,15 @@ Below that border nobody sees a DictConfig. Classes are not frozen and hold no L
 OmegaConf cannot compose those; members of an Enum are named as they are written, because it matches names. `doc` in a field's metadata is the line that `--help` prints.
 """
 
-from ensemble_ml.config.archives import Control, Executor, Packing, PrepareConfig, SimulateConfig
+from ensemble_ml.config.archives import (
+    Control,
+    Executor,
+    InspectConfig,
+    OutputFormat,
+    Packing,
+    PrepareConfig,
+    SimulateConfig,
+)
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, PredictConfig
 from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
@@ -27,6 +35,8 @@ __all__ = [
     "Control",
     "Executor",
     "Packing",
+    "InspectConfig",
+    "OutputFormat",
     "PrepareConfig",
     "SimulateConfig",
     "MISSING",

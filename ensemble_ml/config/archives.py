@@ -21,6 +21,13 @@ class Executor(Enum):
     slurm = "slurm"
 
 
+class OutputFormat(Enum):
+    """How a task prints what it found."""
+
+    text = "text"
+    json = "json"
+
+
 class Packing(Enum):
     """How values lie in a tensor store."""
 
@@ -135,6 +142,16 @@ class PrepareConfig:
         good = self.regrid is None or isinstance(self.regrid, str) or (_number(self.regrid) and 0 < self.regrid <= 45)
         require("regrid", self.regrid, good, "give a spacing in degrees, at most 45, or the path of a store or file")
         require("regrid", self.regrid, self.regrid is None or self.coarsen is None, "coarsen and regrid exclude each other")
+
+
+@dataclass
+class InspectConfig:
+    """Show what a tensor store holds: gaps, statistics, sizes, provenance, read speed."""
+
+    store: str = opt(MISSING, "tensor store, finished or still being built; may be given without the key")
+    verify: bool = opt(False, "check the sha256 of every file; reads the whole store")
+    speed: bool = opt(True, "read the forecast of a start date drawn at random, and time it")
+    format: OutputFormat = opt(OutputFormat.text, "text | json: a page to read, or one JSON object")
 
 
 def _part(text: str) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
-from ensemble_ml.store.manifest import check_contents, check_sizes, fingerprint, read_manifest
+from ensemble_ml.store.manifest import Entry, check_contents, check_sizes, fingerprint, read_manifest
 from ensemble_ml.store.metadata import read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, array_specs
@@ -146,6 +146,11 @@ class TensorStore:
         arrays = [*self._specs.values(), *(spec.mask for spec in self._specs.values())]
         chunks = {spec.shard(date): int(np.prod(spec.chunks)) for spec in arrays for date in range(spec.dates)}
         check_contents(self._root, self._files, chunks)
+
+    @property
+    def files(self) -> dict[str, Entry]:
+        """All files of the store by their names within it, with sizes and digests."""
+        return dict(self._files)
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:

@@ -1,0 +1,166 @@
+"""What a store holds, finished or half-built, brought to one form for `inspect`.
+
+Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.config import Packing
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.grid import Grid
+from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.folder import building_folder
+from ensemble_ml.store.manifest import Entry, check_contents
+from ensemble_ml.store.metadata import is_store
+from ensemble_ml.store.plan import read_facts
+from ensemble_ml.store.read import TensorStore, open_store
+from ensemble_ml.store.schema import ArraySpec, Kind, array_specs
+from ensemble_ml.store.source import Layout, Part
+from ensemble_ml.store.statistics import Moments, merge_all
+
+Presence = tuple[np.ndarray, np.ndarray]  # bool (M, T, V, Z) and (M, T, S)
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """A store as `inspect` sees it.
+
+    `done` indices of the start dates that are built; `moments` of the forecast by kind, (T, V, Z); `files` by name;
+    `present(part, date)` which fields are there; `source` the store to read from, None of a half-built one; `verify`
+    reads all files and raises a UserError where one has changed.
+    """
+
+    path: str
+    layout: Layout
+    parts: tuple[Part, ...]
+    packing: Packing
+    done: list[int]
+    specs: tuple[ArraySpec, ...]
+    files: dict[str, Entry]
+    moments: dict[Kind, Moments]
+    errors: dict[str, float]
+    masked: tuple[str, ...]
+    static: tuple[str, ...]
+    provenance: dict[str, Any]
+    present: Callable[[Part, int], Presence]
+    verify: Callable[[], None]
+    source: TensorStore | None = None
+
+
+def contents_of(path: str) -> Contents:
+    """Look at what stands at `path`: a store, or the folder that one is being built in.
+
+    Raises:
+        UserError: there is neither, or it is damaged.
+    """
+    if is_store(Path(path)):
+        return _of_store(open_store(path))
+    for work in (building_folder(Path(path)), Path(path)):
+        if (work / "plan.json").is_file():
+            return _of_build(path, work)
+    if Path(path).exists():
+        raise UserError(f"store={path}: is no tensor store, nor one that is being built; give a folder made by prepare")
+    raise UserError(f"store={path}: no such folder; give a folder made by prepare")
+
+
+def _of_store(store: TensorStore) -> Contents:
+    found = store.statistics(store.years)
+    surface = {name: values[..., None] for name, values in found.surface.arrays().items()}
+    return Contents(
+        store.path,
+        store.layout,
+        store.parts,
+        store.packing,
+        list(range(len(store.layout.init_time))),
+        store.specs,
+        store.files,
+        {Kind.PRESSURE: found.pressure, Kind.SURFACE: Moments(**surface)},
+        store.quantisation_error,
+        store.masked,
+        tuple(store.static()),
+        store.provenance,
+        store.present,
+        store.verify,
+        store,
+    )
+
+
+def _of_build(path: str, work: Path) -> Contents:
+    facts = read_facts(work / "plan.json")
+    layout, packing = _layout(facts), Packing(facts["packing"])
+    parts = tuple(Part(name) for name in facts["parts"])
+    specs = tuple(spec for part in parts for spec in array_specs(layout, part, packing))
+    entries = {int(file.stem): DateEntry.load(file) for file in sorted((work / "entries").glob("*.npz"))}
+    files = {name: entry for one in entries.values() for name, entry in one.files.items()}
+    moments = {}
+    for kind in Kind:
+        shapes = [spec.fields[1:] for spec in specs if spec.part is Part.FORECAST and spec.kind is kind]
+        if shapes:
+            moments[kind] = merge_all([e.moments[kind] for e in entries.values() if kind in e.moments], shapes[0])
+
+    def present(part: Part, date: int) -> Presence:
+        both = []
+        for kind in Kind:
+            found = entries[date].factors.get(f"{part.value}_{kind.value}")
+            of_kind = next((spec for spec in specs if (spec.part, spec.kind) == (part, kind)), None)
+            shape = of_kind.fields if of_kind else (1, len(layout.lead_hours), 0, 1)
+            both.append(np.zeros(shape, bool) if found is None else found["present"])
+        return both[0], both[1][..., 0]
+
+    def verify() -> None:
+        check_contents(work / "store", files, shard_chunks(specs))
+
+    names = {name for one in entries.values() for name in one.masked}
+    errors: dict[str, float] = {}
+    for one in entries.values():
+        errors |= {name: max(bound, errors.get(name, 0.0)) for name, bound in one.errors.items()}
+    known = set(_PLANNED)
+    return Contents(
+        path,
+        layout,
+        parts,
+        packing,
+        sorted(entries),
+        specs,
+        files,
+        moments,
+        errors,
+        tuple(name for name in layout.names if name in names),
+        tuple(facts.get("static fields", {})),
+        {key: value for key, value in facts.items() if key not in known},
+        present,
+        verify,
+    )
+
+
+_PLANNED = (
+    "start dates", "members", "leads", "variables", "levels", "latitudes", "longitudes", "format", "parts", "packing",
+    "static fields", "lead bounds",
+)  # fmt: skip
+
+
+def _layout(facts: dict[str, Any]) -> Layout:
+    names = facts["variables"]
+    return Layout(
+        np.array(facts["start dates"], "datetime64[ns]"),
+        tuple(facts["members"]),
+        tuple(facts["leads"]),
+        tuple(name for name in names if not field(name).surface),
+        tuple(facts["levels"]),
+        tuple(name for name in names if field(name).surface),
+        Grid(np.array(facts["latitudes"]), np.array(facts["longitudes"])),
+    )
+
+
+def shard_chunks(specs: tuple[ArraySpec, ...]) -> dict[str, int]:
+    """Number of chunks of every shard that the arrays, and their masks, may have."""
+    every = [*specs, *(spec.mask for spec in specs)]
+    return {spec.shard(date): int(np.prod(spec.chunks)) for spec in every for date in range(spec.dates)}

@@ -1,0 +1,217 @@
+"""`ensemble-ml inspect`: what a store holds, what it lacks, how large it is and how fast it reads.
+
+Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.config import InspectConfig, OutputFormat
+from ensemble_ml.fields import field
+from ensemble_ml.store.contents import Contents, contents_of
+from ensemble_ml.store.inspect_text import as_text
+from ensemble_ml.store.schema import FORMAT, Kind
+from ensemble_ml.store.source import Part, Selection
+
+_FLOAT32 = 4
+_GAPS_LISTED = 20
+
+
+def inspect(config: InspectConfig) -> dict[str, Any]:
+    """Print what stands at `config.store`, as text or JSON, and return it.
+
+    Raises:
+        UserError: there is no store, or it is damaged (with `verify`, as far as any byte of it).
+    """
+    contents = contents_of(config.store)
+    found = describe(contents)
+    if config.verify:
+        contents.verify()
+        found["verified"] = f"all {len(contents.files)} files have the sha256 of the manifest"
+    if config.speed and contents.source is not None:
+        found["speed"] = read_speed(contents, int(np.random.default_rng().choice(contents.done)))
+    print(json.dumps(found, indent=1, allow_nan=False) if config.format is OutputFormat.json else as_text(found))
+    return found
+
+
+def describe(contents: Contents) -> dict[str, Any]:
+    """All that can be said without reading a field: plain values that JSON can hold."""
+    lay, times = contents.layout, contents.layout.init_time.astype("datetime64[m]")
+    years, counts = np.unique(times[contents.done].astype("datetime64[Y]").astype(int) + 1970, return_counts=True)
+    presence = Presences(contents)
+    return {
+        "store": contents.path,
+        "format": FORMAT,
+        "complete": contents.source is not None,
+        "dates": {
+            "count": len(times),
+            "done": len(contents.done),
+            "first": str(times[0]),
+            "last": str(times[-1]),
+            "by_year": {str(year): int(count) for year, count in zip(years, counts, strict=True)},
+        },
+        "members": list(lay.realization),
+        "lead_hours": list(lay.lead_hours),
+        "variables": list(lay.variables),
+        "levels": list(lay.levels),
+        "surface": list(lay.surface),
+        "grid": lay.grid.describe(),
+        "parts": [part.value for part in contents.parts],
+        "packing": contents.packing.value,
+        "static": list(contents.static),
+        "gaps": presence.gaps(),
+        "masked": _masked(contents, presence),
+        "statistics": _statistics(contents),
+        "quantisation_error": dict(contents.errors),
+        "sizes": _sizes(contents, presence),
+        "fingerprint": contents.source.fingerprint() if contents.source else None,
+        "provenance": contents.provenance,
+    }
+
+
+class Presences:
+    """Which fields are there on the dates that are built: counts over dates by part, (M, T, V, Z) and (M, T, S)."""
+
+    def __init__(self, contents: Contents):
+        self.contents = contents
+        self.counts = {part: self._count(part) for part in contents.parts}
+
+    def _count(self, part: Part) -> list[np.ndarray]:
+        lay = self.contents.layout
+        members, leads = len(lay.realization) if part is Part.FORECAST else 1, len(lay.lead_hours)
+        shapes = (members, leads, len(lay.variables), len(lay.levels)), (members, leads, len(lay.surface))
+        totals = [np.zeros(shape, int) for shape in shapes]
+        for date in self.contents.done:
+            for total, there in zip(totals, self.contents.present(part, date), strict=True):
+                total += there
+        return totals
+
+    def fields(self, part: Part) -> int:
+        """Number of fields of a part, over all dates."""
+        return int(sum(count.sum() for count in self.counts[part]))
+
+    def gaps(self) -> dict[str, Any]:
+        """Fields that some dates or members lack and others have: how many by part, and the first of them in words."""
+        found: dict[str, Any] = {}
+        for part in self.contents.parts:
+            lacking = list(self._lacking(part))
+            if lacking:
+                found[part.value] = {
+                    "fields": sum(count for _, count, _ in lacking),
+                    "dates": len(lacking),
+                    "first": [f"{when}: {text}" for when, _, text in lacking[:_GAPS_LISTED]],
+                }
+        return found
+
+    def _lacking(self, part: Part) -> Iterator[tuple[str, int, str]]:
+        """Date, number of fields and a phrase for each date with gaps; what no date has is ragged by design."""
+        counts, dates = self.counts[part], len(self.contents.done)
+        anywhere = [count.any(0) for count in counts]
+        if all((count == dates * there).all() for count, there in zip(counts, anywhere, strict=True)):
+            return
+        for date in self.contents.done:
+            gone = [w & ~t for w, t in zip(anywhere, self.contents.present(part, date), strict=True)]
+            total = int(sum(one.sum() for one in gone))
+            if total:
+                when = str(self.contents.layout.init_time[date].astype("datetime64[h]"))
+                yield when, total, self._phrase(part, gone, total)
+
+    def _phrase(self, part: Part, gone: list[np.ndarray], total: int) -> str:
+        lay = self.contents.layout
+        members = np.flatnonzero(gone[0].any((1, 2, 3)) | gone[1].any((1, 2)))
+        names = [lay.variables[v] for v in np.flatnonzero(gone[0].any((0, 1, 3)))]
+        names += [lay.surface[v] for v in np.flatnonzero(gone[1].any((0, 1)))]
+        leads = np.flatnonzero(gone[0].any((0, 2, 3)) | gone[1].any((0, 2)))
+        levels = np.flatnonzero(gone[0].any((0, 1, 2)))
+        who = "" if part is not Part.FORECAST else f"member {_some([lay.realization[m] for m in members])} "
+        where = f" at {_some([lay.levels[z] for z in levels])} hPa" if 0 < len(levels) < len(lay.levels) else ""
+        when = f", lead {_some([lay.lead_hours[t] for t in leads])} h" if len(leads) < len(lay.lead_hours) else ""
+        return f"{who}lacks {_some(names)}{where}{when} ({total} fields)"
+
+
+def _some(values: list[Any], most: int = 6) -> str:
+    text = ", ".join(map(str, values[:most]))
+    return text + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
+    """Share of the forecast's points that have no value, for each variable with such points in any part."""
+    points, found = math.prod(contents.layout.grid.shape), dict[str, float]()
+    for name in contents.masked:
+        surface = field(name).surface
+        names, kind = (contents.layout.surface, Kind.SURFACE) if surface else (contents.layout.variables, Kind.PRESSURE)
+        at = names.index(name)
+        stored = presence.counts[Part.FORECAST][surface][:, :, at].sum() * points
+        values = contents.moments[kind].count[:, at].sum() if kind in contents.moments else 0
+        found[name] = round(1 - float(values) / stored, 6) if stored else 0.0
+    return found
+
+
+def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
+    """Moments over members, leads, dates and points: {"t": {"500": {mean, std, min, max}}, "t2m": {...}}."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, moments in contents.moments.items():
+        total = moments.at(0)
+        for lead in range(1, len(contents.layout.lead_hours)):
+            total = total.merge(moments.at(lead))
+        numbers = {"mean": total.mean, "std": total.std, "min": total.minimum, "max": total.maximum}
+        names = contents.layout.surface if kind is Kind.SURFACE else contents.layout.variables
+        for v, name in enumerate(names):
+            rows = [{key: _number(values[v, z]) for key, values in numbers.items()} for z in range(total.mean.shape[1])]
+            surface = kind is Kind.SURFACE
+            levels = [str(level) for level in contents.layout.levels]
+            found[name] = rows[0] if surface else dict(zip(levels, rows, strict=True))
+    return found
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
+    """Bytes on disk, and of the same fields as float32, by part; `rest` is coordinates, factors and statistics."""
+    points, left = math.prod(contents.layout.grid.shape), dict(contents.files)
+    found: dict[str, dict[str, Any]] = {}
+    for part in contents.parts:
+        arrays = {s.name for spec in contents.specs if spec.part is part for s in (spec, spec.mask)}
+        mine = [name for name in left if name.split("/")[0] in arrays]
+        on_disk = sum(left.pop(name).bytes for name in mine)
+        decoded = presence.fields(part) * points * _FLOAT32
+        found[part.value] = {"bytes": on_disk, "decoded": decoded, "ratio": round(decoded / max(on_disk, 1), 3)}
+    rest = sum(entry.bytes for entry in left.values())
+    total = sum(one["bytes"] for one in found.values()) + rest
+    decoded = sum(one["decoded"] for one in found.values())
+    return {"parts": found, "rest": rest, "files": len(contents.files),
+            "total": {"bytes": total, "decoded": decoded, "ratio": round(decoded / max(total, 1), 3)}}  # fmt: skip
+
+
+def read_speed(contents: Contents, date: int) -> dict[str, Any]:
+    """Read the forecast of one start date, a lead and a variable at a time: float32 decoded in MB (1e6 bytes) a second.
+
+    The bytes come from the disk, or from the memory of the operating system if they were used lately.
+    """
+    store, lay = contents.source, contents.layout
+    assert store is not None
+    part = Part.FORECAST if Part.FORECAST in contents.parts else contents.parts[0]
+    decoded, start = 0, time.perf_counter()
+    for lead in lay.lead_hours:
+        for name in lay.names:
+            surface = name in lay.surface
+            one = Selection(None, (lead,), () if surface else (name,), None, (name,) if surface else ())
+            fields = store.read(part, date, one)
+            decoded += fields.pressure.nbytes + fields.surface.nbytes
+    seconds = time.perf_counter() - start
+    return {
+        "part": part.value,
+        "date": str(lay.init_time[date].astype("datetime64[h]")),
+        "decoded_mb": round(decoded / 1e6, 3),
+        "seconds": round(seconds, 4),
+        "mb_per_s": round(decoded / 1e6 / seconds, 1),
+    }

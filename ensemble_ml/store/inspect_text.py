@@ -1,0 +1,108 @@
+"""The page that `ensemble-ml inspect` prints of what `inspect` found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ensemble_ml.fields import field
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Headings, tables and lines for a person."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    dates = found["dates"]
+    state = "complete" if found["complete"] else f"half-built: {dates['done']} of {dates['count']} start dates are done"
+    yield f"{found['store']}: tensor store, format {found['format']}, {state}"
+    yield ""
+    years = ", ".join(f"{year} ({count})" for year, count in dates["by_year"].items()) or "none"
+    yield from _pairs(
+        {
+            "start dates": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
+            "members": f"{len(found['members'])}: {_list(found['members'])}",
+            "leads": f"{_list(found['lead_hours'])} h",
+            "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
+            "surface": _list(found["surface"]),
+            "static": _list(found["static"]),
+            "grid": found["grid"],
+            "parts": _list(found["parts"]),
+            "packing": found["packing"],
+            "fingerprint": found["fingerprint"] or "none yet",
+        }
+    )
+    yield from _gaps(found)
+    yield from _statistics(found)
+    yield from _sizes(found)
+    if "speed" in found:
+        speed = found["speed"]
+        yield ""
+        yield (
+            f"Read speed: {speed['mb_per_s']:.0f} MB/s of decoded float32 ({speed['part']} of {speed['date']}, "
+            f"{speed['decoded_mb']:.1f} MB in {speed['seconds']:.3f} s; from disk, or memory if used lately)"
+        )
+    if "verified" in found:
+        yield f"Verified: {found['verified']}"
+    yield ""
+    yield "Provenance"
+    yield from _pairs(found["provenance"])
+
+
+def _gaps(found: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    if not found["gaps"]:
+        yield "Gaps: none"
+    for part, gap in found["gaps"].items():
+        yield f"Gaps in the {part}: {gap['fields']} fields on {gap['dates']} start dates"
+        yield from (f"  {line}" for line in gap["first"])
+        if gap["dates"] > len(gap["first"]):
+            yield f"  and {gap['dates'] - len(gap['first'])} more start dates"
+    for name, share in found["masked"].items():
+        yield f"Masked: {name} has no value at {100 * share:.1f} % of the forecast's points"
+
+
+def _statistics(found: dict[str, Any]) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("field", "mean", "std", "min", "max", "units", "packing error")]
+    for name, entry in found["statistics"].items():
+        levels = {"": entry} if "mean" in entry else entry
+        bound = found["quantisation_error"].get(name, 0.0)
+        error = f"{bound:.2g}" if bound else "exact"
+        for level, numbers in levels.items():
+            values = [_short(numbers[key]) for key in ("mean", "std", "min", "max")]
+            rows.append((f"{name}{level}", *values, field(name).units, error))
+    yield from _table("Forecast values, all members, leads, dates and points (not weighted by area)", rows)
+
+
+def _sizes(found: dict[str, Any]) -> Iterator[str]:
+    sizes = found["sizes"]
+    rows = [("part", "on disk, MB", "as float32, MB", "ratio")]
+    for name, one in (*sizes["parts"].items(), ("total", sizes["total"])):
+        rows.append((name, f"{one['bytes'] / 1e6:.2f}", f"{one['decoded'] / 1e6:.2f}", f"{one['ratio']:.2f}"))
+    rows.insert(-1, ("rest", f"{sizes['rest'] / 1e6:.2f}", "", ""))
+    yield from _table(f"Sizes ({sizes['files']} files)", rows)
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    yield ""
+    yield title
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _pairs(entries: dict[str, Any]) -> Iterator[str]:
+    width = max((len(key) for key in entries), default=0)
+    for key, value in entries.items():
+        yield f"  {key:<{width}}  {_list(value) if isinstance(value, list) else value}"
+
+
+def _list(values: list[Any], most: int = 12) -> str:
+    text = ", ".join(str(value) for value in values[:most]) or "none"
+    return text + (f" ... {values[-1]} ({len(values)})" if len(values) > most else "")
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.5g}"

@@ -1,0 +1,51 @@
+"""A store that is being built can be looked at; what is done is what the finished store will say of those dates."""
+
+import gribfiles
+import pytest
+
+from data_prep import prepare
+from ensemble_ml.config import InspectConfig, PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.inspect import inspect
+
+
+@pytest.fixture
+def settings(tmp_path):
+    dates = (20010101, 20010102, 20020101)
+    gribfiles.ensemble(tmp_path / "ens.grib", names=("t", "t2m"), dates=dates)
+
+    def make(**changes):
+        return PrepareConfig(input=str(tmp_path / "ens.grib"), output=str(tmp_path / "a.zarr"), coarsen=2, **changes)
+
+    return make
+
+
+def look(tmp_path, **changes):
+    return inspect(InspectConfig(store=str(tmp_path / "a.zarr"), speed=False, **changes))
+
+
+def test_half_built_and_built(settings, tmp_path, capsys):
+    prepare(settings(parts="1/3"))
+    assert not (tmp_path / "a.zarr").exists()
+    half = look(tmp_path, verify=True)
+    assert not half["complete"] and half["dates"]["done"] == 1 and half["dates"]["count"] == 3
+    assert "half-built: 1 of 3 start dates are done" in capsys.readouterr().out
+    assert half["sizes"]["parts"]["forecast"]["bytes"] > 0 and half["fingerprint"] is None and not half["gaps"]
+    prepare(settings(parts="2/3"))
+    prepare(settings(parts="3/3"))
+    whole = look(tmp_path, verify=True)
+    assert whole["complete"] and whole["provenance"]["coarsen"] == 2
+    same = ("members", "lead_hours", "variables", "levels", "surface", "grid", "parts", "packing", "static", "masked")
+    assert all(half[key] == whole[key] for key in same)
+    assert half["statistics"]["t"]["500"]["std"] == pytest.approx(whole["statistics"]["t"]["500"]["std"], rel=0.3)
+    assert whole["quantisation_error"]["t"] >= half["quantisation_error"]["t"] > 0
+
+
+def test_a_damaged_shard_of_a_half_built_store(settings, tmp_path):
+    prepare(settings(parts="1/3"))
+    shard = next(p for p in (tmp_path / "a.zarr.building" / "store").rglob("c.*") if p.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"sha256|checksum|damaged"):
+        look(tmp_path, verify=True)
