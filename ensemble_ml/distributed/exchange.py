@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ensemble_ml.distributed.buckets import Arrivals, Bucket, make_buckets
 from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.fingerprint import check_same_model
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
 
@@ -63,15 +64,27 @@ class BucketExchange(Exchange):
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
         self.close()
+        self._optimizer = optimizer
+
+    def ready(self) -> None:
+        """Make buckets and hooks, once; not in `attach`, since the order of axes in memory may be chosen after it.
+
+        Raises:
+            UserError: the models of the ranks differ.
+        """
+        if self._arrivals is not None:
+            return
+        check_same_model(self.params, self.group)
         self.buckets = make_buckets(self.params, self._limit)
-        self._prepare(optimizer)
+        self._prepare()
         self._arrivals = Arrivals(self.params, self.buckets, self._full)
-        self._arrivals.defer = not self.overlap
         if not self.params[0].is_cuda:
             self._thread = ThreadPoolExecutor(1, "exchange")
 
     def begin(self, step: int) -> None:
+        self.ready()
         assert self._arrivals is not None
+        self._arrivals.defer = not self.overlap
         self.step = step
         self._sent = self.bytes_sent
         self._jobs = []
@@ -117,7 +130,7 @@ class BucketExchange(Exchange):
     def _carry_out(self, number: int) -> None:
         self._exchange(number)
 
-    def _prepare(self, optimizer: Optimizer) -> None:
+    def _prepare(self) -> None:
         """Make what lasts from step to step."""
 
     def _before_flush(self) -> None:
@@ -146,7 +159,7 @@ class GradientAverage(BucketExchange):
         super().__init__(group, **settings)  # type: ignore[arg-type]
         self.dtype = dtype
 
-    def _prepare(self, optimizer: Optimizer) -> None:
+    def _prepare(self) -> None:
         # Behind the gradients: one number a parameter that says how many ranks used it, one a rank for its health.
         self._flats, self._views = [], []
         for bucket in self.buckets:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
@@ -23,8 +22,8 @@ class PowerSGD(GradientAverage):
         super().__init__(group, **(settings | {"overlap": False}))  # type: ignore[arg-type]
         self.rank = rank
 
-    def _prepare(self, optimizer: Optimizer) -> None:
-        super()._prepare(optimizer)
+    def _prepare(self) -> None:
+        super()._prepare()
         generator = torch.Generator().manual_seed(1)
         self.factors: dict[int, Tensor] = {}
         self.errors: dict[int, Tensor] = {}
@@ -72,10 +71,12 @@ class PowerSGD(GradientAverage):
         return norm, culprits
 
     def local_state(self) -> dict[str, Tensor]:
+        self.ready()
         errors = {f"error.{i}": v for i, v in self.errors.items()}
         return errors | {f"factor.{i}": v for i, v in self.factors.items()}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
+        self.ready()
         for name, value in state.items():
             kind, index = name.split(".")
             held = self.errors if kind == "error" else self.factors

@@ -71,10 +71,14 @@ class Vote(BucketExchange):
         """All ranks that take part, inner ones too."""
         return self.group.size * self.inner.size
 
-    def _prepare(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Lion):
             raise UserError(f"{type(self).__name__}: ranks vote on signs, which only Lion takes; use optim=lion")
-        self._optimizer = optimizer
+        super().attach(optimizer)
+        self._lion = optimizer
+
+    def _prepare(self) -> None:
+        optimizer = self._lion
         self._beta = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
         multiple = WORD * self.ranks
         self._flats = [b.flat(self.params, multiple=multiple) for b in self.buckets]
@@ -83,7 +87,6 @@ class Vote(BucketExchange):
         for bucket, views in zip(self.buckets, self._views, strict=True):
             self._signs |= {self.params[s.index]: v for s, v in zip(bucket.slots, views, strict=True)}
         self._elements = sum(p.numel() for p in self.params)
-        assert self._arrivals is None
         self._wait = bool(self.clip) and self.clip_by is ClipBy.total
 
     def begin(self, step: int) -> None:
@@ -105,7 +108,7 @@ class Vote(BucketExchange):
     @property
     def momenta(self) -> list[Tensor]:
         """This rank's momentum of each parameter."""
-        return [self._optimizer.momentum(p) for p in self.params]
+        return [self._lion.momentum(p) for p in self.params]
 
     def average_momenta(self) -> None:
         """Let all ranks have the mean momentum."""
@@ -175,7 +178,7 @@ class Vote(BucketExchange):
             beta = self._beta[p]
             if factor != 1 and p.grad is not None:
                 p.grad *= factor  # an estimate of the whole batch's gradient, whatever the number of ranks
-            torch.mul(self._optimizer.momentum(p), beta, out=view)
+            torch.mul(self._lion.momentum(p), beta, out=view)
             if p.grad is not None:
                 view.add_(p.grad, alpha=1 - beta)
         # The words between parameters must stay zero: flat held signs.

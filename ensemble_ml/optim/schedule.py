@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.config import OptimConfig, OptimName
+from ensemble_ml.optim.exchange import Exchange
 from ensemble_ml.optim.lion import Lion
 
 Schedule = Callable[[int], float]
@@ -30,18 +31,25 @@ def warmup_cosine(step: int, *, steps: int, peak: float, warmup: int, final: flo
 
 
 def build(
-    config: OptimConfig, params: Iterable[Tensor] | Iterable[dict[str, Any]], steps: int
+    config: OptimConfig,
+    params: Iterable[Tensor] | Iterable[dict[str, Any]],
+    steps: int,
+    exchange: Exchange | None = None,
 ) -> tuple[Optimizer, Schedule]:
     """Make the optimizer of `config` over `params` (tensors or groups) and its schedule for a run of `steps`.
+
+    `exchange` is attached to it; without one, a rank is alone.
 
     The schedule keeps no state: set `group["lr"] = schedule(step)` before each step.
     """
     betas = (config.beta1, config.beta2)
     optimizer: Optimizer
     if config.name is OptimName.lion:
-        optimizer = Lion(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+        optimizer = Lion(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay, exchange=exchange)
     else:
         optimizer = torch.optim.AdamW(params, lr=config.lr, betas=betas, weight_decay=config.weight_decay)
+        if exchange is not None:
+            exchange.attach(optimizer)
 
     def schedule(step: int) -> float:
         return warmup_cosine(step, steps=steps, peak=config.lr, warmup=config.warmup, final=config.final_lr)
