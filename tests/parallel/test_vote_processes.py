@@ -5,6 +5,7 @@ import hashlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel.processes import run_ranks
 from torch import nn
 
