@@ -135,15 +135,14 @@ def gather_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) ->
 
 def restore_state(exchange: Exchange, found: dict[str, Tensor]) -> None:
     """Give each rank its tensors back; on another number of ranks, all of them get the mean."""
-    if not isinstance(exchange, BucketExchange) or not found:
+    if not found:
         return
+    size, place = (exchange.group.size, exchange.group.rank) if isinstance(exchange, BucketExchange) else (1, 0)
     ranks = sorted({int(key.split(".")[0].removeprefix("rank")) for key in found})
     names = [key.removeprefix("rank0.") for key in found if key.startswith("rank0.")]
-    if len(ranks) == exchange.group.size:
-        own = {name: found[f"rank{exchange.group.rank}.{name}"] for name in names}
+    if len(ranks) == size:
+        own = {name: found[f"rank{place}.{name}"] for name in names}
     else:
-        log.warning(
-            "resume: state of %d ranks on %d: every rank goes on from the mean", len(ranks), exchange.group.size
-        )
+        log.warning("resume: momenta of %d ranks on %d: every rank goes on from their mean", len(ranks), size)
         own = {name: torch.stack([found[f"rank{r}.{name}"] for r in ranks]).mean(0) for name in names}
     exchange.load_local_state(own)

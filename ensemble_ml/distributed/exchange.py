@@ -64,7 +64,6 @@ class BucketExchange(Exchange):
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
         self.close()
-        self._optimizer = optimizer
 
     def ready(self) -> None:
         """Make buckets and hooks, once; not in `attach`, since the order of axes in memory may be chosen after it.

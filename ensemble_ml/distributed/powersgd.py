@@ -79,6 +79,8 @@ class PowerSGD(GradientAverage):
         self.ready()
         for name, value in state.items():
             kind, index = name.split(".")
+            if kind == "momentum":
+                continue
             held = self.errors if kind == "error" else self.factors
             held[int(index)].copy_(value)
 

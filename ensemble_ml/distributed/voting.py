@@ -11,6 +11,7 @@ each bucket, to its share sqrt(elements / all elements) of `clip`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Vote(BucketExchange):
     def signs(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [self._signs[p] for p in params]
 
-    def after_step(self) -> dict[str, object]:
+    def after_step(self) -> dict[str, Any]:
         done = self.plan.follow(self.momenta, self.group, self.step)
         if done is None:
             return {}
@@ -116,10 +117,6 @@ class Vote(BucketExchange):
 
     def local_state(self) -> dict[str, Tensor]:
         return {f"momentum.{i}": m for i, m in enumerate(self.momenta)}
-
-    def load_local_state(self, state: dict[str, Tensor]) -> None:
-        for i, m in enumerate(self.momenta):
-            m.copy_(state[f"momentum.{i}"])
 
     def _before_flush(self) -> None:
         if self._wait:

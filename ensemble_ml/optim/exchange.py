@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Exchange:
 
     def attach(self, optimizer: Optimizer) -> None:
         """Serve the parameters of `optimizer`."""
+        self.optimizer = optimizer
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
 
     def begin(self, step: int) -> None:
@@ -78,7 +80,7 @@ class Exchange:
         """The directions that ranks voted for; None where Lion takes the signs of its own updates."""
         return None
 
-    def after_step(self) -> dict[str, object]:
+    def after_step(self) -> dict[str, Any]:
         """Follow the optimizer's step; returns what the log should tell of it."""
         return {}
 
@@ -87,7 +89,11 @@ class Exchange:
         return {}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """Take back this rank's tensors, or their mean over the ranks of a run of another size."""
+        """Take back this rank's tensors, or their mean over the ranks of a run of another size: here, momenta."""
+        for i, p in enumerate(self.params):
+            momentum, saved = getattr(self.optimizer, "momentum", None), state.get(f"momentum.{i}")
+            if momentum is not None and saved is not None:
+                momentum(p).copy_(saved)
 
     def close(self) -> None:
         """Let go of threads and hooks."""

@@ -15,6 +15,7 @@ import torch
 
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
+from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
@@ -24,7 +25,7 @@ from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates
-from ensemble_ml.optim import build
+from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training import setup
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split
@@ -92,7 +93,7 @@ def assemble(
         state, found = _begin(config, reader, own, train, validation, session)
     else:
         setup.check_same_data(reader.source, checkpoint)
-        state, found = _go_on(config, checkpoint, device)
+        state, found = _go_on(config, checkpoint, session)
     if isinstance(state.model, EnsembleModel):
         partition_model(state.model, session.mesh)
     facts = {
@@ -160,19 +161,21 @@ def _begin(
     steps, found = config.steps, {}
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
         steps, found = 0, {"emos": fit_emos_model(model, reader, train, validation, members, config.data.members)}
-    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error))
+    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), session)
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
         state.average = Average(model, config.average)  # in the type of weights that was chosen
     return state, {"precision": speed.to_json(), "input_range": ranges(reader.spec, fit.input_range), **found}
 
 
-def _go_on(config: TrainConfig, checkpoint: Checkpoint, device: torch.device) -> tuple[State, dict[str, Any]]:
+def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
     speed.apply(model)
     load_weights(model, checkpoint)
-    state = _state(config, model.to(device), checkpoint.meta["steps"], checkpoint.training["spread_error"])
+    state = _state(
+        config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"], session
+    )
     state.restore(checkpoint)
     return state, {k: checkpoint.meta[k] for k in ("precision", "input_range", "emos") if k in checkpoint.meta}
 
@@ -193,10 +196,16 @@ def _batches(
     )
 
 
-def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor) -> State:
-    optimizer, schedule = build(config.optim, model.param_groups(), steps)
+def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor, session: Session) -> State:
+    exchange = run_exchange(config, session)
+    optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
     average = Average(model, config.average) if config.average else None
-    return State(model, optimizer, schedule, steps, spread_error, average)
+    return State(model, optimizer, schedule, steps, spread_error, average, exchange)
+
+
+def run_exchange(config: TrainConfig, session: Session) -> Exchange:
+    """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up."""
+    return make_exchange(config.optim, session.topology, local_size=session.world.local_size)
 
 
 def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:

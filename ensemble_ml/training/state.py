@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ensemble_ml.distributed.choice import restore_state
 from ensemble_ml.models import AnyModel
+from ensemble_ml.optim import Exchange
 from ensemble_ml.optim.schedule import Schedule
 from ensemble_ml.training.checkpoint import Checkpoint
 
 _OPTIMIZER, _RAW, _SPREAD_ERROR = "optimizer.", "raw.", "spread_error"
+EXCHANGE = "exchange."  # of each rank apart
 
 
 def learned(model: AnyModel) -> Iterator[tuple[str, Tensor]]:
@@ -67,6 +70,7 @@ class State:
     steps: int
     spread_error: Tensor  # (N + 1, T, F), scale of the spread loss
     average: Average | None = None
+    exchange: Exchange = field(default_factory=Exchange)
     step: int = 0
     best: dict[str, Any] | None = None
     scores: dict[str, float] = field(default_factory=dict)
@@ -101,6 +105,8 @@ class State:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
         self._restore_optimizer(checkpoint.training)
+        apart = {k.removeprefix(EXCHANGE): v for k, v in checkpoint.training.items() if k.startswith(EXCHANGE)}
+        restore_state(self.exchange, apart)
         if self.average is not None:
             self.average.weights = {name: p.detach().clone() for name, p in learned(self.model)}
             for name, p in learned(self.model):

@@ -23,7 +23,8 @@ class Tracker:
     """Logs of one run folder; a context manager.
 
     Lines of `log.jsonl` hold `step` and either the loss and its parts (means since the line before), lr, samples_per_s,
-    memory_mb and wait (the share of the time that was spent waiting for data), or `validation` with its scores. A
+    memory_mb and wait (the share of the time that was spent waiting for data), over several ranks also sent_mb (bytes that
+    this rank sent, a step) and exchange_wait (the share of the time that was spent waiting for other ranks), or `validation` with its scores. A
     resumed run takes back the lines that a killed one had written beyond its last checkpoint.
     """
 
@@ -51,10 +52,22 @@ class Tracker:
         if self._board is not None:
             self._board.close()
 
-    def step(self, step: int, *, samples: int, waited: float, lr: float, loss: dict[str, float]) -> None:
+    def step(
+        self,
+        step: int,
+        *,
+        samples: int,
+        waited: float,
+        lr: float,
+        loss: dict[str, float],
+        sent: int = 0,
+        exchanged: float = 0.0,
+    ) -> None:
         """Tell of a step that is done (counted from 1)."""
         self._samples += samples
         self._waited += waited
+        self._sent += sent
+        self._exchanged += exchanged
         self._count += 1
         self._sums = {name: self._sums.get(name, 0.0) + value for name, value in loss.items()}
         self._bar.update()
@@ -68,9 +81,14 @@ class Tracker:
             "memory_mb": round(memory_mb()),
             "wait": round(self._waited / took, 3),
         }
+        if self._sent:
+            values |= {"sent_mb": _digits(self._sent / self._count / 1e6, 4)}
+            values |= {"exchange_wait": round(self._exchanged / took, 3)}
         self._write({"step": step, **values})
         self._scalars(step, {f"train/{k}": v for k, v in values.items()})
         short = f"loss {values['loss']:.4f}, {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB"
+        if self._sent:
+            short += f", {values['sent_mb']:.3g} MB sent a step, {values['exchange_wait']:.0%} waiting for ranks"
         self._bar.set_postfix_str(short)
         if self._plain:
             log.info("step %d/%d: %s", step, self._steps, short)
@@ -84,6 +102,12 @@ class Tracker:
         told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or "no target to score"
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
 
+    def note(self, step: int, momentum: dict[str, Any]) -> None:
+        """Tell which layers' momenta were averaged after `step`, the bytes that took, and why those layers."""
+        self._write({"step": step, "momentum_sync": momentum})
+        self._scalars(step, {f"momentum_variance/{k}": v for k, v in (momentum.get("variance") or {}).items()})
+        self.say(f"step {step}: momentum of {len(momentum['layers'])} layers averaged, {momentum['bytes']} bytes sent")
+
     def say(self, text: str) -> None:
         """One line for the person who watches."""
         if self._plain:
@@ -94,6 +118,7 @@ class Tracker:
     def restart_clock(self) -> None:
         """Begin a new interval of samples/s, so that it holds training alone."""
         self._began, self._samples, self._waited = time.perf_counter(), 0, 0.0
+        self._sent, self._exchanged = 0, 0.0
 
     def _write(self, line: dict[str, Any]) -> None:
         self._stream.write(json.dumps(line) + "\n")
@@ -114,7 +139,10 @@ class Silent:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def step(self, step: int, *, samples: int, waited: float, lr: float, loss: dict[str, float]) -> None:
+    def step(self, step: int, **told: object) -> None:
+        """Say nothing."""
+
+    def note(self, step: int, momentum: dict[str, Any]) -> None:
         """Say nothing."""
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:

@@ -16,30 +16,32 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ensemble_ml.config import TrainConfig
+from ensemble_ml.config import Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
-from ensemble_ml.distributed.gradients import sum_gradients
+from ensemble_ml.distributed.choice import gather_state
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
-from ensemble_ml.optim import build
+from ensemble_ml.optim import Outcome, build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
-from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.assemble import Run, assemble, run_exchange
 from ensemble_ml.training.checkpoint import save_checkpoint
 from ensemble_ml.training.signals import StopRequest
-from ensemble_ml.training.state import State
+from ensemble_ml.training.state import EXCHANGE, State
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import validate
 
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
+_MOST_SKIPPED = 10  # steps in a row that nonfinite=skip leaves out: a run that learns nothing more should end
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
 
 
@@ -84,6 +86,8 @@ class Trainer:
     def __init__(self, run: Run, folder: Path):
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
+        self._waited, self._skipped = 0.0, 0
+        self._noted: dict[str, Any] = {}
         self.area = run.loss.area
 
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
@@ -125,13 +129,15 @@ class Trainer:
     def _seconds_a_step(self) -> float:
         trial = Trainer(self.setup, self.folder)
         model = copy.deepcopy(self.state.model)
-        optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps)
-        trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error)
+        exchange = run_exchange(self.config, self.session)
+        optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
+        trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
         times = []
         for batch in self.setup.batches(0, _TIMED_STEPS + 1):
             start = time.perf_counter()
             trial._step(self._moved(batch))
             times.append(time.perf_counter() - start)
+        exchange.close()
         return float(np.median(times[1:]))
 
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
@@ -142,10 +148,16 @@ class Trainer:
                 start = time.perf_counter()
                 batch = self._moved(next(batches))
                 waited = time.perf_counter() - start
+                sent = self._bytes_sent
                 losses = self._step(batch, stop)
                 samples, stopped = losses.pop("samples"), losses.pop("stop")
                 lr = state.optimizer.param_groups[0]["lr"]
-                tracker.step(state.step, samples=int(samples), waited=waited, lr=lr, loss=losses)
+                tracker.step(
+                    state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
+                    sent=self._bytes_sent - sent, exchanged=self._waited,
+                )  # fmt: skip
+                if self._noted:
+                    tracker.note(state.step, self._noted)
                 self._keep(tracker)
                 if self.session.topology.size == 1:  # nobody to agree with
                     stopped = bool(stop.requested)
@@ -161,20 +173,34 @@ class Trainer:
         for group in state.optimizer.param_groups:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
+        state.exchange.begin(state.step)
         losses = self.setup.loss(state.model(batch.inputs), batch)
         losses["loss"].backward()
-        sum_gradients(state.model.parameters(), self.session.mesh.model)
-        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
-        self._refuse_infinite(values["loss"], float(norm), batch)
-        if self.config.optim.clip:
-            torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), self.config.optim.clip, norm)
-        state.optimizer.step()
+        self._waited, self._noted = outcome.waited, {}
+        if self._usable(values["loss"], outcome, batch):
+            state.optimizer.step()
+            self._noted = self._named(state.exchange.after_step())
         state.step += 1
         if state.average is not None:
             state.average.update(state.model, state.step)
         return values
+
+    @property
+    def _bytes_sent(self) -> int:
+        """Bytes that this rank has sent over all of its communicators."""
+        return self.session.mesh.bytes_sent + getattr(self.state.exchange, "bytes_sent", 0)
+
+    def _named(self, told: dict[str, Any]) -> dict[str, Any]:
+        """What an exchange tells of parameters by number, by their names."""
+        names = {id(p): name for name, p in self.state.model.named_parameters()}
+        order = [names[id(p)] for p in self.state.exchange.params]
+        if "layers" in told:
+            told["layers"] = [order[i] for i in told["layers"]]
+        if told.get("variance"):
+            told["variance"] = dict(zip(order, told["variance"], strict=True))
+        return told
 
     def _summed(self, losses: dict[str, Tensor], batch: Batch, stop: StopRequest | None) -> dict[str, float]:
         """Each rank's share of the losses summed over ranks, the samples of the whole batch, who asks to stop."""
@@ -186,13 +212,22 @@ class Trainer:
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))
 
-    def _refuse_infinite(self, loss: float, norm: float, batch: Batch) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {norm}"
+    def _usable(self, loss: float, outcome: Outcome, batch: Batch) -> bool:
+        """Whether the step may be taken, the same on every rank; what is not finite ends the run, or is left out."""
+        if math.isfinite(loss) and outcome.finite:
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
+        if self.session.topology.size > 1 and outcome.culprits:
+            what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
+        where = f"step {self.state.step + 1}: {what}, on start dates {', '.join(batch.init_time)}"
+        if self.config.optim.nonfinite is Nonfinite.skip and self._skipped <= _MOST_SKIPPED:
+            log.warning("%s; the step is left out", where)
+            return False
         raise UserError(
-            f"step {self.state.step + 1}: {what}, on start dates {', '.join(batch.init_time)};"
-            " checkpoints/last is the state before; try a lower optim.lr, optim.clip=1 or model.precision=float32"
+            f"{where}; checkpoints/last is the state before; try a lower optim.lr, optim.clip=1 or"
+            " model.precision=float32"
         )
 
     def _keep(self, tracker: Tracker | Silent) -> None:
@@ -235,9 +270,11 @@ class Trainer:
         return batch.to(self.setup.device, self.setup.dtype)
 
     def _save(self, *, best: bool) -> None:
+        apart = gather_state(self.state.exchange, self.config.optim.momentum_kept)  # all ranks
         if not self.session.first:
             return
         state_dict, training = self.state.tensors()
+        training |= {f"{EXCHANGE}{name}": value for name, value in apart.items()}
         meta = {**self.setup.facts, **self.state.meta()}
         folder = self.folder / "checkpoints"
         save_checkpoint(folder, self.state.step, state_dict=state_dict, training=training, meta=meta, best=best)
