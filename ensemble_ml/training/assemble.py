@@ -84,7 +84,6 @@ def assemble(
     """
     session = session or solo()
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
-    device = session.device
     torch.backends.cudnn.deterministic = True
     train, validation = _whole_dates(config, reader, train, validation)
     shard = _shard(reader.spec, session)

@@ -22,10 +22,11 @@ LOG = "log.jsonl"
 class Tracker:
     """Logs of one run folder; a context manager.
 
-    Lines of `log.jsonl` hold `step` and either the loss and its parts (means since the line before), lr, samples_per_s,
-    memory_mb and wait (the share of the time that was spent waiting for data), over several ranks also sent_mb (bytes that
-    this rank sent, a step) and exchange_wait (the share of the time that was spent waiting for other ranks), or `validation` with its scores. A
-    resumed run takes back the lines that a killed one had written beyond its last checkpoint.
+    Lines of `log.jsonl` hold `step` and one of: the loss and its parts (means since the line before), lr,
+    samples_per_s, memory_mb, wait (the share of the time that was spent waiting for data), and over several ranks
+    sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it waited for the others);
+    `validation` with its scores; `momentum_sync`. A resumed run takes back the lines that a killed one had written
+    beyond its last checkpoint.
     """
 
     def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):
