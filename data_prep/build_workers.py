@@ -55,7 +55,8 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
             count = max(1, sum(client.nthreads().values())) if config.scheduler else config.workers
             pool = stack.enter_context(client.get_executor(pure=False))
         threads = max(1, cores() // count) if config.executor is Executor.processes else 0
-        stack.callback(pool.shutdown, wait=False, cancel_futures=config.executor is Executor.processes)
+        if isinstance(pool, ProcessPoolExecutor):
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         yield Workers(lambda date: pool.submit(build_date, config, threads, date), 2 * count, lambda: None)
 
 

@@ -26,7 +26,7 @@ from ensemble_ml.store.fuse import Members, fuse
 from ensemble_ml.store.manifest import Entry
 from ensemble_ml.store.packing import PackedBlock, check_finite, decode, error_bound, exact_fields, quantise
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, describe_field
-from ensemble_ml.store.shard_write import ShardWriter, encode
+from ensemble_ml.store.shard_write import Encoded, ShardWriter, encode
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments, merge_all
 
@@ -50,9 +50,9 @@ class _Cell:
 class _Packed:
     """Chunks of one block of rows: by member, None where left out; mean and spread where they are derived."""
 
-    values: list[bytes | None]
-    masks: list[bytes | None]
-    derived: tuple[list[bytes], list[bytes]] | None
+    values: list[Encoded | None]
+    masks: list[Encoded | None]
+    derived: tuple[list[Encoded], list[Encoded]] | None
     moments: Moments | None  # (Z,)
 
 
@@ -174,7 +174,7 @@ class DateWriter:
                 self._append(cell.spec.mask, cell, [block.masks for block in blocks])
             self._derive(cell, blocks)
 
-    def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[bytes | None]]) -> None:
+    def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[Encoded | None]]) -> None:
         shard = self._shard(spec)
         for member in range(spec.fields[0]):
             for number, chunks in enumerate(blocks):
@@ -218,8 +218,8 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     spec, block = cell.spec, cell.block
     rows = slice(number * spec.rows, min((number + 1) * spec.rows, spec.grid[0]))
     height = rows.stop - rows.start
-    values: list[bytes | None] = []
-    masks: list[bytes | None] = []
+    values: list[Encoded | None] = []
+    masks: list[Encoded | None] = []
     members = []
     for member in range(spec.fields[0]):
         chunk = np.empty(spec.chunk, spec.dtype)
@@ -229,9 +229,10 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
         if mask is not None and spec.packed:
             chunk[:, :height][mask] = 0
         masks.append(_pack_mask(spec, mask) if mask is not None and spec.packed else None)
-        empty = not chunk.any() if spec.packed else not np.isfinite(chunk).any()
+        ends = np.stack([chunk[:, :height].min((1, 2)), chunk[:, :height].max((1, 2))]) if spec.packed else None
+        empty = not ends[1].any() if ends is not None else not np.isfinite(chunk).any()
         values.append(None if empty else encode(chunk))
-        members.append(_member(cell, member, chunk[:, :height], mask))
+        members.append(_member(cell, member, chunk[:, :height], mask, ends))
     if spec.part is not Part.FORECAST:
         return _Packed(values, masks, None, None)
     fused = fuse(members)
@@ -240,13 +241,16 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     return _Packed(values, masks, (_chunks(derived, fused.mean), _chunks(derived, fused.spread)), fused.moments)
 
 
-def _member(cell: _Cell, member: int, values: np.ndarray, mask: np.ndarray | None) -> Members:
+def _member(cell: _Cell, member: int, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:
     block = cell.block
     reference, scale, decimal = (part[member] for part in (block.reference, block.scale, block.decimal))
-    return Members(values, reference, scale, decimal, block.present[member], cell.exact[member], mask)
+    if ends is not None:  # decoding keeps the order of the integers
+        ends = ((ends * scale + reference) * decimal).astype(np.float32)
+    extremes = ends if mask is None else None
+    return Members(values, reference, scale, decimal, block.present[member], cell.exact[member], extremes, mask)
 
 
-def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> bytes | None:
+def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> Encoded | None:
     if not mask.any():
         return None
     chunk = np.zeros(spec.chunk, np.uint8)
@@ -254,7 +258,7 @@ def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> bytes | None:
     return encode(chunk)
 
 
-def _chunks(spec: ArraySpec, values: np.ndarray) -> list[bytes]:
+def _chunks(spec: ArraySpec, values: np.ndarray) -> list[Encoded]:
     """Compress a block of rows (Z, R, X) in the chunks of `spec`, of which it holds one or several."""
     chunks = []
     for first in range(0, values.shape[1], spec.rows):

@@ -34,7 +34,8 @@ class Fused:
 class Members:
     """One member's part of a block: `values` (Z, R, X) uint16 or float32, factors (Z,), `mask` (Z, R, X) or None.
 
-    `present` (Z,), and `exact` (Z,): whether `packing.exact_in_float32` holds.
+    `present` (Z,), `exact` (Z,): whether `packing.exact_in_float32` holds, and `extremes` (2, Z) float32: the smallest
+    and the largest value, where integers without a mask have told them already.
     """
 
     values: np.ndarray
@@ -43,6 +44,7 @@ class Members:
     decimal: np.ndarray
     present: np.ndarray
     exact: np.ndarray
+    extremes: np.ndarray | None
     mask: np.ndarray | None
 
 
@@ -57,11 +59,12 @@ def fuse(members: Sequence[Members]) -> Fused:
     moments = []
     for level in range(levels):
         there = [member for member in members if member.present[level]]
+        ends = _extremes(there, level)
         pieces = []
         for first in range(0, rows if there else 0, step):
             part = slice(first, first + step)
             values = _decoded(there, level, part)
-            pieces.append(_piece(values, mean[level, part].reshape(-1), spread[level, part].reshape(-1)))
+            pieces.append(_piece(values, ends, mean[level, part].reshape(-1), spread[level, part].reshape(-1)))
         moments.append(merge_all(pieces, ()))
     return Fused(mean, spread, stack(moments))
 
@@ -74,6 +77,14 @@ def _buffer(name: str, shape: tuple[int, int], dtype: type) -> np.ndarray:
         held = np.empty(size, dtype)
         setattr(_scratch, name, held)
     return held[:size].reshape(shape)
+
+
+def _extremes(members: Sequence[Members], level: int) -> tuple[float, float] | None:
+    """Smallest and largest value of all members at one level; None where only the values can tell."""
+    known = [member.extremes[:, level] for member in members if member.extremes is not None]
+    if len(known) < len(members) or not known:
+        return None
+    return min(float(low) for low, _ in known), max(float(high) for _, high in known)
 
 
 def _decoded(members: Sequence[Members], level: int, rows: slice) -> np.ndarray:
@@ -101,7 +112,7 @@ def _decoded(members: Sequence[Members], level: int, rows: slice) -> np.ndarray:
     return out
 
 
-def _piece(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> Moments:
+def _piece(values: np.ndarray, ends: tuple[float, float] | None, mean: np.ndarray, spread: np.ndarray) -> Moments:
     """Fill `mean` and `spread` (points,) where there are two members, and return the moments of all `values`."""
     count = len(values)
     wide = _buffer("wide", values.shape, np.float64)
@@ -114,7 +125,7 @@ def _piece(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> Moments:
         np.multiply(wide, wide, out=wide)
         squares = np.add.reduce(wide, 0)
     else:
-        low, high = values.min(), values.max()
+        low, high = ends or (values.min(), values.max())
         wide -= centre
         np.multiply(wide, wide, out=wide)
         squares = np.add.reduce(wide, 0)

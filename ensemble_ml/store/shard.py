@@ -29,7 +29,12 @@ _LARGEST_READ = 2 << 20  # bytes of one request: larger ones gain nothing, and t
 
 def with_checksum(data: bytes) -> bytes:
     """`data` and its crc32c."""
-    return data + google_crc32c.value(data).to_bytes(CHECKSUM, "little")
+    return data + checksum(data)
+
+
+def checksum(data: bytes) -> bytes:
+    """The crc32c of `data` as it lies on disk."""
+    return google_crc32c.value(data).to_bytes(CHECKSUM, "little")
 
 
 class ShardFile:

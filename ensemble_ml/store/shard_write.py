@@ -10,7 +10,9 @@ import numpy as np
 from numcodecs import blosc
 
 from ensemble_ml.store.schema import ArraySpec
-from ensemble_ml.store.shard import ABSENT, CHECKSUM, LEVEL, with_checksum
+from ensemble_ml.store.shard import ABSENT, LEVEL, checksum, with_checksum
+
+Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 
 
 class ShardWriter:
@@ -26,14 +28,15 @@ class ShardWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._draft, "wb", buffering=1 << 20)  # noqa: SIM115 - open until `close`
 
-    def append(self, chunk: tuple[int, int, int, int], data: bytes | None) -> None:
+    def append(self, chunk: tuple[int, int, int, int], data: Encoded | None) -> None:
         """Add what `encode` made of the chunk at (member, lead, variable, block)."""
         if data is None:
             return
-        self._index[np.ravel_multi_index(chunk, self._chunks)] = self._offset, len(data)
-        self._offset += len(data)
-        self._file.write(data)
-        self._digest.update(data[-CHECKSUM:])
+        size = sum(map(len, data))
+        self._index[np.ravel_multi_index(chunk, self._chunks)] = self._offset, size
+        self._offset += size
+        self._file.writelines(data)
+        self._digest.update(data[1])
 
     def close(self) -> tuple[int, str]:
         """Write the index and give the shard its name; return its bytes and its digest (see `shard.digest_shard`)."""
@@ -51,6 +54,7 @@ class ShardWriter:
         self._draft.unlink(missing_ok=True)
 
 
-def encode(chunk: np.ndarray) -> bytes:
-    """Compress one chunk (Z, rows, X), and put its checksum behind it. Lets other threads run."""
-    return with_checksum(blosc.compress(chunk, b"lz4", LEVEL, blosc.BITSHUFFLE))
+def encode(chunk: np.ndarray) -> Encoded:
+    """Compress one chunk (Z, rows, X); return it and its checksum. Lets other threads run."""
+    data = blosc.compress(chunk, b"lz4", LEVEL, blosc.BITSHUFFLE)
+    return data, checksum(data)
