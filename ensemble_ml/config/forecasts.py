@@ -92,6 +92,7 @@ class BenchmarkConfig:
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
     only: list[str] | None = opt(None, "sections to run, where a benchmark has several; null runs all")
     workspace: str | None = opt(None, "folder for the data that a benchmark makes for itself, kept and used again; null takes a temporary one")
+    files: str = opt("../shared/data", "for benchmark=stations: folder with the real files; sections whose file is absent are skipped")
     run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
 
     skill: SkillConfig = part(SkillConfig, "for benchmark=skill")

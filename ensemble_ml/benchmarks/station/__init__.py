@@ -1,0 +1,1 @@
+"""Tools of the benchmark on real data: the station's series, and the per-point network."""

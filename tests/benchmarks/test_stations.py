@@ -1,0 +1,42 @@
+"""The benchmark on real ensembles runs where the files are, and says so where they are not."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ensemble_ml.benchmarks.stations import ERA5, STATION, run
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+
+REAL = Path(os.environ.get("ENSEMBLE_ML_REAL_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+def ran(tmp_path, section, data=REAL):
+    config = BenchmarkConfig("stations", str(tmp_path), size=BenchmarkSize.tiny, only=[section], files=str(data))
+    return json.loads(run(config).read_text())
+
+
+def test_absent_files_are_named_and_skipped(tmp_path):
+    found = ran(tmp_path, "innsbruck", tmp_path)
+    assert found["claims"] == [] and f"skipped, {tmp_path / STATION} is not there" in found["notes"][0]
+
+
+@pytest.mark.skipif(not (REAL / STATION).is_file(), reason=f"{STATION} is not there; set ENSEMBLE_ML_REAL_DATA")
+def test_innsbruck(tmp_path):
+    found = ran(tmp_path, "innsbruck")
+    score = {name.partition(": ")[2]: figure["median"] for name, figure in found["figures"].items() if "CRPS: " in name}
+    assert found["claims"][0]["holds"]  # the coefficients of EMOS
+    assert score["seasonal EMOS 11"] < score["EMOS 11"] < score["raw 11, N(m, (1+1/M) s^2)"]
+    assert score["EMOS 11"] < score["debiased raw 11"] and score["network 11"] < score["debiased raw 11"]
+    assert score["raw 11, fair CRPS of members"] != score["raw 11, N(m, (1+1/M) s^2)"]
+    figure = found["figures"]["Innsbruck 2011-2015, CRPS: EMOS 5"]
+    assert figure["min"] < figure["median"] < figure["max"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (REAL / ERA5).is_file(), reason=f"{ERA5} is not there; set ENSEMBLE_ML_REAL_DATA")
+def test_era5(tmp_path):
+    found = ran(tmp_path, "era5")
+    assert [claim["unit"] for claim in found["claims"]] == ["ratio"] * 3
+    assert all(0 < claim["value"] < 3 for claim in found["claims"])
