@@ -16,7 +16,8 @@ scores.json holds
   ensemble's extreme forecast index is large;
 - `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness};
 - `case`: the test date with the largest mean |EFI|: {date, lead_hours, variable, level, efi, latitude, longitude, ...};
-- `left_out`: points that a mask left out, by entrant and field; `notes`: sentences a reader should know; `headline`.
+- `left_out`: points that a mask left out, with their share of the area, by entrant and field;
+- `notes`: sentences a reader should know; `headline`.
 
 A score in physical units of the variable; null where it is not defined.
 """
@@ -159,7 +160,11 @@ def _content(
     left_out = _left_out(scores)
     notes = list(plan.notes)
     if left_out:
-        notes.append(f"{len(left_out)} scores leave points out that miss a value: see left_out in scores.json.")
+        most = 100 * max(entry["area_share"] for entry in left_out)
+        notes.append(
+            f"{len(left_out)} scores leave points out that miss a value, up to {most:.3g} % of the area: see left_out "
+            "in scores.json."
+        )
     return {
         "format": FORMAT,
         "headline": summary.headline(scores, len(plan.test)),
@@ -196,7 +201,9 @@ def _content(
 
 
 def _left_out(scores: Scores) -> list[dict[str, Any]]:
+    """Points that a mask left out of a score, and their share of the area that the score would have covered."""
     found = []
+    area = WEIGHTINGS.index("area")
     for key, counts in scores.state.left_out.items():
         for c in np.flatnonzero(counts.sum(0)):
             column = scores.columns[c]
@@ -207,7 +214,9 @@ def _left_out(scores: Scores) -> list[dict[str, Any]]:
                     "field": column.name,
                     "lead_hours": column.lead_hours,
                     "left_out": int(counts[:, c].sum()),
-                    "points": int(scores.state.points[key][:, c].sum()),
+                    "points": int(points := scores.state.points[key][:, c].sum()),
+                    # the mean area of all points is one
+                    "area_share": round(1 - float(scores.state.weight[key][:, area, c].sum() / points), 6),
                 }
             )
     return found

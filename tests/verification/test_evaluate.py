@@ -262,6 +262,7 @@ def test_holes_are_counted(store, forecast, tmp_path, plain):
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert {"date": f"{DATES[TEST[1]]}T00", "reason": "without truth"} in content["dates"]["dropped"]
     holes = [hole for hole in content["left_out"] if hole["entrant"] == "forecast" and hole["statistic"] == "crps"]
+    assert all(0 < h["area_share"] < 3 / h["points"] for h in holes)
     assert {(h["field"], h["left_out"]) for h in holes} == {(f, 1) for f in ("t500", "t850", "q500", "q850")}
     assert np.isfinite(entry(content, "forecast", "t", 500)["crps"]["value"])
     assert any("scores leave points out" in note for note in content["notes"])
