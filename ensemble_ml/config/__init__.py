@@ -15,6 +15,7 @@ from ensemble_ml.config.archives import (
     SimulateConfig,
 )
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
+from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, PredictConfig
 from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.config.optim import (
@@ -46,6 +47,7 @@ __all__ = [
     "part",
     "require",
     "setting_lines",
+    "CompressionConfig",
     "BenchmarkConfig",
     "BenchmarkSize",
     "SkillConfig",

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, check_region, opt, part, require
+from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.parallel import ParallelConfig
 from ensemble_ml.config.skill import SkillConfig
@@ -95,6 +96,7 @@ class BenchmarkConfig:
     files: str = opt("../shared/data", "for benchmark=stations: folder with the real files; sections whose file is absent are skipped")
     run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
 
+    lion: CompressionConfig = part(CompressionConfig, "for benchmark=lion: hosts, links, quality")
     skill: SkillConfig = part(SkillConfig, "for benchmark=skill")
 
     def __post_init__(self) -> None:

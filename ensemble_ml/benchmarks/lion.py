@@ -1,0 +1,240 @@
+"""Compressed Lion against fp32, fp16, PowerSGD, Distributed Lion and published Lion Cub, over emulated links.
+
+    ensemble-ml benchmark benchmark=lion [only=[packing,simulation,communication,steps,replicas,quality]]
+        [lion.store=STORE] [lion.rates=[100mbit,1gbit]] [repeats=5]
+
+Hosts are network namespaces joined by shaped links (scripts/links.sh; needs root); where they cannot be made, or
+`lion.rates=[]`, ranks talk over the loopback, and no claim about networks is made. All hosts share this
+machine's cores.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.voting import packing, quality, simulation
+from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
+from ensemble_ml.benchmarks.voting.worker import DDP, ENTRANTS
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
+
+log = logging.getLogger(__name__)
+
+_VOTE = "vote, 1 bit"
+_RIVALS = (
+    "fp16 all-reduce in our buckets",
+    "PowerSGD, rank 4",
+    "Distributed Lion",
+    "Lion Cub, 8 bits",
+    "Lion Cub, 1 bit",
+)
+_SHAPES: dict[BenchmarkSize, dict[str, Any]] = {
+    BenchmarkSize.full: {"shape": [4, 16, 32], "config": {"hidden": 64, "max_hidden": 256, "depth": 2}},
+    BenchmarkSize.small: {"shape": [2, 16, 32], "config": {"hidden": 32, "max_hidden": 128, "depth": 2}},
+    BenchmarkSize.tiny: {"shape": [2, 16, 32], "config": {"hidden": 8, "max_hidden": 8, "depth": 1}},
+}
+_WORDS = {"100mbit": "100 Mbit", "1gbit": "1 Gbit"}
+
+
+@dataclass
+class Bench:
+    """Settings, and what the sections have found so far."""
+
+    config: BenchmarkConfig
+    folder: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def job(self, hosts: Hosts, work: str, *, seconds: float, **settings: Any) -> Any:
+        """What rank 0 of a job of all hosts found."""
+        text = json.dumps({"work": work, "repeats": self.config.repeats, **settings})
+        with tempfile.TemporaryDirectory(dir=self.folder) as out:
+            hosts.run(python("-m", "ensemble_ml.benchmarks.voting.worker", text, out), seconds=seconds)
+            return json.loads((Path(out) / "results.json").read_text())
+
+    def on_links(self, section: Callable[[Hosts], None], ranks: int) -> None:
+        """Run a section at each rate, or once over the loopback."""
+        why = available() if self.config.lion.rates else "lion.rates=[]"
+        if why:
+            self.notes.append(f"Loopback instead of links ({why}): times say nothing of networks.")
+            section(Hosts(ranks))
+            return
+        for rate in self.config.lion.rates:
+            with linked(ranks, rate) as hosts:
+                section(hosts)
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Run all sections, or those of `only`; write results.json and report.html.
+
+    Returns:
+        The path of results.json.
+
+    Raises:
+        UserError: `only` names a section that is not there, or a rank failed.
+    """
+    for name in config.only or ():
+        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
+    folder = Path(config.output) / "lion"
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(config, folder)
+    for name, section in SECTIONS.items():
+        if config.only is None or name in config.only:
+            log.info("lion: %s", name)
+            section(bench)
+    log.info("%s", summary(bench.figures, bench.claims))
+    return write_results(
+        folder, title="Compressed Lion and its peers", runs=config.repeats, figures=bench.figures, claims=bench.claims,
+        notes=bench.notes,
+    )  # fmt: skip
+
+
+def _packing(bench: Bench) -> None:
+    elements = bench.config.lion.elements
+    times = packing.times(elements, bench.config.lion.ranks, bench.config.repeats)
+    for name, values in times.items():
+        bench.figures[f"{elements} elements: {name}"] = Figure.of(values, "ms")
+    ratio = statistics.median(times["pack, vote and unpack"]) / statistics.median(times["copy"])
+    where = "a GPU" if torch.cuda.is_available() else f"{torch.get_num_threads()} cores"
+    words = f"pack + vote + unpack of {elements} elements on {where}, over reading and writing the data once"
+    bench.claims.append(Claim(words, ratio, "times", 2.0 if torch.cuda.is_available() else 3.0, at_most=True))
+
+
+def _simulation(bench: Bench) -> None:
+    most = {BenchmarkSize.full: 4096, BenchmarkSize.small: 512, BenchmarkSize.tiny: 64}[bench.config.size]
+    for ranks in (r for r in (8, 64, 512, 4096) if r <= most):
+        runs = [simulation.agreement(ranks, noise=3.0, elements=1024, seed=s) for s in range(bench.config.repeats)]
+        for name in runs[0]:
+            values = [100 * one[name] for one in runs]
+            bench.figures[f"right signs by magnitude, {ranks} ranks, {name}"] = Figure.of(values, "%")
+    bench.notes.append("Simulated ranks see a Laplace-distributed update with normal noise of three times its scale.")
+
+
+def _communication(bench: Bench) -> None:
+    lion = bench.config.lion
+
+    def section(hosts: Hosts) -> None:
+        found = bench.job(hosts, "communication", seconds=1200, elements=lion.elements)
+        where = _where(hosts)
+        for name, values in found.items():
+            bench.figures[f"communication alone, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
+        if hosts.rate:
+            ratio = statistics.median(found["fp32 all-reduce"]) / statistics.median(found[_VOTE])
+            words = f"communication alone, {lion.elements} parameters, {hosts.count} hosts at {where}: faster than fp32"
+            bench.claims.append(Claim(words, ratio, "times", 15.0))
+
+    bench.on_links(section, lion.ranks)
+
+
+def _steps(bench: Bench) -> None:
+    def section(hosts: Hosts) -> None:
+        shape, where = _SHAPES[bench.config.size], _where(hosts)
+        found = bench.job(hosts, "steps", seconds=1800, entrants=[DDP, *ENTRANTS], **shape)
+        for name, values in found.items():
+            bench.figures[f"step, {where}: {name}"] = Figure.of([1e3 * v for v in values["seconds"]], "ms")
+            bench.figures[f"bytes a step and rank, {where}: {name}"] = Figure.of(
+                [v / 1e6 for v in values["bytes"]], "MB"
+            )
+        if hosts.rate:
+            _step_claims(bench, hosts, found)
+
+    bench.on_links(section, bench.config.lion.ranks)
+
+
+def _step_claims(bench: Bench, hosts: Hosts, found: dict[str, dict[str, list[float]]]) -> None:
+    seconds = {name: statistics.median(values["seconds"]) for name, values in found.items()}
+    sent = {name: statistics.median(values["bytes"]) for name, values in found.items()}
+    where, count = _where(hosts), hosts.count
+    words = f"bytes a step by the kernel's counters, {count} ranks at {where}, p = 1: fewer than fp32 DDP"
+    bench.claims.append(Claim(words, sent[DDP] / sent[_VOTE], "times", 28.0))
+    if hosts.rate == "100mbit":
+        words = f"end to end, {count} hosts at {where}: steps a second over fp32 Lion under DDP"
+        bench.claims.append(Claim(words, seconds[DDP] / seconds[_VOTE], "times", 5.0))
+        for rival in _RIVALS:
+            words = f"end to end, {count} hosts at {where}: steps a second over {rival}"
+            bench.claims.append(Claim(words, seconds[rival] / seconds[_VOTE], "times", 1.0))
+    else:
+        best = min(seconds[rival] for rival in (DDP, *_RIVALS))
+        words = f"end to end, {count} hosts at {where}: steps a second over the best rival"
+        bench.claims.append(Claim(words, best / seconds[_VOTE], "times", 1.0))
+
+
+def _replicas(bench: Bench) -> None:
+    steps = 200 if bench.config.size is BenchmarkSize.full else 20
+    counts = (2, 3, 4) if bench.config.size is BenchmarkSize.full else (2,)
+    good = {"replicas equal": True, "resumed equal": True, "exact zeros in gradients": True}
+    for count in counts:
+        found = bench.job(Hosts(count), "replicas", seconds=600, bits=[1, 2, 4, 8], steps=steps)
+        for told in found.values():
+            good = {name: value and told[name] for name, value in good.items()}
+    ranks = ", ".join(map(str, counts))
+    where = f"p = 1, 2, 4, 8, {ranks} ranks, {steps} steps, exact zeros, uneven buckets"
+    held = good["exact zeros in gradients"]
+    bench.claims.append(Claim(f"replicas equal bit for bit: {where}", float(good["replicas equal"] and held), "yes", 1))
+    bench.claims.append(Claim(f"resume equal bit for bit: {where}", float(good["resumed equal"] and held), "yes", 1))
+
+
+def _quality(bench: Bench) -> None:
+    lion = bench.config.lion
+    if lion.store is None:
+        bench.notes.append("The quality section was left out: give lion.store=STORE.")
+        return
+    store, folder = str(Path(lion.store).resolve()), (bench.folder / "runs").resolve()
+    settings: dict[str, Any] = {"seeds": lion.seeds, "steps": lion.quality_steps, "minutes": lion.minutes}
+    if lion.quality_rate is None or available():
+        found, left = quality.train_all(Hosts(lion.quality_ranks), store, folder, **settings)
+    else:
+        with linked(lion.quality_ranks, lion.quality_rate) as hosts:
+            found, left = quality.train_all(hosts, store, folder, **settings)
+    if left:
+        bench.notes.append(f"Not reached in {lion.minutes:g} minutes: {'; '.join(left)}.")
+    quality.plot(found, bench.folder / "quality.png")
+    _quality_claims(bench, found)
+
+
+def _quality_claims(bench: Bench, found: dict[str, list[quality.Training]]) -> None:
+    reference = found[quality.REFERENCE]
+    goal = max((statistics.fmean(t.losses[-5:]) for ts in found.values() for t in ts), default=0.0)
+    for name, trainings in found.items():
+        if not trainings:
+            continue
+        bench.figures[f"validation CRPS ratio: {name}"] = Figure.of([t.crps for t in trainings], "ratio")
+        bench.figures[f"bytes a step: {name}"] = Figure.of([t.sent_mb for t in trainings], "MB")
+        bench.figures[f"bytes of momentum: {name}"] = Figure.of([t.momentum_bytes / 1e6 for t in trainings], "MB")
+        reached = [quality.seconds_to_loss(t, goal) for t in trainings]
+        if all(value < float("inf") for value in reached):
+            bench.figures[f"time to equal loss ({goal:.4f}): {name}"] = Figure.of(reached, "s")
+        more = quality.excess(trainings, reference)
+        if name != quality.REFERENCE and more:
+            bench.figures[f"validation CRPS above uncompressed Lion: {name}"] = Figure.of(more, "%")
+            low, high = quality.interval(more)
+            bench.notes.append(f"{name}: CRPS above uncompressed Lion, 95 % interval {low:.2f} to {high:.2f} %.")
+    for name in ("vote", "lion_cub"):
+        more = quality.excess(found[name], reference)
+        if more:
+            words = f"validation CRPS of {name} above uncompressed Lion, the worst of {len(more)} seeds"
+            bench.claims.append(Claim(words, max(more), "%", 0.5, at_most=True))
+
+
+def _where(hosts: Hosts) -> str:
+    return _WORDS.get(hosts.rate, hosts.rate) if hosts.rate else "the loopback"
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "packing": _packing,
+    "simulation": _simulation,
+    "communication": _communication,
+    "steps": _steps,
+    "replicas": _replicas,
+    "quality": _quality,
+}

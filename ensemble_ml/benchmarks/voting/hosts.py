@@ -1,0 +1,101 @@
+"""Commands on several hosts: network namespaces joined by shaped links, or processes on this host's loopback.
+
+Namespaces need root, `ip`, `tc` and scripts/links.sh; ranks on the loopback share one machine's memory bus and no link,
+so their times say nothing of networks. In both cases a rank finds its place in RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT, and the kernel counts the bytes that cross its interface.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ensemble_ml.errors import UserError
+
+LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """`count` hosts; `rate` of their links as tc writes it, None for the loopback."""
+
+    count: int
+    rate: str | None = None
+
+    def run(self, command: Sequence[str], *, seconds: float, environment: dict[str, str] | None = None) -> None:
+        """Run `command` once on every host.
+
+        Raises:
+            UserError: one of them failed or took longer than `seconds`.
+        """
+        common = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port())} | (environment or {})
+        if self.rate is not None:
+            started = [_start(["bash", str(LINKS), "run", str(self.count), *command], common)]
+        else:
+            common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(self.count)}
+            started = [
+                _start(command, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(self.count)
+            ]
+        _wait(started, command, seconds)
+
+
+def available() -> str:
+    """Why hosts with links of their own cannot be made here; empty where they can."""
+    if os.geteuid() != 0:
+        return "not root"
+    missing = [tool for tool in ("ip", "tc", "unshare", "bash") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    return "" if LINKS.exists() else f"{LINKS} is absent: run from a checkout"
+
+
+@contextmanager
+def linked(count: int, rate: str) -> Iterator[Hosts]:
+    """Hosts joined by links of `rate`, gone at the end."""
+    subprocess.run(["bash", str(LINKS), "up", str(count), rate], check=True, capture_output=True)
+    try:
+        yield Hosts(count, rate)
+    finally:
+        subprocess.run(["bash", str(LINKS), "down", str(count)], check=False, capture_output=True)
+
+
+def python(*arguments: str) -> list[str]:
+    """A command of this interpreter."""
+    return [sys.executable, *arguments]
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    # A group of its own, so that all of its processes can be ended.
+    return subprocess.Popen(
+        list(command), env=os.environ | environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def _wait(started: Sequence[subprocess.Popen[str]], command: Sequence[str], seconds: float) -> None:
+    try:
+        told = [process.communicate(timeout=seconds)[1] for process in started]
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{' '.join(command)}: took longer than {seconds:g} s") from error
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+                process.wait()
+    for process, text in zip(started, told, strict=True):
+        if process.returncode:
+            last = " | ".join(text.strip().splitlines()[-3:])
+            raise UserError(f"{' '.join(command)}: ended with status {process.returncode}: {last}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,227 @@
+"""One rank of the benchmark of compressed Lion: `python -m ensemble_ml.benchmarks.voting.worker JOB FOLDER`.
+
+JOB is a JSON object with `work` and its settings; rank 0 writes what came out to FOLDER/results.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
+from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig, ParallelConfig, Precision
+from ensemble_ml.distributed import Session, start
+from ensemble_ml.distributed.choice import gather_state, make_exchange, restore_state
+from ensemble_ml.distributed.exchange import Reduction
+from ensemble_ml.distributed.vote import sign_allreduce
+from ensemble_ml.fields import Family
+from ensemble_ml.models import Climate, EnsembleModel, Speed, crps
+from ensemble_ml.optim import Lion
+
+# What is raced: the name in the table, and the settings of optim.
+ENTRANTS: dict[str, dict[str, Any]] = {
+    "vote, 1 bit": {"exchange": ExchangeName.vote, "bits": 1},
+    "vote, 2 bits": {"exchange": ExchangeName.vote, "bits": 2},
+    "vote, 4 bits": {"exchange": ExchangeName.vote, "bits": 4},
+    "vote, 8 bits": {"exchange": ExchangeName.vote, "bits": 8},
+    "fp32 all-reduce in our buckets": {"exchange": ExchangeName.allreduce},
+    "fp16 all-reduce in our buckets": {"exchange": ExchangeName.fp16},
+    "PowerSGD, rank 4": {"exchange": ExchangeName.powersgd, "rank": 4},
+    "PowerSGD, rank 1": {"exchange": ExchangeName.powersgd, "rank": 1},
+    "Distributed Lion": {"exchange": ExchangeName.distributed_lion},
+    "Lion Cub, 8 bits": {"exchange": ExchangeName.lion_cub, "bits": 8},
+    "Lion Cub, 1 bit": {"exchange": ExchangeName.lion_cub, "bits": 1},
+}
+DDP = "fp32 DDP"
+
+
+def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of each form of agreement on `elements` numbers, without any training."""
+    group = session.mesh.world
+    u = torch.randn(job["elements"], generator=torch.Generator().manual_seed(session.topology.rank))
+    half = u.half()
+    forms: dict[str, Callable[[int], object]] = {"fp32 all-reduce": lambda _: group.all_reduce(u.clone())}
+    forms["fp16 all-reduce"] = lambda _: group.all_reduce(half.clone())
+    for bits in (1, 2, 4, 8):
+        forms[f"vote, {bits} bit{'s' * (bits > 1)}"] = lambda step, bits=bits: sign_allreduce(u, bits, group, step)  # type: ignore[misc]
+    found: dict[str, list[float]] = {}
+    for name, form in forms.items():
+        times = []
+        for step in range(job["repeats"] + 1):
+            group.barrier()
+            began = time.perf_counter()
+            form(step)
+            group.barrier()
+            times.append(time.perf_counter() - began)
+        found[name] = times[1:]
+    return found
+
+
+def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Seconds and bytes (by the kernel's counters) of training steps of a 3D U-Net under each exchange.
+
+    An entrant may be followed by `@` and the size of its buckets, MB.
+    """
+    found = {}
+    for name in job["entrants"]:
+        known, _, size = name.partition("@")
+        settings = {"bucket_mb": float(size)} if size else {}
+        found[name] = _ddp(session, job) if name == DDP else _ours(session, job, ENTRANTS[known] | settings)
+    return found
+
+
+def _ours(session: Session, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[float]]:
+    model, loss = _network(session, job)
+    config = OptimConfig(lr=1e-5, **settings)
+    exchange = make_exchange(config, session.topology, reduction=Reduction.mean)
+    optimizer = Lion(model.parameters(), lr=1e-5, exchange=exchange)
+    number = iter(range(10**6))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        exchange.begin(next(number))
+        loss(model).backward()
+        assert exchange.finish().finite
+        optimizer.step()
+
+    found = _timed(session, step, job["repeats"])
+    exchange.close()
+    return found
+
+
+def _ddp(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
+    """Plain Lion on gradients that torch's DistributedDataParallel averages."""
+    model, loss = _network(session, job)
+    wrapped = DistributedDataParallel(model)
+    optimizer = Lion(model.parameters(), lr=1e-5)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss(wrapped).backward()
+        optimizer.step()
+
+    return _timed(session, step, job["repeats"])
+
+
+def _timed(session: Session, step: Callable[[], None], repeats: int) -> dict[str, list[float]]:
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        step()
+    times, sent = [], []
+    for _ in range(repeats):
+        session.mesh.world.barrier()
+        before, began = interface_bytes(session.topology.size), time.perf_counter()
+        step()
+        session.mesh.world.barrier()
+        times.append(time.perf_counter() - began)
+        sent.append(interface_bytes(session.topology.size) - before)
+    return {"seconds": times, "bytes": sent}
+
+
+def _network(session: Session, job: dict[str, Any]) -> tuple[EnsembleModel, Callable[[nn.Module], Tensor]]:
+    spec = benchmark_spec(*job["shape"], **job["config"])
+    torch.manual_seed(0)
+    model = EnsembleModel(spec, Climate.default(spec))
+    Speed(Precision.float32, True).apply(model)
+    batch = random_batch(spec, 1)
+
+    def loss(module: nn.Module) -> Tensor:
+        found = module(batch)
+        distance = crps(Family.NORMAL, found.location_p, found.scale_p, torch.zeros_like(found.location_p)).mean()
+        return distance + (found.spread_p - 1).square().mean()
+
+    return model, loss
+
+
+def interface_bytes(ranks: int) -> float:
+    """Bytes that this rank has sent, by the kernel's counter; on the loopback its share of all ranks'."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    sent = int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
+    return sent / ranks if name == "lo" else float(sent)
+
+
+def replicas(session: Session, job: dict[str, Any]) -> dict[str, dict[str, bool]]:
+    """Whether replicas are equal bit for bit after `steps`, and a resumed run equal to a whole one, at all bits."""
+    found = {}
+    for bits in job["bits"]:
+        whole = _train(session, bits, 0, job["steps"], None)
+        half = _train(session, bits, 0, job["steps"] // 3, None)
+        rest = _train(session, bits, job["steps"] // 3, job["steps"], half)
+        digests = _gathered(session, [_digest(whole["weights"]), _digest(rest["weights"])])
+        found[str(bits)] = {
+            "replicas equal": len({first for first, _ in digests}) == 1,
+            "resumed equal": all(first == second for first, second in digests),
+            "exact zeros in gradients": bool(whole["zeros"]),
+        }
+    return found
+
+
+def _train(session: Session, bits: int, first: int, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 333), nn.ReLU(), nn.Linear(333, 65), nn.ReLU(), nn.Linear(65, 3))
+    sync = {"momentum_sync": MomentumSync.growing, "momentum_every": 10}
+    config = OptimConfig(exchange=ExchangeName.vote, bits=bits, bucket_mb=0.02, **sync)  # type: ignore[arg-type]
+    exchange = make_exchange(config, session.topology, reduction=Reduction.mean)
+    optimizer = Lion(net.parameters(), lr=1e-3, exchange=exchange)
+    if state is not None:
+        for p, value in zip(net.parameters(), state["weights"], strict=True):
+            p.data.copy_(value)
+        restore_state(exchange, state["apart"])
+    zeros = 0
+    for step in range(first, last):
+        seed = 1000 * step + session.topology.rank
+        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        exchange.begin(step)
+        (net(x) - x[:, :3]).square().mean().backward()
+        zeros += sum(int((p.grad == 0).sum()) for p in net.parameters() if p.grad is not None)
+        assert exchange.finish().finite
+        optimizer.step()
+        exchange.after_step()
+    apart = gather_state(exchange)
+    exchange.close()
+    return {"weights": [p.detach().clone() for p in net.parameters()], "apart": apart, "zeros": zeros}
+
+
+def _digest(tensors: list[Tensor]) -> int:
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(t.contiguous().numpy().tobytes())
+    return int.from_bytes(found.digest()[:7], "little")
+
+
+def _gathered(session: Session, numbers: list[int]) -> list[list[int]]:
+    own = torch.tensor(numbers)
+    out = own.new_empty(session.topology.size * len(numbers))
+    session.mesh.world.all_gather(out, own)
+    return out.view(session.topology.size, -1).tolist()
+
+
+WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
+    "communication": communication,
+    "steps": steps,
+    "replicas": replicas,
+}
+
+
+def main(job: dict[str, Any], folder: Path) -> None:
+    """Do a rank's part of `job`."""
+    torch.set_num_threads(1)
+    with start(ParallelConfig()) as session:
+        found = WORK[job["work"]](session, job)
+        if session.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "results.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,28 @@
+"""Settings of the benchmark of compressed Lion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ensemble_ml.config.base import opt, require
+
+
+@dataclass
+class CompressionConfig:
+    """Compressed Lion against its peers, over emulated links."""
+
+    ranks: int = opt(4, "hosts")
+    rates: list[str] = opt(lambda: ["100mbit", "1gbit"], "rates of the links, as tc writes them; [] uses the loopback, whose times say nothing of networks")
+    elements: int = opt(1 << 24, "parameters where communication is timed alone")
+    store: str | None = opt(None, "tensor store of the quality section, with start dates in 2001 and 2002; null leaves the section out")
+    quality_rate: str | None = opt("100mbit", "rate of the links of the quality section; null uses the loopback")
+    quality_ranks: int = opt(2, "hosts of the quality section")
+    quality_steps: int = opt(600, "steps of each training")
+    seeds: int = opt(3, "trainings of each exchange")
+    minutes: float = opt(60.0, "budget of the quality section; trainings that it does not reach are told")
+
+    def __post_init__(self) -> None:
+        require("lion.ranks", self.ranks, self.ranks >= 2, "must be 2 or more")
+        require("lion.quality_ranks", self.quality_ranks, self.quality_ranks >= 2, "must be 2 or more")
+        require("lion.elements", self.elements, self.elements >= 64, "must be 64 or more")
+        require("lion.seeds", self.seeds, self.seeds >= 1, "must be 1 or more")

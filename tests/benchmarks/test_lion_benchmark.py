@@ -1,0 +1,74 @@
+"""The benchmark of compressed Lion, tiny, over the loopback; and its tools against their definitions."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from ensemble_ml.benchmarks import lion
+from ensemble_ml.benchmarks.voting import quality, simulation
+from ensemble_ml.benchmarks.voting.hosts import Hosts, python
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, CompressionConfig
+from ensemble_ml.errors import UserError
+
+
+def test_tiny_run(tmp_path):
+    settings = CompressionConfig(ranks=2, rates=[], elements=1 << 12)
+    config = BenchmarkConfig(
+        benchmark="lion", output=str(tmp_path), repeats=1, size=BenchmarkSize.tiny, lion=settings,
+        only=["packing", "simulation", "steps", "replicas"],
+    )  # fmt: skip
+    found = json.loads(lion.run(config).read_text())
+    claims = {c["claim"]: c for c in found["claims"]}
+    assert not any("hosts" in claim for claim in claims), "no claim about networks without links"
+    for words in ("replicas", "resume"):
+        [claim] = [c for name, c in claims.items() if name.startswith(f"{words} equal bit for bit")]
+        assert claim["holds"] and claim["value"] == 1
+    sent = {k.split(": ")[1]: v["median"] for k, v in found["figures"].items() if k.startswith("bytes a step and rank")}
+    assert sent["fp32 DDP"] / sent["vote, 1 bit"] > 4  # messages this small are mostly headers
+    assert sent["vote, 8 bits"] > sent["vote, 1 bit"]
+    assert any("Loopback" in note for note in found["notes"])
+    signs = "right signs by magnitude, 64 ranks, "
+    assert found["figures"][signs + "8 bits"]["median"] > found["figures"][signs + "1 bit"]["median"]
+
+
+def test_agreement_is_of_the_exact_mean():
+    """Without noise all ranks agree: every form gives every sign that it can."""
+    clear = simulation.agreement(5, noise=0.0, elements=640)
+    assert clear["1 bit"] == 1 and clear["8 bits"] == 1
+    noisy = simulation.agreement(64, noise=3.0, elements=640)
+    assert 0.9 < noisy["1 bit"] < noisy["2 bits"] < noisy["8 bits"]
+    assert simulation.agreement(128, noise=3.0, elements=640)["Lion Cub, 8 bits"] == 0.5  # no level is left
+
+
+def test_predicted_step_time():
+    # 8 numbers of one bit out and one back, half of which goes to the other rank: one byte
+    assert simulation.step_seconds(8, 1, 2, alpha=10.0, beta=1.0, pack=0.5) == 2 * 10 + 1 + 4
+
+
+def test_a_rank_that_fails_is_told():
+    with pytest.raises(UserError, match="status 3"):
+        Hosts(2).run(python("-c", "import os, sys; sys.exit(3 * (os.environ['RANK'] == '1'))"), seconds=30)
+
+
+def test_quality_reads_a_log(tmp_path):
+    lines = [
+        {"step": 10, "loss": 2.0, "samples_per_s": 8.0, "sent_mb": 0.5},
+        {"step": 10, "momentum_sync": {"bytes": 7, "layers": ["a"]}},
+        {"step": 20, "loss": 1.0, "samples_per_s": 4.0, "sent_mb": 0.7},
+        {"step": 20, "validation": {"crps_ratio": 0.9}, "best": True},
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = quality.read(tmp_path)
+    assert found == quality.Training(0.9, (10, 20), (2.0, 1.0), (5.0, 15.0), 0.6, 7)
+    assert quality.seconds_to_loss(found, 1.5, window=1) == 15 and quality.seconds_to_loss(found, 0.5, 1) == math.inf
+    [more] = quality.excess([found], [quality.Training(0.8, (), (), (), 0, 0)])
+    assert more == pytest.approx(12.5)
+
+
+def test_interval_is_students():
+    low, high = quality.interval([1.0, 2.0, 3.0])
+    assert (low + high) / 2 == pytest.approx(2) and (high - low) / 2 == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    assert quality.interval([1.0]) == (-math.inf, math.inf)
