@@ -2,24 +2,27 @@
 
 Which leads, variables and levels an archive has is the union over its start dates and members. What is in none of them
 (z at 850 hPa for one lead only, beside gusts at three others) is ragged by design, and masked; what is in some and not
-in others is missing, and `find_gap` names it.
+in others is missing, and `data_prep.gaps` names it.
 
 Axes: D start date, M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from data_prep.catalogue import Catalogue, Combine, Gathered, Target
+from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.files import FORECAST, TRUTH
 from data_prep.geometry import GridChange
 from data_prep.grib_index import GribIndex
 from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
-from data_prep.records import CONTROL, IS_SURFACE, MEMBER, hour_text, variable_text
+from data_prep.records import CONTROL, IS_SURFACE, MEMBER
 from data_prep.selecting import (
     chosen,
     control_as_member,
@@ -31,11 +34,13 @@ from data_prep.selecting import (
 )
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.fields import FIELDS
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import ensemble_moments
 
 _NOTHING, _ABSENT = -1, -2
+
+__all__ = ["DERIVED", "ArchiveSource", "open_archive"]
 
 
 class ArchiveSource:
@@ -54,22 +59,25 @@ class ArchiveSource:
         levels: Sequence[int] | None = None,
         leads: Sequence[int] | None = None,
         dates: Sequence[str] | None = None,
+        derive: Sequence[str] = (),
     ):
         self.catalogue, self.path = catalogue, catalogue.path
-        records = from_start(catalogue.records)
+        wanted = (*(variables or ()), *derive)
+        records, rows, partners = with_derived(from_start(catalogue.records), wanted)
         if control is Control.include:
             records = control_as_member(records, self.path)
         keep = not_at_lead_zero(records) & chosen(records, self.path, variables, levels, dates)
-        rows = np.flatnonzero(keep)
-        rows = rows[np.argsort(records["init"][rows], kind="stable")]  # start dates stand together
-        self._rows, self._records = rows, records[rows]
+        order = np.flatnonzero(keep)
+        order = order[np.argsort(records["init"][order], kind="stable")]  # start dates stand together
+        self._records, self._rows, self._partners = records[order], rows[order], partners[order]
         self._intervals = intervals(self._records)
         self.layout = layout_of(self._records, catalogue.grid, self.path, leads)
         for name in variables or ():
             if name not in self.layout.names:
                 raise UserError(f"variables={name}: {self.path} has none of it at leads={list(leads or ())} h")
         self.lead_bounds = lead_bounds(self.layout.names, self.layout.lead_hours, self._intervals)
-        self.masked = tuple(name for name in self.layout.names if name in catalogue.masked)
+        masked = {FIELDS[index].name for index in np.unique(self._records["field"][self._records["masked"]])}
+        self.masked = tuple(name for name in self.layout.names if name in masked)
         self._place()
         self._subtrahend = self._find_subtrahends()
 
@@ -103,6 +111,17 @@ class ArchiveSource:
                     found[i] = row_of.get((*same, by_lead[lead].previous), _ABSENT)
         return found
 
+    def without(self, dates: Sequence[int]) -> ArchiveSource:
+        """The same archive less some start dates, given by their positions."""
+        lay = self.layout
+        keep = ~np.isin(self._records["init"].astype("datetime64[ns]"), lay.init_time[list(dates)])
+        other = copy.copy(self)
+        for name in ("_rows", "_records", "_subtrahend", "_partners"):
+            setattr(other, name, getattr(self, name)[keep])
+        other.layout = replace(lay, init_time=np.delete(lay.init_time, list(dates)))
+        other._place()
+        return other
+
     def has(self, part: Part) -> bool:
         """Whether any field of `part` is there."""
         kinds = self._records["kind"]
@@ -127,9 +146,11 @@ class ArchiveSource:
             mine = here[self._surface[here] == surface]
             place = np.stack([axis[self._places[mine, number]] for number, axis in enumerate(axes[surface])], axis=1)
             kept = (place >= 0).all(1)
-            columns = place, self._rows[mine], self._subtrahend[mine]
-            for at, row, less in zip(*(column[kept].tolist() for column in columns), strict=True):
+            columns = place, self._rows[mine], self._subtrahend[mine], self._partners[mine]
+            for at, row, less, partner in zip(*(column[kept].tolist() for column in columns), strict=True):
                 rows, combine = ((row,), Combine.ONE) if less == _NOTHING else ((row, less), Combine.DIFFERENCE)
+                if partner != NONE:
+                    rows, combine = (row, partner), Combine.SPEED
                 targets.append(Target(surface, tuple(at), rows, combine))
         return targets
 
@@ -209,6 +230,7 @@ def open_archive(
     dates: Sequence[str] | None = None,
     change: GridChange | None = None,
     index: GribIndex | None = None,
+    derive: Sequence[str] = (),
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
 
@@ -217,9 +239,11 @@ def open_archive(
         role: "forecast" or "truth"; a truth archive is what `data_prep.truth` aligns, here its fields stand under
             their own dates.
         control: whether an unperturbed member counts as a member.
-        variables, levels, leads, dates: what to keep; None keeps all.
+        variables, levels, leads, dates: what to keep; None keeps all. Wind speed (ws, ws10), where it is named, is
+            derived for each member from its components, unless the archive has it.
         change: the grid that fields are wanted on; None keeps their own.
         index: where the tables of GRIB files are kept; None keeps none.
+        derive: variables to derive where their components are there (`data_prep.derived.DERIVED`).
 
     Raises:
         UserError: a file is missing or damaged, or nothing is left of what was asked for.
@@ -229,7 +253,8 @@ def open_archive(
     catalogue = Catalogue(paths, role=role, index=index)
     if change is not None:
         catalogue.onto(change.target(catalogue.grid))
-    return ArchiveSource(catalogue, control=control, variables=variables, levels=levels, leads=leads, dates=dates)
+    kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
+    return ArchiveSource(catalogue, control=control, derive=derive, **kept)  # type: ignore[arg-type]
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:
@@ -242,30 +267,3 @@ def _moment(values: np.ndarray, part: Part) -> np.ndarray:
             mean, spread, _ = ensemble_moments(members)
             out[0, *cell] = mean if part is Part.MEAN else spread
     return out
-
-
-def find_gap(source: ArchiveSource, part: Part = Part.FORECAST) -> str | None:
-    """Name the first field that is missing for some dates or members while others have it; None where none is.
-
-    A field that no date and member has at a lead is ragged by design, and no gap.
-    """
-    lay = source.layout
-    if not source.has(part):
-        return None
-    every = [source.present(part, date) for date in range(len(lay.init_time))]
-    anywhere = [np.any([both[surface].any(0) for both in every], axis=0) for surface in (False, True)]
-    for date, both in enumerate(every):
-        for surface, there in enumerate(both):
-            lacking = np.argwhere(anywhere[surface] & ~there)
-            if len(lacking):
-                return _gap_text(lay, part, date, bool(surface), lacking)
-    return None
-
-
-def _gap_text(lay: Layout, part: Part, date: int, surface: bool, lacking: np.ndarray) -> str:
-    member, lead, variable, *level = lacking[0].tolist()
-    name = (lay.surface if surface else lay.variables)[variable]
-    what = variable_text(field(name), lay.levels[level[0]] if level else 0)
-    who = "the control" if part is Part.CONTROL else f"member {lay.realization[member]}"
-    more = f" ({len(lacking)} fields are missing on that date)" if len(lacking) > 1 else ""
-    return f"{who} at {hour_text(lay.init_time[date])} lacks {what}, lead {lay.lead_hours[lead]} h{more}"

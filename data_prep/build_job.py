@@ -10,7 +10,9 @@ from typing import Any
 
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue, Gathered
+from data_prep.gaps import Gap, by_date, settle
 from data_prep.geometry import GridChange, as_change
+from data_prep.grib_index import GribIndex
 from data_prep.pairs import Pair, pair
 from data_prep.records import hour_text
 from data_prep.truth import ArchiveTruth
@@ -39,7 +41,8 @@ class Job:
 
     def __init__(self, config: PrepareConfig):
         self.config = config
-        self.source: ArchiveSource = open_archive(
+        index = index_of(config)
+        source = open_archive(
             config.input,
             control=config.control,
             variables=config.variables,
@@ -47,9 +50,13 @@ class Job:
             leads=config.leads,
             dates=config.dates,
             change=_grid_change(config),
+            index=index,
         )
         regrid = config.truth_regrid or config.regrid is not None
-        self.both: Pair = pair(self.source, config.truth, config.static, regrid=regrid)
+        opened = pair(source, config.truth, config.static, regrid=regrid, index=index)
+        self.both, self.gaps = settle(opened, config.gaps)
+        assert isinstance(self.both.forecast, ArchiveSource)
+        self.source = self.both.forecast
         self.truth = self.both.truth if isinstance(self.both.truth, ArchiveTruth) else None
         parts = [part for part in (Part.FORECAST, Part.CONTROL) if self.source.has(part)]
         parts += [Part.TRUTH] if self.truth else []
@@ -59,7 +66,7 @@ class Job:
             config.packing,
             self.both.static(),
             self.both.lead_bounds,
-            _provenance(config, self.both),
+            _provenance(config, self.both, self.gaps),
         )
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
@@ -104,8 +111,18 @@ class Job:
         return Kind.SURFACE, lead, lay.surface.index((selection.surface or ())[0])
 
 
-def _provenance(config: PrepareConfig, both: Pair) -> dict[str, Any]:
+def index_of(config: PrepareConfig) -> GribIndex | None:
+    """Where the tables of GRIB files are kept: beside the output, if the settings say nothing else."""
+    if config.index is None:
+        return None
+    output = Path(config.output).absolute()
+    return GribIndex(config.index or output.with_name(f".{output.name}.index"))
+
+
+def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str, Any]:
     kept = {name: getattr(config, name) for name in _KEPT}
+    if gaps:
+        kept["gaps"] = {"policy": config.gaps.value, "dates": by_date(gaps)}
     return {
         "input": as_list(config.input),
         "truth": as_list(config.truth),

@@ -6,10 +6,12 @@ a line of JSON, which says what it belongs to, and the rows as they lie in memor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import threading
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,13 +79,14 @@ class GribIndex:
         head |= {"scans": [astuple(scan) for scan in table.scans], "skipped": table.skipped}
         head["sha256"] = hashlib.sha256(rows).hexdigest()
         place = self.place(path)
-        draft = place.with_name(f".{place.name}.{os.getpid()}")
+        draft = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(json.dumps(head).encode() + b"\n" + rows)
             os.replace(draft, place)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
             if not self._told:
                 self._told = True
                 log.warning("index %s: cannot be kept (%s); files are scanned each time", self.folder, error.strerror)

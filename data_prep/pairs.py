@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.archive import ArchiveSource, open_archive
+from data_prep.archive import DERIVED, ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.files import TRUTH
 from data_prep.geometry import GridChange
+from data_prep.grib_index import GribIndex
 from data_prep.records import FIELD_INDEX
 from data_prep.truth import ArchiveTruth, check_grid
 from ensemble_ml.config import Control, as_list
@@ -122,6 +123,12 @@ class Pair:
             return self.truth.present(date)
         return self.forecast.present(part, date)
 
+    def without(self, dates: Sequence[int]) -> Pair:
+        """The same archives less some start dates, given by their positions."""
+        assert isinstance(self.forecast, ArchiveSource)
+        truth = self.truth.without(dates) if isinstance(self.truth, ArchiveTruth) else self.truth
+        return Pair(self.forecast.without(dates), truth, self._static)
+
     def static(self) -> dict[str, np.ndarray]:
         """Static fields, (Y, X) float32."""
         return self._static if self._static is not None else self.forecast.static()
@@ -132,15 +139,21 @@ class Pair:
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def open_source(path: Any, *, control: Control = Control.apart, grid: Grid | None = None) -> Source:
+def open_source(
+    path: Any, *, control: Control = Control.apart, grid: Grid | None = None, index: GribIndex | None = None
+) -> Source:
     """Open a tensor store or a forecast archive, whichever `path` is; the archive on `grid` where that is given.
+
+    An archive also offers the variables that can be derived from what it has (wind speed).
 
     Raises:
         UserError: it is neither, or damaged.
     """
     store = _store(path)
     change = None if grid is None else GridChange(regrid=grid)
-    return store if store is not None else open_archive(path, control=control, change=change)
+    return (
+        store if store is not None else open_archive(path, control=control, change=change, index=index, derive=DERIVED)
+    )
 
 
 def open_pair(
@@ -150,19 +163,22 @@ def open_pair(
     *,
     control: Control = Control.apart,
     grid: Grid | None = None,
+    index: GribIndex | None = None,
 ) -> Pair:
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
     Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own. Archives are
-    brought to `grid` where it is given; a tensor store keeps its own.
+    brought to `grid` where it is given; a tensor store keeps its own. `index` is where the tables of GRIB files are
+    kept (`data_prep.grib_index.user_index` for archives that are read in place); None keeps none.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
     """
-    return pair(open_source(forecast, control=control, grid=grid), truth, static, regrid=grid is not None)
+    source = open_source(forecast, control=control, grid=grid, index=index)
+    return pair(source, truth, static, regrid=grid is not None, index=index)
 
 
-def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False) -> Pair:
+def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index: GribIndex | None = None) -> Pair:
     """Put truth and static fields, given by their paths, beside an open forecast.
 
     Those on the forecast archive's own grid go where the forecast goes; those on others only if `regrid` says so.
@@ -170,25 +186,27 @@ def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False) -> Pa
     Raises:
         UserError: as `open_pair`.
     """
-    fields = open_static(static, source, regrid=regrid) if as_list(static) else None
+    fields = open_static(static, source, regrid=regrid, index=index) if as_list(static) else None
     if not as_list(truth):
         return Pair(source, None, fields)
     store = _store(truth)
     if store is not None:
         return Pair(source, StoreTruth(store, source.layout), fields)
-    catalogue = Catalogue(truth, role=TRUTH)
+    catalogue = Catalogue(truth, role=TRUTH, index=index)
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     bounds = getattr(source, "lead_bounds", {})
     return Pair(source, ArchiveTruth(catalogue, source.layout, _wanted(source), bounds), fields)
 
 
-def open_static(paths: Any, source: Source, *, regrid: bool = False) -> dict[str, np.ndarray]:
+def open_static(
+    paths: Any, source: Source, *, regrid: bool = False, index: GribIndex | None = None
+) -> dict[str, np.ndarray]:
     """Read static fields (orography, land mask) from a file on the forecast's grid, or on another if `regrid`.
 
     Raises:
         UserError: the file is missing or damaged, holds none, or has another grid.
     """
-    catalogue = Catalogue(paths, role="static")
+    catalogue = Catalogue(paths, role="static", index=index)
     _bring(catalogue, f"static={catalogue.path}", source, regrid)
     found = catalogue.static()
     if not found:

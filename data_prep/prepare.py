@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from data_prep.archive import ArchiveSource, find_gap
 from data_prep.build_job import Job
 from data_prep.build_run import run
+from data_prep.gaps import holes, listed
 from data_prep.geometry import Geometry
 from data_prep.pairs import Pair
-from data_prep.truth import ArchiveTruth
-from ensemble_ml.config import MISSING, Packing, PrepareConfig, as_list
+from data_prep.records import hour_text
+from ensemble_ml.config import MISSING, Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
-from ensemble_ml.store import Part, is_store, open_store
+from ensemble_ml.store import is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.metadata import plan_digest
 
@@ -37,9 +37,7 @@ def prepare(config: PrepareConfig) -> Path:
     if config.parts is not None and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
         log.info("%s: is complete already", path)  # by another part
         return path
-    _check_complete(job.source)
-    if job.truth is not None:
-        _check_truth(job.truth)
+    _log_gaps(job)
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
     if not build.complete:
         _log_plan(job.both, job.source.catalogue.geometry)
@@ -64,23 +62,17 @@ def _check_settings(config: PrepareConfig) -> None:
         raise UserError(f"output={config.output}: exists already; choose another folder, or add overwrite=true")
 
 
-def _check_complete(source: ArchiveSource) -> None:
-    for part in (Part.FORECAST, Part.CONTROL):
-        gap = find_gap(source, part)
-        if gap:
-            raise UserError(
-                f"input {source.path}: {gap}, which other dates or members have; "
-                "complete the archive, or leave the gap out with dates=, variables=, levels= or leads="
-            )
-
-
-def _check_truth(truth: ArchiveTruth) -> None:
-    reasons = truth.unmatched()
-    gap = truth.gap()
-    if gap:
-        raise UserError(f"truth {truth.path}: {gap}; complete it, choose start dates with dates=..., or say truth=null")
-    for name, reason in reasons.items():
-        log.warning("truth %s: %s stays without truth: %s", truth.path, name, reason)
+def _log_gaps(job: Job) -> None:
+    if job.truth is not None:
+        for name, reason in job.truth.unmatched().items():
+            log.warning("truth %s: %s stays without truth: %s", job.truth.path, name, reason)
+    if job.gaps:
+        done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
+        log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)
+    missing = holes(job.both.layout.init_time)
+    if missing:
+        shown = ", ".join(hour_text(date) for date in missing[:10]) + (", ..." if len(missing) > 10 else "")
+        log.warning("%s: a regular series but for %d start dates: %s", job.source.path, len(missing), shown)
 
 
 def _log_plan(both: Pair, geometry: Geometry) -> None:

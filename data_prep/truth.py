@@ -10,17 +10,18 @@ Axes: D start date, T lead, V pressure variable, S surface variable, Z level, Y 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
 
 from data_prep.catalogue import Catalogue, Combine, Gathered, Target
 from data_prep.intervals import Tiles
-from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, hour_text, variable_text
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
 from data_prep.selecting import narrow, slices_of, translation
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import field
+from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Fields, Layout, Selection
 
@@ -59,22 +60,33 @@ class ArchiveTruth:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
         self._tiles: dict[int, Tiles] = {}
-        self._rows = self._align()
+        self._rows = self._align(lambda name: name)
+        there = {FIELDS[index].name for index in np.unique(records["field"]).tolist()}
+        derived = {name for name in layout.names if field(name).components and name not in there}
+        self._partners = tuple(np.full(rows.shape, _MISSING) for rows in self._rows)
+        if derived:
+            self._rows = self._align(lambda name: field(name).components[0] if name in derived else name)
+            self._partners = self._align(lambda name: field(name).components[1] if name in derived else "")
 
-    def _align(self) -> tuple[np.ndarray, np.ndarray]:
-        """Row of the table for each (D, T, V, Z) and (D, T, S), _MISSING where there is none; intervals are apart."""
+    def _align(self, named: Callable[[str], str]) -> tuple[np.ndarray, np.ndarray]:
+        """Row of the table for each (D, T, V, Z) and (D, T, S), _MISSING where there is none; intervals are apart.
+
+        `named` says which variable of the truth is meant by one of the forecast; "" for none.
+        """
         lay = self.layout
         valid = lay.init_time[:, None].astype("datetime64[s]") + np.array(lay.lead_hours) * _HOUR
         pressure = np.full((*valid.shape, len(lay.variables), len(lay.levels)), _MISSING)
         surface = np.full((*valid.shape, len(lay.surface)), _MISSING)
         for v, name in enumerate(lay.variables):
             for z, level in enumerate(lay.levels):
-                pressure[:, :, v, z] = self._lookup(name, level, valid)
+                pressure[:, :, v, z] = self._lookup(named(name), level, valid)
         for s, name in enumerate(lay.surface):
-            surface[:, :, s] = self._lookup(name, 0, valid)
+            surface[:, :, s] = self._lookup(named(name), 0, valid)
         return pressure, surface
 
     def _lookup(self, name: str, level: int, valid: np.ndarray) -> np.ndarray:
+        if not name:
+            return np.full(valid.shape, _MISSING)
         mine = np.flatnonzero((self._records["field"] == FIELD_INDEX[name]) & (self._records["level"] == level))
         if not len(mine):
             return np.full(valid.shape, _MISSING)
@@ -92,16 +104,15 @@ class ArchiveTruth:
         """What makes each field of a start date that the forecast has too and `narrowed` keeps, at its place there."""
         targets = []
         axes = translation(self.layout, narrowed, members=False)
-        for surface, (rows, wanted) in enumerate(zip(self._rows, self._wanted, strict=True)):
+        for surface, wanted in enumerate(self._wanted):
             kept = [axis >= 0 for axis in axes[surface][1:]]
             for place in np.argwhere(wanted & reduce(np.logical_and.outer, kept)).tolist():
                 name = (self.layout.surface if surface else self.layout.variables)[place[1]]
-                interval = self._interval(name, place[0])
-                if interval is not None and self._by_intervals(name):
+                interval = self.span(name, place[0])
+                if interval is not None:
                     chosen, combine = self._cover(name, date, interval)
                 else:
-                    row = int(rows[date, *place])
-                    chosen, combine = (() if row == _MISSING else (row,)), Combine.ONE
+                    chosen, combine = self._rows_of(surface, (date, *place))
                 if chosen:
                     moved = tuple(int(axis[at]) for axis, at in zip(axes[surface][1:], place, strict=True))
                     targets.append(Target(bool(surface), (0, *moved), chosen, combine))
@@ -151,33 +162,27 @@ class ArchiveTruth:
         """A short hash of what the archive holds."""
         return self.catalogue.fingerprint()
 
-    def gap(self) -> str | None:
-        """Name the first field that is missing for some dates while others have it; None where none is."""
-        there = self._presence()
-        if not any(one.any() for both in there for one in both):
-            return "has no field at any valid time of the forecast"
-        for surface in (False, True):
-            each = np.array([one[surface][0] for one in there])
-            lacking = np.argwhere(each.any(0) & ~each)
-            if len(lacking):
-                return self._gap_text(surface, lacking[0].tolist(), len(lacking))
-        return None
+    def without(self, dates: Sequence[int]) -> ArchiveTruth:
+        """The same truth less some start dates of the forecast, given by their positions."""
+        layout = replace(self.layout, init_time=np.delete(self.layout.init_time, list(dates)))
+        return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds)
+
+    def _rows_of(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
+        row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
+        name = (self.layout.surface if surface else self.layout.variables)[place[2]]
+        if row == _MISSING:
+            return (), Combine.ONE
+        if not field(name).components or self._records["field"][row] == FIELD_INDEX[name]:
+            return (row,), Combine.ONE
+        return ((), Combine.ONE) if partner == _MISSING else ((row, partner), Combine.SPEED)
+
+    def span(self, name: str, lead: int) -> list[int] | None:
+        """First and last hour of the intervals that make a variable at a lead (a position); None where none do."""
+        interval = self._interval(name, lead)
+        return interval if interval is not None and self._by_intervals(name) else None
 
     def _presence(self) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self.present(date) for date in range(len(self.layout.init_time))]
-
-    def _gap_text(self, surface: bool, first: list[int], count: int) -> str:
-        date, lead, variable, *level = first
-        known = field((self.layout.surface if surface else self.layout.variables)[variable])
-        what = variable_text(known, self.layout.levels[level[0]] if level else 0)
-        start, hours = self.layout.init_time[date], self.layout.lead_hours[lead]
-        interval = self._interval(known.name, lead)
-        span = f" over hours {interval[0]} to {interval[1]}" if interval and self._by_intervals(known.name) else ""
-        more = f", and {count - 1} more fields" if count > 1 else ""
-        return (
-            f"lacks {what}{span} at {hour_text(start + np.timedelta64(hours, 'h'))}, which verifies the start date "
-            f"{hour_text(start)} at lead {hours} h{more}"
-        )
 
     def unmatched(self) -> dict[str, str]:
         """Why variables of the forecast cannot be verified at any date: name -> reason.

@@ -76,20 +76,20 @@ def _train(config: schema.TrainConfig) -> object:
 
 
 def _predict(config: schema.PredictConfig) -> object:
-    from data_prep import open_pair
+    from data_prep import open_pair, user_index
     from ensemble_ml.inference import predict
     from ensemble_ml.training import load_spec
 
     grid = load_spec(config.checkpoint).grid if config.regrid else None
-    return predict(config, open_pair(config.input, None, config.static, grid=grid))
+    return predict(config, open_pair(config.input, None, config.static, grid=grid, index=user_index()))
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
-    from data_prep import open_pair
+    from data_prep import open_pair, user_index
     from ensemble_ml.verification import evaluate, open_forecasts
 
     grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
-    return evaluate(config, open_pair(config.ensemble, config.truth, None, grid=grid))
+    return evaluate(config, open_pair(config.ensemble, config.truth, None, grid=grid, index=user_index()))
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:

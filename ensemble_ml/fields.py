@@ -42,6 +42,7 @@ class Field:
     vector_component: bool = False  # changes sign when a row is continued across a pole
     accumulated: bool = False  # a sum over an interval that ends at the valid time
     static: bool = False
+    components: tuple[str, ...] = ()  # the two that it is the magnitude of, where it can be derived
     maskable: bool = False  # has no value at some points by nature: NaN in a file of floats is a mask, not a fault
 
     @property
@@ -74,11 +75,13 @@ FIELDS: tuple[Field, ...] = (
     _pressure("q", "specific_humidity", "specific humidity", "kg kg-1", (133,), "Q", "specific_humidity", "hus", family=_TRUNCATED),
     _pressure("w", "lagrangian_tendency_of_air_pressure", "vertical velocity", "Pa s-1", (135,), "W", "vertical_velocity", "wap"),
     _pressure("d", "divergence_of_wind", "divergence", "s-1", (155,), "D", "divergence"),
+    _pressure("ws", "wind_speed", "wind speed", "m s-1", (10,), "wind_speed", "wspd", family=_TRUNCATED, components=("u", "v")),
     _surface("t2m", "air_temperature", "2 metre temperature", "K", (167,), "T2M", "2t", "2m_temperature", "tas"),
     _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151,), "MSL", "mean_sea_level_pressure", "psl"),
     _surface("sp", "surface_air_pressure", "surface pressure", "Pa", (134,), "SP", "surface_pressure", "ps"),
     _surface("u10", "eastward_wind", "10 metre eastward wind", "m s-1", (165,), "U10M", "10u", "10m_u_component_of_wind", "uas", vector_component=True),
     _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", vector_component=True),
+    _surface("ws10", "wind_speed", "10 metre wind speed", "m s-1", (207,), "10si", "si10", "10m_wind_speed", "sfcWind", family=_TRUNCATED, components=("u10", "v10")),
     _surface("fg10", "wind_speed_of_gust", "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
     _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228, 228228), "TP", "total_precipitation", "pr_amount", family=_CENSORED, accumulated=True),
     _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
@@ -102,7 +105,7 @@ def _by_name() -> dict[str, Field]:
 def _by_alias() -> dict[str, Field]:
     # An exact name wins over an alias, so that ENS-10's capital T and the registry's t cannot be confused with others.
     table = {alias: field for field in FIELDS for alias in (*field.aliases, field.standard_name)}
-    for name in ("air_temperature", "eastward_wind", "northward_wind"):
+    for name in ("air_temperature", "eastward_wind", "northward_wind", "wind_speed"):
         table[name] = next(field for field in FIELDS if field.standard_name == name and not field.surface)
     return table | _by_name()
 

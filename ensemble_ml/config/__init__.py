@@ -8,6 +8,7 @@ OmegaConf cannot compose those; members of an Enum are named as they are written
 from ensemble_ml.config.archives import (
     Control,
     Executor,
+    Gaps,
     InspectConfig,
     OutputFormat,
     Packing,
@@ -35,6 +36,7 @@ from ensemble_ml.config.training import Assign, DataConfig, LoadingConfig, Track
 __all__ = [
     "Control",
     "Executor",
+    "Gaps",
     "Packing",
     "InspectConfig",
     "OutputFormat",

@@ -42,6 +42,14 @@ class Control(Enum):
     include = "include"
 
 
+class Gaps(Enum):
+    """What becomes of start dates for which the archive or the truth lacks fields that others have."""
+
+    error = "error"
+    skip = "skip"
+    mask = "mask"
+
+
 @dataclass
 class SimulateConfig:
     """Make the embedded archive: a simulated ensemble and its truth as GRIB in ENS-10's layout."""
@@ -115,6 +123,8 @@ class PrepareConfig:
     regrid: Any = opt(None, "conservative regridding: spacing in degrees, or a store or file whose grid is wanted")
     truth_regrid: bool = opt(False, "bring truth and static fields on other grids to the forecast's, conservatively")
     packing: Packing = opt(Packing.uint16, "uint16 | float32")
+    gaps: Gaps = opt(Gaps.error, "error | skip | mask: start dates with missing fields end the run, are left out, or kept with these fields absent")
+    index: str | None = opt("", "folder for the tables of GRIB files, which save scanning them again; empty: .NAME.index beside the output; null keeps none")
     control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
     overwrite: bool = opt(False, "replace an existing store, once the new one is complete")
     restart: bool = opt(False, "throw away an unfinished build of the same output, and start anew")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
 
-from data_prep import find_gap, open_archive, open_pair
+from data_prep import find_gaps, open_archive, open_pair
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
@@ -71,7 +71,7 @@ class TestGrib:
         source = open_archive(tmp_path)
         starts = source.layout.init_time.astype("datetime64[D]").astype(str).tolist()
         assert starts == ["2001-01-01", "2001-01-05", "2002-01-01", "2002-01-05"]
-        assert find_gap(source) is None and source.layout.names == ("t", "t2m")
+        assert find_gaps(source) == [] and source.layout.names == ("t", "t2m")
 
     def test_what_to_keep(self, tmp_path):
         path = ensemble(tmp_path / "a.grib", names=("t", "z", "t2m"))
@@ -126,7 +126,7 @@ class TestMissing:
         upper = ensemble(tmp_path / "a.grib", steps=(78,), levels=(850,), names=("t",))
         gusts = ensemble(tmp_path / "b.grib", steps=("69-72", "75-78"), names=("fg10",))
         source = open_archive([upper, gusts])
-        assert find_gap(source) is None
+        assert find_gaps(source) == []
         assert source.layout.lead_hours == (72, 78)
         assert source.lead_bounds == {"fg10": [[69, 72], [75, 78]]}
         pressure, surface = source.present(Part.FORECAST, 0)
@@ -144,7 +144,7 @@ class TestMissing:
     def test_a_gap_is_named(self, tmp_path):
         gone = [(20010102, 2, 24, "t", 500)]
         source = open_archive(ensemble(tmp_path / "a.grib", leave_out=gone))
-        assert find_gap(source) == "member 2 at 2001-01-02T00 lacks t at 500 hPa, lead 24 h"
+        assert [str(gap) for gap in find_gaps(source)] == ["member 2 at 2001-01-02T00 lacks t at 500 hPa, lead 24 h"]
         assert not source.present(Part.FORECAST, 1)[0][1, 1, 0, 0]
         assert np.isnan(source.read(Part.FORECAST, 1).pressure[1, 1, 0, 0]).all()
         assert np.isnan(source.read(Part.SPREAD, 1).pressure).sum() == 0  # of the members that are there
@@ -331,7 +331,7 @@ class TestXarray:
         dataset().to_netcdf(tmp_path / "a.nc")
         ensemble(tmp_path / "b.grib", dates=(20010101, 20010103), names=("z",))
         source = open_archive(tmp_path)
-        assert source.layout.variables == ("t", "z") and find_gap(source) is None
+        assert source.layout.variables == ("t", "z") and find_gaps(source) == []
         assert np.isfinite(source.read(Part.FORECAST, 1).pressure).all()
 
 

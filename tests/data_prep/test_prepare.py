@@ -148,14 +148,16 @@ class TestRefusals:
         gone = [(20010102, 3, step, "t", level) for step in (0, 24) for level in (500, 850)]
         path = ensemble(tmp_path / "a.grib", leave_out=gone)
         settings = PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"))
-        self.refused(settings, r"member 3 at 2001-01-02T00 lacks t at 500 hPa, lead 0 h \(4 fields .*dates=")
+        self.refused(settings, r"member 3 at 2001-01-02T00 lacks t at 500 hPa, lead 0 h \(4 fields\); .*dates=")
         settings.dates = ["2001-01-01"]
         assert open_store(prepare(settings)).layout.realization == (1, 2, 3)
 
     def test_a_level_missing_for_one_member_on_one_date(self, tmp_path):
         path = ensemble(tmp_path / "a.grib", leave_out=[(20010101, 2, 24, "t", 850)])
         settings = PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"))
-        self.refused(settings, "member 2 at 2001-01-01T00 lacks t at 850 hPa, lead 24 h, which other dates or members")
+        self.refused(
+            settings, "1 field of 1 start date missing: member 2 at 2001-01-01T00 lacks t at 850 hPa, lead 24 h; other"
+        )
 
     def test_a_control_missing_on_one_date(self, archive):
         ensemble(archive / "ensemble" / "cf.grib", dates=(20010101,), names=("t", "z"), members=(0,), kind="cf")
@@ -165,8 +167,8 @@ class TestRefusals:
         made = [message("t", date=20010100 + d, member=None, level=z) for d in (1, 2, 3) for z in (500, 850)]
         write(archive / "truth" / "all.grib", made)
         text = (
-            "truth .*: lacks t at 500 hPa at 2001-01-04T00, which verifies the start date 2001-01-03T00 at lead 24 h, "
-            "and 1 more fields; complete it, choose start dates with dates=..., or say truth=null"
+            "truth .*: 2 fields of 1 start date missing: lacks t at 500 hPa at 2001-01-04T00, which verifies the start "
+            r"date 2001-01-03T00 at lead 24 h \(2 fields\); complete it, choose start dates with dates=..., say gaps="
         )
         self.refused(config(archive), text)
         assert not open_store(prepare(config(archive, truth=None))).has(Part.TRUTH)

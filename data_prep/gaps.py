@@ -1,0 +1,152 @@
+"""What an archive lacks for some start dates or members while others have it, and what becomes of these dates.
+
+A field that no start date and member has at a lead is ragged by design, and no gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_prep.archive import ArchiveSource
+from data_prep.pairs import Pair
+from data_prep.records import hour_text, variable_text
+from data_prep.truth import ArchiveTruth
+from ensemble_ml.config import Gaps
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
+from ensemble_ml.store.source import Layout, Part
+
+_SHOWN = 10
+_USUAL = 0.75  # share of the steps between start dates that makes a series regular
+_MOST_STEPS = 10  # a longer pause is a pause, not a hole
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Fields that are missing for one start date and member: how many, and a phrase that names the first of them."""
+
+    date: int  # position among the start dates
+    start: str
+    text: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.count} fields)" if self.count > 1 else self.text
+
+
+def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
+    """Gaps of the forecast or the control, by start date and member."""
+    lay, found = source.layout, []
+    if not source.has(part):
+        return []
+    every = [source.present(part, date) for date in range(len(lay.init_time))]
+    anywhere = [np.any([both[surface].any(0) for both in every], axis=0) for surface in (False, True)]
+    for date, both in enumerate(every):
+        start = hour_text(lay.init_time[date])
+        for member in range(len(both[0])):
+            lacking = [np.argwhere(anywhere[surface] & ~both[surface][member]) for surface in (0, 1)]
+            count = sum(map(len, lacking))
+            if count:
+                who = "the control" if part is Part.CONTROL else f"member {lay.realization[member]}"
+                surface = not len(lacking[0])
+                what, lead = _named(lay, surface, lacking[surface][0].tolist())
+                found.append(Gap(date, start, f"{who} at {start} lacks {what}, lead {lead} h", count))
+    return found
+
+
+def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
+    """Gaps of a truth, by start date."""
+    lay, found = truth.layout, []
+    every = [truth.present(date) for date in range(len(lay.init_time))]
+    anywhere = [np.any([both[surface] for both in every], axis=0) for surface in (0, 1)]
+    for date, both in enumerate(every):
+        lacking = [np.argwhere((anywhere[surface] & ~both[surface])[0]) for surface in (0, 1)]
+        count = sum(map(len, lacking))
+        if count:
+            surface = not len(lacking[0])
+            place = lacking[surface][0].tolist()
+            start = lay.init_time[date]
+            found.append(Gap(date, hour_text(start), _truth_text(truth, start, surface, place), count))
+    return found
+
+
+def _truth_text(truth: ArchiveTruth, start: np.datetime64, surface: bool, place: list[int]) -> str:
+    what, hours = _named(truth.layout, surface, place)
+    span = truth.span((truth.layout.surface if surface else truth.layout.variables)[place[1]], place[0])
+    over = f" over hours {span[0]} to {span[1]}" if span else ""
+    valid = hour_text(start + np.timedelta64(hours, "h"))
+    return f"lacks {what}{over} at {valid}, which verifies the start date {hour_text(start)} at lead {hours} h"
+
+
+def _named(lay: Layout, surface: bool, place: list[int]) -> tuple[str, int]:
+    lead, variable, *level = place
+    known = field((lay.surface if surface else lay.variables)[variable])
+    return variable_text(known, lay.levels[level[0]] if level else 0), lay.lead_hours[lead]
+
+
+def listed(gaps: Sequence[Gap]) -> str:
+    """Gaps as a message shows them: the first few by name, and totals."""
+    dates, fields = len({gap.date for gap in gaps}), sum(gap.count for gap in gaps)
+    more = f"; and {len(gaps) - _SHOWN} more like these" if len(gaps) > _SHOWN else ""
+    total = f"{fields} field{'s' * (fields > 1)} of {dates} start date{'s' * (dates > 1)}"
+    return f"{total} missing: {'; '.join(map(str, gaps[:_SHOWN]))}{more}"
+
+
+def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
+    """Deal with the gaps of an archive and its truth as `policy` says; also return them.
+
+    Raises:
+        UserError: there are gaps and the policy is `error`; nothing would be left; the truth has nothing at all.
+    """
+    source, truth = both.forecast, both.truth
+    assert isinstance(source, ArchiveSource)
+    gaps = [gap for part in (Part.FORECAST, Part.CONTROL) for gap in find_gaps(source, part)]
+    if gaps and policy is Gaps.error:
+        raise UserError(
+            f"input {source.path}: {listed(gaps)}; other dates or members have them: complete the archive, leave them "
+            "out with dates=, variables=, levels= or leads=, or say gaps=skip (these dates) or gaps=mask (these fields)"
+        )
+    if isinstance(truth, ArchiveTruth):
+        truth.unmatched()  # intervals that do not fit are no gap
+        of_truth = find_truth_gaps(truth)
+        if not both.has(Part.TRUTH):
+            raise UserError(f"truth {truth.path}: has no field at any valid time of the forecast; say truth=null")
+        if of_truth and policy is Gaps.error:
+            raise UserError(
+                f"truth {truth.path}: {listed(of_truth)}; complete it, choose start dates with dates=..., say "
+                "gaps=skip (these dates) or gaps=mask (these fields), or truth=null"
+            )
+        gaps += of_truth
+    if not gaps or policy is not Gaps.skip:
+        return both, gaps
+    dates = sorted({gap.date for gap in gaps})
+    if len(dates) == len(source.layout.init_time):
+        raise UserError(f"gaps=skip: no start date is complete; {listed(gaps)}; say gaps=mask, or leave fields out")
+    return both.without(dates), gaps
+
+
+def by_date(gaps: Sequence[Gap]) -> dict[str, list[str]]:
+    """Gaps as provenance keeps them: start date -> phrases."""
+    found: dict[str, list[str]] = {}
+    for gap in gaps:
+        found.setdefault(gap.start, []).append(str(gap))
+    return found
+
+
+def holes(init_time: np.ndarray) -> list[np.datetime64]:
+    """Start dates that a regular series lacks: where most dates are one step apart, those within a few steps more."""
+    steps = np.diff(init_time)
+    if len(steps) < 3:
+        return []
+    kinds, counts = np.unique(steps, return_counts=True)
+    step = kinds[counts.argmax()]
+    if counts.max() < _USUAL * len(steps):
+        return []
+    found: list[np.datetime64] = []
+    for first, gap in zip(init_time, steps, strict=False):
+        if step < gap <= _MOST_STEPS * step and gap % step == np.timedelta64(0):
+            found += [first + step * number for number in range(1, int(gap / step))]
+    return found
