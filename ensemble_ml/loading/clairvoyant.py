@@ -94,7 +94,7 @@ class ClairvoyantLoader:
     ):
         if batch_size < 1 or threads < 1 or ahead < 1:
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
-        self.items: Items = source if isinstance(source, Items) else DatasetItems(source)  # type: ignore[assignment]
+        self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
         room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign)
@@ -171,6 +171,14 @@ class ClairvoyantLoader:
         self.close()
 
 
+def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int) -> DatasetItems:
+    """A dataset as items, known from the sample that this rank uses first."""
+    if not len(dataset):
+        return DatasetItems(dataset)  # says that it is empty
+    batch = Order(seed, len(dataset), batch_size).step(0)[1]
+    return DatasetItems(dataset, first=int(batch[min(rank * len(batch) // ranks, len(batch) - 1)]))
+
+
 class Engine:
     """The threads of one run through a plan, and their ring of buffers."""
 
@@ -229,8 +237,7 @@ class Engine:
                 self._change.notify_all()
 
     def _make(self, packed: memoryview, number: int, place: int, sample: int) -> None:
-        part = packed[: int(self.items.sizes[sample])]
-        self.tiers.fetch(sample, part)
+        part = self.tiers.fetch(sample, packed[: int(self.items.sizes[sample])])
         ring = self._rings[number % self._slots]
         self.items.decode(sample, part, {name: array[place, ...] for name, array in ring.items()})
         with self._change:

@@ -29,11 +29,14 @@ class ArrayShape:
 class Items(Protocol):
     """Samples 0 to F-1.
 
-    `sizes` (F,) are their packed bytes, and `arrays` what each becomes: all samples alike.
+    `sizes` (F,) are their packed bytes; all samples become arrays of the same shapes.
     """
 
     sizes: np.ndarray
-    arrays: Mapping[str, ArrayShape]
+
+    @property
+    def arrays(self) -> Mapping[str, ArrayShape]:
+        """Name -> shape and type of one sample's array."""
 
     def read(self, sample: int, out: memoryview) -> None:
         """Fill `out` with the packed sample, from slow storage; any thread may call it."""
@@ -61,17 +64,19 @@ class DatasetItems:
     Args:
         dataset: where samples come from; `[i]` is called from several threads.
         name: what stands for it in messages and fingerprints.
+        first: the sample that says what all are like; it is kept until its first use, so that it is read once.
 
     Raises:
         UserError: it is empty, or its first sample is no array.
     """
 
-    def __init__(self, dataset: Any, name: str = "dataset"):
+    def __init__(self, dataset: Any, name: str = "dataset", first: int = 0):
         self.dataset, self._name = dataset, name
         if not len(dataset):
             raise UserError(f"{name}: is empty; at least one sample is needed")
-        first = self._unpacked(0)
-        self.arrays = {key: ArrayShape(value.shape, value.dtype) for key, value in first.items()}
+        found = self._unpacked(first)
+        self._kept = {first: found}
+        self.arrays = {key: ArrayShape(value.shape, value.dtype) for key, value in found.items()}
         self.bytes = sum(one.bytes for one in self.arrays.values())
         self.sizes = np.full(len(dataset), self.bytes, np.int64)
 
@@ -98,7 +103,7 @@ class DatasetItems:
             UserError: its arrays have other shapes or types than those of the first sample.
         """
         start = 0
-        found = self._unpacked(sample)
+        found = self._kept.pop(sample, None) or self._unpacked(sample)
         for key, shape in self.arrays.items():
             array = found.get(key)
             if array is None or (array.shape, array.dtype) != (shape.shape, shape.dtype):

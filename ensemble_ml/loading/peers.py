@@ -107,7 +107,7 @@ class Server:
 
     def _answer(self, connection: socket.socket, sample: int, data: memoryview, wanted: bool) -> None:
         try:
-            self._tiers.own(sample, data)
+            data = self._tiers.own(sample, data)
         except UserError as error:  # the asker reads slow storage itself, and says what is wrong with it
             log.warning("loading: sample %d cannot be served: %s", sample, error)
             connection.sendall(_REPLY.pack(-1, 0))
@@ -161,22 +161,25 @@ class Peers:
         """Wait until all ranks need nothing more of each other."""
         self._gather(b"")
 
-    def get(self, owner: int, sample: int, out: memoryview) -> bool:
-        """Fill `out` from `owner`; False where it is dead, refuses, or what it sends is damaged."""
+    def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
+        """The sample from `owner`; None where it is dead, refuses, or what it sends is damaged."""
         if owner in self._dead:
-            return False
+            return None
         try:
             slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
-            if slab is not None:
-                return slab.get(sample, out) or (self._ask(owner, sample, None) and slab.get(sample, out))
-            return self._ask(owner, sample, out)
+            if slab is None:
+                return scratch if self._ask(owner, sample, scratch) else None
+            found = slab.get(sample)
+            if found is None and self._ask(owner, sample, None):  # it is there when the owner answers
+                found = slab.get(sample)
+            return found
         except OSError as error:
             if owner not in self._dead:
                 self._dead.add(owner)
                 log.warning(
                     "loading: rank %d is no longer heard (%s); its samples come from slow storage", owner, error
                 )
-            return False
+            return None
 
     def _slab(self, owner: int, tier: int) -> Slab | None:
         """The other's slab, where it is on this node and can be opened."""

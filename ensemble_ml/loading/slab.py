@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +63,9 @@ class Slab:
     def __init__(self, fd: int, shape: Shape, *, writable: bool):
         self.fd, self.shape, self._writable = fd, shape, writable
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._map = mmap.mmap(fd, shape.header, access=access)
-        self._words = np.frombuffer(self._map, np.uint64)
+        self._map = mmap.mmap(fd, shape.bytes, access=access)
+        self._all = np.frombuffer(self._map, np.uint8)
+        self._words = self._all[: shape.header].view(np.uint64)
         if writable and self._words[:2].tolist() != [_MAGIC, shape.key]:
             self._words[:] = 0
             self._words[:2] = _MAGIC, shape.key
@@ -122,7 +124,10 @@ class Slab:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def put(self, sample: int, data: memoryview) -> bool:
-        """Keep `data`; False where the disk is full, which the caller may ignore."""
+        """Keep `data`; False where the disk is full, which the caller may ignore.
+
+        It is written, not copied into the mapped memory, which would kill the process where the disk is full.
+        """
         place = self.shape.find(sample)
         assert place >= 0 and len(data) == self.shape.size[place], (sample, len(data))
         try:
@@ -135,20 +140,20 @@ class Slab:
         self._words[2 + place] = _FILLED | checksum(data)
         return True
 
-    def get(self, sample: int, out: memoryview) -> bool:
-        """Fill `out` with the sample; False where it is not here yet, or no longer what was written."""
+    def get(self, sample: int) -> memoryview | None:
+        """The sample in place, valid until `close`; None where it is not here yet, or no longer what was written."""
         place = self.shape.find(sample)
         word = int(self._words[2 + place]) if place >= 0 else 0
         if not word & _FILLED:
-            return False
-        if not _read_all(self.fd, out, self.shape.header + int(self.shape.offset[place])):
-            return False
-        if checksum(out) == word & 0xFFFFFFFF:
-            return True
+            return None
+        start = self.shape.header + int(self.shape.offset[place])
+        data = self._all[start : start + int(self.shape.size[place])]
+        if google_crc32c.value(data) == word & 0xFFFFFFFF:
+            return data.data.toreadonly()
         log.warning("loading: cached sample %d is damaged and is read anew", sample)
         if self._writable:
             self._words[2 + place] = 0
-        return False
+        return None
 
     @property
     def filled(self) -> int:
@@ -159,8 +164,9 @@ class Slab:
     def close(self) -> None:
         """Give back the file; harmless when called again."""
         if self.fd >= 0:
-            del self._words
-            self._map.close()
+            del self._words, self._all
+            with suppress(BufferError):  # a sample is still in somebody's hands, who keeps the memory until then
+                self._map.close()
             os.close(self.fd)
             self.fd = -1
 
@@ -174,13 +180,3 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)
-
-
-def _read_all(fd: int, out: memoryview, offset: int) -> bool:
-    done = 0
-    while done < len(out):
-        count = os.preadv(fd, [out[done:]], offset + done)
-        if count == 0:
-            return False
-        done += count
-    return True

@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 class Others(Protocol):
     """The way to samples that other ranks hold."""
 
-    def get(self, owner: int, sample: int, out: memoryview) -> bool:
-        """Fill `out` from `owner`; False where it cannot be had there."""
+    def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
+        """The sample that `owner` holds, maybe in `scratch`; None where it cannot be had there."""
 
 
 class Alone:
     """No other rank."""
 
-    def get(self, owner: int, sample: int, out: memoryview) -> bool:
+    def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
         """Nothing can be had."""
-        return False
+        return None
 
 
 class Tiers:
@@ -70,36 +70,36 @@ class Tiers:
                 self.close()
                 raise
 
-    def fetch(self, sample: int, out: memoryview) -> None:
-        """Fill `out` with the packed sample.
+    def fetch(self, sample: int, scratch: memoryview) -> memoryview:
+        """The packed sample: in place where it is held on this node, else in `scratch`, which must have its size.
 
         Raises:
             UserError: slow storage does not give it.
         """
-        owner, tier = int(self.plan.placement.owner[sample]), int(self.plan.placement.tier[sample])
-        if owner == self.rank:
-            self.own(sample, out, RAM if tier == RAM else DISK)
-        elif owner == NOBODY:
-            self._read(sample, out)
-            self.counters.add(storage=len(out))
-        elif self.others.get(owner, sample, out):
-            self.counters.add(peers=len(out))
-        else:
-            self._read(sample, out)
-            self.counters.add(storage=len(out), fallback=len(out))
+        owner = int(self.plan.placement.owner[sample])
         self.counters.add(samples=1)
+        if owner == self.rank:
+            return self.own(sample, scratch)
+        if owner != NOBODY:
+            found = self.others.get(owner, sample, scratch)
+            if found is not None:
+                self.counters.add(peers=len(found))
+                return found
+            self.counters.add(fallback=len(scratch))
+        return self._read(sample, scratch)
 
-    def own(self, sample: int, out: memoryview, tier: int | None = None) -> None:
-        """Fill `out` with a sample that this rank holds, reading it from slow storage the first time."""
-        tier = int(self.plan.placement.tier[sample]) if tier is None else tier
-        slab, name = self.slabs[tier], "ram" if tier == RAM else "disk"
+    def own(self, sample: int, scratch: memoryview) -> memoryview:
+        """A sample that this rank holds, as `fetch` gives it; read from slow storage the first time."""
+        tier = int(self.plan.placement.tier[sample])
+        slab = self.slabs[tier]
         with self._once(sample):
-            if slab.get(sample, out):
-                self.counters.add(**{name: len(out)})
-                return
-            self._read(sample, out)
-            self.counters.add(storage=len(out))
-            slab.put(sample, out)
+            found = slab.get(sample)
+            if found is not None:
+                self.counters.add(**{"ram" if tier == RAM else "disk": len(found)})
+                return found
+            self._read(sample, scratch)
+            slab.put(sample, scratch)
+            return scratch
 
     @contextmanager
     def _once(self, sample: int) -> Iterator[None]:
@@ -117,13 +117,15 @@ class Tiers:
             with self._lock:
                 self._busy.pop(sample).set()
 
-    def _read(self, sample: int, out: memoryview) -> None:
+    def _read(self, sample: int, out: memoryview) -> memoryview:
         me = threading.get_ident()
         self._reading[me] = sample, time.monotonic()
         try:
             self.items.read(sample, out)
         finally:
             del self._reading[me]
+        self.counters.add(storage=len(out))
+        return out
 
     def slowest(self) -> tuple[str, float] | None:
         """What slow storage has been asked for longest and has not given, and for how many seconds."""

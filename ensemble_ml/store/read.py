@@ -6,7 +6,6 @@ Reads keep no state but the factors of the dates read last; every read has its o
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -88,8 +87,8 @@ class TensorStore:
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
         """The same store, its shards opened by `open_shard`: how a cache stands between the store and its files."""
-        other = copy.copy(self)
-        other._open_shard = open_shard
+        other = object.__new__(TensorStore)  # copy.copy would open it anew, as pickling does
+        other.__dict__ |= {**self.__dict__, "_open_shard": open_shard}
         return other
 
     def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:

@@ -1,0 +1,1 @@
+"""Parts of the loading benchmark: its data, its emulated slow storage, its entrants, and the race."""

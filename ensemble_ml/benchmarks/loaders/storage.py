@@ -1,0 +1,60 @@
+"""Slow shared storage on one machine: a preloaded library that charges reads under a folder to one token bucket."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ensemble_ml.errors import UserError
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Emulated storage of everything under `folder`.
+
+    Raises:
+        UserError: there is no C compiler.
+    """
+
+    folder: Path
+    work: Path
+    mb_s: float = 300.0
+    latency_us: float = 500.0
+
+    @property
+    def counters(self) -> Path:
+        """File that holds what was read."""
+        return self.work / "counters"
+
+    def build(self) -> None:
+        """Compile the library."""
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            raise UserError("benchmark=loading: needs a C compiler (cc) for the emulated storage; install gcc")
+        self.work.mkdir(parents=True, exist_ok=True)
+        source = Path(__file__).with_name("throttle.c")
+        command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(self.work / "throttle.so"), "-ldl"]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def environment(self) -> dict[str, str]:
+        """Variables under which a process reads slowly."""
+        return {
+            "LD_PRELOAD": str(self.work / "throttle.so"),
+            "STORAGE_PREFIX": str(self.folder.resolve()),
+            "STORAGE_MB_S": str(self.mb_s),
+            "STORAGE_LATENCY_US": str(self.latency_us),
+            "STORAGE_COUNTERS": str(self.counters),
+        }
+
+    def reset(self) -> None:
+        """Forget what was read."""
+        self.counters.unlink(missing_ok=True)
+
+    def bytes_read(self) -> int:
+        """Bytes that all processes have read since `reset`."""
+        if not self.counters.exists():
+            return 0
+        return int(struct.unpack("4q", self.counters.read_bytes()[:32])[1])
