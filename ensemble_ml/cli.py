@@ -84,6 +84,12 @@ def _predict(config: schema.PredictConfig) -> object:
     return predict(config, open_pair(config.input, None, config.static, grid=grid, index=user_index()))
 
 
+def _export(config: schema.ExportConfig) -> object:
+    from ensemble_ml.inference import export
+
+    return export(config)
+
+
 def _evaluate(config: schema.EvaluateConfig) -> object:
     from data_prep import open_pair, user_index
     from ensemble_ml.verification import evaluate, open_forecasts
@@ -125,6 +131,10 @@ TASKS: dict[str, Task] = {
         schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
         "output=scores",
         "OUTPUT/{scores.json, report.html}",
+    ),
+    "export": Task(
+        schema.ExportConfig, _export, "checkpoint=runs/first/checkpoints/best scores=scores/scores.json output=model",
+        "OUTPUT/{model.safetensors, checkpoint.json, MODEL_CARD.md}",
     ),
     "benchmark": Task(
         schema.BenchmarkConfig, _benchmark, "benchmark=step",

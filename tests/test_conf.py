@@ -17,6 +17,7 @@ GIVEN = {
     "inspect": ["store=a.zarr"],
     "train": ["run=a", "data.store=b.zarr"],
     "predict": ["checkpoint=a", "input=b", "output=c"],
+    "export": ["checkpoint=a", "output=c"],
     "evaluate": ["forecast=a", "ensemble=b", "output=c"],
     "benchmark": ["benchmark=step"],
 }

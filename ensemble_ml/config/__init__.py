@@ -17,7 +17,7 @@ from ensemble_ml.config.archives import (
 )
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.compression import CompressionConfig
-from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, PredictConfig
+from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, ExportConfig, PredictConfig
 from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.config.optim import (
     ClipBy,
@@ -54,6 +54,7 @@ __all__ = [
     "BenchmarkSize",
     "SkillConfig",
     "EvaluateConfig",
+    "ExportConfig",
     "PredictConfig",
     "ModelConfig",
     "Pole",

@@ -46,6 +46,16 @@ class PredictConfig:
 
 
 @dataclass
+class ExportConfig:
+    """Make of a checkpoint a folder to hand on, with a model card beside the weights."""
+
+    checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
+    output: str = opt(MISSING, "new folder; predict takes it as checkpoint=")
+    scores: str | None = opt(None, "scores.json of evaluate, whose figures the model card repeats")
+    overwrite: bool = opt(False, "replace an existing folder")
+
+
+@dataclass
 class EvaluateConfig:
     """Score forecasts beside the raw ensemble and statistical baselines."""
 

@@ -1,0 +1,146 @@
+"""The model card of an exported checkpoint: what it was trained on, what it scored, and where its limits are.
+
+Follows the headings of Mitchell et al. (2019), doi:10.1145/3287560.3287596. Every figure is read from the checkpoint or
+from scores.json; what is not known is said to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ensemble_ml.fields import field as registered
+from ensemble_ml.models import ModelSpec
+
+
+def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
+    """Markdown text.
+
+    Args:
+        spec: of the model.
+        meta: of the checkpoint.
+        scores: content of scores.json, or None where the model has not been evaluated.
+    """
+    config = meta["config"]
+    parts = [
+        f"# Model card: {config.get('run', 'unnamed run')}",
+        _what(spec, meta),
+        _data(spec, meta),
+        _split(meta, scores),
+    ]
+    parts += [_scores(scores), _limits(spec, meta, scores), _use(meta)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    predicts = ["the full ensemble's spread"] * spec.config.spread
+    predicts += ["the distribution of the truth"] * spec.config.postprocess
+    rows = [
+        ("predicts", " and ".join(predicts)),
+        ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
+        ("network", f"{spec.config.name}, {spec.config.hidden} to {spec.config.max_hidden} channels"),
+        ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
+        ("checkpoint", f"sha256 `{meta['sha256']}`"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
+    ]
+    return _table(("", ""), rows)
+
+
+def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    rows = []
+    for name in (*spec.variables, *spec.surface):
+        known = registered(name)
+        levels = ", ".join(map(str, spec.levels)) + " hPa" if name in spec.variables else "surface"
+        rows.append((f"`{name}`", known.long_name, known.units, levels, spec.family(name).value))
+    heads = ("variable", "", "units", "levels", "distribution")
+    return (
+        f"## Data\n\nStore fingerprint `{meta['data_fingerprint']}`, grid {spec.grid.describe()}. Lead times in: "
+        f"{_listed(spec.leads_in)} h; predicted: {_listed(spec.leads_out)} h. Static fields: "
+        f"{_listed(spec.static) or 'none'}.\n\n{_table(heads, rows)}"
+    )
+
+
+def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
+    rows = [("training", *_span(meta["training_dates"])), ("validation", *_span(meta["validation_dates"]))]
+    if scores is not None:
+        rows.append(("test", *_span(scores["dates"]["test"])))
+    chosen = (
+        "The validation dates chose the checkpoint; " if meta["validation_dates"] else "No date chose the checkpoint; "
+    )
+    return (
+        f"## Split\n\n{_table(('', 'start dates', 'from', 'to'), rows)}\n\n{chosen}test dates had no part in training."
+    )
+
+
+def _span(dates: list[str]) -> tuple[str, str, str]:
+    return (str(len(dates)), min(dates)[:10], max(dates)[:10]) if dates else ("0", "", "")
+
+
+def _scores(scores: Mapping[str, Any] | None) -> str:
+    if scores is None:
+        return (
+            "## Scores\n\nNot evaluated: no scores.json was given. Run `ensemble-ml evaluate`, then export again with "
+            "`scores=`."
+        )
+    lines = "\n".join(f"- {line}" for line in scores["headline"])
+    rows = [
+        (
+            claim["claim"],
+            f"{claim['value']:.4g} {claim['unit']}",
+            _interval(claim),
+            "yes" if claim["holds"] else "**no**",
+        )
+        for claim in scores["claims"]
+    ]
+    return f"## Scores\n\n{lines}\n\n{_table(('claim', 'measured', 'interval', 'holds'), rows)}"
+
+
+def _interval(claim: Mapping[str, Any]) -> str:
+    if claim.get("low") is None or claim.get("high") is None:
+        return "none"
+    return f"{claim['low']:.4g} to {claim['high']:.4g}"
+
+
+def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
+    lines = [
+        "Only the grid, variables, levels and lead times above; anything else is refused by name.",
+        f"Trained on {len(meta['training_dates'])} start dates; seasons and regimes that they lack are extrapolation.",
+        "Tied to the forecasting system of the training data: after a change of that system, fit anew.",
+        "Calibrated on average; a single forecast may be off, most where the ensemble is far from its climate.",
+    ]
+    if not spec.config.postprocess:
+        lines.append("Predicts the spread of the ensemble, which need not be the error of its mean.")
+    if scores is not None:
+        lines += list(scores["notes"])
+        for row in scores.get("strata", []):
+            if row["kind"] != "season" and row["metric"] == "crps" and row["low"] is not None and row["low"] > 1:
+                where = f"{row['stratum']}, {row['lead_hours']} h"
+                lines.append(f"Worse than {row['reference']} ({where}): CRPS x {row['ratio']:.3f}.")
+    listed = "\n".join(f"- {line}" for line in lines)
+    return f"## Limits\n\n{listed}{_ranges(meta)}"
+
+
+def _ranges(meta: Mapping[str, Any]) -> str:
+    rows = []
+    for name, found in (meta.get("input_range") or {}).items():
+        by_level = found.items() if isinstance(found, Mapping) else [("surface", found)]
+        rows += [(f"`{name}`", level, f"{low:.4g}", f"{high:.4g}") for level, (low, high) in by_level]
+    if not rows:
+        return ""
+    return "\n\nRange of the inputs in training:\n\n" + _table(("variable", "level", "least", "most"), rows)
+
+
+def _use(meta: Mapping[str, Any]) -> str:
+    return (
+        "## Use\n\n    ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in=5 output=forecast\n\n"
+        "Open a forecast with xarray; each variable's attributes say what it is. Forecasts carry the checkpoint's hash."
+    )
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [" | ".join(heads), " | ".join("---" for _ in heads), *(" | ".join(row) for row in rows)]
+    return "\n".join(f"| {line} |" for line in lines)

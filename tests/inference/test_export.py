@@ -1,0 +1,75 @@
+"""An exported checkpoint predicts the same, and its card says what it was trained on, scored, and cannot do."""
+
+import json
+
+import numpy as np
+import pytest
+import xarray as xr
+from synthetic import make_store
+
+from ensemble_ml.config import DataConfig, ExportConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.inference import export, predict
+from ensemble_ml.training import train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    store = make_store(folder / "store.zarr", dates=8, levels=(850,), variables=("t",), surface=("tp",), shape=(9, 16))
+    config = TrainConfig(
+        run="tiny", output=str(folder), steps=2, batch_size=2,
+        data=DataConfig(store=store.path, train=["2001-01-01/2001-01-10"], validation=["2001-01-11"], members=[3]),
+        model=ModelConfig(hidden=8, max_hidden=8, depth=1), tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
+    train(config)
+    return folder / "tiny" / "checkpoints" / "last", store
+
+
+SCORES = {
+    "headline": ["At 48 h: CRPS 3 % lower."],
+    "notes": ["Only one year."],
+    "dates": {"test": ["2001-01-12T00", "2001-01-15T00"]},
+    "claims": [{"claim": "CRPS lower", "value": 3.0, "unit": "%", "low": 1.0, "high": None, "holds": False}],
+    "strata": [
+        {"kind": "region", "stratum": "tropics", "lead_hours": 48, "metric": "crps", "reference": "raw_10",
+         "ratio": 1.1, "low": 1.05}
+    ],
+}  # fmt: skip
+
+
+def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
+    checkpoint, store = trained
+    (tmp_path / "scores.json").write_text(json.dumps(SCORES))
+    given = ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json"))
+    folder = export(given)
+    assert sorted(path.name for path in folder.iterdir()) == ["MODEL_CARD.md", "checkpoint.json", "model.safetensors"]
+    made = []
+    for name, path in (("a", checkpoint), ("b", folder)):
+        config = PredictConfig(str(path), store.path, output=str(tmp_path / name), members_in=3, dates=["2001-01-15"])
+        predict(config, store)
+        made.append(xr.load_dataset(next((tmp_path / name).glob("*.nc"))))
+    np.testing.assert_array_equal(made[0].t_mean, made[1].t_mean)
+    card = (folder / "MODEL_CARD.md").read_text()
+    for words in (
+        "# Model card: tiny", "| `tp` | total precipitation | m | surface | csgamma |", "| test | 2 | 2001-01-12 |",
+        "- At 48 h: CRPS 3 % lower.", "| CRPS lower | 3 % | none | **no** |", "- Only one year.",
+        "Worse than raw_10 (tropics, 48 h): CRPS x 1.100.", "Range of the inputs in training",
+    ):  # fmt: skip
+        assert words in card, words
+
+
+def test_a_card_without_scores_says_so(trained, tmp_path):
+    folder = export(ExportConfig(str(trained[0]), str(tmp_path / "model")))
+    assert "Not evaluated" in (folder / "MODEL_CARD.md").read_text()
+    with pytest.raises(UserError, match="exists; set overwrite=true"):
+        export(ExportConfig(str(trained[0]), str(tmp_path / "model")))
+    export(ExportConfig(str(trained[0]), str(tmp_path / "model"), overwrite=True))
+
+
+def test_scores_that_are_none_of_ours(trained, tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    for name, match in (("other.json", "lacks headline"), ("absent.json", "cannot be read")):
+        with pytest.raises(UserError, match=match):
+            export(ExportConfig(str(trained[0]), str(tmp_path / "model"), scores=str(tmp_path / name)))
+    assert not (tmp_path / "model").exists()
