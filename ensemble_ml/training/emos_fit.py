@@ -28,12 +28,12 @@ from ensemble_ml.training.climate_data import Dates, families, spaced
 
 log = logging.getLogger(__name__)
 
-STRENGTHS = (2.0, 8.0, 32.0, 128.0)
+STRENGTHS = (2.0, 8.0, 32.0)
 _MOST_DATES = 200
 _MOST_SAMPLES = 200_000  # for the four numbers of a global fit
 _MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3
-_REFINED = 5  # iterations of another form or ensemble size, which start from the coefficients of the first
+_REFINED = 8  # iterations of another ensemble size, which starts from the coefficients of the first
 
 
 @dataclass(eq=False)
@@ -126,10 +126,7 @@ class _Fit:
     def _forms(self, lead: int, field: int, points: slice) -> dict[str, Emos]:
         whole = self._global(lead, field)
         names = ["local", *(f"shrunk {strength:g}" for strength in STRENGTHS)]
-        found, last = {"global": whole}, None
-        for name in names:
-            found[name] = last = self._local(name, whole, lead, field, points, last)
-        return found
+        return {"global": whole} | {name: self._local(name, whole, lead, field, points, None) for name in names}
 
     def _form(self, name: str, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
         whole = self._global(lead, field)

@@ -100,13 +100,26 @@ def test_a_prior_draws_as_far_as_its_strength_says():
     mean, variance, y = parts[:3]
     whole = fit_emos(mean.ravel(), variance.ravel(), y.ravel())
     free, drawn, bound = (fit_emos(mean, variance, y, prior=whole, strength=s) for s in (0.0, 10.0, 1e9))
-    np.testing.assert_allclose(of(bound), np.broadcast_to(of(whole), (2, 5)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(of(bound)[:, 1:], np.broadcast_to(of(whole)[1:], (2, 4)), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(of(free), of(fit_emos(mean, variance, y)), rtol=1e-3, atol=1e-2)
 
-    def shift(e):  # of the forecast at a typical mean, which is better determined than a and b
-        return (e.a + 280 * e.b - 280).numpy()
+    def away(e):
+        return np.abs(of(e)[:, 1] - of(whole)[1])
 
-    assert np.all(np.abs(shift(drawn) - shift(whole)) < np.abs(shift(free) - shift(whole)))
+    assert np.all(away(drawn) < away(free))
+
+
+def test_large_biases_are_left_alone_and_noise_is_not():
+    rng = np.random.default_rng(5)
+    for size, kept in ((30.0, (0.9, 1.1)), (0.0, (-0.1, 0.7))):
+        bias = size * rng.standard_normal((50, 1))
+        mean, variance = 280 + 8 * rng.standard_normal((50, 40)), np.ones((50, 40))
+        y = mean + bias + rng.standard_normal((50, 40))
+        whole = Emos(*(torch.tensor(v, dtype=torch.float64) for v in (0.0, 1.0, 1.0, 0.0)), season=torch.zeros(0))
+        found = fit_emos(mean, variance, y, prior=whole, strength=1e6)
+        measured = (y - mean).mean(1)
+        share = np.polyfit(measured, found.a.numpy(), 1)[0]
+        assert kept[0] < share < kept[1]
 
 
 def test_one_member_has_no_variance_to_follow():

@@ -1,17 +1,22 @@
-"""The rivals through the same commands as our network: train, resume, predict, evaluate."""
+"""The rivals through the same commands as our network: train, resume, predict, evaluate; ours at several sizes."""
 
 import json
 import os
 import signal
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from ensemble_ml.config import EvaluateConfig, OptimName, PredictConfig
+from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
+from ensemble_ml.loading import Reader, fixed_batches
+from ensemble_ml.models import distributions
 from ensemble_ml.store import open_store
-from ensemble_ml.training import load_checkpoint, train
+from ensemble_ml.training import load_checkpoint, load_model, train
 from ensemble_ml.training.tracking import Tracker, read_log
 from ensemble_ml.verification import evaluate
 
@@ -98,3 +103,28 @@ def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
     content = json.loads((out / "scores.json").read_text())
     assert content["forecasts"][0]["dates"] == 4
     assert any(row["entrant"] == "forecast_3" and "crps" in row for row in content["scores"])
+
+
+def test_scores_do_not_jump_between_ensemble_sizes(config_of, store):
+    """One checkpoint of ours from 2 to 6 members, two of which (3 and 5) training never showed."""
+    run = train(config_of(steps=60, validate_every=30, optim__lr=2e-3))
+    model, _ = load_model(run / "checkpoints" / "best")
+    reader = Reader(open_store(store.path), model.spec)
+    area = torch.from_numpy(model.spec.grid.area_weights()).float()
+    found, raw = {}, {}
+    for members in (2, 3, 4, 5, 6):
+        crps, reference = 0.0, 0.0
+        for batch in fixed_batches(reader, range(16, 20), np.arange(members)):
+            prediction, leads = model(batch.inputs), model.spec.lead_positions
+            ours = distributions.crps(Family.NORMAL, prediction.location_p, prediction.scale_p, batch.truth_p)
+            spread = batch.inputs.spread_p[:, leads] * (1 + 1 / members) ** 0.5
+            plain = distributions.crps(Family.NORMAL, batch.inputs.mean_p[:, leads], spread, batch.truth_p)
+            size = batch.truth_p.std((-2, -1), keepdim=True)
+            crps += float((ours / size * area).mean().detach())
+            reference += float((plain / size * area).mean())
+        found[members], raw[members] = crps, reference
+    values = list(found.values())
+    falls = [a - b for a, b in pairwise(values)]
+    assert all(-0.005 * values[0] < fall for fall in falls), found  # more members never cost more than noise
+    assert max(falls) < 0.06 * values[0], found  # and none of the sizes stands out
+    assert all(found[m] < raw[m] for m in found)

@@ -25,7 +25,7 @@ from ensemble_ml.models import distributions
 
 _TINY = 1e-12
 _LEAST_UNIT = 0.02
-_LOOSE = 0.05  # of the pull that the intercept feels: biases differ from point to point more than all else
+_LEAST_SIGNAL = 1e-3  # variance of biases between points, over that of errors
 _START_DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-9, 1e12
 
 
@@ -76,7 +76,7 @@ def fit_emos(
         family: law of the forecast.
         weights: (..., D) of the samples.
         prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it
-            counts for (a twentieth of that for a, because biases differ most from point to point).
+            counts for; for `a` that follows from how far biases differ from point to point.
         start: coefficients to begin with; the prior's, or simple estimates, where there are none.
         iterations, tolerance: steps at most, and the step (in units of a typical error) at which a point has arrived.
 
@@ -144,8 +144,9 @@ class _Problem:
     def solve(self, prior: Emos | None, strength: float, start: Emos | None, iterations: int, tolerance: float) -> Emos:
         goal = self._start() if prior is None else self._inwards(prior)
         theta = goal.clone() if start is None else self._inwards(start)
-        pull = torch.full_like(goal[..., :1], strength if prior is not None else 0.0).expand_as(goal).clone()
-        pull[..., 0] *= _LOOSE
+        pull = torch.full_like(goal, strength if prior is not None else 0.0)
+        if prior is not None and strength > 0:
+            pull[..., 0] = self._pull_of_bias(goal)
         damping = torch.full_like(self.total, _START_DAMPING)
         value, gradient, curvature = self._expand(theta, goal, pull)
         for _ in range(iterations):
@@ -161,6 +162,16 @@ class _Problem:
             if bool(((step.abs().amax(-1) < tolerance) | (damping >= _MOST_DAMPING)).all()):
                 break
         return self._outwards(theta)
+
+    def _pull_of_bias(self, goal: Tensor) -> float:
+        """How many dates the prior's intercept counts for: as many as biases differ little from point to point.
+
+        With errors of variance one, biases of variance V (what is left of their spread between points without 1 / D)
+        and the curvature of the CRPS near 1 / 2, the Bayesian weight is 1 / (2 V).
+        """
+        away = self._start()[..., 0] - goal[..., 0]
+        signal = float((away**2).mean() - (1 / self.total).mean())
+        return 0.5 / max(signal, _LEAST_SIGNAL)
 
     def _start(self) -> Tensor:
         """The mean error, slope one, and half of the error's variance from either term."""
