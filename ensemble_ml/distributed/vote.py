@@ -56,9 +56,7 @@ def sign_allreduce(u: Tensor, bits: int, group: Communicator, step: int, *, scal
         flat[: u.numel()].mul_(torch.where(magnitude > 0, 1 / (magnitude * unit(bits, scale)), 0.0))
     ballots = cast(flat, bits, group.size, step)
     winner = count(send(ballots, group), bits, step)
-    everywhere = torch.empty(group.size * len(winner), dtype=torch.int64, device=u.device)
-    group.all_gather(everywhere, winner)
-    return unpack_signs(everywhere, flat)[: u.numel()].view(u.shape)
+    return unpack_signs(tell(winner, group), flat)[: u.numel()].view(u.shape)
 
 
 def share(elements: int, ranks: int) -> int:
@@ -90,8 +88,23 @@ def send(ballots: Tensor, group: Communicator) -> Tensor:
     """Give row r to rank r; returns the rows that came, (ranks, words), in rank order."""
     received = torch.empty_like(ballots)
     sizes = [ballots.shape[1]] * group.size
-    group.all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes).wait()
+    group.all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True).wait()
     return received
+
+
+def tell(winner: Tensor, group: Communicator) -> Tensor:
+    """Give this rank's words (w,) to all; returns everybody's, (ranks w,).
+
+    On a CPU as an all_to_all of copies, whose messages all leave at once: gloo's all_gather goes round a ring, and
+    each of its ranks - 1 rounds waits for a processor that backward keeps busy.
+    """
+    everywhere = winner.new_empty(group.size * len(winner))
+    if winner.is_cuda:
+        group.all_gather(everywhere, winner, async_op=True).wait()
+        return everywhere
+    sizes = [len(winner)] * group.size
+    group.all_to_all_single(everywhere, winner.repeat(group.size), sizes, sizes, async_op=True).wait()
+    return everywhere
 
 
 def count(ballots: Tensor, bits: int, step: int) -> Tensor:

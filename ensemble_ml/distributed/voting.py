@@ -23,7 +23,7 @@ from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
-from ensemble_ml.distributed.vote import cast, count, send, unit
+from ensemble_ml.distributed.vote import cast, count, send, tell, unit
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim.exchange import total_norm
 from ensemble_ml.optim.lion import Lion
@@ -201,9 +201,7 @@ class Vote(BucketExchange):
         received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
         winner = count(received[:, len(header) :].contiguous(), self.bits, self.step)
         for group in (self.group, self.inner):
-            gathered = winner.new_empty(group.size * len(winner))
-            group.all_gather(gathered, winner, async_op=True).wait()
-            winner = gathered
+            winner = tell(winner, group)
         return received[:, : len(header)], winner
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:

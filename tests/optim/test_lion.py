@@ -6,6 +6,7 @@ import torch
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
+from ensemble_ml.optim.lion import round_stochastically
 
 SHAPES = [(7,), (3, 5), (2, 3, 4, 1), (1,)]
 
@@ -87,3 +88,48 @@ def test_closure_sees_gradients():
 def test_refuses_settings_outside_their_range(setting):
     with pytest.raises(UserError, match=next(iter(setting))):
         Lion([torch.nn.Parameter(torch.ones(1))], **setting)
+
+
+def test_half_precision_keeps_momentum_in_float32():
+    exact, half = weights(), [torch.nn.Parameter(p.detach().bfloat16()) for p in weights()]
+    a, b = Lion(exact, lr=1e-2), Lion(half, lr=1e-2)
+    for step in range(10):
+        for optimizer, params in ((a, exact), (b, half)):
+            for p, g in zip(params, gradients(step), strict=True):
+                p.grad = g.to(p.dtype)
+            optimizer.step()
+    for p, q in zip(exact, half, strict=True):
+        assert b.momentum(q).dtype is torch.float32
+        torch.testing.assert_close(b.momentum(q), a.momentum(p), rtol=2e-2, atol=1e-3)
+    restored = Lion([torch.nn.Parameter(q.detach().clone()) for q in half])
+    restored.load_state_dict(b.state_dict())
+    for p, q in zip(restored.param_groups[0]["params"], half, strict=True):
+        assert torch.equal(restored.momentum(p), b.momentum(q)) and restored.momentum(p).dtype is torch.float32
+
+
+def test_stochastic_rounding_keeps_small_steps():
+    """Steps of a tenth of the spacing at 1: lost by rounding to the nearest, right on average by chance."""
+    spacing, found = 2.0**-7, {}
+    for stochastic in (False, True):
+        p = torch.nn.Parameter(torch.ones(4000, dtype=torch.bfloat16))
+        optimizer = Lion([p], lr=spacing / 10, weight_decay=0.0, stochastic=stochastic)
+        for _ in range(20):
+            p.grad = -torch.ones_like(p)
+            optimizer.step()
+        found[stochastic] = p.detach().float()
+    assert (found[False] == 1).all()
+    assert abs(float(found[True].mean()) - (1 + 2 * spacing)) < 0.1 * spacing
+    assert not torch.equal(round_stochastically(found[True] + 1e-4, torch.bfloat16, seed=0).float(), found[True])
+
+
+def test_stochastic_rounding_is_to_a_neighbour_and_repeats():
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    a, b, c = (round_stochastically(x, torch.bfloat16, seed=s) for s in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    nearest = x.bfloat16()
+    other = torch.nextafter(nearest, torch.where(x > nearest, torch.inf, -torch.inf).bfloat16())
+    assert ((a == nearest) | (a == other)).all()
+    mean = torch.stack([round_stochastically(x, torch.bfloat16, seed=s).double() for s in range(400)]).mean(0)
+    assert float((mean - x).abs().max()) < 5 * float((other.float() - nearest.float()).abs().max()) / 20 / 2
+    exact = nearest.float()
+    assert torch.equal(round_stochastically(exact, torch.bfloat16, seed=3), nearest)

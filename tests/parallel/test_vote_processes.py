@@ -2,11 +2,13 @@
 
 import copy
 import hashlib
+import os
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel.processes import run_ranks
+from parallel.ranks import run_ranks
 from torch import nn
 
 from ensemble_ml.config import ExchangeName, MomentumKept, MomentumSync, OptimConfig
@@ -53,6 +55,7 @@ def train(topology, steps, start=0, state=None, lr=3e-3, local_size=1, **setting
     found = {
         "weights": [p.detach().clone() for p in net.parameters()],
         "apart": gather_state(exchange, config.momentum_kept),
+        "optimizer": _first(optimizer.state_dict(), topology),
     }
     exchange.close()
     return digest(found["weights"]), digest([optimizer.momentum(p) for p in net.parameters()]), found, zeros
@@ -73,8 +76,9 @@ SETTINGS = {
 }
 
 
-def everything(rank):
+def everything(session):
     """What the tests below look at, in one job of four ranks: starting processes takes longer than all of it."""
+    rank = session.topology.rank
     pairs, four = Topology(trainer=2, data=2, rank=rank), Topology(data=4, rank=rank)
     found = {}
     for name, settings in SETTINGS.items():
@@ -206,6 +210,31 @@ def test_replicas_are_equal_after_200_steps(size):
         assert all(rank[bits][1] > 100 for rank in found), "no exact zeros"
 
 
-def _two_hundred(rank, size):
+def _two_hundred(session, size):
+    rank = session.topology.rank
     runs = [train(Topology(data=size, rank=rank), 200, bits=bits, **VOTE) for bits in (1, 2, 4, 8)]
     return [(weights, zeros) for weights, _, _, zeros in runs]
+
+
+def _vote_until(session, doomed):
+    """Vote for ever; one rank kills itself at step 5."""
+    exchange = make_exchange(OptimConfig(**VOTE), session.topology, reduction=Reduction.mean)
+    net = network()
+    optimizer = Lion(net.parameters(), exchange=exchange)
+    for step in range(10**6):
+        session.step = step
+        optimizer.zero_grad()
+        exchange.begin(step)
+        net(torch.ones(2, 9)).square().mean().backward()
+        if session.topology.rank == doomed and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange.finish()
+        optimizer.step()
+
+
+def test_a_rank_that_dies_in_a_vote_ends_the_others_and_is_named():
+    found = run_ranks(_vote_until, 3, 1, seconds=60, statuses=True, silence=4.0)
+    for rank in (0, 2):
+        status, seconds, text = found[rank]
+        assert status != 0 and seconds < 30
+        assert "rank 1 " in text and "no heartbeat" in text

@@ -1,0 +1,100 @@
+"""Training whole runs that vote: replicas, resume, log, bad gradients."""
+
+import shutil
+
+import pytest
+import torch
+from parallel.ranks import run_ranks
+from parallel.test_parallel_training import config_of, joined
+from synthetic import make_store
+
+from ensemble_ml.config import ExchangeName, MomentumSync, Nonfinite, OptimName, Precision
+from ensemble_ml.errors import UserError
+from ensemble_ml.training import load_checkpoint, trainer
+from ensemble_ml.training.tracking import read_log
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("voting")
+    return make_store(folder / "a.zarr", dates=12, members=5, shape=(9, 16), bias=0.6, dispersion=0.6).path
+
+
+def voting(store, output, **changes):
+    config = config_of(store, output, optimizer=OptimName.lion, precision=Precision.float32, batch_size=4, **changes)
+    config.model.depth = 1
+    config.optim.clip = 0.0
+    config.optim.exchange, config.optim.bits = ExchangeName.vote, 2
+    config.optim.momentum_sync, config.optim.momentum_every = MomentumSync.selective, 3
+    return config
+
+
+def weights(folder):
+    found = load_checkpoint(folder / "checkpoints" / "last", training=True)
+    return found.state_dict | found.training
+
+
+def test_resume_of_a_vote_is_equal_bit_for_bit(store, tmp_path):
+    """A run of ten steps, and one that ended after five: weights, momenta of both ranks, and the log."""
+    run_ranks(joined, 2, voting(store, tmp_path / "whole"), data=2)
+    run_ranks(_until_five, 2, voting(store, tmp_path / "half"), data=2)
+    half = voting(store, tmp_path / "half")
+    half.resume = True
+    run_ranks(joined, 2, half, data=2)
+    a, b = weights(tmp_path / "whole" / "a"), weights(tmp_path / "half" / "a")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    apart = [k for k in a if k.startswith("exchange.rank1.momentum")]
+    assert apart and any(not torch.equal(a[k], a[k.replace("rank1", "rank0")]) for k in apart)
+    lines = read_log(tmp_path / "whole" / "a" / "log.jsonl")
+    trained, synced = [x for x in lines if "loss" in x], [x for x in lines if "momentum_sync" in x]
+    assert all(x["sent_mb"] > 0 and 0 <= x["exchange_wait"] <= 1 for x in trained)
+    assert [x["step"] for x in synced] == [3, 6, 9]
+    told = synced[0]["momentum_sync"]
+    assert set(told["layers"]) <= set(told["variance"]) and told["bytes"] > 0
+
+
+def _until_five(session, config):
+    config.steps = 10
+    loop = trainer.Trainer._keep
+
+    def keep(self, tracker):
+        loop(self, tracker)
+        if self.state.step == 5:
+            raise KeyboardInterrupt
+
+    trainer.Trainer._keep = keep
+    try:
+        joined(session, config)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        trainer.Trainer._keep = loop
+
+
+def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path):
+    skipping = voting(store, tmp_path / "skip")
+    skipping.optim.nonfinite = Nonfinite.skip
+    told = run_ranks(_poisoned, 2, skipping, data=2)
+    assert told == ["", ""]
+    assert all(torch.isfinite(v).all() for k, v in weights(tmp_path / "skip" / "a").items() if "momentum" in k)
+    told = run_ranks(_poisoned, 2, voting(store, tmp_path / "stop"), data=2)
+    assert all("step 4" in text and "from ranks 1" in text for text in told)
+    shutil.rmtree(tmp_path / "stop")
+
+
+def _poisoned(session, config):
+    """Rank 1's gradients hold a NaN in step 4."""
+    backward = torch.Tensor.backward
+
+    def poisoned(self, *args, **kwargs):
+        bad = session.step == 4 and session.topology.rank == 1
+        backward(self * torch.nan if bad and torch.is_grad_enabled() else self, *args, **kwargs)
+
+    torch.Tensor.backward = poisoned
+    try:
+        joined(session, config)
+    except UserError as error:
+        return str(error)
+    finally:
+        torch.Tensor.backward = backward
+    return ""
