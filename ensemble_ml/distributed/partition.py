@@ -119,6 +119,10 @@ class PartFeatures(Features):
     part_shard: Shard
     position = _sliced("position")
 
+    def _standard(self, suffix: str) -> tuple[Tensor, Tensor]:
+        mean, std = super()._standard(suffix)
+        return (self.part_shard.cut(mean), self.part_shard.cut(std)) if self.spec.local else (mean, std)
+
 
 class PartModel(EnsembleModel):
     """A model whose inputs and predictions are this rank's rows and columns."""
