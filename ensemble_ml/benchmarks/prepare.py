@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ensemble_ml.benchmarks.preparing import sections
+from ensemble_ml.benchmarks.preparing import robustness, sections
 from ensemble_ml.benchmarks.preparing.workspace import Section, Workspace
 from ensemble_ml.benchmarks.results import summary, write_results
 from ensemble_ml.config import BenchmarkConfig, require
@@ -27,6 +27,9 @@ SECTIONS: dict[str, Callable[[Workspace], Section]] = {
     "decoding": sections.decoding,
     "reduction": sections.reduction,
     "reading": sections.reading,
+    "kills": robustness.kills,
+    "workers": robustness.workers,
+    "real": robustness.real,
 }
 
 
