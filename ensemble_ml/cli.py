@@ -27,10 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
-from ensemble_ml.errors import UserError
+from ensemble_ml.errors import Stopped, UserError
 
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
+STATUS_REQUEUE = 75  # stopped by SIGUSR1, its state kept: start it again with resume=true
 _EXTRAS = {
     "eccodes": "grib",
     "cfgrib": "grib",
@@ -336,9 +337,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"ensemble-ml: {error}", file=sys.stderr)
         return STATUS_USER
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("ensemble-ml: interrupted", file=sys.stderr)
-        return STATUS_INTERRUPTED
+        return STATUS_REQUEUE if isinstance(error, Stopped) and error.requeue else STATUS_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -10,3 +10,11 @@ class UserError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(" ".join(str(message).split()))
+
+
+class Stopped(KeyboardInterrupt):
+    """A run that stopped as a signal asked, its state kept; `requeue` where it asked to be started again."""
+
+    def __init__(self, requeue: bool = False):
+        super().__init__()
+        self.requeue = requeue

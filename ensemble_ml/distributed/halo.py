@@ -58,6 +58,11 @@ class Side:
         left, right = self.widths(self.comm.rank)
         return max(left, 0), max(right, 0)
 
+    @property
+    def active(self) -> bool:
+        """Whether any rank of the axis has a halo: then all join the exchange, also those that only give."""
+        return max(self.left, self.right, self.right_last or 0) > 0
+
     def neighbours(self) -> tuple[int | None, int | None]:
         """The ranks before and after this one; None at an end."""
         rank, size = self.comm.rank, self.comm.size
@@ -102,7 +107,7 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
     sides = [side for side in (rows, columns) if side is not None]
     for side in sides:
         _check_thickness(side, x.shape[side.dim])
-    if any(any(side.pads) for side in sides):
+    if any(side.active for side in sides):
         x = _Halo.apply(x, rows, columns, across)
     for side in sides:
         left, right = side.widths(side.comm.rank)
@@ -212,9 +217,11 @@ def _length(padded: Tensor, side: Side) -> int:
 
 
 def _fill(padded: Tensor, side: Side) -> None:
+    if not side.active or (side.comm.size == 1 and not side.periodic):
+        return
     out, into = _parts(_length(padded, side), side)
     views = [(part.rank, part.of(padded, side.dim)) for part in into]
-    found = _exchange(side.comm, [(part.rank, part.of(padded, side.dim)) for part in out], views)
+    found = _exchange(side.comm, [(part.rank, part.of(padded, side.dim)) for part in out], views, padded)
     for (_, view), received in zip(views, found, strict=True):
         view.copy_(received)
 
@@ -222,25 +229,24 @@ def _fill(padded: Tensor, side: Side) -> None:
 def _add_back(inner: Tensor, grad: Tensor, side: Side, *, cut: int) -> None:
     """Adjoint of `_fill`: halos of `grad` go back to where they came from, and are added to `inner`, which lacks the
     first `cut` points."""
+    if not side.active or (side.comm.size == 1 and not side.periodic):
+        return
     own, halos = _parts(_length(grad, side), side)
     views = [(part.rank, part.of(inner, side.dim, cut)) for part in own]
-    found = _exchange(side.comm, [(part.rank, part.of(grad, side.dim)) for part in halos], views)
+    found = _exchange(side.comm, [(part.rank, part.of(grad, side.dim)) for part in halos], views, grad)
     for (_, view), addend in zip(views, found, strict=True):
         view.add_(addend)
 
 
 def _exchange(
-    comm: Communicator, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]]
+    comm: Communicator, out: Sequence[tuple[int, Tensor]], into: Sequence[tuple[int, Tensor]], like: Tensor
 ) -> list[Tensor]:
     """Send the views of `out`, and return what belongs into the views of `into`, in their order."""
-    if not out and not into:
-        return []
     sent, received = [0] * comm.size, [0] * comm.size
     for rank, view in out:
         sent[rank] += view.numel()
     for rank, view in into:
         received[rank] += view.numel()
-    like = (out or into)[0][1]
     # Channels last on every rank, whatever the memory order: ranks may not agree on that of a thin part.
     flat = [view.movedim(1, -1).reshape(-1) for _, view in sorted(out, key=lambda item: item[0])]
     message = torch.cat(flat) if flat else like.new_empty(0)
@@ -338,7 +344,7 @@ def _opposite(strips: Sequence[Tensor], columns: Side, across: Across) -> list[T
             out += [(rank, strip.narrow(dim, start, length)) for strip in strips]
         for _, start, length in _pieces(across.parts, rank, comm.rank):
             into += [(rank, strip.narrow(dim, start, length)) for strip in found]
-    for (_, view), received in zip(into, _exchange(comm, out, into), strict=True):
+    for (_, view), received in zip(into, _exchange(comm, out, into, strips[0]), strict=True):
         view.copy_(received)
     return found
 

@@ -31,7 +31,7 @@ from ensemble_ml.config import Backend, Launcher, ParallelConfig
 from ensemble_ml.distributed.mesh import Mesh, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.world import World, read_world
-from ensemble_ml.errors import UserError
+from ensemble_ml.errors import Stopped, UserError
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._watch is None:
             return
-        if error is not None:
+        if error is not None and not isinstance(error, Stopped):  # all ranks stop at one step
             self._fail(error)
             return
         self._watch.leave()

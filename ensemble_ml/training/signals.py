@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the step that is under way is finished and kept."""
+"""Ctrl-C, SIGTERM and SIGUSR1: the step that is under way is finished and kept.
+
+SLURM sends SIGUSR1 ahead of the time limit where a job asks for it; such a run exits with a status that says so.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import signal
 import threading
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_REQUEUE = 1000
 
 
 class StopRequest:
@@ -32,6 +36,18 @@ class StopRequest:
     def arm(self) -> None:
         """From now on there is a state worth keeping."""
         self._armed = True
+
+    @property
+    def vote(self) -> float:
+        """This rank's word on stopping; words of ranks are added."""
+        if self.requested is None:
+            return 0.0
+        return float(_REQUEUE) if self.requested == signal.SIGUSR1.name else 1.0
+
+    @staticmethod
+    def requeue(votes: float) -> bool:
+        """Whether any rank was asked to stop and be started again."""
+        return votes >= _REQUEUE
 
     def _on_signal(self, number: int, _: object) -> None:
         if not self._armed or self.requested is not None:

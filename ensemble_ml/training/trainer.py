@@ -26,7 +26,7 @@ from torch import Tensor
 from ensemble_ml.config import Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import gather_state
-from ensemble_ml.errors import UserError
+from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.optim import Outcome, build
 from ensemble_ml.store import open_store
@@ -160,12 +160,12 @@ class Trainer:
                     tracker.note(state.step, self._noted)
                 self._keep(tracker)
                 if self.session.topology.size == 1:  # nobody to agree with
-                    stopped = bool(stop.requested)
+                    stopped = stop.vote
                 if stopped and state.step < state.steps:
                     self._save(best=False)
                     who = stop.requested or "another rank"
                     tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
-                    raise KeyboardInterrupt
+                    raise Stopped(requeue=stop.requeue(stopped))
 
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
         """One optimizer step; returns the loss and its parts, `samples` of the batch, and whether to `stop`."""
@@ -207,7 +207,7 @@ class Trainer:
         mesh = self.session.mesh
         one_of_group = mesh.spatial.rank == 0
         mine = {name: float(value.detach()) for name, value in losses.items()}
-        mine |= {"samples": float(len(batch) * one_of_group), "stop": float(bool(stop and stop.requested))}
+        mine |= {"samples": float(len(batch) * one_of_group), "stop": stop.vote if stop else 0.0}
         total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))

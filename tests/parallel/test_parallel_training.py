@@ -19,7 +19,7 @@ from ensemble_ml.config import (
     TrackingConfig,
     TrainConfig,
 )
-from ensemble_ml.errors import UserError
+from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.training import load_checkpoint, train, trainer
 from ensemble_ml.training.tracking import read_log
@@ -142,8 +142,8 @@ def stopped_at(session, config, steps):
     trainer.start = lambda _: Joined(session)
     try:
         train(config)
-    except KeyboardInterrupt:
-        return True
+    except Stopped as stopped:
+        return stopped.requeue
     return False
 
 

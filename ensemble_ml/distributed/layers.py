@@ -1,0 +1,303 @@
+"""Any network of stock layers over several ranks: `partition(model, mesh)`.
+
+Layers change their class in place and keep parameters, buffers and names. Each computes its part of what the layer
+would give on the whole field, with its own padding mode at the outer edges; formulas in `halo` and here:
+
+    transposed convolution(k, s, p)     left = floor((k - 1 - p) / s)   right = ceil(p / s), then the own points
+    pooling(k, s)                       left = 0                        right = k - s
+    linear upsampling                   one point on each side; nearest: none
+
+Parts must start at multiples of every stride and scale on the way, as `shard.make_shard` cuts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ensemble_ml.distributed import norms
+from ensemble_ml.distributed.halo import Side, halo
+from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.errors import UserError
+from ensemble_ml.models.padding import Beyond, EdgeRule
+
+_RULES = {"zeros": EdgeRule(Beyond.ZERO), "replicate": EdgeRule(Beyond.REPLICATE), "circular": EdgeRule(Beyond.ZERO)}
+_REPLICATE = _RULES["replicate"]
+# What acts on each point alone; Linear on the last axis, which must not be a split one.
+_POINTWISE = (
+    nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
+    nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.ReLU6, nn.Linear,
+)  # fmt: skip
+
+
+def partition(model: nn.Module, mesh: Mesh, *, axes: tuple[int, int] = (2, 3)) -> nn.Module:
+    """Let `model` compute this rank's part of a field, in place, and return it.
+
+    Args:
+        mesh: of the job; on one rank only dropout changes, whose masks then do not depend on the partition.
+        axes: latitude and longitude among the axes of the tensors; (3, 4) for (B, C, Z, Y, X).
+
+    Raises:
+        UserError: a layer that cannot be shared out: its name and type.
+    """
+    chosen = {name: _kind(name, module) for name, module in model.named_modules()}  # refuse before changing anything
+    for name, module in model.named_modules():
+        kind = chosen[name]
+        if kind is None or (mesh.topology.spatial == 1 and kind is not PartDropout):
+            continue
+        module.__class__ = kind
+        object.__setattr__(module, "part_mesh", mesh)
+        object.__setattr__(module, "part_axes", axes)
+    return model
+
+
+def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
+    """The class that a layer changes to; None for those that act on each point."""
+    for stock, kind in _KINDS.items():
+        if type(module) is stock:
+            why = _obstacle(module)
+            if why:
+                raise UserError(f"layer {name or 'model'} ({type(module).__name__}): {why}")
+            return kind
+    if isinstance(module, _POINTWISE) or next(module.children(), None) is not None:
+        return None
+    if not list(module.parameters(recurse=False)) and isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return None
+    known = ", ".join(stock.__name__ for stock in _KINDS)
+    raise UserError(
+        f"layer {name or 'model'} ({type(module).__name__}): cannot be shared out over ranks; {known} and layers that"
+        " act on each point can"
+    )
+
+
+def _obstacle(module: Any) -> str:
+    if isinstance(module, nn.Conv2d | nn.Conv3d) and module.padding_mode not in _RULES:
+        return f"padding_mode={module.padding_mode} cannot be shared out; use {', '.join(_RULES)}"
+    if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):
+        sizes = zip(module.kernel_size, module.dilation, module.padding, strict=True)
+        if any(d * (k - 1) < p for k, d, p in sizes):  # type: ignore[operator]
+            return f"padding={module.padding} is wider than the kernel {module.kernel_size}"
+    if isinstance(module, nn.MaxPool2d | nn.MaxPool3d | nn.AvgPool2d | nn.AvgPool3d):
+        if any(_tuple(module.padding, 3)):
+            return f"padding={module.padding} cannot be shared out; pool without padding"
+        if getattr(module, "return_indices", False):
+            return "return_indices=True cannot be shared out"
+    if isinstance(module, nn.Upsample):
+        scales = _tuple(module.scale_factor, 3) if module.scale_factor is not None else (0.5,)
+        linear = module.mode in ("bilinear", "trilinear")
+        if not (linear or module.mode == "nearest") or module.align_corners or any(s != int(s) for s in scales):
+            return (
+                f"mode={module.mode} scale_factor={module.scale_factor} align_corners={module.align_corners} cannot be"
+                " shared out; nearest and linear upsampling by whole factors can"
+            )
+    return ""
+
+
+def _tuple(value: Any, length: int) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,) * length
+
+
+def _split(self: Any) -> list[tuple[int, Any]]:
+    """(axis, communicator) of the split axes, latitude first."""
+    comms = (self.part_mesh.lat, self.part_mesh.lon)
+    return [(axis, comm) for axis, comm in zip(self.part_axes, comms, strict=True) if comm.size > 1]
+
+
+def _surrounded(x: Tensor, sides: Sequence[Side]) -> Tensor:
+    return halo(x, sides[0], sides[1] if len(sides) > 1 else None)
+
+
+def _check_start(side: Side, length: int, step: int) -> None:
+    if side.comm.rank < side.comm.size - 1 and length % step:
+        raise UserError(
+            f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, not a"
+            f" multiple of the stride {step}; share whole blocks out"
+        )
+
+
+class _PartConv:
+    part_mesh: Mesh
+    part_axes: tuple[int, int]
+
+    def _conv_forward(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        sides, rest = [], [list(pair) for pair in _pads(self)]
+        for axis, comm in _split(self):
+            i = axis - 2
+            k, s, d = self.kernel_size[i], self.stride[i], self.dilation[i]
+            (left, right), rest[i] = rest[i], [0, 0]
+            rule, wraps = _RULES[self.padding_mode], self.padding_mode == "circular"
+            sides.append(Side(axis, left, d * (k - 1) - left - s + 1, right, wraps, rule, rule, comm))
+            _check_start(sides[-1], x.shape[axis], s)
+        if any(map(any, rest)):
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x = F.pad(x, [n for pair in reversed(rest) for n in pair], mode=mode)
+        function = F.conv3d if x.ndim == 5 else F.conv2d
+        return function(_surrounded(x, sides), weight, bias, self.stride, 0, self.dilation, self.groups)
+
+
+def _pads(conv: Any) -> list[tuple[int, int]]:
+    """What a convolution pads on each side of each of its axes."""
+    if conv.padding == "valid":
+        return [(0, 0)] * len(conv.kernel_size)
+    if conv.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in conv.padding]
+
+
+class PartConv2d(_PartConv, nn.Conv2d):
+    """Conv2d on this rank's part."""
+
+
+class PartConv3d(_PartConv, nn.Conv3d):
+    """Conv3d on this rank's part."""
+
+
+class _PartTransposed:
+    part_mesh: Mesh
+    part_axes: tuple[int, int]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        padding, extra = list(self.padding), list(self.output_padding)
+        sides, cuts = [], []
+        for axis, comm in _split(self):
+            i = axis - 2
+            k, s, p = self.dilation[i] * (self.kernel_size[i] - 1) + 1, self.stride[i], self.padding[i]
+            left, right, n = (k - 1 - p) // s, -(-p // s), x.shape[axis]
+            last = comm.rank == comm.size - 1
+            sides.append(Side(axis, left, right, 0, comm=comm))
+            wanted = (n - 1) * s - 2 * p + k + extra[i] if last else n * s
+            there = (n + (0 if last else right) - 1) * s + k - p
+            cuts.append((axis, p + left * s, wanted))
+            padding[i], extra[i] = 0, max(0, wanted - there)
+        x = _surrounded(x, sides)
+        function = F.conv_transpose3d if x.ndim == 5 else F.conv_transpose2d
+        x = function(x, self.weight, self.bias, self.stride, padding, extra, self.groups, self.dilation)
+        for axis, start, length in cuts:
+            x = x.narrow(axis, start, length)
+        return x
+
+
+class PartConvTranspose2d(_PartTransposed, nn.ConvTranspose2d):  # type: ignore[misc]
+    """ConvTranspose2d on this rank's part."""
+
+
+class PartConvTranspose3d(_PartTransposed, nn.ConvTranspose3d):  # type: ignore[misc]
+    """ConvTranspose3d on this rank's part."""
+
+
+class _PartPool:
+    part_mesh: Mesh
+    part_axes: tuple[int, int]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        sides, axes = [], x.ndim - 2
+        kernel, dilation = _tuple(self.kernel_size, axes), _tuple(getattr(self, "dilation", 1), axes)
+        stride = _tuple(self.stride, axes)
+        for axis, comm in _split(self):
+            i = axis - 2
+            sides.append(Side(axis, 0, dilation[i] * (kernel[i] - 1) - stride[i] + 1, 0, comm=comm))
+            _check_start(sides[-1], x.shape[axis], stride[i])
+        return super().forward(_surrounded(x, sides))  # type: ignore[misc]
+
+
+class PartMaxPool2d(_PartPool, nn.MaxPool2d):
+    """MaxPool2d on this rank's part."""
+
+
+class PartMaxPool3d(_PartPool, nn.MaxPool3d):
+    """MaxPool3d on this rank's part."""
+
+
+class PartAvgPool2d(_PartPool, nn.AvgPool2d):
+    """AvgPool2d on this rank's part."""
+
+
+class PartAvgPool3d(_PartPool, nn.AvgPool3d):
+    """AvgPool3d on this rank's part."""
+
+
+class PartUpsample(nn.Upsample):
+    """Nearest or linear upsampling on this rank's part."""
+
+    part_mesh: Mesh
+    part_axes: tuple[int, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "nearest":
+            return super().forward(x)
+        scales = _tuple(self.scale_factor, x.ndim - 2)
+        split, own = _split(self), x.shape
+        edges = [Side(axis, 1, 1, first=_REPLICATE, last=_REPLICATE, comm=comm) for axis, comm in split]
+        x = super().forward(_surrounded(x, edges))
+        for axis, _ in split:
+            scale = int(scales[axis - 2])
+            x = x.narrow(axis, scale, own[axis] * scale)
+        return x
+
+
+class PartDropout(nn.Dropout):
+    """Dropout whose mask is a function of a seed and the place in the whole field, so of no partition.
+
+    The seed comes from torch's generator, which must be in the same state on all ranks of a spatial group; so a
+    recomputed forward pass (activation checkpointing) draws the same mask again.
+    """
+
+    part_mesh: Mesh
+    part_axes: tuple[int, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        seed = int(torch.randint(2**62, ()))
+        mesh = self.part_mesh
+        index = torch.zeros([1] * x.ndim, dtype=torch.int64, device=x.device)
+        for axis in range(x.ndim):
+            comm = dict(_split(self)).get(axis)
+            start, total = (0, x.shape[axis]) if comm is None else _extent(x.shape[axis], comm, x.device)
+            places = torch.arange(start, start + x.shape[axis], device=x.device)
+            index = index * total + places.view([-1 if a == axis else 1 for a in range(x.ndim)])
+        word = _mixed(_mixed(index ^ seed) + mesh.topology.place.data)
+        uniform = (word & (2**53 - 1)).double() * 2.0**-53
+        return torch.where(uniform >= self.p, x / (1 - self.p), torch.zeros_like(x))
+
+
+def _extent(length: int, comm: Any, device: torch.device) -> tuple[int, int]:
+    """Where this rank's part of an axis begins, and how long the whole is."""
+    lengths = torch.empty(comm.size, dtype=torch.int64, device=device)
+    comm.all_gather(lengths, torch.tensor([length], device=device))
+    return int(lengths[: comm.rank].sum()), int(lengths.sum())
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014), on words of 64 bits that wrap."""
+
+    def shifted(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts the sign in
+
+    word = (word ^ shifted(word, 30)) * -4658895280553007687
+    word = (word ^ shifted(word, 27)) * -7723592293110705685
+    return word ^ shifted(word, 31)
+
+
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv2d: PartConv2d,
+    nn.Conv3d: PartConv3d,
+    nn.ConvTranspose2d: PartConvTranspose2d,
+    nn.ConvTranspose3d: PartConvTranspose3d,
+    nn.MaxPool2d: PartMaxPool2d,
+    nn.MaxPool3d: PartMaxPool3d,
+    nn.AvgPool2d: PartAvgPool2d,
+    nn.AvgPool3d: PartAvgPool3d,
+    nn.Upsample: PartUpsample,
+    nn.GroupNorm: norms.PartGroupNorm,
+    nn.BatchNorm2d: norms.PartBatchNorm2d,
+    nn.BatchNorm3d: norms.PartBatchNorm3d,
+    nn.InstanceNorm2d: norms.PartInstanceNorm2d,
+    nn.InstanceNorm3d: norms.PartInstanceNorm3d,
+    nn.Dropout: PartDropout,
+}

@@ -1,0 +1,141 @@
+"""Norms over a field that is shared out: moments of the parts, merged by Chan's formula in rank order.
+
+Means of parts of different sizes do not add; (n, mean, M2) merge exactly (Chan, Golub and LeVeque 1983,
+doi:10.1080/00031305.1983.10483115). One all_gather carries them; its backward is the sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.mesh import Mesh
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        out = x.new_empty(comm.size * x.numel())
+        comm.all_gather(out, x.reshape(-1))
+        return out.view(comm.size, *x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        ctx.comm.all_reduce(grad)
+        return grad[ctx.comm.rank], None
+
+
+def all_gather(x: Tensor, comm: Communicator) -> Tensor:
+    """(P, ...): every rank's `x`, all of one shape; differentiable."""
+    return _AllGather.apply(x, comm)
+
+
+def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+    """(n, mean, M2) of `x` over `dims` and the ranks of `comm`, the axes kept with length one; differentiable."""
+    count = x.new_tensor(float(torch.Size([x.shape[d] for d in dims]).numel()))
+    mean = x.mean(list(dims), keepdim=True)
+    m2 = ((x - mean) ** 2).sum(list(dims), keepdim=True)
+    if comm.size == 1:
+        return count, mean, m2
+    packed = torch.cat([count.reshape(1), mean.reshape(-1), m2.reshape(-1)])
+    parts = all_gather(packed, comm)
+    size = mean.numel()
+    total = (parts[0, 0], parts[0, 1 : size + 1], parts[0, size + 1 :])
+    for part in parts[1:]:
+        total = _merged(total, (part[0], part[1 : size + 1], part[size + 1 :]))
+    return total[0], total[1].view(mean.shape), total[2].view(mean.shape)
+
+
+def _merged(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    count = a[0] + b[0]
+    delta = b[1] - a[1]
+    return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta**2 * (a[0] * b[0] / count)
+
+
+def _scaled(x: Tensor, found: tuple[Tensor, Tensor, Tensor], eps: float) -> Tensor:
+    count, mean, m2 = found
+    return (x - mean) * torch.rsqrt(m2 / count + eps)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    x = x if weight is None else x * weight.view(shape)
+    return x if bias is None else x + bias.view(shape)
+
+
+class PartGroupNorm(nn.GroupNorm):
+    """GroupNorm over the whole grid."""
+
+    part_mesh: Mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        grouped = x.reshape(x.shape[0], self.num_groups, -1)
+        scaled = _scaled(grouped, moments(grouped, (2,), self.part_mesh.spatial), self.eps)
+        return _affine(scaled.view(x.shape), self.weight, self.bias)
+
+
+def _normalised(self: Any, x: Tensor, dims: Sequence[int], comm: Communicator) -> Tensor:
+    """Batch or instance norm by the statistics at hand, which are also kept where the layer tracks them."""
+    found = moments(x, dims, comm)
+    if self.training and self.track_running_stats and self.running_mean is not None:
+        _track(self, found)
+    return _affine(_scaled(x, found, self.eps), self.weight, self.bias)
+
+
+@torch.no_grad()
+def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    count, mean, m2 = found
+    momentum = self.momentum or 0.0
+    if isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # instance norm counts no batches
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        momentum = self.momentum if self.momentum is not None else 1 / int(self.num_batches_tracked)  # type: ignore[arg-type]
+    values = mean, m2 / (count - 1)
+    for kept, value in zip((self.running_mean, self.running_var), values, strict=True):
+        by_channel = value.reshape(-1, kept.numel()).mean(0)  # instance norm: the mean over samples
+        kept.lerp_(by_channel.to(kept.dtype), momentum)
+
+
+def _uses_batch(self: Any) -> bool:
+    return self.training or self.running_mean is None
+
+
+class _PartBatchNorm:
+    part_mesh: Mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _uses_batch(self):
+            return super().forward(x)  # type: ignore[misc]
+        return _normalised(self, x, (0, *range(2, x.ndim)), self.part_mesh.model)
+
+
+class _PartInstanceNorm:
+    part_mesh: Mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (_uses_batch(self) or not self.track_running_stats):  # type: ignore[attr-defined]
+            return super().forward(x)  # type: ignore[misc]
+        return _normalised(self, x, tuple(range(2, x.ndim)), self.part_mesh.spatial)
+
+
+class PartBatchNorm2d(_PartBatchNorm, nn.BatchNorm2d):
+    """BatchNorm over the whole grid and the whole batch."""
+
+
+class PartBatchNorm3d(_PartBatchNorm, nn.BatchNorm3d):
+    """BatchNorm over the whole grid and the whole batch."""
+
+
+class PartInstanceNorm2d(_PartInstanceNorm, nn.InstanceNorm2d):
+    """Instance norm over the whole grid."""
+
+
+class PartInstanceNorm3d(_PartInstanceNorm, nn.InstanceNorm3d):
+    """Instance norm over the whole grid."""

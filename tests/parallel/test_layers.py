@@ -1,0 +1,221 @@
+"""Stock layers over several ranks against one process: output, input and weight gradients, float64."""
+
+import copy
+from itertools import pairwise, product
+
+import pytest
+import torch
+from parallel.ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ensemble_ml.distributed import Mesh
+from ensemble_ml.distributed.layers import partition
+from ensemble_ml.errors import UserError
+
+
+def convolutions():
+    """Kernel, stride, dilation, padding, padding mode, groups."""
+    for k, mode in product(range(1, 8), ("zeros", "replicate", "circular")):
+        for s, d, g in ((1, 1, 1), (2, 1, 2), (1, 2, 1)):
+            reach = d * (k - 1)
+            for p in {reach // 2, 0, min(1, reach)}:
+                if k > 3 and (d == 2 or p == 1):
+                    continue  # as thick as the parts of this test
+                yield (
+                    f"k{k} s{s} d{d} p{p} {mode} g{g}",
+                    nn.Conv3d(2, 4, k_(k), s_(s), p_(p), s_(d), g, padding_mode=mode),
+                )
+
+
+def k_(k):
+    return k, k, min(k, 2)
+
+
+def s_(s):
+    return s, s, 1
+
+
+def p_(p):
+    return p, p, 0
+
+
+def others():
+    for k, s, p, o in (
+        (2, 2, 0, 0),
+        (3, 2, 1, 1),
+        (4, 2, 1, 0),
+        (3, 1, 1, 0),
+        (5, 2, 2, 1),
+        (1, 2, 0, 0),
+        (3, 3, 0, 0),
+    ):
+        yield f"transposed k{k} s{s} p{p} o{o}", nn.ConvTranspose3d(2, 3, (k, k, 1), s_(s), p_(p), (o, o, 0))
+    yield "same", nn.Conv3d(2, 3, (4, 3, 2), padding="same")
+    yield "two dimensions", Flat(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"))
+    for kind in (nn.MaxPool3d, nn.AvgPool3d):
+        yield f"{kind.__name__} 2", kind((2, 2, 1))
+        yield f"{kind.__name__} 3 by 2", kind((3, 3, 1), (2, 2, 1))
+        yield f"{kind.__name__} 3 by 1", kind((3, 2, 1), 1)
+    yield "nearest", nn.Upsample(scale_factor=(2, 2, 1))
+    yield "trilinear", nn.Upsample(scale_factor=(2, 3, 1), mode="trilinear")
+    yield "group norm", nn.GroupNorm(2, 2)
+    yield "one group", nn.GroupNorm(1, 2)
+    yield "batch norm", nn.BatchNorm3d(2)
+    yield "batch norm, all batches alike", nn.BatchNorm3d(2, momentum=None)
+    yield "instance norm", nn.InstanceNorm3d(2, affine=True, track_running_stats=True)
+    yield "evaluated batch norm", nn.BatchNorm3d(2).eval()
+    yield "dropout", nn.Dropout(0.3)
+    yield "network", nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1, padding_mode="circular", bias=False), nn.GroupNorm(2, 4), nn.SiLU(),
+        nn.AvgPool3d((2, 2, 1)), nn.Conv3d(4, 6, 3, padding=1), nn.ReLU(), nn.Dropout(0.2),
+        nn.ConvTranspose3d(6, 3, (2, 2, 1), (2, 2, 1)), nn.Conv3d(3, 2, 1),
+    )  # fmt: skip
+
+
+class Flat(nn.Module):
+    """A 2D layer on the first plane."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x[..., 0])
+
+
+def cases(kind):
+    torch.manual_seed(1)
+    made = dict(convolutions() if kind == "convolutions" else others())
+    return {name: layer.double() for name, layer in made.items()}
+
+
+def cut(x, lat, lon, mesh):
+    return x[:, :, slice(*lat[mesh.lat.rank : mesh.lat.rank + 2]), slice(*lon[mesh.lon.rank : mesh.lon.rank + 2])]
+
+
+def ratio(layer, axis):
+    """Points that come out for one that goes in."""
+    if isinstance(layer, Flat):
+        return 1
+    if isinstance(layer, nn.Upsample):
+        return int(layer.scale_factor[axis - 2])
+    stride = getattr(layer, "stride", 1)
+    stride = stride if isinstance(stride, int) else stride[axis - 2]
+    return stride if isinstance(layer, nn.ConvTranspose3d) else 1 / stride
+
+
+def own_part(layer, whole, lat, lon, mesh, like):
+    """This rank's part of an output; the last part has what padding adds or takes."""
+    places = []
+    for axis, bounds, comm in ((2, lat, mesh.lat), (3, lon, mesh.lon)):
+        start = round(bounds[comm.rank] * ratio(layer, axis))
+        places.append(slice(start, start + like.shape[axis]))
+        if comm.rank == comm.size - 1:
+            assert start + like.shape[axis] == whole.shape[axis]
+        else:
+            assert start + like.shape[axis] == round(bounds[comm.rank + 1] * ratio(layer, axis))
+    return whole[:, :, places[0], places[1]]
+
+
+def compare(session, kind, layouts):
+    mesh, worst = session.mesh, {}
+    for lat, lon in layouts:
+        x = torch.randn(2, 2, lat[-1], lon[-1], 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        for name, layer in cases(kind).items():
+            whole, mine = partition(copy.deepcopy(layer), Mesh()), partition(copy.deepcopy(layer), mesh)
+            assert list(whole.state_dict()) == list(mine.state_dict())
+            a, b = x.clone().requires_grad_(), cut(x, lat, lon, mesh).clone().requires_grad_()
+            torch.manual_seed(3)
+            expected = whole(a)
+            torch.manual_seed(3)
+            got = mine(b)
+            weight = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+            errors = [(got - own_part(layer, expected, lat, lon, mesh, got)).abs().max()]
+            (expected * weight).sum().backward()
+            (got * own_part(layer, weight, lat, lon, mesh, got)).sum().backward()
+            errors.append((b.grad - cut(a.grad, lat, lon, mesh)).abs().max())
+            for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
+                mesh.model.all_reduce(q.grad)
+                errors.append((p.grad - q.grad).abs().max() / p.grad.abs().max())
+            for p, q in zip(whole.buffers(), mine.buffers(), strict=True):
+                errors.append((p.double() - q.double()).abs().max())
+            worst[f"{name} on {lat} x {lon}"] = torch.stack(errors).max().item()
+    return worst
+
+
+LAYOUTS = {
+    (1, 2): [((0, 12), (0, 8, 16)), ((0, 9), (0, 12, 20))],
+    (2, 1): [((0, 8, 16), (0, 12)), ((0, 12, 19), (0, 10))],
+    (2, 2): [((0, 8, 17), (0, 8, 20))],
+    (3, 1): [((0, 8, 16, 24), (0, 12)), ((0, 12, 20, 27), (0, 12))],
+    (4, 2): [((0, 8, 16, 24, 33), (0, 8, 18))],
+}
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "others"])
+@pytest.mark.parametrize("mesh", [m if m[0] * m[1] <= 4 else pytest.param(m, marks=pytest.mark.slow) for m in LAYOUTS])
+def test_layers_equal_one_process(mesh, kind):
+    for worst in run_ranks(compare, mesh[0] * mesh[1], kind, LAYOUTS[mesh], lat=mesh[0], lon=mesh[1]):
+        assert len(worst) == len(cases(kind)) * len(LAYOUTS[mesh])
+        assert {k: v for k, v in worst.items() if not v < 1e-12} == {}
+
+
+def checkpointed(session):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv3d(2, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Dropout(0.3), nn.Conv3d(3, 2, 3, padding=1)
+    )
+    net = partition(net.double(), session.mesh)
+    x = torch.randn(1, 2, 6, 8, 3, dtype=torch.float64)
+    grads = []
+    for again in (False, True):
+        net.zero_grad()
+        torch.manual_seed(5)
+        (checkpoint(net, x, use_reentrant=False) if again else net(x)).square().sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_activation_checkpointing():
+    assert run_ranks(checkpointed, 2, lat=2) == [True, True]
+
+
+def test_dropout_drops_its_share():
+    layer = partition(nn.Dropout(0.3), Mesh())
+    x = layer(torch.ones(4, 8, 16, 32))
+    assert (x == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
+    assert x.mean().item() == pytest.approx(1, abs=0.02) and not torch.equal(x, layer(torch.ones_like(x)))
+    assert layer.eval()(x) is x
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (nn.Sequential(nn.ReLU(), nn.LSTM(2, 2)), r"layer 1 \(LSTM\): cannot be shared out"),
+        (nn.Conv3d(2, 2, 3, padding=1, padding_mode="reflect"), r"layer model \(Conv3d\): padding_mode=reflect"),
+        (nn.Sequential(nn.MaxPool3d(3, 2, 1)), r"layer 0 \(MaxPool3d\): padding=1 cannot be shared out"),
+        (nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True), "align_corners=True cannot be shared out"),
+        (nn.LayerNorm(3), r"layer model \(LayerNorm\): cannot"),
+    ],
+)
+def test_layers_that_cannot_be_shared_out(layer, text):
+    with pytest.raises(UserError, match=text):
+        partition(layer, Mesh())
+
+
+def odd(session):
+    layer = partition(nn.Conv2d(1, 1, 2, stride=2), session.mesh)
+    layer(torch.zeros(1, 1, 5, 4))
+
+
+def test_a_part_that_is_no_multiple_of_the_stride():
+    ends = run_ranks(odd, 2, lat=2, statuses=True, silence=2)
+    assert "axis 2 of rank 0 of 2 has 5 points, not a multiple of the stride 2" in ends[0][2]
+
+
+def test_bounds_of_this_test():
+    for layouts in LAYOUTS.values():
+        for lat, lon in layouts:
+            assert all(b % 4 == 0 for b in (*lat[:-1], *lon[:-1]))
+            assert all(b > a for bounds in (lat, lon) for a, b in pairwise(bounds))

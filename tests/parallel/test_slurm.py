@@ -1,0 +1,82 @@
+"""Two ranks as srun would start them: SLURM's variables alone; a signal ahead of the time limit, and on again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from synthetic import make_store
+
+from ensemble_ml.training import load_checkpoint
+from ensemble_ml.training.tracking import read_log
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("slurm") / "a.zarr", dates=6, members=4, shape=(12, 16)).path
+
+
+def ranks(store, output, steps):
+    """Start both ranks of a job step."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = [
+        "run=a", f"output={output}", f"data.store={store}", "data.train=[2001]", "data.members=[2]", f"steps={steps}",
+        "model.hidden=4", "model.max_hidden=4", "model.depth=1", "model.precision=float32", "parallel.lat=2",
+        "tracking.tensorboard=false", "tracking.log_every=1", "resume=true", "threads=1", "checkpoint_every=100000",
+    ]  # fmt: skip
+    common = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "PMI_", "SLURM_"))}
+    common |= {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    common |= {
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    started = []
+    for rank in range(2):
+        env = {**common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        command = [sys.executable, "-m", "ensemble_ml", "train", *settings]
+        started.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    return started
+
+
+def ended(processes):
+    texts = [p.communicate(timeout=90)[1] for p in processes]
+    return [p.returncode for p in processes], texts
+
+
+def test_stops_ahead_of_the_time_limit_and_goes_on(store, tmp_path):
+    running = ranks(store, tmp_path, 2000)
+    log, until = tmp_path / "a" / "log.jsonl", time.monotonic() + 60
+    while time.monotonic() < until and not (log.exists() and len(read_log(log)) > 4):
+        time.sleep(0.1)
+    running[1].send_signal(signal.SIGUSR1)  # one rank alone hears it
+    codes, texts = ended(running)
+    assert codes == [75, 75], texts
+    assert "go on with resume=true" in texts[0] and "failed" not in "".join(texts)
+    done = load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"]
+    assert 0 < done < 2000
+    assert max(line["step"] for line in read_log(log)) == done
+    running = ranks(store, tmp_path, 2000)  # requeued: the same command
+    while time.monotonic() < until + 60 and max(line["step"] for line in read_log(log)) <= done:
+        time.sleep(0.1)
+    for process in running:  # scancel
+        process.send_signal(signal.SIGTERM)
+    codes, texts = ended(running)
+    assert codes == [130, 130], texts
+    assert f"resumed after step {done} of 2000" in texts[0]
+    assert load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"] > done
+
+
+def test_the_batch_script_is_sound():
+    script = os.path.join(os.path.dirname(__file__), "..", "..", "scripts", "slurm", "train.sbatch")
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
