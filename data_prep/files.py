@@ -61,10 +61,21 @@ def _folder(folder: Path, role: str) -> list[str]:
         zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]
         folders[:] = [name for name in folders if name not in zarrs and not name.startswith(".")]
         names += [os.path.join(root, name) for name in zarrs]
-        names += [os.path.join(root, name) for name in files if name.lower().endswith(_SUFFIXES)]
+        names += [path for path in (os.path.join(root, name) for name in files) if _is_data(path)]
     if not names:
         raise UserError(f"{folder}: holds no archive file ({', '.join(_SUFFIXES)})")
     return names
+
+
+def _is_data(path: str) -> bool:
+    """Whether a file of a folder is one of the archive's: by its suffix, or GRIB by its first letters."""
+    if path.lower().endswith(_SUFFIXES):
+        return True
+    try:
+        with open(path, "rb") as file:  # ENS-10's own files have no suffix: output.pl.20180101
+            return file.read(4) == b"GRIB"
+    except OSError:
+        return False
 
 
 def is_zarr(path: str | os.PathLike) -> bool:
