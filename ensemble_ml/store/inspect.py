@@ -133,7 +133,8 @@ class Presences:
         who = "" if part is not Part.FORECAST else f"member {_some([lay.realization[m] for m in members])} "
         where = f" at {_some([lay.levels[z] for z in levels])} hPa" if 0 < len(levels) < len(lay.levels) else ""
         when = f", lead {_some([lay.lead_hours[t] for t in leads])} h" if len(leads) < len(lay.lead_hours) else ""
-        return f"{who}lacks {_some(names)}{where}{when} ({total} fields)"
+        plural = "" if total == 1 else "s"
+        return f"{who}lacks {_some(names)}{where}{when} ({total} field{plural})"
 
 
 def _some(values: list[Any], most: int = 6) -> str:

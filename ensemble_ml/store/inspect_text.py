@@ -7,6 +7,8 @@ from typing import Any
 
 from ensemble_ml.fields import field
 
+_LONGEST = 400  # letters of one line; JSON holds all
+
 
 def as_text(found: dict[str, Any]) -> str:
     """Headings, tables and lines for a person."""
@@ -55,7 +57,7 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
     if not found["gaps"]:
         yield "Gaps: none"
     for part, gap in found["gaps"].items():
-        yield f"Gaps in the {part}: {gap['fields']} fields on {gap['dates']} start dates"
+        yield f"Gaps in the {part}: {_count(gap['fields'], 'field')} on {_count(gap['dates'], 'start date')}"
         yield from (f"  {line}" for line in gap["first"])
         if gap["dates"] > len(gap["first"]):
             yield f"  and {gap['dates'] - len(gap['first'])} more start dates"
@@ -96,7 +98,12 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 def _pairs(entries: dict[str, Any]) -> Iterator[str]:
     width = max((len(key) for key in entries), default=0)
     for key, value in entries.items():
-        yield f"  {key:<{width}}  {_list(value) if isinstance(value, list) else value}"
+        text = _list(value) if isinstance(value, list) else str(value)
+        yield f"  {key:<{width}}  {text if len(text) <= _LONGEST else text[: _LONGEST - 4] + ' ...'}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _list(values: list[Any], most: int = 12) -> str:
