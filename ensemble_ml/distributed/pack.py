@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ensemble_ml.distributed import triton_vote
+
 WORD = 64
 _GATHER = 0x0102040810204080  # byte i of the factor's product meets bit i of the top byte; no two terms coincide
 _WIDTH = 4096  # elements a row of a threshold that alternates: long rows keep the comparison vectorised
@@ -36,7 +38,8 @@ def pack_signs(u: Tensor, step: int) -> Tensor:
 
     Magnitudes under the smallest normal number count as zero where the tie falls to 1.
     """
-    return pack_bits(above(u, *_around_zero(u.dtype, step)))
+    limits = _around_zero(u.dtype, step)
+    return triton_vote.pack(u, *limits) if triton_vote.usable(u.device) else pack_bits(above(u, *limits))
 
 
 def above(x: Tensor, even: float, odd: float) -> Tensor:
@@ -93,6 +96,8 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
     """Fill `out` (64 w,) with +1 or -1 for each bit of (w,) words, and return it."""
+    if triton_vote.usable(out.device):
+        return triton_vote.unpack(packed.contiguous(), out)
     index = packed.view(torch.uint8).to(torch.int32)
     torch.index_select(_table(out.dtype, out.device), 0, index, out=out.view(-1, 8))
     return out

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.config import VoteScale
+from ensemble_ml.distributed import triton_vote
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.pack import (
     WORD,
@@ -109,6 +110,8 @@ def tell(winner: Tensor, group: Communicator) -> Tensor:
 
 def count(ballots: Tensor, bits: int, step: int) -> Tensor:
     """The winning bits, (w,) words, of ballots (ranks, bits * w)."""
+    if bits == 1 and triton_vote.usable(ballots.device):
+        return triton_vote.majority(ballots, tie_word(step))
     if bits == 1:
         return majority(list(ballots.unbind()), step)
     ranks = len(ballots)

@@ -1,0 +1,111 @@
+"""Triton kernels of the one-bit vote, for GPUs: pack, majority and unpack read and write each element once.
+
+`pack` and `vote` call them for CUDA tensors where Triton is installed and, once a device, what they give for some
+numbers equals what the torch operations give; else those are used. Words are seen as int32, 32 elements each, which in
+little-endian order are the int64 words of `pack`.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no GPU build of torch
+    triton = None
+
+AVAILABLE = triton is not None
+_BLOCK = 64  # int32 words a program
+
+if triton is not None:
+
+    @triton.jit
+    def _pack(u, out, words, even, odd, BLOCK: tl.constexpr):
+        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        bit = tl.arange(0, 32)
+        at = word[:, None] * 32 + bit[None, :]
+        values = tl.load(u + at, mask=word[:, None] < words, other=0.0)
+        limit = tl.where((bit & 1) == 0, even, odd)
+        bits = (values > limit[None, :]).to(tl.int32) << bit[None, :]
+        tl.store(out + word, tl.sum(bits, 1), mask=word < words)
+
+    @triton.jit
+    def _unpack(packed, out, words, BLOCK: tl.constexpr):
+        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        bit = tl.arange(0, 32)
+        held = tl.load(packed + word, mask=word < words, other=0)
+        signs = (((held[:, None] >> bit[None, :]) & 1) * 2 - 1).to(out.dtype.element_ty)
+        tl.store(out + word[:, None] * 32 + bit[None, :], signs, mask=word[:, None] < words)
+
+    @triton.jit
+    def _majority(planes, out, words, ranks, tie, BLOCK: tl.constexpr):
+        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        bit = tl.arange(0, 32)
+        votes = tl.zeros((BLOCK, 32), tl.int32)
+        for rank in range(ranks):
+            held = tl.load(planes + rank * words + word, mask=word < words, other=0)
+            votes += (held[:, None] >> bit[None, :]) & 1
+        half = 2 * votes - ranks
+        falls = ((tie >> bit[None, :]) & 1) != 0
+        won = (half > 0) | ((half == 0) & falls)
+        tl.store(out + word, tl.sum(won.to(tl.int32) << bit[None, :], 1), mask=word < words)
+
+
+@lru_cache(maxsize=16)
+def usable(device: torch.device) -> bool:
+    """Whether the kernels run on `device` and do there what the torch operations do."""
+    if device.type != "cuda" or not AVAILABLE:
+        return False
+    u = torch.linspace(-1, 1, 64 * 9).sin().roll(17)
+    u[::5] = 0.0
+    bits = (u > torch.tensor([-1e-30, 0.0]).repeat(len(u) // 2)).view(3, -1)
+    place = 2 ** torch.arange(32)
+    words = (bits.view(-1, 32) * place).sum(1).to(torch.int32).view(torch.int64)
+    won = (bits.sum(0) > 1).view(-1, 32)
+    try:
+        packed = pack(u.to(device), -1e-30, 0.0)
+        good = torch.equal(packed.cpu(), words)
+        good &= torch.equal(unpack(packed, torch.empty(len(u), device=device)).cpu(), bits.flatten() * 2.0 - 1)
+        counted = majority(packed.view(3, -1), 0).cpu()
+        good &= torch.equal(counted, (won * place).sum(1).to(torch.int32).view(torch.int64))
+    except Exception as error:  # whatever keeps a compiler from working; the torch operations always do
+        log.warning("Triton kernels of the vote: %s; torch operations are used instead", error)
+        return False
+    if not good:
+        log.warning("Triton kernels of the vote differ from the torch operations on %s, which are used instead", device)
+    return good
+
+
+def pack(u: Tensor, even: float, odd: float) -> Tensor:
+    """(64 w,) floats to (w,) int64 words: 1 above `even` (elements 0, 2, ...) or `odd`."""
+    out = torch.empty(u.numel() // 32, dtype=torch.int32, device=u.device)
+    _pack[_grid(out)](u, out, out.numel(), even, odd, BLOCK=_BLOCK)
+    return out.view(torch.int64)
+
+
+def unpack(packed: Tensor, out: Tensor) -> Tensor:
+    """Fill `out` (64 w,) with +1 or -1 for each bit of (w,) int64 words."""
+    words = packed.view(torch.int32)
+    _unpack[_grid(words)](words, out, words.numel(), BLOCK=_BLOCK)
+    return out
+
+
+def majority(ballots: Tensor, tie: int) -> Tensor:
+    """The bits that more than half of (ranks, w) int64 words hold; ties as the low 32 bits of `tie`."""
+    words = ballots.contiguous().view(torch.int32)
+    out = torch.empty(words.shape[1], dtype=torch.int32, device=ballots.device)
+    low = tie & 0x7FFFFFFF  # bit 31 is odd, and falls as bit 1 does
+    low = low if not tie & 2 else low - 2**31
+    _majority[_grid(out)](words, out, out.numel(), len(words), low, BLOCK=_BLOCK)
+    return out.view(torch.int64)
+
+
+def _grid(words: Tensor) -> tuple[int]:
+    return (triton.cdiv(words.shape[-1], _BLOCK),)
