@@ -28,7 +28,7 @@ from ensemble_ml.store.packing import PackedBlock, check_finite, decode, error_b
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, describe_field
 from ensemble_ml.store.shard_write import Encoded, ShardWriter, encode
 from ensemble_ml.store.source import Layout, Part
-from ensemble_ml.store.statistics import NAMES, Moments, merge_all
+from ensemble_ml.store.statistics import NAMES, Moments, merge_all, moments_of
 
 _AHEAD = 1  # cells that are compressed while the caller reads another
 
@@ -54,6 +54,7 @@ class _Packed:
     masks: list[Encoded | None]
     derived: tuple[list[Encoded], list[Encoded]] | None
     moments: Moments | None  # (Z,)
+    of_derived: tuple[Moments, Moments] | None = None  # of mean and spread as fields, (Z,)
 
 
 class DateWriter:
@@ -197,6 +198,16 @@ class DateWriter:
                 self._factors(spec)["present"][0, cell.lead, cell.variable] = there
                 chunks = [chunk for block in blocks if block.derived for chunk in block.derived[place]]
                 self._append(spec, cell, [[chunk if there.any() else None] for chunk in chunks])
+                self._note_derived(part, cell, [b.of_derived[place] for b in blocks if b.of_derived])
+
+    def _note_derived(self, part: Part, cell: _Cell, blocks: Sequence[Moments]) -> None:
+        """Keep the moments of mean or spread as a field of its own."""
+        key = part, cell.spec.kind
+        if key not in self.entry.derived:
+            self.entry.derived[key] = Moments.nothing(cell.spec.fields[1:])
+        merged = merge_all(blocks, (cell.spec.fields[3],))
+        for name in NAMES:
+            getattr(self.entry.derived[key], name)[cell.lead, cell.variable] = getattr(merged, name)
 
     @contextmanager
     def _refusals(self, name: str) -> Iterator[None]:
@@ -238,7 +249,8 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     fused = fuse(members)
     if derived is None:
         return _Packed(values, masks, None, fused.moments)
-    return _Packed(values, masks, (_chunks(derived, fused.mean), _chunks(derived, fused.spread)), fused.moments)
+    chunks = _chunks(derived, fused.mean), _chunks(derived, fused.spread)
+    return _Packed(values, masks, chunks, fused.moments, (moments_of(fused.mean), moments_of(fused.spread)))
 
 
 def _member(cell: _Cell, member: int, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:

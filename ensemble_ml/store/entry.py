@@ -17,6 +17,7 @@ import numpy as np
 from ensemble_ml.store.manifest import Entry
 from ensemble_ml.store.schema import Kind
 from ensemble_ml.store.shard import damaged
+from ensemble_ml.store.source import Part
 from ensemble_ml.store.statistics import NAMES, Moments
 
 SOURCES = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
@@ -27,6 +28,7 @@ class DateEntry:
     """One start date.
 
     `files` shards by name; `factors` by array and factor, (M, T, V, Z); `moments` of the forecast by kind, (T, V, Z);
+    `derived` of the ensemble's mean and spread as fields of their own, by part and kind;
     `errors` largest error of quantising by variable; `masked` variables with points that have no value; `masks` names
     of mask arrays with a shard; `sources` by part, rows of SOURCES; `source_files` their files by part.
     """
@@ -34,6 +36,7 @@ class DateEntry:
     files: dict[str, Entry] = field(default_factory=dict)
     factors: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     moments: dict[Kind, Moments] = field(default_factory=dict)
+    derived: dict[tuple[Part, Kind], Moments] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     masked: set[str] = field(default_factory=set)
     masks: set[str] = field(default_factory=set)
@@ -45,6 +48,7 @@ class DateEntry:
         self.files |= other.files
         self.factors |= other.factors
         self.moments |= other.moments
+        self.derived |= other.derived
         self.masked |= other.masked
         self.masks |= other.masks
         self.sources |= other.sources
@@ -66,6 +70,8 @@ class DateEntry:
             arrays |= {f"factor/{name}/{key}": values for key, values in factors.items()}
         for kind, moments in self.moments.items():
             arrays |= {f"moments/{kind.value}/{key}": values for key, values in moments.arrays().items()}
+        for (part, kind), moments in self.derived.items():
+            arrays |= {f"derived/{part.value}_{kind.value}/{key}": values for key, values in moments.arrays().items()}
         arrays |= {f"sources/{part}": rows for part, rows in self.sources.items()}
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]
@@ -110,13 +116,19 @@ class DateEntry:
         entry = cls(files, errors=facts["errors"], masked=set(facts["masked"]), masks=set(facts["masks"]))
         entry.source_files = facts["source_files"]
         found: dict[Kind, dict[str, np.ndarray]] = {}
+        derived: dict[str, dict[str, np.ndarray]] = {}
         for key, values in arrays.items():
             group, name, *last = key.split("/")
             if group == "factor":
                 entry.factors.setdefault(name, {})[last[0]] = values
             elif group == "moments":
                 found.setdefault(Kind(name), {})[last[0]] = values
+            elif group == "derived":
+                derived.setdefault(name, {})[last[0]] = values
             else:
                 entry.sources[name] = values
         entry.moments = {kind: Moments(*(parts[name] for name in NAMES)) for kind, parts in found.items()}
+        for name, parts in derived.items():
+            part, kind = name.split("_")
+            entry.derived[Part(part), Kind(kind)] = Moments(*(parts[key] for key in NAMES))
         return entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ class _Sum:
     masked: set[str] = field(default_factory=set)
     masks: set[str] = field(default_factory=set)
     held: set[Part] = field(default_factory=set)
-    moments: dict[tuple[Kind, int], Moments] = field(default_factory=dict)
+    moments: dict[tuple[Part, Kind, int], Moments] = field(default_factory=dict)
 
     def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
         self.files |= entry.files
@@ -40,9 +41,10 @@ class _Sum:
         for (part, _), spec in plan.specs.items():
             if spec.name in entry.factors and entry.factors[spec.name]["present"].any():
                 self.held.add(part)
-        for kind, moments in entry.moments.items():
-            before = self.moments.get((kind, year))
-            self.moments[kind, year] = moments if before is None else before.merge(moments)
+        of_members = {(Part.FORECAST, kind): moments for kind, moments in entry.moments.items()}
+        for key, moments in {**of_members, **entry.derived}.items():
+            before = self.moments.get((*key, year))
+            self.moments[(*key, year)] = moments if before is None else before.merge(moments)
 
 
 def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateEntry]]) -> None:
@@ -77,14 +79,14 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
     write_manifest(root, make_manifest(root, total.files))
 
 
-def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray, dict[Kind, Moments]]:
-    """Years (N,) and the moments of each."""
+def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray, dict[tuple[Part, Kind], Moments]]:
+    """Years (N,) and the moments of each: of the members' values, and of their mean and spread as fields."""
     yearly = {}
-    for kind in Kind:
-        spec = plan.specs.get((Part.FORECAST, kind))
+    for part, kind in product((Part.FORECAST, Part.MEAN, Part.SPREAD), Kind):
+        spec = plan.specs.get((part, kind))
         if spec is not None:
             nothing = Moments.nothing(spec.fields[1:])
-            yearly[kind] = stack(total.moments.get((kind, int(year)), nothing) for year in years)
+            yearly[part, kind] = stack(total.moments.get((part, kind, int(year)), nothing) for year in years)
     return years, yearly
 
 

@@ -74,7 +74,7 @@ def write_metadata(
     layout: Layout,
     attributes: dict[str, Any],
     static: dict[str, np.ndarray],
-    statistics: tuple[np.ndarray, dict[Kind, Moments]],
+    statistics: tuple[np.ndarray, dict[tuple[Part, Kind], Moments]],
 ) -> None:
     """Write everything but shards and factors: called once, when all fields are known."""
     group = zarr.open_group(root, mode="r+")
@@ -98,21 +98,27 @@ def _put(group: zarr.Group, name: str, values: np.ndarray, dims: tuple[str, ...]
         group.create_array(name, data=values, dimension_names=dims, attributes=attrs)
 
 
-def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[Kind, Moments]) -> None:
+def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[tuple[Part, Kind], Moments]) -> None:
     _put(group, "year", years, ("year",), {"long_name": "calendar year of the start dates"})
-    for kind, moments in yearly.items():
+    for (part, kind), moments in yearly.items():
         dims = ("year", "lead_time", _VARIABLE[kind], *(("level",) if kind is Kind.PRESSURE else ()))
         for name, values in moments.arrays().items():
             values = values if kind is Kind.PRESSURE else values[..., 0]
-            _put(group, f"{kind.value}_{name}", values, dims, {})
+            _put(group, f"{_prefix(part)}{kind.value}_{name}", values, dims, {})
 
 
-def read_statistics(root: Path) -> tuple[np.ndarray, dict[Kind, Moments]]:
-    """Years (N,) and for each kind the moments (N, T, V[, Z])."""
+def _prefix(part: Part) -> str:
+    """Before the names of statistics: nothing for those of the members' values."""
+    return "" if part is Part.FORECAST else f"{part.value}_"
+
+
+def read_statistics(root: Path, part: Part = Part.FORECAST) -> tuple[np.ndarray, dict[Kind, Moments]]:
+    """Years (N,) and for each kind the moments (N, T, V[, Z]) of members' values, or of mean or spread as fields."""
+    before = _prefix(part)
     group = zarr.open_group(root / STATISTICS, mode="r", use_consolidated=False)
-    kinds = [kind for kind in Kind if f"{kind.value}_count" in group]
+    kinds = [kind for kind in Kind if f"{before}{kind.value}_count" in group]
     return _get(group, "year"), {
-        kind: Moments(*(_get(group, f"{kind.value}_{name}") for name in NAMES)) for kind in kinds
+        kind: Moments(*(_get(group, f"{before}{kind.value}_{name}") for name in NAMES)) for kind in kinds
     }
 
 

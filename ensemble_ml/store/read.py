@@ -161,13 +161,13 @@ class TensorStore:
         """Calendar years of the start dates: those that `statistics` knows."""
         return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
 
-    def statistics(self, years: Sequence[int]) -> Statistics:
-        """Moments of the forecast members' values over `years`: (T, V, Z) and (T, S).
+    def statistics(self, years: Sequence[int], part: Part = Part.FORECAST) -> Statistics:
+        """Moments over `years`, (T, V, Z) and (T, S): of the members' values, or of their mean or spread as fields.
 
         Raises:
             UserError: a year is not in the store.
         """
-        stored, yearly = read_statistics(self._root)
+        stored, yearly = read_statistics(self._root, part)
         rows = [position("year", year, stored.tolist(), self.path) for year in years]
         merged = []
         for kind in Kind:

@@ -106,6 +106,12 @@ def ensemble_moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[
     return mean, spread, moments
 
 
+def moments_of(fields: np.ndarray) -> Moments:
+    """Moments (Z,) of the values of fields (Z, Y, X) that are there, in float64."""
+    found = [_moments(field[np.isfinite(field)].astype(np.float64)) for field in fields]
+    return Moments(*(np.array(column, np.float64) for column in zip(*found, strict=True)))
+
+
 def _moments(values: np.ndarray) -> tuple[float, ...]:
     if not len(values):
         return 0.0, 0.0, 0.0, np.inf, -np.inf

@@ -70,3 +70,22 @@ def test_a_store_without_variables_of_one_kind(tmp_path):
     make_store(tmp_path / "s.zarr", surface=(), dates=1)
     found = open_store(tmp_path / "s.zarr").statistics([2001])
     assert found.surface.mean.shape == (3, 0) and found.pressure.mean.shape == (3, 2, 2)
+
+
+def test_mean_and_spread_have_statistics_of_their_own(tmp_path):
+    days = ["2001-01-01", "2001-03-01", "2002-01-01"]
+    store = make_store(tmp_path / "own.zarr", dates=days, members=4, shape=(33, 24), surface=("t2m",))
+    for part in (Part.MEAN, Part.SPREAD):
+        for years, dates in (([2001], [0, 1]), ([2001, 2002], [0, 1, 2])):
+            found = store.statistics(years, part)
+            fields = [store.read(part, date) for date in dates]
+            upper = np.stack([one.pressure[0] for one in fields]).astype(float)
+            flat = np.stack([one.surface[0] for one in fields]).astype(float)
+            assert (found.pressure.count == len(dates) * 33 * 24).all()
+            np.testing.assert_allclose(found.pressure.mean, upper.mean((0, -2, -1)), rtol=1e-12)
+            np.testing.assert_allclose(found.pressure.std, upper.std((0, -2, -1)), rtol=1e-10)
+            np.testing.assert_array_equal(found.pressure.maximum, upper.max((0, -2, -1)))
+            np.testing.assert_allclose(found.surface.mean, flat.mean((0, -2, -1)), rtol=1e-12)
+            np.testing.assert_array_equal(found.surface.minimum, flat.min((0, -2, -1)))
+    spread = store.statistics([2001], Part.SPREAD).pressure.mean
+    assert (spread < store.statistics([2001]).pressure.std).all()

@@ -26,7 +26,9 @@ _COPY = 256 * 1024  # bytes compressed at a time in a plain copy: a chunk of the
 
 
 def _fresh(output: str) -> str:
-    shutil.rmtree(output, ignore_errors=True)
+    path = Path(output)
+    for old in (path, path.with_name(f".{path.name}.index")):  # the index of an earlier run would help the next
+        shutil.rmtree(old, ignore_errors=True)
     return output
 
 
