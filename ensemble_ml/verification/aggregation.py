@@ -78,10 +78,12 @@ class AggregationState:
         for key, values in statistics.items():
             self._open(key)
             kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
+            with np.errstate(invalid="ignore"):  # an infinite log score times the weight zero
+                self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
+                for at, factor, _ in further:
+                    self.total[key][date, at, columns] += (kept * factor).sum(1)
             self.weight[key][date, : len(weight), columns] += weight
-            for at, factor, counted in further:
-                self.total[key][date, at, columns] += (kept * factor).sum(1)
+            for at, _, counted in further:
                 self.weight[key][date, at, columns] += counted.sum(1)
             self.left_out[key][date, columns] += left_out
             self.points[key][date, columns] += flat_mask.shape[1]
