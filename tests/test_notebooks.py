@@ -54,3 +54,14 @@ def test_evaluate_forecast(run, monkeypatch, variable):
     text = "".join(output.get("text", "") for output in outputs)
     assert "3 of 6 members in" in text and "95 % interval" in text.splitlines()[-1]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+
+
+def test_extreme_case(run, monkeypatch):
+    monkeypatch.setenv("ENSEMBLE_ML_RUN", str(run))
+    notebook = jupytext.read(NOTEBOOKS / "extreme_case.py")
+    ran = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    outputs = [output for cell in ran.cells for output in cell.get("outputs", ())]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert text.count("<- the case") == 1 and "EECRPS" in text and "standard deviations away" in text
+    assert "the most unusual of" in text.splitlines()[-1]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1

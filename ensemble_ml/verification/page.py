@@ -31,6 +31,14 @@ DEFINITIONS = {
         the lowest geometric mean CRPS on the test dates themselves, which favours it.""",
     "standard deviation / RMSE": """Root of the mean predicted variance over the RMSE of the mean; for a raw
         ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
+    "calibration": """PIT: the predicted distribution function at the truth, drawn at random within the jump of a
+        censored law. Ranks: of the truth among raw members, ties drawn. Brier score and reliability: of the truth's
+        exceeding m + 1.28 s of the cell's climate on the fit dates.""",
+    "EFI": """Extreme forecast index of the raw full ensemble, 2/pi int (p - F(q_p)) / sqrt(p (1 - p)) dp, against
+        members of other years within climate_days of the date; -1 to 1. Weighted by |EFI|: ratios of EECRPS, the mean
+        of |EFI| CRPS.""",
+    "significance on maps": """A t-test over blocks of dates at each point, false discoveries held at 10 % over all
+        points together (Benjamini and Hochberg).""",
     "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds);
         unweighted stands beside it. Means over variables and levels are geometric means of score ratios.""",
     "intervals": """Block bootstrap over start dates, in blocks of block_days or more that never cross a

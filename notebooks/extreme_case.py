@@ -1,0 +1,151 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # An extreme case: raw, post-processed and truth
+#
+# Finds the forecast date on which the raw ensemble is furthest from its own climate, and looks at it closely: what did
+# all members say, what did the post-processed forecast make of a few of them, and what came?
+#
+# Needs a run as `scripts/quickstart.sh` leaves it. Environment variables name another one: `ENSEMBLE_ML_RUN`,
+# `ENSEMBLE_ML_FORECAST`, `ENSEMBLE_ML_STORE`, `ENSEMBLE_ML_VARIABLE` (a short name, with a level in hPa where it has
+# one).
+
+# %%
+import os
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.fields import field
+from ensemble_ml.verification import api
+
+root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
+run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
+folder = Path(os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast"))
+store = Path(os.environ.get("ENSEMBLE_ML_STORE", run / "store.zarr"))
+name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
+units = field(name).units
+label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
+
+archive = xr.open_dataset(store, engine="ensemble_ml")
+archive = archive.sel(level=int(level[0]), drop=True) if level else archive
+files = {np.datetime64(f"{p.stem[9:13]}-{p.stem[13:15]}-{p.stem[15:17]}T{p.stem[17:19]}", "ns"): p
+         for p in sorted(folder.glob("forecast_*.nc"))}  # fmt: skip
+with xr.open_dataset(next(iter(files.values())), decode_timedelta=True) as first:
+    lead = first.forecast_period.values[-1]
+    used = [int(number) for number in first.attrs["members_in"].split()]
+hours = int(lead / np.timedelta64(1, "h"))
+
+# %% [markdown]
+# ## How unusual is each forecast?
+#
+# The extreme forecast index (EFI) compares the members with the model's own climate: members of other years around the
+# same day. It is 1 where all members lie above everything the climate holds, -1 where they lie below. With one year in
+# the archive, its other start dates have to stand in for the climate.
+
+# %%
+members = archive[name].sel(lead_time=lead)
+times = members.init_time.values
+years = times.astype("datetime64[Y]")
+days = (times - years) / np.timedelta64(1, "D")
+
+
+def climate_of(start):
+    """Quantiles of the members of other years within nine days of this day of the year."""
+    here = times == start
+    apart = np.abs(days - days[here])
+    near = (years != years[here]) & (np.minimum(apart, 365 - apart) <= 9)
+    chosen = near if near.any() else ~here
+    return members.isel(init_time=chosen).quantile(np.linspace(0, 1, 21), ["init_time", "realization"]), chosen is near
+
+
+efi, others = {}, False
+for start in files:
+    climate, others = climate_of(start)
+    efi[start] = api.efi(members.sel(init_time=start), climate)
+weights = api.area_weights(members)
+unusual = {start: float(abs(index).weighted(weights).mean()) for start, index in efi.items()}
+case = max(unusual, key=unusual.get)
+print(f"Climate from {'other years' if others else 'the other start dates'}; mean |EFI| by date:")
+for start, value in unusual.items():
+    print(f"  {str(start)[:13]}  {value:.2f}{'  <- the case' if start == case else ''}")
+
+# %% [markdown]
+# ## Raw, post-processed, truth
+
+# %%
+raw = members.sel(init_time=case)
+truth = archive[f"{name}_truth"].sel(init_time=case, lead_time=lead)
+with xr.open_dataset(files[case], decode_timedelta=True) as data:
+    forecast = data[[f"{name}_mean", f"{name}_stddev"]].isel(time=-1)
+    forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()
+
+
+def law(ensemble):
+    """Mean and (1 + 1/M)^(1/2) s."""
+    return ensemble.mean("realization"), ensemble.std("realization", ddof=1) * np.sqrt(
+        1 + 1 / len(ensemble.realization)
+    )
+
+
+laws = {f"raw {raw.sizes['realization']}": law(raw)}
+if len(used) > 1:
+    laws[f"raw {len(used)}"] = law(raw.sel(realization=used))
+laws["post-processed"] = (forecast[f"{name}_mean"], forecast[f"{name}_stddev"])
+low, high = truth.quantile([0.01, 0.99]).values
+top = max(float(sigma.quantile(0.99)) for _, sigma in laws.values())
+figure, axes = plt.subplots(2, len(laws) + 1, figsize=(4 * (len(laws) + 1), 5), layout="constrained")
+for column, (who, (mean, sigma)) in enumerate(laws.items()):
+    mean.plot(ax=axes[0, column], vmin=low, vmax=high, add_colorbar=False)
+    sigma.plot(ax=axes[1, column], vmin=0, vmax=top, cmap="magma", add_colorbar=False)
+    axes[0, column].set_title(f"{who}: mean")
+    axes[1, column].set_title("standard deviation")
+truth.plot(ax=axes[0, -1], vmin=low, vmax=high)
+axes[0, -1].set_title("truth")
+efi[case].plot(ax=axes[1, -1], vmin=-1, vmax=1, cmap="RdBu_r")
+axes[1, -1].set_title("EFI")
+title = figure.suptitle(f"{label}, {str(case)[:13]} + {hours} h")
+
+# %% [markdown]
+# ## Where it is most unusual
+#
+# Scores of this date alone: over the whole globe, and weighted by |EFI| (EECRPS), which asks for the unusual places.
+
+# %%
+scores = {}
+for who, (mean, sigma) in laws.items():
+    crps = api.crps_distribution(mean, sigma, truth, family="normal", preserve_dims="all")
+    scores[who] = float(crps.weighted(weights).mean()), float(api.eecrps(efi[case], crps, weights=weights))
+    print(f"{who:>15}: CRPS {scores[who][0]:.4g} {units}, EECRPS {scores[who][1]:.4g} {units}")
+place = abs(efi[case]).where(np.isfinite(truth)).argmax(...)
+there = {dim: int(at) for dim, at in place.items()}
+y = float(truth.isel(there))
+position = f"{float(truth.latitude[there['latitude']]):g} N, {float(truth.longitude[there['longitude']]):g} E"
+print(f"At {position}, EFI {float(efi[case].isel(there)):+.2f}, the truth was {y:.5g} {units}:")
+for who, (mean, sigma) in laws.items():
+    m, s = float(mean.isel(there)), float(sigma.isel(there))
+    print(f"{who:>15}: {m:.5g} +- {s:.3g} {units}; truth {(y - m) / s:+.1f} standard deviations away")
+
+# %% [markdown]
+# ## In a sentence
+
+# %%
+reference = f"raw {raw.sizes['realization']}"
+gain = [100 * (1 - ours / theirs) for ours, theirs in zip(scores["post-processed"], scores[reference], strict=True)]
+print(
+    f"On {str(case)[:13]}, the most unusual of {len(files)} dates, the post-processed {label} at {hours} h has a CRPS"
+    f" {gain[0]:+.1f} % better than {reference}, and {gain[1]:+.1f} % where |EFI| weighs; one date proves nothing."
+)
