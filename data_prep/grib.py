@@ -7,6 +7,7 @@ JPEG, second order) is decoded by ecCodes to float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from ensemble_ml.store.packing import grib_factors
 
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
 _scratch = Scratch()
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class GribFile:
@@ -117,8 +119,8 @@ class _Message:
         there = bitmap(octets, self.points)
         count = int(there.sum())
         room = octets[data - first :]
-        if packed_size(count, self.bits) > len(room):
-            raise UserError(f"{self._where()}: {count} points by its bitmap, but fewer values; fetch the file again")
+        if packed_size(count, self.bits) > len(room) or self.record["stated"] not in (-1, count):
+            raise UserError(f"{self._where()}: {count} points by its bitmap, but not so many values; fetch it again")
         values = np.zeros(self.points, out.dtype)
         if self.bits and count:
             values[there] = unpack(room[: packed_size(count, self.bits)], self.bits, count)
@@ -222,6 +224,8 @@ class _Indexer:
         needed = packed_size(points if not head.bitmap else head.count or 0, kind.row["bits"])
         if kind.row["simple"] and needed > head.room:
             raise UserError(f"{needed} bytes of values are needed, {head.room} are there; fetch the file again")
+        if kind.row["simple"] and not _finite(kind, head):
+            raise UserError("its packing constants give no finite values; the file is damaged, fetch it again")
         if kind.scan in self.scans:
             return
         if self.scans:
@@ -232,6 +236,16 @@ class _Indexer:
                     "put fields on different grids into different archives"
                 )
         self.scans[kind.scan] = len(self.scans)
+
+
+def _finite(kind: Kind, head: Header) -> bool:
+    """Whether every value that simple packing can hold is a float32 number."""
+    assert kind.row is not None
+    bits = kind.row["bits"]
+    decimal = grib_factors(bits, 0, kind.decimal_scale)[1]
+    span = math.ldexp(1.0, min(head.binary_scale + bits, 1000)) if bits else 0.0
+    largest = (abs(head.reference) + span) * decimal * abs(kind.factor)
+    return decimal > 0 and largest < _LARGEST
 
 
 def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) -> np.ndarray:
@@ -251,7 +265,7 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
             record["decimal"], record["reference"] = decimal * kind.factor, kind.shift / (decimal * kind.factor)
     records = common[[number[id(kind)] for kind, *_ in rows]]
     heads = [head for _, head, _, _ in rows]
-    for name in ("init", "data", "bitmap"):
+    for name in ("init", "data", "bitmap", "stated"):
         records[name] = [getattr(head, name) for head in heads]
     records["offset"], records["length"] = [row[2] for row in rows], [row[3] for row in rows]
     for name, column in _understood(heads).items():

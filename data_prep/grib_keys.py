@@ -158,7 +158,7 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
         UserError: the message is damaged, or of a kind that is refused.
     """
     codes = eccodes_module()
-    with opened(message) as handle:
+    with opened(message) as handle, _understood():
 
         def get(key: str, default: Any = None, kind: type | None = None) -> Any:
             try:
@@ -169,7 +169,7 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
         said = replace(head, init=_init(get("dataDate"), get("dataTime")))
         if get("packingType") == "grid_simple":
             constants = get("referenceValue"), get("binaryScaleFactor"), get("offsetBeforeData")
-            said = replace(said, reference=constants[0], binary_scale=constants[1], data=constants[2])
+            said = replace(said, reference=float(constants[0]), binary_scale=int(constants[1]), data=int(constants[2]))
         kind = _kind(get)
         if kind.row is not None:
             row = kind.row
@@ -180,6 +180,17 @@ def ask(message: bytes, head: Header) -> tuple[Kind, Header]:
                 steps=None if head.steps is None else (row["lead_start"], row["lead"]),
             )
         return kind, said
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Say in one line that a header makes no sense: keys that are absent, or of another type than they should be."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        raise UserError(f"its header makes no sense ({error}); the file is damaged, fetch it again") from error
 
 
 def _init(date: int, time: int) -> np.datetime64:
@@ -220,6 +231,11 @@ def _kind(get: Get) -> Kind:
         "bits": bits,
         "simple": packing == "grid_simple" and bits <= MOST_BITS and get("unitsFactor", 1.0) == 1.0,
     }
+    absent = [key for key, value in row.items() if not isinstance(value, int)]
+    if absent:
+        raise UserError(
+            f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
+        )
     return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 
 import numpy as np
@@ -37,6 +38,7 @@ class Header:
     bitmap: int = 0  # offset of the bitmap's bits in the message; 0 where it has none
     count: int | None = None  # packed values, where the header says
     room: int = 0  # bytes of packed values
+    stated: int = -1  # `count` where the message states it itself (edition 2)
     level: int | None = None
     member: int | None = None
     steps: tuple[int, int] | None = None
@@ -148,7 +150,7 @@ def _header1(content: Content, start: int, end: int) -> Header:
     count = (room * 8 - (values[3] & 15)) // values[10] if values[10] else None
     _check_room(room, end - 4 - data - 11)
     at = bitmap + 6 - start if data > bitmap else 0
-    return Header(key, init, _ibm(values[6:10]), scale, data + 11 - start, at, count, room, level, member, steps)
+    return Header(key, init, _ibm(values[6:10]), scale, data + 11 - start, at, count, room, -1, level, member, steps)
 
 
 def _steps1(first: bytes) -> tuple[int, int] | None:
@@ -195,8 +197,8 @@ def _header2(content: Content, start: int, end: int) -> Header:
         position += length
     if position != end - 4 or not data:
         raise UserError("damaged sections (they do not fill the message)")
-    key = b"".join(parts)
-    return Header(key, init, float(reference), scale, data - start, bitmap, count, room, level, member, steps)
+    key, stated = b"".join(parts), -1 if count is None else count
+    return Header(key, init, float(reference), scale, data - start, bitmap, count, room, stated, level, member, steps)
 
 
 def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
@@ -268,4 +270,4 @@ def _ibm(four: bytes) -> float:
 
 @lru_cache(1024)
 def _time(year: int, month: int, day: int, hour: int, minute: int) -> np.datetime64:
-    return np.datetime64(f"{year:04d}-{month:02d}-{day:02d}T{hour:02d}:{minute:02d}:00").astype("datetime64[s]")
+    return np.datetime64(datetime(year, month, day, hour, minute), "s")  # refuses what is no date

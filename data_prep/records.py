@@ -38,6 +38,7 @@ RECORD = np.dtype(
         ("place", np.int16),  # GRIB: position in the file's list of grids as they are scanned
         ("data", np.int32),  # offset of the packed integers in the message
         ("bitmap", np.int32),  # offset of the bitmap in the message, 0 where it has none
+        ("stated", np.int32),  # number of values that the message states, -1 where it does not
         ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),
         ("simple", bool),  # packed integers can be taken as they are: value = ((X * scale) + reference) * decimal
