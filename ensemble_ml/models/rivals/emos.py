@@ -25,6 +25,7 @@ from ensemble_ml.models import distributions
 
 _TINY = 1e-12
 _LEAST_UNIT = 0.02
+_REACH = 1.5  # of a point's own typical error
 _LEAST_SIGNAL = 1e-3  # variance of biases between points, over that of errors
 _START_DAMPING, _LEAST_DAMPING, _MOST_DAMPING = 1e-2, 1e-9, 1e12
 
@@ -77,7 +78,7 @@ def fit_emos(
         weights: (..., D) of the samples.
         prior: coefficients to draw towards, broadcast against (...); `strength` says how many samples it
             counts for; for `a` that follows from how far biases differ from point to point.
-        start: coefficients to begin with; the prior's, or simple estimates, where there are none.
+        start: coefficients to begin with, or the prior's where those are better; None for simple estimates.
         iterations, tolerance: steps at most, and the step (in units of a typical error) at which a point has arrived.
 
     Raises:
@@ -143,10 +144,13 @@ class _Problem:
 
     def solve(self, prior: Emos | None, strength: float, start: Emos | None, iterations: int, tolerance: float) -> Emos:
         goal = self._start() if prior is None else self._inwards(prior)
-        theta = goal.clone() if start is None else self._inwards(start)
         pull = torch.full_like(goal, strength if prior is not None else 0.0)
         if prior is not None and strength > 0:
             pull[..., 0] = self._pull_of_bias(goal)
+            # A point may err by a tenth of what is usual elsewhere: the prior's scale comes within reach of its own.
+            size = goal[..., -2:].norm(dim=-1, keepdim=True).clamp(min=_TINY)
+            goal[..., -2:] *= size.clamp(1 / _REACH, _REACH) / size
+        theta = self._better(goal, self._start() if start is None else self._inwards(start), goal, pull)
         damping = torch.full_like(self.total, _START_DAMPING)
         value, gradient, curvature = self._expand(theta, goal, pull)
         for _ in range(iterations):
@@ -162,6 +166,11 @@ class _Problem:
             if bool(((step.abs().amax(-1) < tolerance) | (damping >= _MOST_DAMPING)).all()):
                 break
         return self._outwards(theta)
+
+    def _better(self, one: Tensor, other: Tensor, goal: Tensor, pull: Tensor) -> Tensor:
+        """At each point the start with the lower value: from a prior that is far away, steps would be short."""
+        values = [self._expand(theta, goal, pull)[0] for theta in (one, other)]
+        return torch.where((values[0] < values[1])[..., None], one, other)
 
     def _pull_of_bias(self, goal: Tensor) -> float:
         """How many dates the prior's intercept counts for: as many as biases differ little from point to point.
