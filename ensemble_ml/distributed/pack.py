@@ -17,6 +17,7 @@ from ensemble_ml.distributed import triton_vote
 
 WORD = 64
 _GATHER = 0x0102040810204080  # byte i of the factor's product meets bit i of the top byte; no two terms coincide
+_PART = 1 << 20  # elements that are packed at a time
 _WIDTH = 4096  # elements a row of a threshold that alternates: long rows keep the comparison vectorised
 
 assert sys.byteorder == "little", "words are seen as bytes"
@@ -39,7 +40,13 @@ def pack_signs(u: Tensor, step: int) -> Tensor:
     Magnitudes under the smallest normal number count as zero where the tie falls to 1.
     """
     limits = _around_zero(u.dtype, step)
-    return triton_vote.pack(u, *limits) if triton_vote.usable(u.device) else pack_bits(above(u, *limits))
+    if triton_vote.usable(u.device):
+        return triton_vote.pack(u, *limits)
+    packed = torch.empty(u.numel() // WORD, dtype=torch.int64, device=u.device)
+    for start in range(0, u.numel(), _PART):  # so that what lies between is small, and its memory used again
+        eights = above(u[start : start + _PART], *limits).view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56)
+        packed.view(torch.uint8)[start // 8 : (start + _PART) // 8].copy_(eights)
+    return packed
 
 
 def above(x: Tensor, even: float, odd: float) -> Tensor:
@@ -98,8 +105,10 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
     """Fill `out` (64 w,) with +1 or -1 for each bit of (w,) words, and return it."""
     if triton_vote.usable(out.device):
         return triton_vote.unpack(packed.contiguous(), out)
-    index = packed.view(torch.uint8).to(torch.int32)
-    torch.index_select(_table(out.dtype, out.device), 0, index, out=out.view(-1, 8))
+    table, held, rows = _table(out.dtype, out.device), packed.view(torch.uint8), out.view(-1, 8)
+    for start in range(0, len(held), _PART // 8):
+        part = slice(start, start + _PART // 8)
+        torch.index_select(table, 0, held[part].to(torch.int32), out=rows[part])
     return out
 
 
