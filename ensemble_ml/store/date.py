@@ -1,9 +1,9 @@
 """Build one start date: fields come in cells of one lead and one variable, and go to the shards chunk by chunk.
 
 A cell holds all members and levels, so that mean, spread and statistics are made of it in the same pass in which its
-chunks are compressed, block of rows by block of rows, on the threads of a pool. Two cells at most are in memory: while
-one is compressed, the caller reads the next. Chunks are written in the order of the cells, then of members and rows,
-however many threads there are: the files do not depend on them.
+chunks are compressed, block of rows by block of rows, on the threads of a pool. Three cells at most are in memory:
+while two are compressed, the caller reads the next. Chunks are written in the order of the cells, then of members and
+rows, however many threads there are: the files do not depend on them.
 
 Axes: M member, T lead, V variable of one kind, Z level, Y latitude, X longitude.
 """
@@ -30,7 +30,7 @@ from ensemble_ml.store.shard_write import Encoded, ShardWriter, encode
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments, merge_all, moments_of
 
-_AHEAD = 1  # cells that are compressed while the caller reads another
+_AHEAD = 2  # cells that are compressed while the caller reads another
 
 Specs = dict[tuple[Part, Kind], ArraySpec]
 
@@ -176,10 +176,13 @@ class DateWriter:
             self._derive(cell, blocks)
 
     def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[Encoded | None]]) -> None:
-        shard = self._shard(spec)
-        for member in range(spec.fields[0]):
-            for number, chunks in enumerate(blocks):
-                shard.append((member, cell.lead, cell.variable, number), chunks[member])
+        members, leads, variables, rows = spec.chunks
+        first = (np.arange(members) * leads + cell.lead) * variables + cell.variable
+        self._shard(spec).append(
+            (int(first[member]) * rows + number, chunks[member])
+            for member in range(members)
+            for number, chunks in enumerate(blocks)
+        )
 
     def _derive(self, cell: _Cell, blocks: Sequence[_Packed]) -> None:
         """Append mean and spread, and keep the moments of the cell."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from numcodecs import blosc
 
 from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import ABSENT, LEVEL, checksum, with_checksum
+
+_AT_ONCE = 512  # buffers of one call to the system, which allows 1024
 
 Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 
@@ -24,33 +27,51 @@ class ShardWriter:
     def __init__(self, path: Path, spec: ArraySpec):
         self.path, self._draft = path, path.with_name(f".{path.name}")
         self._index = np.full((int(np.prod(spec.chunks)), 2), ABSENT, "<u8")
-        self._chunks, self._offset, self._digest = spec.chunks, 0, hashlib.sha256()
+        self._offset, self._digest = 0, hashlib.sha256()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._draft, "wb", buffering=1 << 20)  # noqa: SIM115 - open until `close`
+        self._file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
-    def append(self, chunk: tuple[int, int, int, int], data: Encoded | None) -> None:
-        """Add what `encode` made of the chunk at (member, lead, variable, block)."""
-        if data is None:
-            return
-        size = sum(map(len, data))
-        self._index[np.ravel_multi_index(chunk, self._chunks)] = self._offset, size
-        self._offset += size
-        self._file.writelines(data)
-        self._digest.update(data[1])
+    def append(self, chunks: Iterable[tuple[int, Encoded | None]]) -> None:
+        """Add what `encode` made of chunks, each with its number in the order of `spec.chunks`; None is left out.
+
+        All go to the system in one call: hundreds of small ones would wait for the interpreter each time.
+        """
+        parts: list[bytes] = []
+        for number, data in chunks:
+            if data is not None:
+                size = len(data[0]) + len(data[1])
+                self._index[number] = self._offset, size
+                self._offset += size
+                self._digest.update(data[1])
+                parts += data
+        self._write(parts)
+
+    def _write(self, parts: list[bytes]) -> None:
+        left = [memoryview(part) for part in parts]
+        while left:
+            done = os.writev(self._file, left[:_AT_ONCE])
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if left and done:
+                left[0] = left[0][done:]
 
     def close(self) -> tuple[int, str]:
         """Write the index and give the shard its name; return its bytes and its digest (see `shard.digest_shard`)."""
         tail = with_checksum(self._index.tobytes())
-        with self._file:
-            self._file.write(tail)
+        self._write([tail])
+        self._close()
         self._draft.rename(self.path)
         self._digest.update(tail)
         return self._offset + len(tail), self._digest.hexdigest()
 
+    def _close(self) -> None:
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
     def abort(self) -> None:
         """Remove the draft; harmless after `close`."""
-        with suppress(OSError):  # a full disk refuses what is still buffered
-            self._file.close()
+        self._close()
         self._draft.unlink(missing_ok=True)
 
 

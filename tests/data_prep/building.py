@@ -58,6 +58,11 @@ def start(log: Path, **settings) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", script, given], stderr=subprocess.PIPE, text=True, env=env)
 
 
+def names(folder: Path) -> list[str]:
+    """What stands in a folder, but the tables of GRIB files, which are kept."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".index"))
+
+
 def contents(store: Path) -> dict[str, str]:
     """Every file of a store with a hash of its bytes."""
     files = sorted(path for path in store.rglob("*") if path.is_file())
