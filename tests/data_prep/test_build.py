@@ -331,10 +331,10 @@ def small_disk(tmp_path):
 
 def test_a_full_disk(archive, whole, small_disk, tmp_path):
     target = small_disk / "s.zarr"
-    prepare(config(archive, target, dates=["2001-01-05"]))
+    prepare(config(archive, target, dates=["2001-01-05"], index=None))
     before = building.contents(target)
     (small_disk / "ballast").write_bytes(bytes(150_000))
-    settings = config(archive, target, overwrite=True)
+    settings = config(archive, target, overwrite=True, index=None)
     with pytest.raises(
         UserError, match=r"cannot write .*No space left on device; free space or choose another"
     ) as error:
