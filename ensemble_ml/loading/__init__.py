@@ -1,7 +1,21 @@
-"""How start dates reach the model: the order of an epoch, member subsets, batches read ahead."""
+"""How start dates reach the model: order of an epoch, member subsets, batches read ahead; a clairvoyant loader."""
 
 from ensemble_ml.loading.batches import Batch, Batches, fixed_batches
+from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
+from ensemble_ml.loading.items import DatasetItems
 from ensemble_ml.loading.order import Order, epoch_order, member_subset
 from ensemble_ml.loading.reader import Reader
+from ensemble_ml.loading.store_items import StoreItems
 
-__all__ = ["Batch", "Batches", "Order", "Reader", "epoch_order", "fixed_batches", "member_subset"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "ClairvoyantLoader",
+    "DatasetItems",
+    "Order",
+    "Reader",
+    "StoreItems",
+    "epoch_order",
+    "fixed_batches",
+    "member_subset",
+]

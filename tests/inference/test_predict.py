@@ -9,10 +9,11 @@ import pytest
 import torch
 import xarray as xr
 from forecasting import make_checkpoint, make_grid, make_source, make_spec
-from scipy.stats import norm, truncnorm
+from scipy.stats import gamma, norm, truncnorm
 
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
 from ensemble_ml.models import ensemble_input
 from ensemble_ml.training.checkpoint import load_model
@@ -89,12 +90,16 @@ def test_moments_quantiles_and_probabilities_agree_with_scipy(config, source):
     np.testing.assert_allclose(data.t_stddev, data.t_scale)
     np.testing.assert_allclose(data.t_quantile[1], law.ppf(0.9), rtol=1e-6)
     np.testing.assert_allclose(data.t_prob_above[0], law.sf(255), rtol=1e-4)
-    rain = norm(data.tp_location, data.tp_scale)
-    np.testing.assert_allclose(data.tp_prob_above, [rain.sf(0), rain.sf(0.004)], rtol=1e-4)
+    # Precipitation: max(0, G - shift), where G has mean scale * r and standard deviation scale.
+    r = np.log1p(np.exp(2 * (data.tp_location / data.tp_scale + GAMMA_SHIFT))) / 2
+    shift = GAMMA_SHIFT * data.tp_scale
+    rain = gamma(r**2, loc=-shift, scale=data.tp_scale / r)
+    np.testing.assert_allclose(data.tp_prob_above, [rain.sf(0), rain.sf(0.004)], rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(data.tp_quantile[0], np.maximum(rain.ppf(0.1), 0), rtol=1e-4, atol=1e-9)
-    # E max(X, 0) = sigma (phi(l) - l (1 - Phi(l))) with l = -mu / sigma
-    l = -data.tp_location / data.tp_scale
-    np.testing.assert_allclose(data.tp_mean, data.tp_scale * (norm.pdf(l) - l * norm.sf(l)), rtol=1e-4, atol=1e-9)
+    # E max(0, G - c) = E[G; G > c] - c P(G > c), and G times its density is a gamma density of one shape more
+    longer = gamma(r**2 + 1, loc=-shift, scale=data.tp_scale / r)
+    mean = r * data.tp_scale * longer.sf(0) - shift * rain.sf(0)
+    np.testing.assert_allclose(data.tp_mean, mean, rtol=1e-4, atol=1e-9)
 
 
 def test_members_out_keep_places_and_take_the_predicted_moments(config, source):
