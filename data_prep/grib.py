@@ -201,7 +201,12 @@ class _Indexer:
                         rows.append((*row, offset, length))
             finally:  # a file that is being written looks damaged: say what it is
                 self.stamp.check(self.path, Stamp.of(descriptor))
-        return Table(_records(rows, self.scans), tuple(self.scans), self.skipped)
+        try:
+            return Table(_records(rows, self.scans), tuple(self.scans), self.skipped)
+        except OverflowError as error:  # a level, step or member that no forecast has
+            raise UserError(
+                f"{self.path}: a header states a number out of range ({error}); fetch the file anew"
+            ) from error
 
     def _row(self, content: Windows, offset: int, length: int) -> tuple[Kind, Header] | None:
         head = header(content, offset, length)
@@ -224,6 +229,12 @@ class _Indexer:
         needed = packed_size(points if not head.bitmap else head.count or 0, kind.row["bits"])
         if kind.row["simple"] and needed > head.room:
             raise UserError(f"{needed} bytes of values are needed, {head.room} are there; fetch the file again")
+        if kind.row["simple"] and not head.bitmap and head.count is not None and kind.row["bits"]:
+            spare = head.count - points  # edition 1 does not state a number: it is what has room, whole octets
+            if spare < 0 or spare * kind.row["bits"] >= 16:
+                raise UserError(
+                    f"{head.count} values are packed for {points} points; the file is damaged, fetch it again"
+                )
         if kind.row["simple"] and not _finite(kind, head):
             raise UserError("its packing constants give no finite values; the file is damaged, fetch it again")
         if kind.scan in self.scans:

@@ -108,7 +108,7 @@ def header(content: Content, start: int = 0, length: int | None = None) -> Heade
     end = start + (len(content) - start if length is None else length)
     try:
         return _header1(content, start, end) if _octet(content, start + 7) == 1 else _header2(content, start, end)
-    except (IndexError, struct.error, ValueError) as error:
+    except (IndexError, TypeError, struct.error, ValueError) as error:  # a section that ends where keys should stand
         raise error if isinstance(error, UserError) else UserError(f"damaged sections ({error})") from error
 
 
@@ -183,6 +183,9 @@ def _header2(content: Content, start: int, end: int) -> Header:
                 section = section[:12] + section[19:]
             elif number == 3:
                 points = _integer(section, 6, 4)
+                columns, rows = _integer(section, 30, 4), _integer(section, 34, 4)
+                if _integer(section, 12, 2) == 0 and columns != _MISSING and columns * rows != points:
+                    raise UserError(f"damaged sections ({points} points on a grid of {rows} x {columns})")
             elif number == 4:
                 section, level, member, steps = _product2(section)
             elif number == 5:
@@ -193,6 +196,8 @@ def _header2(content: Content, start: int, end: int) -> Header:
                     section = section[:8] + section[14:]
             elif number == 6 and section[5] == 0:
                 bitmap = position + 6 - start
+            elif number == 6 and section[5] != 255:
+                raise UserError(f"a bitmap of another message ({section[5]}) is not read; write each with its own")
             parts.append(section)
         position += length
     if position != end - 4 or not data:
@@ -224,12 +229,16 @@ def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int,
     return bytes(out), level, member, steps
 
 
+_MISSING = 0xFFFFFFFF  # rows of a reduced grid have lengths of their own
 _SOME_VALUES = 256  # bytes of values that ecCodes gets to see: packings of edition 1 go on with their header there
 
 
 def without_values(content: Content, start: int, length: int, head: Header) -> bytes:
     """The message at `start` with its values cut off and its lengths put right, for questions about its keys."""
-    section = start + head.data - (11 if _octet(content, start + 7) == 1 else 5)
+    edition = _octet(content, start + 7)
+    section = start + head.data - (11 if edition == 1 else 5)
+    if edition == 1 and _octet(content, section + 3) & 0xC0:  # spherical or second order: even its keys need the values
+        return content[start : start + length]
     kept = start + head.data + min(head.room, _SOME_VALUES)
     if kept >= start + length - 4:
         return content[start : start + length]

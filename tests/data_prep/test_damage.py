@@ -38,7 +38,7 @@ def eccodes_view(content):
         if eccodes.codes_get(handle, "bitmapPresent"):
             values[eccodes.codes_get_array(handle, "bitmap") == 0] = np.nan
         return get, values.astype(np.float32)
-    except eccodes.CodesInternalError:
+    except (eccodes.CodesInternalError, ValueError):  # numpy refuses sizes that a header makes up
         return None
     finally:
         eccodes.codes_release(handle)

@@ -1,0 +1,9 @@
+"""Property tests draw the same examples each time; HYPOTHESIS_PROFILE=search draws new ones, to look for more."""
+
+import os
+
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("search", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
