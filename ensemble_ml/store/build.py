@@ -59,10 +59,18 @@ class Build:
             self.remove()
             if self.complete:
                 return
-        check_target(self.path, overwrite)
-        make_folders(self.work, self.path)
-        with exclusive(self.work / "lock"):
-            self._agree()
+        self._join(overwrite)
+
+    def _join(self, overwrite: bool) -> None:
+        """Make the work folder, or find it made; begin again where another builder finished and tidied it away."""
+        while True:
+            check_target(self.path, overwrite)
+            make_folders(self.work, self.path)
+            try:
+                with exclusive(self.work / "lock"):
+                    return self._agree()
+            except FileNotFoundError:
+                continue
 
     def _agree(self) -> None:
         """Write the plan down, or check that the one that stands there is ours."""
