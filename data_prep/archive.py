@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, Combine, Gathered, Target
+from data_prep.catalogue import Catalogue, Combine, Gathered, Room, Target, zeros
 from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.files import FORECAST, TRUTH
 from data_prep.geometry import GridChange
 from data_prep.grib_index import GribIndex
 from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
-from data_prep.records import CONTROL, IS_SURFACE, MEMBER
+from data_prep.records import CONTROL, IS_SURFACE, MEMBER, identities
 from data_prep.selecting import (
     chosen,
     control_as_member,
@@ -35,8 +35,8 @@ from data_prep.selecting import (
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
+from ensemble_ml.store.fuse import Members, fuse
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
-from ensemble_ml.store.statistics import ensemble_moments
 
 _NOTHING, _ABSENT = -1, -2
 
@@ -63,13 +63,14 @@ class ArchiveSource:
     ):
         self.catalogue, self.path = catalogue, catalogue.path
         wanted = (*(variables or ()), *derive)
-        records, rows, partners = with_derived(from_start(catalogue.records), wanted)
+        records, rows, partners = with_derived(from_start(identities(catalogue.records)), wanted)
         if control is Control.include:
             records = control_as_member(records, self.path)
         keep = not_at_lead_zero(records) & chosen(records, self.path, variables, levels, dates)
         order = np.flatnonzero(keep)
         order = order[np.argsort(records["init"][order], kind="stable")]  # start dates stand together
-        self._records, self._rows, self._partners = records[order], rows[order], partners[order]
+        self._records = records[order]
+        self._rows, self._partners = rows[order].astype(np.int32), partners[order].astype(np.int32)
         self._intervals = intervals(self._records)
         self.layout = layout_of(self._records, catalogue.grid, self.path, leads)
         for name in variables or ():
@@ -88,20 +89,15 @@ class ArchiveSource:
         axis = {name: place for group in (lay.variables, lay.surface) for place, name in enumerate(group)}
         of_field = np.array([axis.get(field.name, -1) for field in FIELDS])
         self._surface = IS_SURFACE[records["field"]]
-        member = positions(records["member"], lay.realization)
-        self._places = np.stack(
-            [
-                np.where(records["kind"] == MEMBER, member, 0),
-                positions(records["lead"], lay.lead_hours),
-                of_field[records["field"]],
-                np.where(self._surface, 0, positions(records["level"], lay.levels)),
-            ],
-            axis=1,
-        )
+        self._places = np.empty((len(records), 4), np.int16)
+        self._places[:, 0] = np.where(records["kind"] == MEMBER, positions(records["member"], lay.realization), 0)
+        self._places[:, 1] = positions(records["lead"], lay.lead_hours)
+        self._places[:, 2] = of_field[records["field"]]
+        self._places[:, 3] = np.where(self._surface, 0, positions(records["level"], lay.levels))
 
     def _find_subtrahends(self) -> np.ndarray:
         """Row of the sum that is to be taken off each record: _NOTHING, or _ABSENT where the archive lacks it."""
-        found = np.full(len(self._records), _NOTHING)
+        found = np.full(len(self._records), _NOTHING, np.int32)
         for index, by_lead in self._intervals.items():
             mine = np.flatnonzero(self._records["field"] == index)
             keys = self._records[["init", "kind", "member", "lead"]][mine].tolist()
@@ -154,20 +150,26 @@ class ArchiveSource:
                 targets.append(Target(surface, tuple(at), rows, combine))
         return targets
 
-    def gather(self, part: Part, date: int, selection: Selection = Selection()) -> Gathered:  # noqa: B008 - frozen
+    def gather(
+        self,
+        part: Part,
+        date: int,
+        selection: Selection = Selection(),  # noqa: B008 - frozen
+        room: Room = zeros,
+    ) -> Gathered:
         """Read one start date of the forecast or the control into blocks (see `data_prep.catalogue.Gathered`)."""
         narrowed = narrow(self.layout, selection, self.path)
         count = len(narrowed.realization) if part is Part.FORECAST else 1
-        return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows)
+        return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows, room)
 
-    def slices(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
+    def slices(self, part: Part, date: int, room: Room = zeros) -> Iterator[tuple[Selection, Gathered]]:
         """Yield a start date in pieces of one lead and one variable with all members and levels: bounded memory.
 
         `gather` costs what it reads, so that the pieces may as well be gathered by threads, in any order, from
         `data_prep.selecting.slices_of(source.layout)`.
         """
         for selection in slices_of(self.layout):
-            yield selection, self.gather(part, date, selection)
+            yield selection, self.gather(part, date, selection, room)
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
         """Read one start date: see `ensemble_ml.store.source.Source`.
@@ -259,11 +261,9 @@ def open_archive(
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:
     """Mean or spread (1, T, ..., Y, X) of the members (M, T, ..., Y, X) that are there; NaN where there are too few."""
-    out = np.full((1, *values.shape[1:]), np.nan, np.float32)
+    out = np.empty((1, *values.shape[1:]), np.float32)
     for cell in np.ndindex(*values.shape[1:-2]):
-        members = values[:, *cell].astype(np.float64)
-        members = members[np.isfinite(members).any((1, 2))]
-        if len(members):
-            mean, spread, _ = ensemble_moments(members)
-            out[0, *cell] = mean if part is Part.MEAN else spread
+        members = values[:, *cell][:, None]
+        fused = fuse(Members.plain(members, np.isfinite(members).any((2, 3))))
+        out[0, *cell] = (fused.mean if part is Part.MEAN else fused.spread)[0]
     return out

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue, Gathered
@@ -19,13 +23,37 @@ from data_prep.truth import ArchiveTruth
 from ensemble_ml.config import Packing, PrepareConfig, as_list
 from ensemble_ml.store import Part, Selection, is_store, open_store
 from ensemble_ml.store.build import Build
-from ensemble_ml.store.date import DateWriter
+from ensemble_ml.store.date import AHEAD, DateWriter
 from ensemble_ml.store.plan import BuildPlan, plan_of
 from ensemble_ml.store.schema import Kind
+from ensemble_ml.store.sources import Sources
 
 log = logging.getLogger(__name__)
 
 _KEPT = ("variables", "levels", "leads", "dates", "region", "coarsen", "regrid")
+
+
+class _Room(threading.local):
+    """Arrays of each thread for the slices it reads, taken in turn: one is used again when its slice is written.
+
+    Fresh ones would have to be cleared by the system, which takes about as long as reading into them.
+    """
+
+    def __init__(self) -> None:
+        self._held = [np.empty(0, np.uint16)] * (AHEAD + 1)
+        self._turn = 0
+
+    def __call__(self, shape: tuple[int, ...]) -> np.ndarray:
+        size = math.prod(shape)
+        if not size:
+            return np.empty(shape, np.uint16)
+        self._turn = (self._turn + 1) % len(self._held)
+        if self._held[self._turn].size < size:
+            self._held[self._turn] = np.empty(size, np.uint16)
+        return self._held[self._turn][:size].reshape(shape)
+
+
+_room = _Room()
 
 
 class Stopped(Exception):
@@ -67,6 +95,7 @@ class Job:
             self.both.static(),
             self.both.lead_bounds,
             _provenance(config, self.both, self.gaps),
+            config.climate_days,
         )
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
@@ -93,14 +122,17 @@ class Job:
                 pressure, surface = gathered.plain()
             else:
                 pressure, surface = gathered.quantised(writer.entry.errors)
+            catalogue = self.truth.catalogue if part is Part.TRUTH and self.truth is not None else self.source.catalogue
+            sources = writer.entry.sources.setdefault(part.value, Sources())
+            sources.add(catalogue.stamps, gathered.places, gathered.checksum)
             kind, lead, variable = self._place(selection)
             block = pressure[:, 0, 0] if kind is Kind.PRESSURE else surface[:, 0, 0][:, None]
             writer.cell(part, kind, lead, variable, block)
 
     def _slices(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
         if part is Part.TRUTH and self.truth is not None:
-            return self.truth.slices(date)
-        return self.source.slices(part, date)
+            return self.truth.slices(date, _room)
+        return self.source.slices(part, date, _room)
 
     def _place(self, selection: Selection) -> tuple[Kind, int, int]:
         """Kind of variable, and positions of the one lead and the one variable of a slice."""

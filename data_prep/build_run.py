@@ -34,6 +34,10 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     number, count = config.share
     mine = range(build.dates * number // count, build.dates * (number + 1) // count)
     todo = [] if config.finalise else build.missing(mine)
+    for path, dates in build.outdated.items():
+        first = hour_text(job.plan.layout.init_time[min(dates)])
+        counts = f"{len(dates)} start dates (first {first})"
+        log.warning("%s: changed since %s were built from it; they are built again", path, counts)
     if len(todo) < len(mine) and not config.finalise:
         log.info("%s: %d of %d start dates are built already", build.path, len(mine) - len(todo), len(mine))
     try:

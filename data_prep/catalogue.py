@@ -14,17 +14,20 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from data_prep.files import archive_files, open_readers
 from data_prep.geometry import Geometry
 from data_prep.grib_index import GribIndex
+from data_prep.grib_io import Stamp
 from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
 from ensemble_ml.store.source import Layout
+from ensemble_ml.store.sources import PLACE
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,14 @@ class Combine(Enum):
     SUM = "sum"
     MAXIMUM = "maximum"
     SPEED = "speed"  # of a vector, from its two components
+
+
+Room = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
+
+
+def zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """New integers."""
+    return np.zeros(shape, np.uint16)
 
 
 _COMBINED: dict[Combine, Callable[[list[np.ndarray]], np.ndarray]] = {
@@ -63,13 +74,16 @@ class Gathered:
     """Fields of one start date: packed integers where the archive has them, and float32 ones apart.
 
     `layout` holds the coordinates of the blocks (its members are those of the forecast, whatever the part);
-    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) uint16; `loose` (surface?, place) -> (Y, X) float32.
+    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) uint16; `loose` (surface?, place) -> (Y, X) float32;
+    `places` (N,) PLACE of all that was read, `checksum` the crc32c of the fields in the same order.
     """
 
     layout: Layout
     pressure: PackedBlock
     surface: PackedBlock
     loose: dict[tuple[bool, tuple[int, ...]], np.ndarray] = field(default_factory=dict)
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, PLACE))
+    checksum: int = 0
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
         """Float32 values of pressure and surface blocks, NaN where absent."""
@@ -118,21 +132,17 @@ class Catalogue:
         self.files = archive_files(paths, role=role)
         self.path = _shown(paths)
         self.readers: list[Reader] = open_readers(self.files, index)
+        self.stamps = [_stamped(path) for path in self.files]
         self.grid = _one_grid(self.readers)
         self.geometry = Geometry(self.grid, self.grid)
-        tables = []
-        for number, reader in enumerate(self.readers):
-            reader.records["file"] = number
-            tables.append(reader.records)
-            reader.records = reader.records[:0]  # an archive has millions: one copy will do
-        table = np.concatenate(tables) if tables else np.zeros(0, RECORD)
+        table = _joined_tables(self.readers)
         _report_skipped(self.path, self.readers)
         if not len(table):
             raise UserError(f"{self.path}: holds no field that the registry knows")
         static = IS_STATIC[table["field"]]
         self.static_records = table[static]
-        table = table[~static]  # sorted below, so that nothing depends on the order of files
-        self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]
+        table = table[~static] if static.any() else table
+        self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]  # whatever the order of files
         _check_unique(self.records, self.files)
 
     def onto(self, grid: Grid) -> None:
@@ -157,7 +167,12 @@ class Catalogue:
                 yield from reader.fields(records[first:last], rows, into[first:last] if into else None)
 
     def gather(
-        self, targets: Iterable[Target], layout: Layout, members: int, band: tuple[int, int] | None = None
+        self,
+        targets: Iterable[Target],
+        layout: Layout,
+        members: int,
+        band: tuple[int, int] | None = None,
+        room: Room = zeros,
     ) -> Gathered:
         """Read `targets` into blocks of `members` and the other axes of `layout`.
 
@@ -166,6 +181,7 @@ class Catalogue:
             layout: the coordinates of the blocks.
             members: length of the first axis.
             band: rows of latitude start, stop; None takes all.
+            room: gives the arrays of integers, of which only the fields that are there are filled.
 
         Raises:
             UserError: a field cannot be decoded, or holds NaN; or the grid lacks the rows.
@@ -177,8 +193,8 @@ class Catalogue:
         leads, levels = len(layout.lead_hours), len(layout.levels)
         out = Gathered(
             layout,
-            PackedBlock.empty((members, leads, len(layout.variables), levels, *points)),
-            PackedBlock.empty((members, leads, len(layout.surface), *points)),
+            PackedBlock.unfilled(room((members, leads, len(layout.variables), levels, *points))),
+            PackedBlock.unfilled(room((members, leads, len(layout.surface), *points))),
         )
         return self._fill(out, list(targets), rows)
 
@@ -187,9 +203,11 @@ class Catalogue:
         chosen = self.records[[target.rows[0] for target in single]]
         order = np.lexsort((chosen["offset"], chosen["file"]))
         masks: dict[tuple[bool, tuple[int, ...]], np.ndarray] = {}
+        checksum = 0
         into = [(out.surface if t.surface else out.pressure).values[t.place] for t in (single[i] for i in order)]
         for number, (index, raw) in enumerate(zip(order, self._brought(chosen[order], rows, into), strict=True)):
             target = single[index]
+            checksum = _summed(checksum, raw)
             if raw.packed and raw.values is not into[number]:
                 into[number][...] = raw.values
             _note(out, target, raw)
@@ -198,7 +216,20 @@ class Catalogue:
         for target in targets:
             if target.combine is not Combine.ONE:
                 out.loose[target.surface, target.place] = self._combined(target, rows)
-        return replace(out, pressure=_joined(out.pressure, masks, False), surface=_joined(out.surface, masks, True))
+                checksum = google_crc32c.extend(checksum, out.loose[target.surface, target.place].tobytes())
+        pressure, surface = _joined(out.pressure, masks, False), _joined(out.surface, masks, True)
+        return replace(
+            out, pressure=pressure, surface=surface, places=self._places(chosen[order], targets), checksum=checksum
+        )
+
+    def _places(self, single: np.ndarray, targets: list[Target]) -> np.ndarray:
+        """Where the fields of `single` and those of combined targets lie, (N,) PLACE."""
+        combined = [row for target in targets if target.combine is not Combine.ONE for row in target.rows]
+        records = np.concatenate([single, self.records[combined]]) if combined else single
+        places = np.empty(len(records), PLACE)
+        for name in ("file", "offset", "length"):
+            places[name] = records[name]
+        return places
 
     def _brought(
         self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray] | None = None
@@ -241,6 +272,30 @@ class Catalogue:
         for name in (*KEYS, "offset", "bits", "reference", "scale", "decimal"):
             digest.update(np.ascontiguousarray(self.records[name]).tobytes())
         return digest.hexdigest()[:16]
+
+
+def _joined_tables(readers: list[Reader]) -> np.ndarray:
+    """All records with the numbers of their files; the readers' own are let go one by one: there may be millions."""
+    table = np.empty(sum(len(reader.records) for reader in readers), RECORD)
+    first = 0
+    for number, reader in enumerate(readers):
+        mine = table[first : first + len(reader.records)]
+        mine[:] = reader.records
+        mine["file"] = number
+        first += len(mine)
+        reader.records = np.zeros(0, RECORD)
+    return table
+
+
+def _stamped(path: str) -> tuple[str, int, int]:
+    now = Stamp.of(path)
+    return os.path.abspath(path), now.size, now.mtime_ns
+
+
+def _summed(checksum: int, raw: RawField) -> int:
+    """`checksum` with one more field: its constants and its values."""
+    constants = np.array([raw.reference, raw.scale, raw.decimal]).tobytes()
+    return google_crc32c.extend(google_crc32c.extend(checksum, constants), raw.values.tobytes())
 
 
 def _note(out: Gathered, target: Target, raw: RawField) -> None:

@@ -17,7 +17,7 @@ from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
 from data_prep.grib_sections import Header, frames, header, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
-from data_prep.records import RECORD, RawField, field_of
+from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import grib_factors
@@ -119,7 +119,9 @@ class _Message:
         there = bitmap(octets, self.points)
         count = int(there.sum())
         room = octets[data - first :]
-        if packed_size(count, self.bits) > len(room) or self.record["stated"] not in (-1, count):
+        stated = int(self.record["stated"])
+        left = 0 if stated < 0 else (stated - count) * max(self.bits, 1)
+        if packed_size(count, self.bits) > len(room) or not 0 <= left <= int(self.record["spare"]):
             raise UserError(f"{self._where()}: {count} points by its bitmap, but not so many values; fetch it again")
         values = np.zeros(self.points, out.dtype)
         if self.bits and count:
@@ -225,16 +227,21 @@ class _Indexer:
     def _check(self, kind: Kind, head: Header) -> None:
         assert kind.row is not None and kind.scan is not None
         place = place_of(kind.scan)
+        level = kind.row["level"] if head.level is None else head.level
+        if level < 1 and not (IS_SURFACE | IS_STATIC)[kind.row["field"]]:
+            raise UserError(f"level {level} hPa: is none; the file is damaged, fetch it again")
         points = place.grid.shape[0] * place.grid.shape[1]
         needed = packed_size(points if not head.bitmap else head.count or 0, kind.row["bits"])
         if kind.row["simple"] and needed > head.room:
             raise UserError(f"{needed} bytes of values are needed, {head.room} are there; fetch the file again")
         if kind.row["simple"] and not head.bitmap and head.count is not None and kind.row["bits"]:
-            spare = head.count - points  # edition 1 does not state a number: it is what has room, whole octets
-            if spare < 0 or spare * kind.row["bits"] >= 16:
+            spare = (head.count - points) * kind.row["bits"]
+            if not 0 <= spare <= head.spare:
                 raise UserError(
                     f"{head.count} values are packed for {points} points; the file is damaged, fetch it again"
                 )
+        if kind.row["simple"] and head.bitmap and not head.bitmap_bits[0] <= points <= head.bitmap_bits[1]:
+            raise UserError(f"its bitmap has {head.bitmap_bits[1]} points, its grid {points}; fetch the file again")
         if kind.row["simple"] and not _finite(kind, head):
             raise UserError("its packing constants give no finite values; the file is damaged, fetch it again")
         if kind.scan in self.scans:
@@ -276,13 +283,14 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
             record["decimal"], record["reference"] = decimal * kind.factor, kind.shift / (decimal * kind.factor)
     records = common[[number[id(kind)] for kind, *_ in rows]]
     heads = [head for _, head, _, _ in rows]
-    for name in ("init", "data", "bitmap", "stated"):
+    for name in ("init", "data", "bitmap", "spare"):
         records[name] = [getattr(head, name) for head in heads]
     records["offset"], records["length"] = [row[2] for row in rows], [row[3] for row in rows]
     for name, column in _understood(heads).items():
         records[name] = np.where(column < 0, records[name], column)
     points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
+    records["stated"] = counts
     records["masked"] = (records["bitmap"] > 0) & (counts != points)
     simple = records["simple"]
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)

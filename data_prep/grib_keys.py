@@ -198,6 +198,8 @@ def _init(date: int, time: int) -> np.datetime64:
         day = np.datetime64(f"{date // 10000:04d}-{date // 100 % 100:02d}-{date % 100:02d}", "s")
     except ValueError as error:
         raise UserError(f"date {date}: is none; the file is damaged, fetch it again") from error
+    if date < 10000:  # year 0: the message holds a climate, of no year
+        raise UserError(f"date {date}: is none; give forecasts, which start on a date")
     return day + np.timedelta64(time // 100 * 60 + time % 100, "m")
 
 

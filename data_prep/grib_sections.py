@@ -36,9 +36,10 @@ class Header:
     binary_scale: int
     data: int  # offset of the packed values in the message
     bitmap: int = 0  # offset of the bitmap's bits in the message; 0 where it has none
+    bitmap_bits: tuple[int, int] = (0, 0)  # fewest and most points that its section can be meant for
     count: int | None = None  # packed values, where the header says
     room: int = 0  # bytes of packed values
-    stated: int = -1  # `count` where the message states it itself (edition 2)
+    spare: int = 0  # bits by which the values may fall short of `count`: edition 1 fills up to whole octets
     level: int | None = None
     member: int | None = None
     steps: tuple[int, int] | None = None
@@ -121,6 +122,10 @@ def _header1(content: Content, start: int, end: int) -> Header:
     values = content[data : data + 11]
     if data + 11 > end - 4 or grid - product < 28:
         raise UserError("damaged sections (they are longer than the message)")
+    if bitmap > grid:
+        _check_lists(content[grid:bitmap])
+    if first[12] > 100:  # 255: of no year, a climate
+        raise UserError(f"year {first[12]} of its century: is none; give forecasts, which start on a date")
     init = _time((first[24] - 1) * 100 + first[12], *first[13:17])
     level = int.from_bytes(first[10:12], "big") if first[9] == 100 else None
     steps = _steps1(first)
@@ -147,10 +152,23 @@ def _header1(content: Content, start: int, end: int) -> Header:
     size, scale = int.from_bytes(values[:3], "big"), _signed(values, 4)
     large = _integer(content, start + 4, 3) >= 0x800000 and size < 120  # then the length says something else
     room = end - 4 - data - 11 if large else size - 11
-    count = (room * 8 - (values[3] & 15)) // values[10] if values[10] else None
+    count = max(room * 8 - (values[3] & 15), 0) // values[10] if values[10] else None
     _check_room(room, end - 4 - data - 11)
-    at = bitmap + 6 - start if data > bitmap else 0
-    return Header(key, init, _ibm(values[6:10]), scale, data + 11 - start, at, count, room, -1, level, member, steps)
+    at, bits = 0, 0
+    if data > bitmap:
+        at, bits = bitmap + 6 - start, (data - bitmap - 6) * 8 - _octet(content, bitmap + 3)
+    reference, data = _ibm(values[6:10]), data + 11 - start
+    return Header(
+        key, init, reference, scale, data, at, (bits, bits), count, room, _SPARE, level, member, steps
+    )  # fmt: skip
+
+
+def _check_lists(grid: bytes) -> None:
+    """Refuse a section 2 whose lists lie beyond its end: ecCodes reads on there, and may crash."""
+    vertical, place, rows = grid[3], grid[4], _integer(grid, 8, 2)
+    listed = 4 * vertical if vertical else (0 if place == 255 else 2 * rows)  # vertical coordinates, or points by row
+    if listed and place - 1 + listed > len(grid):
+        raise UserError(f"damaged sections (section 2 of {len(grid)} bytes has no room for its lists)")
 
 
 def _steps1(first: bytes) -> tuple[int, int] | None:
@@ -169,7 +187,7 @@ def _header2(content: Content, start: int, end: int) -> Header:
     position, reference, scale, data, room, bitmap = start + 16, 0.0, 0, 0, 0, 0
     init: np.datetime64 = np.datetime64("NaT", "s")
     level = member = count = steps = None
-    points = -1
+    points, bits = -1, (0, 0)
     while content[position : position + 4] != b"7777":
         length, number = _integer(content, position, 4), _octet(content, position + 4)
         if length < 5 or position + length > end - 4 or (data and number < 8):
@@ -195,15 +213,17 @@ def _header2(content: Content, start: int, end: int) -> Header:
                     reference, scale = struct.unpack(">f", section[8:12])[0], _signed(section, 12)
                     section = section[:8] + section[14:]
             elif number == 6 and section[5] == 0:
-                bitmap = position + 6 - start
+                bitmap, bits = position + 6 - start, (0, (length - 6) * 8)
             elif number == 6 and section[5] != 255:
                 raise UserError(f"a bitmap of another message ({section[5]}) is not read; write each with its own")
             parts.append(section)
         position += length
     if position != end - 4 or not data:
         raise UserError("damaged sections (they do not fill the message)")
-    key, stated = b"".join(parts), -1 if count is None else count
-    return Header(key, init, float(reference), scale, data - start, bitmap, count, room, stated, level, member, steps)
+    key = b"".join(parts)
+    return Header(
+        key, init, float(reference), scale, data - start, bitmap, bits, count, room, 0, level, member, steps
+    )  # fmt: skip
 
 
 def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
@@ -217,7 +237,7 @@ def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int,
     if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
         level, out[24:28] = value // 100, b"LEVL"
     if template in (1, 11) and section[35]:
-        member, out[35] = section[35], 0
+        member, out[35] = section[35], 255  # a member 0, which is left to ecCodes, keeps its 0: another key
     first, tail = _integer(section, 18, 4), (37 if template == 11 else 34)  # of the end of the interval
     if section[17] == 1 and 0 < first < 10_000:
         if template in (0, 1):
@@ -229,6 +249,7 @@ def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int,
     return bytes(out), level, member, steps
 
 
+_SPARE = 15
 _MISSING = 0xFFFFFFFF  # rows of a reduced grid have lengths of their own
 _SOME_VALUES = 256  # bytes of values that ecCodes gets to see: packings of edition 1 go on with their header there
 

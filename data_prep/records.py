@@ -38,7 +38,8 @@ RECORD = np.dtype(
         ("place", np.int16),  # GRIB: position in the file's list of grids as they are scanned
         ("data", np.int32),  # offset of the packed integers in the message
         ("bitmap", np.int32),  # offset of the bitmap in the message, 0 where it has none
-        ("stated", np.int32),  # number of values that the message states, -1 where it does not
+        ("stated", np.int32),  # number of values that the message states or has room for, -1 where it does neither
+        ("spare", np.uint8),  # bits by which the values may fall short of it
         ("masked", bool),  # whether there may be points without a value
         ("bits", np.uint8),
         ("simple", bool),  # packed integers can be taken as they are: value = ((X * scale) + reference) * decimal
@@ -48,11 +49,20 @@ RECORD = np.dtype(
     ]
 )
 KEYS = ["field", "level", "kind", "member", "init", "lead_start", "lead"]
+IDENTITY = np.dtype([(name, RECORD[name]) for name in (*KEYS, "bounded", "masked")])
 
 FIELD_INDEX = {field.name: index for index, field in enumerate(FIELDS)}
 IS_STATIC = np.array([field.static for field in FIELDS])
 IS_SURFACE = np.array([field.surface for field in FIELDS])
 IS_ACCUMULATED = np.array([field.accumulated for field in FIELDS])
+
+
+def identities(records: np.ndarray) -> np.ndarray:
+    """What tells fields apart, without where they lie: (N,) IDENTITY, a third of RECORD. An archive has millions."""
+    out = np.empty(len(records), IDENTITY)
+    for name in out.dtype.names or ():
+        out[name] = records[name]
+    return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from functools import reduce
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, Combine, Gathered, Target
+from data_prep.catalogue import Catalogue, Combine, Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
 from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
 from data_prep.selecting import narrow, slices_of, translation
@@ -144,15 +144,20 @@ class ArchiveTruth:
             (surface if target.surface else pressure)[target.place] = True
         return pressure, surface
 
-    def gather(self, date: int, selection: Selection = Selection()) -> Gathered:  # noqa: B008 - frozen
+    def gather(
+        self,
+        date: int,
+        selection: Selection = Selection(),  # noqa: B008 - frozen
+        room: Room = zeros,
+    ) -> Gathered:
         """Read one start date into blocks (see `data_prep.catalogue.Gathered`)."""
         narrowed = narrow(self.layout, selection, self.path)
-        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows)
+        return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, room)
 
-    def slices(self, date: int) -> Iterator[tuple[Selection, Gathered]]:
+    def slices(self, date: int, room: Room = zeros) -> Iterator[tuple[Selection, Gathered]]:
         """Yield a start date in pieces of one lead and one variable with all levels (see `ArchiveSource.slices`)."""
         for selection in slices_of(self.layout):
-            yield selection, self.gather(date, selection)
+            yield selection, self.gather(date, selection, room)
 
     def read(self, date: int, selection: Selection) -> Fields:
         """Read one start date."""

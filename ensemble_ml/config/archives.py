@@ -125,6 +125,7 @@ class PrepareConfig:
     packing: Packing = opt(Packing.uint16, "uint16 | float32")
     gaps: Gaps = opt(Gaps.error, "error | skip | mask: start dates with missing fields end the run, are left out, or kept with these fields absent")
     index: str | None = opt("", "folder for the tables of GRIB files, which save scanning them again; empty: .NAME.index beside the output; null keeps none")
+    climate_days: int = opt(0, "also keep the model climate, for the extreme forecast index: quantiles of the members of other years within so many days of each start date (9 is usual); 0 keeps none")
     control: Control = opt(Control.apart, "apart | include: whether an unperturbed member counts as a member")
     overwrite: bool = opt(False, "replace an existing store, once the new one is complete")
     restart: bool = opt(False, "throw away an unfinished build of the same output, and start anew")
@@ -136,6 +137,7 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         check_region(self.region)
+        require("climate_days", self.climate_days, 0 <= self.climate_days <= 180, "must be 0 (none) to 180")
         require("workers", self.workers, self.workers >= 0, "must be 0 (every core) or more")
         require("workers", self.workers, self.workers >= 1 or self.executor is not Executor.slurm, "say how many SLURM jobs are to work")
         require("scheduler", self.scheduler, (self.scheduler is None) == (self.executor is not Executor.distributed), "belongs to executor=distributed, which needs it")

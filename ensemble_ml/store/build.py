@@ -16,12 +16,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.climate_arrays import write_climate
 from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
 from ensemble_ml.store.finish import finish_store
 from ensemble_ml.store.folder import building_folder, check_target, give_name, make_folders, named_already
 from ensemble_ml.store.locks import claimed, exclusive
-from ensemble_ml.store.plan import BuildPlan, read_facts
+from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
+from ensemble_ml.store.sources import changed
 
 
 class Build:
@@ -51,6 +53,9 @@ class Build:
         self.path, self.plan, self._overwrite = Path(path).absolute(), plan, overwrite
         self.work, self.shared = work or building_folder(self.path), work is None
         self.complete = False  # whether the store has its name
+        self.outdated: dict[str, set[int]] = {}  # files that changed since start dates were built from them
+        self._stamps: dict[str, tuple[int, int] | None] = {}
+        self._source_changed = False
         if restart:
             shutil.rmtree(self.work, ignore_errors=True)
         if named_already(self.work, self.path):
@@ -76,13 +81,16 @@ class Build:
         """Write the plan down, or check that the one that stands there is ours."""
         file = self.work / "plan.json"
         if file.exists():
-            difference = self.plan.differs(read_facts(file))
+            before = read_facts(file)
+            difference = self.plan.differs(before)
             if difference:
                 raise UserError(
                     f"output={self.path}: an unfinished build has other settings ({difference}); "
                     "give the same to go on, or add restart=true to throw it away"
                 )
-            return
+            if before.get(FINGERPRINT) == self.plan.facts.get(FINGERPRINT):
+                return
+            self._source_changed = True
         draft = file.with_name(".plan.json")
         draft.write_text(json.dumps(self.plan.facts))
         draft.rename(file)
@@ -107,13 +115,18 @@ class Build:
         return self.work / "entries" / f"{date:06d}.npz"
 
     def done(self, date: int) -> bool:
-        """Whether a start date is finished: its entry is there, and all its shards with their sizes."""
+        """Whether a start date is finished: its entry is there, all its shards with their sizes, no source changed."""
         file = self.entry_file(date)
         if not file.exists():
             return False
         try:
-            files = DateEntry.files_of(file)
+            files, stamps = DateEntry.files_of(file)
         except UserError:
+            return False
+        others = list(changed(stamps, self._stamps, lost=self._source_changed))
+        for path in others:
+            self.outdated.setdefault(path, set()).add(date)
+        if others:
             return False
         return all(_size(self.store / name) == entry.bytes for name, entry in files.items())
 
@@ -169,6 +182,8 @@ class Build:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} start dates are not built yet")
         try:
             finish_store(self.store, self.plan, self._entries())
+            if self.plan.climate_days:
+                write_climate(self.store, self.plan.climate_days)
         except OSError as error:
             raise refused(self.store, error.filename or "metadata", error) from error
 

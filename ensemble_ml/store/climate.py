@@ -5,9 +5,9 @@ own; the extreme forecast index (EFI) compares a forecast with them. A start dat
 of the calendar date is nearest, so that the end of December counts with the following January, and never for it. The
 anniversary of 29 February is the 28th in other years.
 
-Quantiles are computed when they are asked for, one lead and variable at a time and in blocks of rows, so that memory
-is bounded; they are kept in a folder beside the store (NAME.climate), each in a file that appears by rename and is
-keyed by the store's contents and the settings. A store that cannot be written beside computes them anew each time.
+A store may hold the quantiles already (`prepare climate_days=9`). Else they are computed when they are asked for, one
+lead and variable at a time and in blocks of rows, so that memory is bounded; members that were read are kept as far as
+that memory allows, for the next start date needs most of them.
 
 Axes: Q probability, N values (dates times members), T lead, V pressure variable, S surface variable, Z level,
 Y latitude, X longitude.
@@ -15,23 +15,19 @@ Y latitude, X longitude.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
+from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Fields, Part, Selection, Source, zero_by_nature
 
-log = logging.getLogger(__name__)
-
 DAYS = 9
+FEWEST_VALUES = 20  # of all members and dates together, at a point; of fewer, quantiles say nothing
 PROBABILITIES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
-_MEMORY = 512 * 2**20  # bytes of values held at a time, where a block of 16 rows is not larger than that
+MEMORY = 512 * 2**20  # bytes of values held at a time, where a block of 16 rows is not larger than that
 _BLOCK = 16  # rows of a chunk of the store; fewer would be read again and again
 
 
@@ -39,11 +35,10 @@ class ModelClimate:
     """The model climate of a source's forecasts.
 
     Args:
-        source: a tensor store (or an archive, whose quantiles are not kept).
+        source: a tensor store or an archive.
         days: how far from the calendar date a start date may lie.
         probabilities: those of the quantiles, ascending within [0, 1].
-        folder: where quantiles are kept; by default beside the store, and nowhere for an archive.
-        memory: bytes of values held at a time.
+        memory: bytes of values held at a time, and as many of members for later.
 
     Raises:
         UserError: the source has start dates of one year only, or probabilities are not ascending within [0, 1].
@@ -55,8 +50,7 @@ class ModelClimate:
         *,
         days: int = DAYS,
         probabilities: Sequence[float] = PROBABILITIES,
-        folder: str | Path | None = None,
-        memory: int = _MEMORY,
+        memory: int = MEMORY,
     ):
         levels = np.asarray(probabilities, np.float64)
         if not len(levels) or levels[0] < 0 or levels[-1] > 1 or (np.diff(levels) <= 0).any():
@@ -68,14 +62,10 @@ class ModelClimate:
             raise UserError(
                 f"{source.path}: a model climate needs start dates of two years or more; it has {only} alone"
             )
-        self._folder = self._own_folder(folder)
-
-    def _own_folder(self, folder: str | Path | None) -> Path | None:
-        if folder is None and not Path(self.source.path).joinpath("zarr.json").is_file():
-            return None
-        beside = Path(folder) if folder is not None else Path(str(Path(self.source.path).absolute()) + ".climate")
-        settings = f"{self.source.fingerprint()} {self.days} {self.probabilities.tolist()}"
-        return beside / hashlib.sha256(settings.encode()).hexdigest()[:16]
+        held: Any = getattr(source, "forecast", source)  # a store beside a truth of its own
+        same = 0 < days == getattr(held, "climate_days", 0) and np.array_equal(levels, PROBABILITIES)
+        self.stored = held if same else None  # where the quantiles stand already
+        self._kept: OrderedDict[tuple[int, int, str, tuple[int, int]], np.ndarray] = OrderedDict()
 
     def dates(self, date: int) -> np.ndarray:
         """Indices of the start dates that make the climate of the start date `date`.
@@ -92,11 +82,17 @@ class ModelClimate:
             )
         return found
 
+    def enough(self, date: int) -> bool:
+        """Whether other years have `FEWEST_VALUES` members or more for the start date `date`."""
+        times = self.source.layout.init_time
+        dates = int(same_season(times, times[date], self.days).sum())
+        return dates * len(self.source.layout.realization) >= FEWEST_VALUES
+
     def quantiles(self, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
         """Quantiles for the start date `date`: pressure (Q, T, V, Z, Y, X) and surface (Q, T, S, Y, X) float32.
 
-        NaN where no value is; `selection.realization` is not used. Interpolated linearly between order statistics
-        (type 7 of Hyndman & Fan 1996).
+        NaN at points with fewer than `FEWEST_VALUES` values; `selection.realization` is not used. Interpolated linearly
+        between order statistics (type 7 of Hyndman & Fan 1996).
 
         Raises:
             UserError: there is no start date of another year in the window, or something selected is not there.
@@ -112,14 +108,15 @@ class ModelClimate:
         points = rows.stop - rows.start, lay.grid.shape[1]
         pressure = np.empty((*shape, len(names), len(heights), *points), np.float32)
         surface = np.empty((*shape, len(ground), *points), np.float32)
+        self.dates(date)
         for t, lead in enumerate(leads):
             self._position("lead (h)", lead, lay.lead_hours)
             for v, name in enumerate(names):
                 self._position("variable", name, lay.variables)
-                pressure[:, t, v] = self._field(date, lead, name, on_levels=True)[:, depth, rows]
+                pressure[:, t, v] = self._compute(date, lead, name, rows, on_levels=True)[:, depth]
             for s, name in enumerate(ground):
                 self._position("surface variable", name, lay.surface)
-                surface[:, t, s] = self._field(date, lead, name, on_levels=False)[:, 0, rows]
+                surface[:, t, s] = self._compute(date, lead, name, rows, on_levels=False)[:, 0]
         return Fields(pressure, surface)
 
     def _position(self, what: str, value: object, there: Sequence[object]) -> int:
@@ -128,49 +125,24 @@ class ModelClimate:
             raise UserError(f"{self.source.path}: has no {what} {value}; it holds {has}")
         return list(there).index(value)
 
-    def _field(self, date: int, lead: int, name: str, *, on_levels: bool) -> np.ndarray:
-        """Quantiles (Q, Z, Y, X) of one lead and variable, from the folder where they are."""
-        stamp = np.datetime_as_string(self.source.layout.init_time[date], "h").replace("-", "").replace("T", "")
-        path = None if self._folder is None else self._folder / f"{stamp}_{lead}h_{name}.npy"
-        if path is not None:
-            try:
-                return np.load(path, mmap_mode="r", allow_pickle=False)
-            except (FileNotFoundError, NotADirectoryError):
-                pass
-            except (OSError, ValueError, EOFError):
-                log.warning("%s: damaged, computed anew", path)
-        values = self._compute(self.dates(date), lead, name, on_levels=on_levels)
-        if path is not None:
-            self._keep(path, values)
-        return values
-
-    def _keep(self, path: Path, values: np.ndarray) -> None:
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(draft, "wb") as file:
-                np.save(file, values, allow_pickle=False)
-            draft.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                draft.unlink()
-            self._folder = None
-            log.info("model climate: not kept, for %s cannot be written (%s)", path, error.strerror)
-
-    def _compute(self, dates: np.ndarray, lead: int, name: str, *, on_levels: bool) -> np.ndarray:
+    def _compute(self, date: int, lead: int, name: str, rows: slice, *, on_levels: bool) -> np.ndarray:
+        """Quantiles (Q, Z, rows, X) of one lead and variable, all levels."""
         lay = self.source.layout
-        levels = len(lay.levels) if on_levels else 1
-        height, width = lay.grid.shape
-        out = np.empty((len(self.probabilities), levels, height, width), np.float32)
+        if self.stored is not None:
+            return self.stored.climate(date, lead, name)[:, :, rows]
+        levels, width = len(lay.levels) if on_levels else 1, lay.grid.shape[1]
+        out = np.empty((len(self.probabilities), levels, rows.stop - rows.start, width), np.float32)
         if not on_levels and zero_by_nature(name, lead):
             out[...] = 0
             return out
+        dates = self.dates(date)
         step = self._rows(len(dates) * len(lay.realization) * levels * width * out.itemsize)
-        for first in range(0, height, step):
-            rows = (first, min(first + step, height))
-            values = self._values(dates, lead, name, rows, on_levels=on_levels)
+        for first in range(rows.start, rows.stop, step):
+            band = first, min(first + step, rows.stop)
+            values = self._values(dates, lead, name, band, on_levels=on_levels)
             for level in range(levels):
-                out[:, level, rows[0] : rows[1]] = quantiles(values[:, level], self.probabilities)
+                found = quantiles(values[:, level], self.probabilities, FEWEST_VALUES)
+                out[:, level, band[0] - rows.start : band[1] - rows.start] = found
         return out
 
     def _rows(self, bytes_a_row: int) -> int:
@@ -178,22 +150,27 @@ class ModelClimate:
 
     def _values(self, dates: np.ndarray, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
         """All members of `dates`, (N, Z, rows, X)."""
-        pressure, ground = ((name,), ()) if on_levels else ((), (name,))
-        chosen = Selection(None, (lead,), pressure, None if on_levels else (), ground, rows)
-        lay, out = self.source.layout, None
-        members = len(lay.realization)
-        for number, date in enumerate(dates.tolist()):
+        return np.concatenate([self._members(date, lead, name, rows, on_levels=on_levels) for date in dates.tolist()])
+
+    def _members(self, date: int, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
+        """Members of one start date (M, Z, rows, X): read, or kept from the last time."""
+        key = date, lead, name, rows
+        if key not in self._kept:
+            pressure, ground = ((name,), ()) if on_levels else ((), (name,))
+            chosen = Selection(None, (lead,), pressure, None if on_levels else (), ground, rows)
             fields = self.source.read(Part.FORECAST, date, chosen)
-            found = fields.pressure[:, 0, 0] if on_levels else fields.surface[:, 0, 0][:, None]
-            if out is None:
-                out = np.empty((members * len(dates), *found.shape[1:]), np.float32)
-            out[members * number : members * (number + 1)] = found
-        assert out is not None
-        return out
+            self._kept[key] = fields.pressure[:, 0, 0] if on_levels else fields.surface[:, 0, 0][:, None]
+            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self._memory:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
 
 
-def quantiles(values: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
-    """Quantiles over the first axis, NaN left out: (N, ...) float32 -> (Q, ...) float32; linear, type 7."""
+def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) -> np.ndarray:
+    """Quantiles over the first axis, NaN left out: (N, ...) float32 -> (Q, ...) float32; linear, type 7.
+
+    NaN where fewer than `fewest` values are.
+    """
     ordered = np.sort(values, axis=0)  # NaN go to the end
     count = np.isfinite(ordered).sum(0)
     last = np.maximum(count - 1, 0)
@@ -204,7 +181,7 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         above = np.minimum(below + 1, last)
         low, high = (np.take_along_axis(ordered, at[None], 0)[0].astype(np.float64) for at in (below, above))
         out[number] = low + (high - low) * (place - below)
-    out[:, count == 0] = np.nan
+    out[:, count < max(fewest, 1)] = np.nan
     return out
 
 

@@ -24,6 +24,7 @@ from ensemble_ml.store.plan import read_facts
 from ensemble_ml.store.read import TensorStore, open_store
 from ensemble_ml.store.schema import ArraySpec, Kind, array_specs
 from ensemble_ml.store.source import Layout, Part
+from ensemble_ml.store.sources import SourceTable, read_sources
 from ensemble_ml.store.statistics import Moments, merge_all
 
 Presence = tuple[np.ndarray, np.ndarray]  # bool (M, T, V, Z) and (M, T, S)
@@ -35,7 +36,7 @@ class Contents:
 
     `done` indices of the start dates that are built; `moments` of the forecast by kind, (T, V, Z); `files` by name;
     `present(part, date)` which fields are there; `source` the store to read from, None of a half-built one; `verify`
-    reads all files and raises a UserError where one has changed.
+    reads all files and raises a UserError where one has changed; `sources` as `sources.json` holds them.
     """
 
     path: str
@@ -53,6 +54,8 @@ class Contents:
     present: Callable[[Part, int], Presence]
     verify: Callable[[], None]
     source: TensorStore | None = None
+    sources: dict[str, Any] | None = None
+    climate_days: int = 0
 
 
 def contents_of(path: str) -> Contents:
@@ -90,6 +93,8 @@ def _of_store(store: TensorStore) -> Contents:
         store.present,
         store.verify,
         store,
+        read_sources(Path(store.path)),
+        store.climate_days,
     )
 
 
@@ -118,6 +123,9 @@ def _of_build(path: str, work: Path) -> Contents:
     def verify() -> None:
         check_contents(work / "store", files, shard_chunks(specs))
 
+    table = SourceTable()
+    for date, entry in entries.items():
+        table.add(str(layout.init_time[date].astype("datetime64[m]")), entry.sources)
     names = {name for one in entries.values() for name in one.masked}
     errors: dict[str, float] = {}
     for one in entries.values():
@@ -138,12 +146,14 @@ def _of_build(path: str, work: Path) -> Contents:
         {key: value for key, value in facts.items() if key not in known},
         present,
         verify,
+        sources=table.as_dict() if table.numbers else None,
+        climate_days=int(facts.get("climate days", 0)),
     )
 
 
 _PLANNED = (
     "start dates", "members", "leads", "variables", "levels", "latitudes", "longitudes", "format", "parts", "packing",
-    "static fields", "lead bounds",
+    "static fields", "lead bounds", "climate days",
 )  # fmt: skip
 
 

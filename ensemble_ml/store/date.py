@@ -22,15 +22,15 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.fuse import Members, fuse
+from ensemble_ml.store.fuse import Members, fuse, scratch
 from ensemble_ml.store.manifest import Entry
 from ensemble_ml.store.packing import PackedBlock, check_finite, decode, error_bound, exact_fields, quantise
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, describe_field
 from ensemble_ml.store.shard_write import Encoded, ShardWriter, encode
 from ensemble_ml.store.source import Layout, Part
-from ensemble_ml.store.statistics import NAMES, Moments, merge_all, moments_of
+from ensemble_ml.store.statistics import NAMES, Moments, merge_all
 
-_AHEAD = 2  # cells that are compressed while the caller reads another
+AHEAD = 2  # cells that are compressed while the caller reads another
 
 Specs = dict[tuple[Part, Kind], ArraySpec]
 
@@ -80,6 +80,8 @@ class DateWriter:
     def cell(self, part: Part, kind: Kind, lead: int, variable: int, block: PackedBlock) -> None:
         """Take the fields of one lead and variable (positions in the layout), `block` (M, Z, Y, X).
 
+        `block` may be changed when AHEAD more have been taken.
+
         Float32 blocks are quantised where the store is packed, packed ones decoded where it is not.
 
         Raises:
@@ -97,7 +99,7 @@ class DateWriter:
             self._shard(spec)
         futures = [self._pool.submit(_pack, cell, number, derived) for number in range(spec.blocks)]
         self._under_way.append((cell, futures))
-        while len(self._under_way) > _AHEAD:
+        while len(self._under_way) > AHEAD:
             self._write()
 
     def close(self) -> DateEntry:
@@ -232,37 +234,33 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     spec, block = cell.spec, cell.block
     rows = slice(number * spec.rows, min((number + 1) * spec.rows, spec.grid[0]))
     height = rows.stop - rows.start
-    values: list[Encoded | None] = []
-    masks: list[Encoded | None] = []
-    members = []
-    for member in range(spec.fields[0]):
-        chunk = np.empty(spec.chunk, spec.dtype)
-        chunk[:, :height] = block.values[member, :, rows]
-        chunk[:, height:] = spec.fill
-        mask = None if block.mask is None else block.mask[member, :, rows]
-        if mask is not None and spec.packed:
-            chunk[:, :height][mask] = 0
-        masks.append(_pack_mask(spec, mask) if mask is not None and spec.packed else None)
-        ends = np.stack([chunk[:, :height].min((1, 2)), chunk[:, :height].max((1, 2))]) if spec.packed else None
-        empty = not ends[1].any() if ends is not None else not np.isfinite(chunk).any()
-        values.append(None if empty else encode(chunk))
-        members.append(_member(cell, member, chunk[:, :height], mask, ends))
+    chunks = scratch("chunks", (spec.fields[0], *spec.chunk), spec.dtype.type)
+    np.copyto(chunks[:, :, :height], block.values[:, :, rows])
+    chunks[:, :, height:] = spec.fill
+    there = chunks[:, :, :height]
+    mask = None if block.mask is None else block.mask[:, :, rows]
+    if mask is not None and spec.packed:
+        there[mask] = 0
+    ends = np.stack([there.min((2, 3)), there.max((2, 3))]) if spec.packed else None
+    empty = ~ends[1].any(1) if ends is not None else ~np.isfinite(there).any((1, 2, 3))
+    values = [None if blank else encode(chunk) for chunk, blank in zip(chunks, empty, strict=True)]
+    masks = [
+        None if mask is None or not spec.packed else _pack_mask(spec, one) for one in (there if mask is None else mask)
+    ]
     if spec.part is not Part.FORECAST:
         return _Packed(values, masks, None, None)
-    fused = fuse(members)
+    fused = fuse(_members(cell, there, mask, ends))
     if derived is None:
         return _Packed(values, masks, None, fused.moments)
-    chunks = _chunks(derived, fused.mean), _chunks(derived, fused.spread)
-    return _Packed(values, masks, chunks, fused.moments, (moments_of(fused.mean), moments_of(fused.spread)))
+    both = _chunks(derived, fused.mean), _chunks(derived, fused.spread)
+    return _Packed(values, masks, both, fused.moments, (fused.of_mean, fused.of_spread))
 
 
-def _member(cell: _Cell, member: int, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:
-    block = cell.block
-    reference, scale, decimal = (part[member] for part in (block.reference, block.scale, block.decimal))
-    if ends is not None:  # decoding keeps the order of the integers
-        ends = ((ends * scale + reference) * decimal).astype(np.float32)
-    extremes = ends if mask is None else None
-    return Members(values, reference, scale, decimal, block.present[member], cell.exact[member], extremes, mask)
+def _members(cell: _Cell, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:
+    block, extremes = cell.block, None
+    if ends is not None and mask is None:  # decoding keeps the order of the integers
+        extremes = ((ends * block.scale + block.reference) * block.decimal).astype(np.float32)
+    return Members(values, block.reference, block.scale, block.decimal, block.present, cell.exact, extremes, mask)
 
 
 def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> Encoded | None:
@@ -278,8 +276,11 @@ def _chunks(spec: ArraySpec, values: np.ndarray) -> list[Encoded]:
     chunks = []
     for first in range(0, values.shape[1], spec.rows):
         part = values[:, first : first + spec.rows]
-        chunk = np.full(spec.chunk, spec.fill, spec.dtype)
-        chunk[:, : part.shape[1]] = part
+        if part.shape == spec.chunk:
+            chunk = np.ascontiguousarray(part)
+        else:
+            chunk = np.full(spec.chunk, spec.fill, spec.dtype)
+            chunk[:, : part.shape[1]] = part
         chunks.append(encode(chunk))
     return chunks
 

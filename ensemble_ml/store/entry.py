@@ -1,7 +1,7 @@
 """What a build keeps of a finished start date: one file, written by rename when all of the date's shards stand.
 
-It holds the factors of every field, partial statistics, the files with their checksums, which messages of the archive
-were used, and the error of quantising; `Build.finalise` makes the store's own arrays and statistics of them.
+It holds the factors of every field, partial statistics, the files with their checksums, what of the archive was read,
+and the error of quantising; `Build.finalise` makes the store's own arrays and statistics of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from ensemble_ml.store.manifest import Entry
 from ensemble_ml.store.schema import Kind
 from ensemble_ml.store.shard import damaged
 from ensemble_ml.store.source import Part
+from ensemble_ml.store.sources import Sources, Stamps
 from ensemble_ml.store.statistics import NAMES, Moments
-
-SOURCES = np.dtype([("file", np.int32), ("offset", np.int64), ("length", np.int64)])
 
 
 @dataclass(eq=False)
@@ -30,7 +29,7 @@ class DateEntry:
     `files` shards by name; `factors` by array and factor, (M, T, V, Z); `moments` of the forecast by kind, (T, V, Z);
     `derived` of the ensemble's mean and spread as fields of their own, by part and kind;
     `errors` largest error of quantising by variable; `masked` variables with points that have no value; `masks` names
-    of mask arrays with a shard; `sources` by part, rows of SOURCES; `source_files` their files by part.
+    of mask arrays with a shard; `sources` what each part was read from.
     """
 
     files: dict[str, Entry] = field(default_factory=dict)
@@ -40,8 +39,7 @@ class DateEntry:
     errors: dict[str, float] = field(default_factory=dict)
     masked: set[str] = field(default_factory=set)
     masks: set[str] = field(default_factory=set)
-    sources: dict[str, np.ndarray] = field(default_factory=dict)
-    source_files: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, Sources] = field(default_factory=dict)
 
     def add(self, other: DateEntry) -> None:
         """Take in what is known of other parts of the same start date."""
@@ -52,7 +50,6 @@ class DateEntry:
         self.masked |= other.masked
         self.masks |= other.masks
         self.sources |= other.sources
-        self.source_files |= other.source_files
         for name, bound in other.errors.items():
             self.errors[name] = max(bound, self.errors.get(name, 0.0))
 
@@ -63,7 +60,7 @@ class DateEntry:
             "errors": dict(sorted(self.errors.items())),
             "masked": sorted(self.masked),
             "masks": sorted(self.masks),
-            "source_files": self.source_files,
+            "sources": {part: [one.checksum, one.files] for part, one in self.sources.items()},
         }
         arrays = {"json": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
         for name, factors in self.factors.items():
@@ -72,7 +69,7 @@ class DateEntry:
             arrays |= {f"moments/{kind.value}/{key}": values for key, values in moments.arrays().items()}
         for (part, kind), moments in self.derived.items():
             arrays |= {f"derived/{part.value}_{kind.value}/{key}": values for key, values in moments.arrays().items()}
-        arrays |= {f"sources/{part}": rows for part, rows in self.sources.items()}
+        arrays |= {f"sources/{part}": one.places for part, one in self.sources.items()}
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]
         draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -96,8 +93,8 @@ class DateEntry:
             raise damaged(path, str(error)) from error
 
     @classmethod
-    def files_of(cls, path: Path) -> dict[str, Entry]:
-        """The files of an entry alone.
+    def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps]:
+        """The files of an entry alone: those written and those read.
 
         Raises:
             UserError: it is damaged.
@@ -105,7 +102,8 @@ class DateEntry:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 facts = json.loads(arrays["json"].tobytes())
-            return {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
+            stamps = {path: stamp for _, files in facts["sources"].values() for path, stamp in files.items()}
+            return {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}, stamps
         except (OSError, ValueError, KeyError, EOFError) as error:
             raise damaged(path, str(error)) from error
 
@@ -114,7 +112,6 @@ class DateEntry:
         facts = json.loads(arrays.pop("json").tobytes())
         files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
         entry = cls(files, errors=facts["errors"], masked=set(facts["masked"]), masks=set(facts["masks"]))
-        entry.source_files = facts["source_files"]
         found: dict[Kind, dict[str, np.ndarray]] = {}
         derived: dict[str, dict[str, np.ndarray]] = {}
         for key, values in arrays.items():
@@ -126,7 +123,8 @@ class DateEntry:
             elif group == "derived":
                 derived.setdefault(name, {})[last[0]] = values
             else:
-                entry.sources[name] = values
+                checksum, stamps = facts["sources"][name]
+                entry.sources[name] = Sources({path: tuple(one) for path, one in stamps.items()}, values, checksum)
         entry.moments = {kind: Moments(*(parts[name] for name in NAMES)) for kind, parts in found.items()}
         for name, parts in derived.items():
             part, kind = name.split("_")

@@ -18,6 +18,7 @@ from ensemble_ml.store.metadata import create_arrays, write_metadata
 from ensemble_ml.store.plan import BuildPlan
 from ensemble_ml.store.schema import PLAN_KEY, Kind
 from ensemble_ml.store.source import Part
+from ensemble_ml.store.sources import SourceTable
 from ensemble_ml.store.statistics import Moments, stack
 
 
@@ -31,6 +32,7 @@ class _Sum:
     masks: set[str] = field(default_factory=set)
     held: set[Part] = field(default_factory=set)
     moments: dict[tuple[Part, Kind, int], Moments] = field(default_factory=dict)
+    sources: SourceTable = field(default_factory=SourceTable)
 
     def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
         self.files |= entry.files
@@ -60,6 +62,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
     together, total = (dates_together(specs) if specs else 1), _Sum()
     for date, entry in write_factors(root, specs, entries, together):
         total.add(entry, plan, int(years[date]))
+        total.sources.add(str(plan.layout.init_time[date].astype("datetime64[m]")), entry.sources)
     if not total.files:
         raise UserError(f"store {root}: nothing was written; the input holds no field that was asked for")
     create_arrays(root, [spec.mask for spec in specs if spec.mask.name in total.masks])
@@ -75,6 +78,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
         PLAN_KEY: plan.digest,
     }
     write_metadata(root, plan.layout, attributes, plan.static, _yearly(plan, np.unique(years), total))
+    total.sources.write(root)
     _remove_strangers(root, total.files)
     write_manifest(root, make_manifest(root, total.files))
 

@@ -15,10 +15,13 @@ import numpy as np
 
 from ensemble_ml.config import InspectConfig, OutputFormat
 from ensemble_ml.fields import field
+from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.store.contents import Contents, contents_of
 from ensemble_ml.store.inspect_text import as_text
+from ensemble_ml.store.manifest import CLIMATE
 from ensemble_ml.store.schema import FORMAT, Kind
 from ensemble_ml.store.source import Part, Selection
+from ensemble_ml.store.sources import stamp
 
 _FLOAT32 = 4
 _GAPS_LISTED = 20
@@ -71,6 +74,8 @@ def describe(contents: Contents) -> dict[str, Any]:
         "statistics": _statistics(contents),
         "quantisation_error": dict(contents.errors),
         "sizes": _sizes(contents, presence),
+        "climate": _climate(contents),
+        "sources": _sources(contents.sources),
         "fingerprint": contents.source.fingerprint() if contents.source else None,
         "provenance": contents.provenance,
     }
@@ -170,6 +175,28 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
             levels = [str(level) for level in contents.layout.levels]
             found[name] = rows[0] if surface else dict(zip(levels, rows, strict=True))
     return found
+
+
+def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Files that the store was read from, whether they are still what they were, and sums by start date and part."""
+    if table is None:
+        return None
+    files = []
+    for one in table["files"]:
+        now = stamp(one["path"])
+        state = "gone" if now is None else "unchanged" if now == (one["bytes"], one["mtime_ns"]) else "changed"
+        files.append({**one, "state": state})
+    every = [part for parts in table["dates"].values() for part in parts.values()]
+    total = {key: sum(part[key] for part in every) for key in ("fields", "bytes")}
+    return {"files": files, **total, "dates": table["dates"]}
+
+
+def _climate(contents: Contents) -> dict[str, Any] | None:
+    """The model climate that a store holds, or that a half-built one will hold."""
+    if not contents.climate_days:
+        return None
+    size = sum(entry.bytes for name, entry in contents.files.items() if name.startswith(CLIMATE))
+    return {"days": contents.climate_days, "probabilities": list(PROBABILITIES), "bytes": size}
 
 
 def _number(value: float) -> float | None:

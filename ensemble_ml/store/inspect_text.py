@@ -32,12 +32,14 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             "grid": found["grid"],
             "parts": _list(found["parts"]),
             "packing": found["packing"],
+            "model climate": _climate(found["climate"]),
             "fingerprint": found["fingerprint"] or "none yet",
         }
     )
     yield from _gaps(found)
     yield from _statistics(found)
     yield from _sizes(found)
+    yield from _sources(found["sources"])
     if "speed" in found:
         speed = found["speed"]
         yield ""
@@ -84,6 +86,28 @@ def _sizes(found: dict[str, Any]) -> Iterator[str]:
         rows.append((name, f"{one['bytes'] / 1e6:.2f}", f"{one['decoded'] / 1e6:.2f}", f"{one['ratio']:.2f}"))
     rows.insert(-1, ("rest", f"{sizes['rest'] / 1e6:.2f}", "", ""))
     yield from _table(f"Sizes ({sizes['files']} files)", rows)
+
+
+def _sources(found: dict[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    files, yielded = found["files"], found["fields"]
+    states = {state: [one["path"] for one in files if one["state"] == state] for state in ("changed", "gone")}
+    yield ""
+    yield (
+        f"Sources: {_count(yielded, 'field')}, {found['bytes'] / 1e6:.2f} MB, from {_count(len(files), 'file')}; "
+        f"{len(files) - len(states['changed']) - len(states['gone'])} unchanged since"
+    )
+    for state, paths in states.items():
+        if paths:
+            yield f"  {state}: {_list(paths, 4)}"
+
+
+def _climate(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    quantiles = f"{len(found['probabilities'])} quantiles of other years within {found['days']} days of the date"
+    return f"{quantiles}, {found['bytes'] / 1e6:.2f} MB"
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

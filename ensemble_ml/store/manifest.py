@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.schema import FORMAT, MANIFEST
+from ensemble_ml.store.schema import FORMAT, MANIFEST, SOURCES_FILE
 from ensemble_ml.store.shard import damaged, digest_shard
+
+CLIMATE = "climate_"  # before the names of arrays that follow from the fields
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) 
 
 def fingerprint(files: dict[str, Entry]) -> str:
     """A short hash of the contents: equal for stores of the same fields, whatever their path and provenance."""
-    lines = [f"{name} {entry.sha256}" for name, entry in sorted(files.items()) if name != "zarr.json"]
+    aside = ("zarr.json", SOURCES_FILE)
+    lines = [
+        f"{name} {entry.sha256}"
+        for name, entry in sorted(files.items())
+        if name not in aside and not name.startswith(CLIMATE)
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -40,6 +40,7 @@ class Metadata:
     masked: tuple[str, ...]
     held: tuple[Part, ...]  # parts with a field at any date
     factor_dates: int  # start dates in a chunk of the factors
+    climate_days: int = 0  # of the model climate that the store holds; 0 where it holds none
 
 
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
@@ -206,6 +207,7 @@ def read_metadata(root: Path) -> Metadata:
         tuple(attrs["masked"]),
         tuple(Part(name) for name in attrs["held"]),
         int(attrs["factor_dates"]),
+        int(attrs.get("climate_days", 0)),
     )
 
 

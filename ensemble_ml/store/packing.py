@@ -63,8 +63,13 @@ class PackedBlock:
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: type = np.uint16) -> PackedBlock:
         """A block of `shape` (..., Y, X) with every field absent, to be filled field by field."""
-        lead = shape[:-2]
-        return cls(np.zeros(shape, dtype), np.zeros(lead), np.zeros(lead), np.ones(lead), np.zeros(lead, bool))
+        return cls.unfilled(np.zeros(shape, dtype))
+
+    @classmethod
+    def unfilled(cls, values: np.ndarray) -> PackedBlock:
+        """The same in an array that is there, whatever it holds."""
+        lead = values.shape[:-2]
+        return cls(values, np.zeros(lead), np.zeros(lead), np.ones(lead), np.zeros(lead, bool))
 
     @property
     def packed(self) -> bool:

@@ -17,6 +17,8 @@ from ensemble_ml.store.packing import check_finite
 from ensemble_ml.store.schema import DERIVED, FORMAT, WRITTEN, ArraySpec, Kind, array_specs
 from ensemble_ml.store.source import Layout, Part
 
+FINGERPRINT = "fingerprint"  # of the source, in the provenance
+
 
 @dataclass(frozen=True, eq=False)
 class BuildPlan:
@@ -24,7 +26,8 @@ class BuildPlan:
 
     `wanted` are forecast, control, truth as far as they will come (mean and spread follow from the forecast); `static`
     fields (Y, X) by name; `lead_bounds` [first, last] hour for each lead of a variable over intervals; `provenance`
-    anything that JSON can hold about where the data came from, among it the fingerprint of the source.
+    anything that JSON can hold about where the data came from, among it the fingerprint of the source; `climate_days`
+    of the model climate that the store is to hold, 0 for none.
 
     Raises:
         UserError: a static field holds a value that is not a number.
@@ -36,8 +39,15 @@ class BuildPlan:
     static: dict[str, np.ndarray] = field(default_factory=dict)
     lead_bounds: dict[str, list[list[int] | None]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    climate_days: int = 0
 
     def __post_init__(self) -> None:
+        years = np.unique(self.layout.init_time.astype("datetime64[Y]"))
+        if self.climate_days and len(years) < 2:
+            raise UserError(
+                f"climate_days={self.climate_days}: a model climate is made of other years; the start dates are of "
+                f"{', '.join(map(str, years)) or 'none'} alone: give more years, or leave it out"
+            )
         for name, values in self.static.items():
             check_finite(np.asarray(values), where=partial(_describe_static, name))
 
@@ -73,6 +83,7 @@ class BuildPlan:
             "packing": self.packing.value,
             "static fields": static,
             "lead bounds": self.lead_bounds,
+            "climate days": self.climate_days,
         }
         return json.loads(json.dumps(layout | rest | self.provenance))
 
@@ -82,9 +93,12 @@ class BuildPlan:
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def differs(self, other: dict[str, Any]) -> str | None:
-        """What differs from the plan whose `facts` are `other`, in words; None where nothing does."""
+        """What differs from the plan whose `facts` are `other`, in words; None where nothing does.
+
+        The fingerprint does not count: files may change, and then the dates that were read from them are built again.
+        """
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
-            if self.facts.get(key) != other.get(key):
+            if key != FINGERPRINT and self.facts.get(key) != other.get(key):
                 return f"{key} {_short(other.get(key))}, now {_short(self.facts.get(key))}"
         return None
 
@@ -96,11 +110,12 @@ def plan_of(
     static: dict[str, np.ndarray] | None = None,
     lead_bounds: dict[str, list[list[int] | None]] | None = None,
     provenance: dict[str, Any] | None = None,
+    climate_days: int = 0,
 ) -> BuildPlan:
     """A plan from what callers have at hand; see `BuildPlan`."""
     wanted = set(parts)
     ordered = tuple(part for part in WRITTEN if part in wanted)
-    return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {})
+    return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {}, climate_days)
 
 
 def read_facts(path: Any) -> dict[str, Any]:

@@ -7,11 +7,12 @@ Reads keep no state but the factors of the dates read last; every read has its o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zarr
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
@@ -20,7 +21,7 @@ from ensemble_ml.store.metadata import read_array, read_metadata, read_statistic
 from ensemble_ml.store.packing import dequantise, exact_in_float32
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, array_specs
 from ensemble_ml.store.selection import Wanted, position, resolve
-from ensemble_ml.store.shard import Shard, ShardFile, read_chunks
+from ensemble_ml.store.shard import Shard, ShardFile, damaged, read_chunks
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics, merge_all
 
@@ -51,6 +52,7 @@ class TensorStore:
         self._open_shard: Callable[[str], Shard] = ShardFile
         self._factors = FactorReader(self._root, meta.factor_dates)
         self._held = meta.held
+        self.climate_days = meta.climate_days
 
     def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
         return TensorStore, (str(self._root),)  # workers open it themselves: locks and caches do not travel
@@ -64,13 +66,20 @@ class TensorStore:
         """Whether any field of `part` is there."""
         return part in self._held
 
-    def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
+    def read(
+        self,
+        part: Part,
+        date: int,
+        selection: Selection = Selection(),  # noqa: B008 - frozen
+        out: Mapping[Kind, np.ndarray] | None = None,
+    ) -> Fields:
         """Read one start date.
 
         Args:
             part: which fields.
             date: index into `layout.init_time`.
             selection: coordinate values; the axes of the result follow their order.
+            out: float32 arrays of the result's shapes to decode into; a kind that is not there gets new memory.
 
         Returns:
             pressure (M, T, V, Z, Y, X) and surface (M, T, S, Y, X) float32 in the registry's units, NaN where a field
@@ -80,10 +89,30 @@ class TensorStore:
             UserError: the part, or something selected, is not in the store; or a file is damaged.
         """
         self._check(part, date)
+        place = dict(out or {})
+        if Kind.SURFACE in place:
+            place[Kind.SURFACE] = place[Kind.SURFACE][:, :, :, None]
         return Fields(
-            self._read_kind(part, Kind.PRESSURE, date, selection),
-            self._read_kind(part, Kind.SURFACE, date, selection)[:, :, :, 0],
+            self._read_kind(part, Kind.PRESSURE, date, selection, place.get(Kind.PRESSURE)),
+            self._read_kind(part, Kind.SURFACE, date, selection, place.get(Kind.SURFACE))[:, :, :, 0],
         )
+
+    def climate(self, date: int, lead: int, name: str) -> np.ndarray:
+        """Quantiles of the model climate of one start date, lead and variable, (Q, Z, Y, X) float32.
+
+        Raises:
+            UserError: the store holds none, or it is damaged.
+        """
+        if not self.climate_days:
+            raise UserError(f"store {self.path}: holds no model climate; prepare it with climate_days=9")
+        lay = self.layout
+        kind, names = ("surface", lay.surface) if name in lay.surface else ("pressure", lay.variables)
+        at = date, lay.lead_hours.index(lead), names.index(name)
+        try:
+            found = np.asarray(zarr.open_array(self._root / f"climate_{kind}", mode="r")[at])
+        except (OSError, ValueError, RuntimeError) as error:
+            raise damaged(self._root / f"climate_{kind}", str(error)) from error
+        return found if kind == "pressure" else found[:, None]
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
         """The same store, its shards opened by `open_shard`: how a cache stands between the store and its files."""
@@ -191,15 +220,26 @@ class TensorStore:
         if not 0 <= date < dates:
             raise UserError(f"store {self.path}: has no start date {date}; it holds 0 to {dates - 1}")
 
-    def _read_kind(self, part: Part, kind: Kind, date: int, selection: Selection) -> np.ndarray:
+    def _read_kind(
+        self, part: Part, kind: Kind, date: int, selection: Selection, out: np.ndarray | None = None
+    ) -> np.ndarray:
         wanted = resolve(self.path, self.layout, part, kind, selection)
         once, repeats = wanted.distinct()
         if once.shape != wanted.shape:  # asked for twice, read once
-            return self._read_wanted(part, kind, date, once)[repeats]
-        return self._read_wanted(part, kind, date, wanted)
+            found = self._read_wanted(part, kind, date, once)[repeats]
+            if out is None:
+                return found
+            out[...] = found
+            return out
+        return self._read_wanted(part, kind, date, wanted, out)
 
-    def _read_wanted(self, part: Part, kind: Kind, date: int, wanted: Wanted) -> np.ndarray:
-        out = np.empty((*wanted.shape, wanted.rows[1] - wanted.rows[0], self.layout.grid.shape[1]), np.float32)
+    def _read_wanted(
+        self, part: Part, kind: Kind, date: int, wanted: Wanted, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        shape = (*wanted.shape, wanted.rows[1] - wanted.rows[0], self.layout.grid.shape[1])
+        if out is None:
+            out = np.empty(shape, np.float32)
+        assert (out.shape, out.dtype) == (shape, np.float32), (out.shape, shape)
         spec = self._specs.get((part, kind))
         if spec is None or not out.size:
             out[...] = np.nan
@@ -227,15 +267,16 @@ class TensorStore:
         members, leads, variables, levels = wanted.fields
         first, last = wanted.rows
         blocks = range(first // spec.rows, -(-last // spec.rows))
-        target = {  # number of a chunk -> positions in `out` of its member, lead and variable, and its block
-            int(np.ravel_multi_index((members[m], leads[t], variables[v], block), spec.chunks)): (m, t, v, block)
-            for m, t, v in np.argwhere(there.any(-1)).tolist()
-            for block in blocks
-        }
-        if not target:
+        cells = np.argwhere(there.any(-1))  # positions in `out` of a member, lead and variable
+        if not len(cells):
             return
+        m, t, v = cells.T[..., None]
+        numbers = np.ravel_multi_index((members[m], leads[t], variables[v], np.asarray(blocks)), spec.chunks).reshape(
+            -1
+        )
+        places = [(*cell, block) for cell in cells.tolist() for block in blocks]
+        target = dict(zip(numbers.tolist(), places, strict=True))
         all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
-        numbers = np.fromiter(target, np.int64)
 
         def pieces(of: ArraySpec) -> Iterator[tuple[tuple[int, int, int], np.ndarray, np.ndarray | None]]:
             """Place in `factors`, view into `out` and stored values (None: left out) of every chunk wanted."""

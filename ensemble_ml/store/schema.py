@@ -24,6 +24,7 @@ FORMAT = 2  # raised whenever a reader of the older number would misread the arr
 FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
 PLAN_KEY = "plan"  # attribute of the root group that names what the store was built to hold
 MANIFEST = "manifest.json"
+SOURCES_FILE = "sources.json"
 STATISTICS = "statistics"
 FACTORS = ("reference", "scale", "decimal")
 WRITTEN = (Part.FORECAST, Part.CONTROL, Part.TRUTH)

@@ -131,22 +131,23 @@ def _read_runs(
     shard: Shard, spec: ArraySpec, numbers: np.ndarray, spans: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     chunk = np.empty(spec.chunk, spec.dtype)
+    places, wanted = spans.tolist(), numbers.tolist()  # plain numbers: there are many small chunks
     for first, last in runs(spans):
-        start = int(spans[first, 0])
-        data = shard.read(start, int(spans[last - 1].sum()) - start)
+        start = places[first][0]
+        data = shard.read(start, sum(places[last - 1]) - start)
         for position in range(first, last):
-            offset, size = int(spans[position, 0]) - start, int(spans[position, 1])
-            _decompress(data[offset : offset + size], chunk, shard.path)
-            yield int(numbers[position]), chunk
+            offset, size = places[position]
+            _decompress(data[offset - start : offset - start + size], chunk, shard.path)
+            yield wanted[position], chunk
 
 
 def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, int]]:
     """Group chunks (N, 2) that lie one behind the other into runs (first, last) of at most `most` bytes."""
-    first = 0
-    for position in range(1, len(spans) + 1):
-        if position < len(spans):
-            follows = spans[position, 0] == spans[position - 1].sum()
-            if follows and spans[position].sum() - spans[first, 0] <= most:
+    first, starts, ends = 0, spans[:, 0].tolist(), spans.sum(1).tolist()
+    for position in range(1, len(starts) + 1):
+        if position < len(starts):
+            follows = starts[position] == ends[position - 1]
+            if follows and ends[position] - starts[first] <= most:
                 continue
         if position > first:
             yield first, position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Iterable
@@ -14,6 +15,11 @@ from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import ABSENT, LEVEL, checksum, with_checksum
 
 _AT_ONCE = 512  # buffers of one call to the system, which allows 1024
+_RESERVED = 64 << 20  # bytes of disk asked for at a time
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
+_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Linux; os.posix_fallocate writes where it cannot reserve
+if _fallocate is not None:
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 
@@ -28,6 +34,7 @@ class ShardWriter:
         self.path, self._draft = path, path.with_name(f".{path.name}")
         self._index = np.full((int(np.prod(spec.chunks)), 2), ABSENT, "<u8")
         self._offset, self._digest = 0, hashlib.sha256()
+        self._reserved, self._most = 0, self._index.size // 2 * int(np.prod(spec.chunk)) * spec.dtype.itemsize
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
@@ -46,7 +53,18 @@ class ShardWriter:
                 parts += data
         self._write(parts)
 
+    def _reserve(self) -> None:
+        """Have disk for what comes next: writing into it takes a fraction of the time (blocks are found at once).
+
+        A wish, no more: where it is refused, writing tells whether there is room.
+        """
+        while _fallocate is not None and self._reserved < min(self._offset, self._most):
+            step = min(_RESERVED, self._most - self._reserved)
+            _fallocate(self._file, _KEEP_SIZE, self._reserved, step)
+            self._reserved += step
+
     def _write(self, parts: list[bytes]) -> None:
+        self._reserve()
         left = [memoryview(part) for part in parts]
         while left:
             done = os.writev(self._file, left[:_AT_ONCE])
@@ -56,9 +74,14 @@ class ShardWriter:
                 left[0] = left[0][done:]
 
     def close(self) -> tuple[int, str]:
-        """Write the index and give the shard its name; return its bytes and its digest (see `shard.digest_shard`)."""
+        """Write the index, wait for the disk, and give the shard its name; return its bytes and its digest.
+
+        Without the wait, a machine that loses power could keep the name and lose the bytes. See `shard.digest_shard`.
+        """
         tail = with_checksum(self._index.tobytes())
         self._write([tail])
+        os.ftruncate(self._file, self._offset + len(tail))  # gives back what was reserved beyond
+        os.fsync(self._file)
         self._close()
         self._draft.rename(self.path)
         self._digest.update(tail)

@@ -80,32 +80,6 @@ def stack(moments: Iterable[Moments]) -> Moments:
     return Moments(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 
-def ensemble_moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[float, ...]]:
-    """Mean and spread of the members of one field, and the moments of all their values, in one pass over float64.
-
-    Args:
-        values: (M, Y, X) float64 of the members that are there, M >= 1; NaN where a point has no value.
-
-    Returns:
-        Mean (Y, X), spread (Y, X) with ddof = 1 (NaN for a single member), and (count, mean, m2, minimum, maximum).
-        Mean and spread are NaN where any member has no value, so that both speak of one ensemble everywhere; the
-        moments are those of every value that is there.
-    """
-    members = len(values)
-    mean = values.mean(0)
-    squares = np.zeros_like(mean)
-    for member in values:  # member by member: no second array of the ensemble's size
-        squares += (member - mean) ** 2
-    if np.isnan(mean).any():
-        spread = np.sqrt(squares / (members - 1)) if members > 1 else np.full_like(mean, np.nan)
-        return mean, spread, _moments(values[np.isfinite(values)])
-    centre = mean.mean()
-    m2 = squares.sum() + members * ((mean - centre) ** 2).sum()
-    spread = np.sqrt(squares / (members - 1)) if members > 1 else np.full_like(mean, np.nan)
-    moments = (float(values.size), float(centre), float(m2), float(values.min()), float(values.max()))
-    return mean, spread, moments
-
-
 def moments_of(fields: np.ndarray) -> Moments:
     """Moments (Z,) of the values of fields (Z, Y, X) that are there, in float64."""
     found = [_moments(field[np.isfinite(field)].astype(np.float64)) for field in fields]

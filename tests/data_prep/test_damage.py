@@ -109,6 +109,56 @@ def test_wrong_lengths_of_the_section_of_values(tmp_path, edition, change):
         GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
 
 
+@pytest.mark.parametrize(
+    "change", [(3, 4), (3, 12 + 16), (0, 1, 0), (2, -2), (2, -150), (2, -159)], ids=lambda c: "_".join(map(str, c))
+)
+def test_a_bitmap_and_values_that_do_not_fit(tmp_path, change):
+    """Octet 4 of section 3 (bits left over), its length, and the length of section 4."""
+    content = bytearray(MESSAGES[3])
+    handle = eccodes.codes_new_from_message(bytes(content))
+    section3, section4 = (eccodes.codes_get(handle, f"offsetSection{number}") for number in (3, 4))
+    eccodes.codes_release(handle)
+    place, value = {2: (section4 + 2, content[section4 + 2]), 3: (section3 + 3, 0), 0: (section3 + 2, 0)}[change[0]]
+    content[place] = change[1] if change[0] != 2 else value + change[1]
+    if change[0] == 0:
+        content[place] = content[section3 + 2] + 1
+    with pytest.raises(UserError, match=r"a.grib: message .*at byte 0.*") as caught:
+        file = GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
+        list(file.fields(file.records))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("octets", [(3, 48), (4, 223)], ids=["vertical coordinates", "points by row"])
+def test_lists_beyond_the_end_of_section_2(tmp_path, octets):
+    """ecCodes reads beyond the message there, which ends the program with a segmentation fault."""
+    content = bytearray(MESSAGES[3])
+    content[8 + int.from_bytes(content[8:11], "big") + octets[0]] = octets[1]
+    with pytest.raises(UserError, match=r"message 1 at byte 0: damaged sections \(section 2 of 32 bytes has no room"):
+        GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize("numbers", [(3, 0, 255, 1), (0, 3, 1, 255)])
+def test_members_from_0_to_255(tmp_path, edition, numbers):
+    messages = [message("t", edition=edition, step=24, member=number, level=431) for number in numbers]
+    file = GribFile(str(write(tmp_path / "a.grib", messages)))
+    assert tuple(file.records["member"].tolist()) == numbers
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+def test_a_level_of_no_pressure(tmp_path, edition):
+    content = message("t", edition=edition, level=0)
+    with pytest.raises(UserError, match=r"message 2 at byte .* level 0 hPa: is none"):
+        GribFile(str(write(tmp_path / "a.grib", [message("t", edition=edition), content])))
+
+
+def test_a_climate_of_no_year(tmp_path):
+    content = bytearray(MESSAGES[0])
+    content[20] = 255
+    with pytest.raises(UserError, match="year 255 of its century: is none"):
+        GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
+
+
 def test_a_message_that_says_it_is_empty(tmp_path):
     content = bytearray(message("t", edition=2))
     content[8:16] = bytes(8)

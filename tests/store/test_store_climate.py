@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import datetime
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import norm
 from synthetic import make_layout, make_store
 
@@ -66,8 +68,8 @@ def test_leap_days():
 
 
 @pytest.mark.parametrize("memory", [1, 2**29])
-def test_quantiles_are_those_of_all_values(store, tmp_path, memory):
-    climate = ModelClimate(store, probabilities=LEVELS, folder=tmp_path, memory=memory)
+def test_quantiles_are_those_of_all_values(store, memory):
+    climate = ModelClimate(store, probabilities=LEVELS, memory=memory)
     date = index(store, "2002-01-01")
     found = climate.quantiles(date)
     every = [store.read(Part.FORECAST, int(d)) for d in climate.dates(date)]
@@ -82,32 +84,51 @@ def test_quantiles_are_those_of_all_values(store, tmp_path, memory):
     assert some.surface.shape == (5, 1, 0, 4, 40)
 
 
-def test_kept_beside_the_store_and_read_again(store, tmp_path, monkeypatch, caplog):
-    climate = ModelClimate(store, probabilities=LEVELS, folder=tmp_path)
-    first = climate.quantiles(2).pressure
-    [folder] = tmp_path.iterdir()
-    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelClimate, "_compute", None)
-        np.testing.assert_array_equal(
-            ModelClimate(store, probabilities=LEVELS, folder=tmp_path).quantiles(2).pressure, first
-        )
-    ModelClimate(store, probabilities=(0.5,), folder=tmp_path).quantiles(2)
-    ModelClimate(store, days=8, probabilities=LEVELS, folder=tmp_path).quantiles(2)
-    assert len(list(tmp_path.iterdir())) == 3  # other settings, another folder
-    damaged = sorted(folder.iterdir())[0]
-    damaged.write_bytes(damaged.read_bytes()[:-7])
-    np.testing.assert_array_equal(climate.quantiles(2).pressure, first)
-    assert "damaged, computed anew" in caplog.text
-    assert ModelClimate(store)._folder.parent.name == "s.zarr.climate"
+@settings(max_examples=60, deadline=None)
+@given(
+    starts=st.lists(st.dates(datetime.date(1998, 1, 1), datetime.date(2004, 12, 31)), min_size=2, max_size=40),
+    days=st.integers(0, 40),
+    around_new_year=st.booleans(),
+)
+def test_the_window_against_brute_force(starts, days, around_new_year):
+    """A date counts if some other year's anniversary is near; its own season is near no other anniversary."""
+    if around_new_year:
+        starts = [datetime.date(d.year, 12 if d.day > 15 else 1, d.day) for d in starts]
+    times = np.array(starts, "datetime64[ns]")
+    for date in starts:
+        others = [anniversary(date, year) for year in range(1996, 2008) if year != date.year]
+        expected = [min(abs((start - other).days) for other in others) <= days for start in starts]
+        assert same_season(times, np.datetime64(date, "ns"), days).tolist() == expected
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(store, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    (tmp_path / "file").write_text("")
-    climate = ModelClimate(store, probabilities=(0.5,), folder=tmp_path / "file")
+def anniversary(date, year):
+    try:
+        return date.replace(year=year)
+    except ValueError:  # 29 February
+        return datetime.date(year, 2, 28)
+
+
+def test_members_are_kept_for_the_next_date(store, monkeypatch):
+    climate, reads = ModelClimate(store), []
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda part, date, chosen: reads.append(date) or read(part, date, chosen))
     chosen = Selection(None, (24,), ("t",), (500,), ())
-    assert np.isfinite(climate.quantiles(0, chosen).pressure).all() and "not kept" in caplog.text
+    climate.quantiles(index(store, "2002-01-01"), chosen)
+    assert reads == climate.dates(index(store, "2002-01-01")).tolist()
+    reads.clear()
+    climate.quantiles(index(store, "2002-01-01"), chosen)
+    assert not reads
+    one = ModelClimate(store, memory=1)  # room for one date: reads all again
+    for _ in range(2):
+        one.quantiles(index(store, "2002-02-20"), Selection(None, (24,), ("t",), (500,), (), (0, 16)))
+    assert len(reads) == 8
+
+
+def test_a_point_with_few_values_has_no_climate(store):
+    few = ModelClimate(store, days=0)  # two dates of four members
+    assert not few.enough(index(store, "2002-02-20"))
+    assert np.isnan(few.quantiles(index(store, "2002-02-20")).pressure).all()
+    assert ModelClimate(store).enough(index(store, "2002-01-01"))
 
 
 def test_values_that_are_missing_are_left_out():

@@ -60,8 +60,8 @@ def test_mean_spread_and_statistics_leave_masked_points_out(tmp_path, packing):
     moments = store.statistics([2001]).surface
     every = np.stack([surface for _, surface in held])[:, :, 1, 0].astype(float)
     assert moments.count[1, 0] == np.isfinite(every).sum()
-    assert moments.mean[1, 0] == pytest.approx(np.nanmean(every), rel=1e-12)
-    assert moments.std[1, 0] == pytest.approx(np.nanstd(every), rel=1e-9)
+    assert moments.mean[1, 0] == pytest.approx(np.nanmean(every), rel=1e-9)
+    assert moments.std[1, 0] == pytest.approx(np.nanstd(every), rel=1e-6)
     assert moments.minimum[1, 0] == np.nanmin(every) and moments.maximum[1, 0] == np.nanmax(every)
 
 

@@ -172,7 +172,7 @@ def test_mean_and_spread_are_those_of_the_members_present(written):
             mean, spread = np.nanmean(values, 0), np.nanstd(values, 0, ddof=1)
         for part, wanted in ((Part.MEAN, mean), (Part.SPREAD, spread)):
             found = store.read(part, date).pressure[0]
-            np.testing.assert_allclose(found[enough], wanted[enough], rtol=2e-7, atol=1e-4)
+            np.testing.assert_allclose(found[enough], wanted[enough], rtol=1e-6, atol=1e-4)
             assert np.isnan(found[~enough]).all()
             assert same(store.present(part, date)[0][0], enough)
 

@@ -1,0 +1,96 @@
+"""The model climate kept in a store: its quantiles for every start date, so that nobody need make them again.
+
+Two arrays stand beside the fields, `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D, T, S, Q, Y, X),
+float32, NaN where other years have too few values; one chunk a start date, lead and variable. They are made when all
+start dates are there, and are no part of the store's fingerprint, for they follow from its fields.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec
+
+from ensemble_ml.store.climate import MEMORY, PROBABILITIES, ModelClimate
+from ensemble_ml.store.manifest import CLIMATE, make_manifest, read_manifest, write_manifest
+from ensemble_ml.store.read import TensorStore
+from ensemble_ml.store.source import Selection
+
+DAYS_KEY = "climate_days"  # attribute of the root group
+_PROBABILITY = f"{CLIMATE}probability"
+_THREADS = 4  # each holds a share of the memory that a model climate may take
+
+
+def write_climate(root: Path, days: int) -> None:
+    """Add the model climate to the complete store at `root`, anew where a call was interrupted.
+
+    Raises:
+        UserError: the store has start dates of one year only.
+    """
+    store = TensorStore(root)
+    known = {name: entry for name, entry in read_manifest(root).items() if not name.startswith(CLIMATE)}
+    group = zarr.open_group(root, mode="r+", use_consolidated=False)
+    arrays = _create(group, store)
+    lay, threads = store.layout, min(_THREADS, os.cpu_count() or 1)
+    order = np.argsort([str(time)[5:16] for time in lay.init_time], kind="stable").tolist()  # neighbours share members
+    jobs = [(t, number, name) for t in range(len(lay.lead_hours)) for number, name in enumerate(lay.names)]
+
+    def run(job: tuple[int, int, str]) -> None:
+        t, number, name = job
+        surface = number >= len(lay.variables)
+        chosen = Selection(None, (lay.lead_hours[t],), () if surface else (name,), None, (name,) if surface else ())
+        climate = ModelClimate(store, days=days, memory=MEMORY // threads)
+        for date in order:
+            if climate.enough(date):
+                found = climate.quantiles(date, chosen)
+                values = found.surface[:, 0, 0] if surface else found.pressure[:, 0, 0]
+                arrays[surface][date, t, number - surface * len(lay.variables)] = values
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(run, jobs))
+    group.attrs[DAYS_KEY] = days
+    with warnings.catch_warnings():  # as in `metadata`: v3 has not standardised it yet
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(group.store)
+    known.pop("zarr.json")  # it has changed
+    write_manifest(root, make_manifest(root, known))
+
+
+def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
+    lay = store.layout
+    quantiles, points = len(PROBABILITIES), lay.grid.shape
+    start, area = (len(lay.init_time), len(lay.lead_hours)), ("latitude", "longitude")
+    upper = (
+        (*start, len(lay.variables), quantiles, len(lay.levels), *points),
+        ("variable", _PROBABILITY, "level", *area),
+    )
+    ground = (*start, len(lay.surface), quantiles, *points), ("surface_variable", _PROBABILITY, *area)
+    shapes: dict[bool, tuple[tuple[int, ...], tuple[str, ...]]] = {False: upper, True: ground}
+    names = {False: f"{CLIMATE}pressure", True: f"{CLIMATE}surface"}
+    found: dict[bool, Any] = {}
+    for surface, (shape, axes) in shapes.items():
+        if shape[2]:
+            found[surface] = group.create_array(
+                names[surface],
+                shape=shape,
+                chunks=(1, 1, 1, *shape[3:]),
+                dtype=np.float32,
+                compressors=[BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="bitshuffle")],
+                fill_value=np.nan,
+                chunk_key_encoding={"name": "default", "separator": "."},
+                dimension_names=("init_time", "lead_time", *axes),
+                attributes={"long_name": "quantiles of the members of other years at this time of the year"},
+                overwrite=True,
+            )
+    levels = np.asarray(PROBABILITIES, np.float64)
+    group.create_array(
+        _PROBABILITY, data=levels, dimension_names=(_PROBABILITY,), overwrite=True,
+        attributes={"long_name": "probability of a quantile of the model climate", "units": "1"},
+    )  # fmt: skip
+    return found
