@@ -1,15 +1,13 @@
-"""Batches for training (random dates and members) and for validation (fixed), read ahead by a thread.
+"""Batches for training (random dates and members) and for validation (fixed).
 
 Axes: B date in a batch, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +15,21 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order, member_subset
+from ensemble_ml.loading.plan import to_holders
 from ensemble_ml.loading.reader import Reader, iso
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
 from ensemble_ml.store.source import Part
 
-T = TypeVar("T")
+Arrays = dict[str, np.ndarray]
+NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for one array of a batch
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """One sample: a start date (an index into the store's) and the positions of the members that it shows."""
+
+    date: int
+    members: np.ndarray
 
 
 @dataclass(eq=False)
@@ -41,10 +49,11 @@ class Batch:
     target_spread_s: Tensor | None = None
     idle: bool = False
 
-    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32, *, non_blocking: bool = False) -> Batch:
         """The same batch on another device, in another type."""
-        moved: dict[str, Any] = {k: v.to(device, dtype) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Batch(self.inputs.to(device, dtype), self.init_time, **moved, idle=self.idle)
+        how = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
+        moved: dict[str, Any] = {k: v.to(**how) for k, v in vars(self).items() if isinstance(v, Tensor)}  # type: ignore[call-overload]
+        return Batch(self.inputs.to(**how), self.init_time, **moved, idle=self.idle)
 
     def __len__(self) -> int:
         return 0 if self.idle else len(self.init_time)
@@ -59,7 +68,6 @@ class Batches:
         batch_size: dates a step; the last batch of an epoch may be shorter.
         seed: of dates and members (`order.py`).
         sizes: how many members a sample may show.
-        prefetch: batches read ahead; the batches do not depend on it.
         share: (which, of how many) of the equal shares that each batch is cut into.
 
     Raises:
@@ -76,7 +84,6 @@ class Batches:
         sizes: Sequence[int],
         steps: int,
         start_step: int = 0,
-        prefetch: int = 2,
         share: tuple[int, int] = (0, 1),
     ):
         if not len(dates):
@@ -85,19 +92,33 @@ class Batches:
         self._spare = spare_members(reader.spec)
         self.order = Order(seed, len(dates), batch_size)
         self.sizes = self._usable(sizes)
-        self.steps, self.start_step, self.prefetch, self.share = steps, start_step, prefetch, share
+        self.steps, self.start_step, self.share = steps, start_step, share
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from read_ahead((self.batch(step) for step in range(self.start_step, self.steps)), self.prefetch)
+        return (self.batch(step) for step in range(self.start_step, self.steps))
 
     def batch(self, step: int) -> Batch:
         """The batch of one global step (counted from 0), or this share of it."""
+        draws = self.draws(step, self.share[1])[self.share[0]]
+        idle = not draws
+        return collate(self.reader, draws or [self.stand_in(step)], idle=idle)
+
+    def draws(self, step: int, parts: int, holders: np.ndarray | None = None) -> list[list[Draw]]:
+        """The samples of one global step in `parts` shares, as equal as can be.
+
+        `holders` (F,): the share that each training date should rather go to; None cuts the batch in its order.
+        """
         epoch, samples = self.order.step(step)
-        own = np.array_split(samples, self.share[1])[self.share[0]]
-        idle = not len(own)
-        own = samples[:1] if idle else own
-        batch = _collate(self.reader, [int(d) for d in self.dates[own]], [self.draw(epoch, int(s)) for s in own])
-        return _without_targets(batch) if idle else batch
+        shares = np.array_split(samples, parts)
+        if holders is not None and parts > 1:
+            to = to_holders(holders[samples], np.array([len(share) for share in shares]))
+            shares = [samples[to == part] for part in range(parts)]
+        return [[Draw(int(self.dates[s]), self.draw(epoch, int(s))) for s in share] for share in shares]
+
+    def stand_in(self, step: int) -> Draw:
+        """What a rank reads whose share of a step is empty."""
+        epoch, samples = self.order.step(step)
+        return Draw(int(self.dates[samples[0]]), self.draw(epoch, int(samples[0])))
 
     def draw(self, epoch: int, sample: int) -> np.ndarray:
         """Members that a sample shows: of those that its date has whole."""
@@ -122,18 +143,23 @@ def fixed_batches(
     members: Sequence[int] | np.ndarray,
     *,
     batch_size: int = 1,
-    prefetch: int = 0,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
     """Batches of `dates` in order, for validation: `members` are positions among the whole members of each date.
 
     `share`: (which, of how many) of the batches, dealt out one by one.
     """
-    order = [int(d) for d in dates]
-    groups = [order[i : i + batch_size] for i in range(0, len(order), batch_size)][share[0] :: share[1]]
+    groups = fixed_draws(reader, dates, members, batch_size)[share[0] :: share[1]]
+    return (collate(reader, group) for group in groups)
+
+
+def fixed_draws(
+    reader: Reader, dates: Iterable[int], members: Sequence[int] | np.ndarray, batch_size: int
+) -> list[list[Draw]]:
+    """The samples of the batches of `fixed_batches`, before they are dealt out."""
     chosen = np.asarray(members)
-    made = (_collate(reader, group, [reader.available(date)[chosen] for date in group]) for group in groups)
-    yield from read_ahead(made, prefetch)
+    draws = [Draw(int(date), reader.available(int(date))[chosen]) for date in dates]
+    return [draws[i : i + batch_size] for i in range(0, len(draws), batch_size)]
 
 
 def spare_members(spec: ModelSpec) -> int:
@@ -141,34 +167,50 @@ def spare_members(spec: ModelSpec) -> int:
     return 0 if spec.config.postprocess else 1
 
 
-def _without_targets(batch: Batch) -> Batch:
-    targets = {k: torch.full_like(v, torch.nan) for k, v in vars(batch).items() if isinstance(v, Tensor)}
-    return replace(batch, idle=True, **targets)  # type: ignore[arg-type]
+def collate(reader: Reader, draws: Sequence[Draw], *, idle: bool = False) -> Batch:
+    """Read the samples of a batch and put them together."""
+    return join(reader, draws, [read_sample(reader, draw) for draw in draws], idle=idle)
 
 
-def _collate(reader: Reader, dates: list[int], members: list[np.ndarray]) -> Batch:
+def read_sample(reader: Reader, draw: Draw) -> Arrays:
+    """Inputs and targets of one sample by name, without the axis B."""
     spec = reader.spec
-    samples = [_inputs(reader, date, drawn) for date, drawn in zip(dates, members, strict=True)]
-    most = max(len(drawn) for drawn in members)
-    samples = [{k: filled(v, most) if k.startswith("members_") else v for k, v in s.items()} for s in samples]
-    stacked = {name: _stack([sample[name] for sample in samples]) for name in samples[0]}
-    times = [reader.time(date) for date in dates]
+    found = _inputs(reader, draw.date, draw.members)
+    for part, name, wanted in target_parts(spec):
+        if wanted:
+            fields = reader.target(part, draw.date)
+            found |= {f"{name}_p": fields.pressure, f"{name}_s": fields.surface}
+    return found
+
+
+def target_parts(spec: ModelSpec) -> tuple[tuple[Part, str, bool], ...]:
+    """Parts of the store that are targets, their names in a batch, and whether the model learns them."""
+    return (Part.TRUTH, "truth", spec.config.postprocess), (Part.SPREAD, "target_spread", spec.config.spread)
+
+
+def join(
+    reader: Reader, draws: Sequence[Draw], samples: Sequence[Arrays], *, idle: bool = False, new: NewArray | None = None
+) -> Batch:
+    """Stack samples, into memory that `new` gives; the targets of an `idle` batch are NaN."""
+    spec = reader.spec
+    counts = [len(draw.members) for draw in draws]
+    stacked = {name: _stack(name, [sample[name] for sample in samples], max(counts), new) for name in samples[0]}
+    targets = {name: stacked.pop(name) for name in list(stacked) if name.startswith(("truth_", "target_"))}
+    times = [reader.time(draw.date) for draw in draws]
     inputs = EnsembleInput(
-        count=torch.tensor([float(len(drawn)) for drawn in members]),
+        count=torch.tensor([float(count) for count in counts]),
         day_of_year=torch.tensor([float(_day_of_year(time)) for time in times]),
         **stacked,
     )
-    targets: dict[str, Tensor] = {}
-    if spec.config.postprocess:
-        targets |= _targets(reader, Part.TRUTH, "truth", dates)
-    if spec.config.spread:
-        targets |= _targets(reader, Part.SPREAD, "target_spread", dates)
-        whole = [i for i, drawn in enumerate(members) if len(drawn) == len(reader.available(dates[i]))]
-        for suffix in ("p", "s"):
-            targets[f"target_spread_{suffix}"][whole] = torch.nan
-    if spec.masked:
-        targets = {name: _hide(spec, inputs, name, values) for name, values in targets.items()}
-    return Batch(inputs, [iso(time) for time in times], **targets)  # type: ignore[arg-type]
+    whole = [i for i, draw in enumerate(draws) if counts[i] == len(reader.available(draw.date))]
+    for name, values in targets.items():
+        if name.startswith("target_spread"):
+            values[whole] = torch.nan
+        if spec.masked:
+            targets[name] = _hide(spec, inputs, name, values)
+        if idle:
+            targets[name] = torch.full_like(values, torch.nan)
+    return Batch(inputs, [iso(time) for time in times], **targets, idle=idle)
 
 
 def _hide(spec: ModelSpec, inputs: EnsembleInput, name: str, target: Tensor) -> Tensor:
@@ -191,13 +233,13 @@ def _inputs(reader: Reader, date: int, members: np.ndarray) -> dict[str, np.ndar
     return found
 
 
-def _targets(reader: Reader, part: Part, name: str, dates: list[int]) -> dict[str, Tensor]:
-    fields = [reader.target(part, date) for date in dates]
-    return {f"{name}_p": _stack([f.pressure for f in fields]), f"{name}_s": _stack([f.surface for f in fields])}
-
-
-def _stack(arrays: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(arrays))
+def _stack(name: str, arrays: list[np.ndarray], most: int, new: NewArray | None) -> Tensor:
+    if name.startswith("members_"):
+        arrays = [filled(values, most) for values in arrays]
+    if new is None:
+        return torch.from_numpy(np.stack(arrays))
+    out = new(name, (len(arrays), *arrays[0].shape), arrays[0].dtype)
+    return torch.from_numpy(np.stack(arrays, out=out))
 
 
 def filled(members: np.ndarray, most: int) -> np.ndarray:
@@ -209,47 +251,3 @@ def filled(members: np.ndarray, most: int) -> np.ndarray:
 
 def _day_of_year(time: np.datetime64) -> int:
     return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
-
-
-def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield `items` in order while a thread makes up to `depth` of them ahead; 0 makes each when it is asked for.
-
-    What goes wrong in the thread is raised here. Leaving the loop early ends the thread, which is waited for.
-    """
-    if depth < 1:
-        yield from items
-        return
-    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(depth)
-    stop = threading.Event()
-    thread = threading.Thread(target=_fill, args=(items, ready, stop), name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            good, item = ready.get()
-            if not good:
-                if item is not None:
-                    raise item
-                return
-            yield item
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _fill(items: Iterable[Any], ready: queue.Queue[tuple[bool, Any]], stop: threading.Event) -> None:
-    def put(good: bool, item: Any) -> None:
-        while not stop.is_set():
-            try:
-                # The wait is short so that a reader who has left does not hold up the thread's end.
-                return ready.put((good, item), timeout=0.1)
-            except queue.Full:
-                continue
-
-    try:
-        for item in items:
-            put(True, item)
-            if stop.is_set():
-                return
-        put(False, None)
-    except BaseException as error:
-        put(False, error)

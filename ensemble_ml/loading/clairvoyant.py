@@ -117,6 +117,13 @@ class ClairvoyantLoader:
         """Global steps of the whole run."""
         return self.plan.epochs * self.plan.order.steps_per_epoch
 
+    @property
+    def memory(self) -> int:
+        """Bytes that the loader takes at most: cache in memory, ring of decoded batches, one packed sample a thread."""
+        order, ranks = self.plan.order, self.plan.ranks
+        batch = -(-min(order.batch_size, order.n) // ranks) * sum(one.bytes for one in self.items.arrays.values())
+        return self.plan.tiers.ram + (self._ahead + 1) * batch + self._threads * int(self.items.sizes.max())
+
     def __len__(self) -> int:
         return self.steps - self.step
 

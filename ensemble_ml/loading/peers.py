@@ -92,7 +92,7 @@ class Server:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while True:
                     asked = bytearray(_REQUEST.size)
-                    if not _receive(connection, memoryview(asked)):
+                    if not receive(connection, memoryview(asked)):
                         return
                     sample, wanted = _REQUEST.unpack(asked)
                     size = int(sizes[sample])
@@ -200,12 +200,12 @@ class Peers:
         connection = self._connection(owner)
         connection.sendall(_REQUEST.pack(sample, out is not None))
         reply = bytearray(_REPLY.size)
-        if not _receive(connection, memoryview(reply)):
+        if not receive(connection, memoryview(reply)):
             raise ConnectionError("it has closed the connection")
         size, expected = _REPLY.unpack(reply)
         if size < 0 or out is None:
             return bool(size >= 0)
-        if size != len(out) or not _receive(connection, out):
+        if size != len(out) or not receive(connection, out):
             raise ConnectionError("it sent too little")
         if checksum(out) == expected:
             return True
@@ -237,7 +237,7 @@ class Peers:
         self._server.close()
 
 
-def _receive(connection: socket.socket, out: memoryview) -> bool:
+def receive(connection: socket.socket, out: memoryview) -> bool:
     """Fill `out`; False where the other side has closed before."""
     done = 0
     while done < len(out):

@@ -21,9 +21,9 @@ import numpy as np
 
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.copies import NOBODY, Copies, choose
 from ensemble_ml.loading.order import Order
 
-NOBODY = -1
 STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that nobody holds
 
 
@@ -110,6 +110,17 @@ class Plan:
         """Who holds what, for the whole run."""
         return place(self.order, self.ranks, self.sizes, self.tiers)
 
+    @cached_property
+    def copies(self) -> Copies:
+        """Samples of other ranks that each rank keeps besides, in memory that its own leave free."""
+        where, sizes = self.placement, np.asarray(self.sizes, np.int64)
+        own = np.where(where.tier == RAM, where.offset + sizes, 0)
+        used = np.zeros(self.ranks, np.int64)
+        held = where.owner != NOBODY
+        np.maximum.at(used, where.owner[held], own[held])
+        epochs = self.epochs if self.ranks > 1 else 0
+        return choose(self.users, epochs, where.owner, sizes, used, self.tiers.ram)
+
     def reads(self, epoch: int, rank: int, *, start_step: int = 0) -> Reads:
         """What `rank` uses in `epoch`, from the global step `start_step` on."""
         samples, user = self.users(epoch)
@@ -165,6 +176,7 @@ class Traffic:
     bound: int
     held: int
     total: int
+    epochs: int
 
     @classmethod
     def of(cls, plan: Plan) -> Traffic:
@@ -173,26 +185,38 @@ class Traffic:
         total, held = int(sizes.sum()), int(sizes[where.owner != NOBODY].sum())
         room = plan.ranks * (plan.tiers.ram + plan.tiers.disk)
         moved = dict.fromkeys(("ram", "disk", "peers"), 0)
+        there = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
         for epoch in range(plan.epochs):
             samples, user = plan.users(epoch)
             owner, tier, size = where.owner[samples], where.tier[samples], sizes[samples]
             mine = (owner == user) & (epoch > 0)  # the first use of what a rank holds fills its cache
             for name, chosen in (("ram", mine & (tier == RAM)), ("disk", mine & (tier == DISK))):
                 moved[name] += int(size[chosen].sum())
-            moved["peers"] += int(size[(owner != NOBODY) & (owner != user)].sum())
+            copied, copy = plan.copies.find(user, samples)
+            again = copied & there[copy]
+            there[copy[copied]] = True
+            moved["ram"] += int(size[again].sum())
+            moved["peers"] += int(size[(owner != NOBODY) & (owner != user) & ~again].sum())
         repeats = plan.epochs - 1
         storage, bound = total + repeats * (total - held), total + repeats * max(0, total - room)
-        return cls(storage=storage, bound=bound, held=held, total=total, **moved)
+        return cls(storage=storage, bound=bound, held=held, total=total, epochs=plan.epochs, **moved)
 
-    def seconds(self, *, storage_rate: float, compute: float, latency: float = 0.0, reads: int = 0) -> float:
-        """Predicted length of the run.
+    def seconds(self, *, storage_rate: float, compute: float, decode: float = 0.0) -> tuple[float, str]:
+        """Predicted length of the run, and what limits most of it: storage, compute or decoding.
+
+        An epoch takes as long as the slowest of the three, because look-ahead is short beside an epoch.
 
         Args:
             storage_rate: bytes a second of slow storage, over all ranks.
-            compute: seconds that the slowest rank computes.
-            latency: seconds a read of slow storage; `reads` of them one after another on the slowest rank.
+            compute: seconds an epoch that the slowest rank computes.
+            decode: seconds an epoch that it decodes, with all its threads.
         """
-        return max(compute, self.storage / storage_rate + latency * reads)
+        lasts = {"storage": 0.0, "compute": 0.0, "decoding": 0.0}
+        for count, read in ((1, self.total), (self.epochs - 1, self.total - self.held)):
+            limits = {"storage": read / storage_rate, "compute": compute, "decoding": decode}
+            slowest = max(limits, key=lambda name: limits[name])
+            lasts[slowest] += count * limits[slowest]
+        return sum(lasts.values()), max(lasts, key=lambda name: lasts[name])
 
 
 def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -1,14 +1,13 @@
-"""Reads what a model needs of one start date, reduces members to mean and spread, and keeps decoded fields in memory.
+"""Reads what a model needs of one start date, and reduces members to mean and spread.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -18,24 +17,16 @@ from ensemble_ml.store.source import Fields, Part, Selection, Source, zero_by_na
 
 log = logging.getLogger(__name__)
 
-_FLOAT32 = 4
-
 Span = tuple[int, int]
 
 
 class Reader:
-    """Fields of `source` in the order of `spec`, with a cache of decoded dates of at most `cache_gb` (1e9 bytes).
-
-    A date enters the cache whole, and stays: every date is used once an epoch in random order, so that no policy of
-    replacement does better than keeping the first ones. Dates beyond the budget are read anew, drawn members only.
-    Safe to use from several threads.
+    """Fields of `source` in the order of `spec`; safe to use from several threads.
 
     `window`: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
     """
 
-    def __init__(
-        self, source: Source, spec: ModelSpec, *, cache_gb: float = 0.0, window: tuple[Span, Span] | None = None
-    ):
+    def __init__(self, source: Source, spec: ModelSpec, *, window: tuple[Span, Span] | None = None):
         self.source, self.spec = source, spec
         self.window: tuple[Span, Span] = window or ((0, len(spec.latitude)), (0, len(spec.longitude)))
         self.members = len(source.layout.realization)
@@ -45,9 +36,12 @@ class Reader:
             np.array([name in spec.masked for name in names], bool) for names in (spec.variables, spec.surface)
         )
         self._there: dict[int, np.ndarray] = {}
-        self._free = int(cache_gb * 1e9)
-        self._kept: dict[tuple[Part, int], Fields] = {}
-        self._lock = threading.Lock()
+
+    def over(self, source: Source) -> Reader:
+        """The same reader of another way to the same fields."""
+        other = copy.copy(self)  # it shares what is known of the members
+        other.source = source
+        return other
 
     @property
     def full_size(self) -> int:
@@ -63,12 +57,7 @@ class Reader:
             UserError: a field is missing, or a value NaN or infinite where its variable has no mask, and `strict`.
         """
         positions = np.asarray(members)
-        kept = self._cached(Part.FORECAST, date, self.members)
-        if kept is not None:
-            fields = Fields(kept.pressure[positions], kept.surface[positions])
-        else:
-            numbers = tuple(self.source.layout.realization[p] for p in positions)
-            fields = self._read(Part.FORECAST, date, numbers)
+        fields = self._read(Part.FORECAST, date, positions)
         if strict:
             self._check_finite(fields, date, positions)
         return fields
@@ -122,7 +111,7 @@ class Reader:
 
     def target(self, part: Part, date: int) -> Fields:
         """Truth, mean or spread at the predicted leads: (T_out, V, Z, Y, X) and (T_out, S, Y, X), NaN where absent."""
-        fields = self._cached(part, date, 1) or self._read(part, date, None)
+        fields = self._read(part, date)
         return Fields(fields.pressure[0], fields.surface[0])
 
     def time(self, date: int) -> np.datetime64:
@@ -132,35 +121,24 @@ class Reader:
     def _leads(self, part: Part) -> tuple[int, ...]:
         return self.spec.leads_in if part is Part.FORECAST else self.spec.leads_out
 
-    def _read(self, part: Part, date: int, numbers: tuple[int, ...] | None) -> Fields:
-        spec = self.spec
-        chosen = Selection(numbers, self._leads(part), spec.variables, spec.levels, spec.surface)
-        rows, columns = self.window
-        if rows != (0, len(spec.latitude)):
-            chosen = replace(chosen, rows=rows)
-        fields = self.source.read(part, int(date), chosen)
-        if columns != (0, len(spec.longitude)):
+    def selection(self, part: Part, members: Sequence[int] | np.ndarray | None = None) -> Selection:
+        """What is read of a part; `members` are positions, None takes all."""
+        spec, (rows, _) = self.spec, self.window
+        numbers = None if members is None else tuple(self.source.layout.realization[p] for p in members)
+        return Selection(
+            numbers, self._leads(part), spec.variables, spec.levels, spec.surface,
+            None if rows == (0, len(spec.latitude)) else rows,
+        )  # fmt: skip
+
+    def _read(self, part: Part, date: int, members: np.ndarray | None = None) -> Fields:
+        fields = self.source.read(part, int(date), self.selection(part, members))
+        columns = self.window[1]
+        if columns != (0, len(self.spec.longitude)):
             fields = Fields(*(np.ascontiguousarray(v[..., slice(*columns)]) for v in (fields.pressure, fields.surface)))
         if part is Part.FORECAST:
             for lead, variable in self._zeros:
                 fields.surface[:, lead, variable] = 0
         return fields
-
-    def _cached(self, part: Part, date: int, members: int) -> Fields | None:
-        """The whole date from memory, read now if there is room for it; None where there is none."""
-        with self._lock:
-            key = (part, int(date))
-            size = members * len(self._leads(part)) * self._values_a_lead() * _FLOAT32
-            if key not in self._kept and size <= self._free:
-                self._free -= size
-                self._kept[key] = self._read(part, date, None)
-            return self._kept.get(key)
-
-    def _values_a_lead(self) -> int:
-        spec = self.spec
-        planes = len(spec.variables) * len(spec.levels) + len(spec.surface)
-        (top, bottom), (left, right) = self.window
-        return planes * (bottom - top) * (right - left)
 
     def reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and spread of members (M, ...) as `mean_and_spread`, or of those that have a value at a masked point."""

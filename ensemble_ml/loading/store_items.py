@@ -16,6 +16,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.items import ArrayShape
 from ensemble_ml.store.read import TensorStore
+from ensemble_ml.store.schema import Kind
 from ensemble_ml.store.shard import ShardFile, chunk_spans, runs
 from ensemble_ml.store.source import Part, Selection
 
@@ -130,10 +131,9 @@ class StoreItems:
             start += piece.bytes
         store = self.store.through(open_shards.__getitem__)
         for part in self.parts:
-            fields = store.read(part, int(self.dates[sample]), self.selection)
-            for kind in ("pressure", "surface"):
-                if f"{part.value}_{kind}" in out:
-                    out[f"{part.value}_{kind}"][...] = getattr(fields, kind)
+            kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
+            place = {kind: out[name] for kind, name in kinds.items() if name in out}
+            store.read(part, int(self.dates[sample]), self.selection, place)
 
     def name(self, sample: int) -> str:
         """Path of the sample's largest shard."""

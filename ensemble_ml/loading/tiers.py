@@ -55,6 +55,7 @@ class Tiers:
         self.plan, self.rank, self.items = plan, rank, items
         self.counters = Counters()
         self.others: Others = Alone()
+        self._copied = frozenset(plan.copies.of(rank)[0].tolist())
         self._lock = threading.Lock()
         self._busy: dict[int, threading.Event] = {}
         self._reading: dict[int, tuple[int, float]] = {}  # thread -> sample and since when
@@ -80,12 +81,26 @@ class Tiers:
         self.counters.add(samples=1)
         if owner == self.rank:
             return self.own(sample, scratch)
-        if owner != NOBODY:
-            found = self.others.get(owner, sample, scratch)
+        if owner == NOBODY:
+            return self._read(sample, scratch)
+        if sample not in self._copied:
+            return self._from(owner, sample, scratch)
+        with self._once(sample):
+            found = self.slabs[RAM].get(sample)
             if found is not None:
-                self.counters.add(peers=len(found))
+                self.counters.add(ram=len(found))
                 return found
-            self.counters.add(fallback=len(scratch))
+            found = self._from(owner, sample, scratch)
+            self.slabs[RAM].put(sample, found)
+            return found
+
+    def _from(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
+        """A sample that another rank holds; from slow storage where that fails."""
+        found = self.others.get(owner, sample, scratch)
+        if found is not None:
+            self.counters.add(peers=len(found))
+            return found
+        self.counters.add(fallback=len(scratch))
         return self._read(sample, scratch)
 
     def own(self, sample: int, scratch: memoryview) -> memoryview:
@@ -141,10 +156,16 @@ class Tiers:
 def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
     """What `rank` holds in `tier`; the same on every rank that asks."""
     held = plan.placement.held(rank, tier)
+    offset = plan.placement.offset[held]
+    if tier == RAM:
+        copied, places = plan.copies.of(rank)
+        held, offset = np.append(held, copied), np.append(offset, places)
+        order = np.argsort(held)
+        held, offset = held[order], offset[order]
     said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
     key = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
     sizes = np.asarray(plan.sizes, np.int64)
-    return Shape(held, plan.placement.offset[held], sizes[held], key)
+    return Shape(held, offset, sizes[held], key)
 
 
 def _remove_stale(folder: Path, key: int) -> None:

@@ -12,8 +12,8 @@ from synthetic import make_store
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader, fixed_batches
-from ensemble_ml.loading.batches import read_ahead
 from ensemble_ml.loading.order import member_subset
+from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.loading.reader import mean_and_spread
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store import Fields, Part
@@ -33,12 +33,12 @@ def spec_of(store, **config):
     return ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid)
 
 
-def reader_of(store, cache_gb=0.0, **config):
-    return Reader(store, spec_of(store, **config), cache_gb=cache_gb)
+def reader_of(store, **config):
+    return Reader(store, spec_of(store, **config))
 
 
 def batches_of(reader, **changes):
-    settings = dict(batch_size=3, seed=5, sizes=[1, 2, 4], steps=9, prefetch=2) | changes
+    settings = dict(batch_size=3, seed=5, sizes=[1, 2, 4], steps=9) | changes
     return Batches(reader, np.arange(1, DATES), **settings)
 
 
@@ -75,14 +75,10 @@ def test_contents_come_from_the_store(store):
         np.testing.assert_array_equal(batch.target_spread_s[row], spread.surface[0, 1:])
 
 
-def test_batches_depend_on_neither_prefetch_nor_cache_nor_start(store):
-    plain = list(batches_of(reader_of(store), prefetch=0))
+def test_batches_do_not_depend_on_the_start(store):
+    plain = list(batches_of(reader_of(store)))
     assert len(plain) == 9 and [len(b) for b in plain[:2]] == [3, 3]
-    ahead = list(batches_of(reader_of(store, cache_gb=1.0), prefetch=3))
-    small_cache = list(batches_of(reader_of(store, cache_gb=1e-4)))
     later = list(batches_of(reader_of(store), start_step=4))
-    assert all(same(a, b) for a, b in zip(plain, ahead, strict=True))
-    assert all(same(a, b) for a, b in zip(plain, small_cache, strict=True))
     assert all(same(a, b) for a, b in zip(plain[4:], later, strict=True))
 
 

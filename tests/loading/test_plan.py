@@ -1,6 +1,7 @@
 """The plan covers every sample once an epoch, holds no duplicate, and reads what the lower bound says."""
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -117,3 +118,29 @@ def test_plans_a_thousand_ranks_fast():
     used = sum(len(plan.reads(epoch, 7).sample) for epoch in range(20))
     assert used == pytest.approx(20 * 100_000 / 1024, rel=0.05)
     assert time.perf_counter() - began < 6
+
+
+@pytest.mark.parametrize("ranks, share", [(2, 2.0), (3, 1.7), (4, 4.0), (2, 1.0)])
+def test_spare_room_holds_copies_and_asks_peers_once(ranks, share):
+    sizes = np.arange(F) % 5 + 8
+    plan = make(ranks, share, sizes=sizes)
+    where = plan.placement
+    peers, kept = 0, [dict(zip(*map(np.ndarray.tolist, plan.copies.of(rank)), strict=True)) for rank in range(ranks)]
+    for rank, copies in enumerate(kept):
+        own = {int(s): int(where.offset[s]) for s in where.held(rank, RAM)}
+        assert not own.keys() & copies.keys()
+        spans = sorted((start, start + int(sizes[sample])) for sample, start in (own | copies).items())
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+        assert spans[-1][1] <= plan.tiers.ram
+        made = set()
+        for epoch in range(E):
+            for sample in plan.reads(epoch, rank).sample.tolist():
+                if where.owner[sample] not in (rank, NOBODY) and sample not in made:
+                    peers += int(sizes[sample])
+                    if sample in copies:
+                        made.add(sample)
+        used = set(np.concatenate([plan.reads(epoch, rank).sample for epoch in range(E)]).tolist())
+        if share >= ranks:
+            assert copies.keys() == used - own.keys()  # whatever it uses is its own, or copied
+    assert plan.explain().peers == peers
+    assert share == 1 or plan.explain().storage == sizes.sum()

@@ -1,0 +1,81 @@
+"""Settings of the way from the store to the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ensemble_ml.config.base import opt, require
+from ensemble_ml.errors import UserError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?", re.IGNORECASE)
+
+
+class Assign(Enum):
+    """Which rank computes a sample of the global batch."""
+
+    fixed = "fixed"
+    locality = "locality"
+
+
+class LoaderName(Enum):
+    """Who reads: by plan, or each batch when its turn has come."""
+
+    clairvoyant = "clairvoyant"
+    torch = "torch"
+
+
+def parse_bytes(key: str, value: Any) -> int | None:
+    """Bytes of a size such as 4GB, 512MiB or a number; None stays None.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if value is None:
+        return None
+    found = _SIZE.fullmatch(str(value).strip())
+    if not found:
+        raise UserError(f"{key}={value}: give bytes, or a number with KB, MB, GB, TB (powers of ten) or KiB ... TiB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+@dataclass
+class LoadingConfig:
+    """How batches reach the model."""
+
+    name: LoaderName = opt(LoaderName.clairvoyant, "clairvoyant: read by plan, each byte from slow storage as seldom as can be | torch: torch's DataLoader")
+    ram: Any = opt(None, "clairvoyant: memory for loading on each rank, packed cache and look-ahead together, as 4GB or 512MiB; null takes half of what is free, shared by the ranks of a host")
+    disk: Any = opt(0, "clairvoyant: room for packed fields on local disk, for each rank")
+    folder: str | None = opt(None, "clairvoyant: folder on local disk; needed where disk > 0")
+    ahead: int = opt(3, "batches read ahead")
+    threads: int = opt(2, "clairvoyant: threads that read and decode")
+    assign: Assign = opt(Assign.fixed, "fixed: each rank its slice of the global batch | locality: to the rank that holds a sample, where the slices stay as long")
+    workers: int = opt(0, "torch: worker processes; 0 reads in the training thread")
+    timeline: str | None = opt(None, "clairvoyant: write a picture of reads, waits and compute to this file (.png, .svg); 'run' puts it into the run folder")
+    bandwidth: float | None = opt(None, "for `plan`: slow storage, MB/s over all ranks; null measures it on what is read of the store")
+    host: str | None = opt(None, "clairvoyant: name under which other nodes reach this one; null takes the host name")
+    node: str | None = opt(None, "clairvoyant: name that ranks share only where they share memory; null takes host name and device of /dev/shm")
+
+    def __post_init__(self) -> None:
+        require("loading.ahead", self.ahead, self.ahead >= 1, "must be 1 or more")
+        require("loading.threads", self.threads, self.threads >= 1, "must be 1 or more")
+        require("loading.workers", self.workers, self.workers >= 0, "must be 0 or more")
+        require("loading.bandwidth", self.bandwidth, self.bandwidth is None or self.bandwidth > 0, "must be above 0")
+        parse_bytes("loading.ram", self.ram)
+        disk = self.disk_bytes
+        require("loading.disk", self.disk, not disk or self.folder is not None, "needs loading.folder=FOLDER on local disk")
+        good = self.name is LoaderName.clairvoyant or self.assign is Assign.fixed
+        require("loading.assign", self.assign.value, good, "loading=torch holds nothing, so only fixed is allowed")
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """`ram` in bytes; None where it is to be found out."""
+        return parse_bytes("loading.ram", self.ram)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk` in bytes."""
+        return parse_bytes("loading.disk", self.disk) or 0

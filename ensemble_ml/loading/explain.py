@@ -1,0 +1,165 @@
+"""What a plan of loading will do, before anything is loaded: bytes from each tier, time, and what limits it.
+
+The time is that of a pipeline: slow storage reads turn by turn, threads decode, the model computes; reading may be no
+further ahead than the ring of buffers allows. Storage is one for all ranks; its speed is measured or given.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from ensemble_ml.config import LoadingConfig
+from ensemble_ml.loading.batches import Draw, read_sample
+from ensemble_ml.loading.schedule import Schedule
+from ensemble_ml.loading.unit_plan import UnitPlan
+from ensemble_ml.loading.units import Units
+
+_SAMPLE = 64e6  # bytes that a measurement of storage reads at most
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes a second of `storage` for all; seconds of `latency` a request, `decode` a sample, compute a `step`."""
+
+    storage: float
+    latency: float = 0.0
+    decode: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a run: in all, computing, and waiting for batches; and what the waiting is for."""
+
+    total: float
+    compute: float
+    waited: float
+    limit: str
+
+
+def measure(units: Units, schedule: Schedule) -> Speeds:
+    """Speed of storage and of decoding, from the samples of the first turns (which the system may have cached)."""
+    draws: list[Draw] = [draw for turn in islice(iter(schedule), 8) for draw in turn.read_by(0)]
+    bytes_read, reading, decoding, done = 0, 0.0, 0.0, 0
+    for draw in draws:
+        began = time.perf_counter()
+        packed = []
+        for unit in units.of(draw).tolist():
+            packed.append(data := np.empty(int(units.sizes[unit]), np.uint8))
+            units.read(unit, data.data)
+            bytes_read += len(data)
+        read = time.perf_counter()
+        read_sample(units.over(draw, packed), draw)
+        reading, decoding, done = reading + read - began, decoding + time.perf_counter() - read, done + 1
+        if bytes_read > _SAMPLE:
+            break
+    return Speeds(bytes_read / max(reading, 1e-9), 0.0, decoding / max(1, done))
+
+
+def predict(
+    plan: UnitPlan, units: Units, speeds: Speeds, *, ahead: int, threads: int, validations: np.ndarray, lanes: int = 1
+) -> Prediction:
+    """Follow the pipeline of the slowest rank through all turns.
+
+    Args:
+        validations: (N,) whether each turn is one of validation, which costs a third of a step.
+        lanes: groups of ranks that read other rows from the same storage.
+    """
+    trace = plan.trace
+    turns = len(validations)
+    read = ~plan.hit
+    size = plan.sizes[trace.unit] * read
+    requests = np.array([units.reads(unit) for unit in range(len(plan.sizes))])[trace.unit] * read
+    stored = np.bincount(trace.turn, size, turns) * lanes / speeds.storage
+    # A rank's requests wait for their answers by as many threads; the ranks do so at the same time.
+    stored = np.maximum(stored, np.bincount(trace.turn, requests, turns) * speeds.latency / (threads * plan.ranks))
+    targets = trace.unit % units.each == units.each - 1  # one a sample
+    samples = np.bincount(trace.turn[targets], minlength=turns) * plan.columns / max(1, plan.ranks)
+    decoded = np.ceil(samples) * speeds.decode / threads
+    computed = np.where(validations, speeds.step / 3, speeds.step)
+    return _pipeline(stored, decoded, computed, ahead)
+
+
+def _pipeline(stored: np.ndarray, decoded: np.ndarray, computed: np.ndarray, ahead: int) -> Prediction:
+    """Seconds of each turn in storage, decoding and compute, one after another but overlapping between turns."""
+    ended: list[float] = []
+    read = ready = end = waited = 0.0
+    for turn, (storing, decoding, computing) in enumerate(zip(stored, decoded, computed, strict=True)):
+        free = ended[turn - ahead - 1] if turn > ahead else 0.0
+        read = max(read, free) + storing
+        ready = max(ready, read) + decoding
+        waited += max(0.0, ready - end)
+        end = max(end, ready) + computing
+        ended.append(end)
+    compute = float(computed.sum())
+    slower = "slow storage" if stored.sum() >= decoded.sum() else "decoding"
+    return Prediction(float(end), compute, float(waited), "compute" if waited < 0.05 * end else slower)
+
+
+def explain(
+    config: LoadingConfig,
+    plan: UnitPlan,
+    units: Units,
+    schedule: Schedule,
+    *,
+    ahead: int,
+    step: float | None = None,
+    lanes: int = 1,
+) -> str:
+    """Lines that tell what a plan of loading reads, from where, in what time, and what limits it.
+
+    Args:
+        step: seconds that a training step computes; None tells how long it has to be to hide all reading.
+        lanes: groups of ranks that read other rows.
+    """
+    validations = np.array([turn.validation for turn in schedule], bool)
+    found = measure(units, schedule)
+    rate = found.storage if config.bandwidth is None else 1e6 * config.bandwidth
+    speeds = Speeds(rate, 0.0, found.decode, step or 0.0)
+    then = predict(plan, units, speeds, ahead=ahead, threads=config.threads, validations=validations, lanes=lanes)
+    seconds = plan.traffic()["storage"] * lanes / rate
+    source = "measured now, maybe from the system's cache" if config.bandwidth is None else "given"
+    lines = [
+        *_what(plan, ahead),
+        f"  slow storage at {rate / 1e6:.0f} MB/s ({source}): {seconds:.3g} s in all, if it never rests",
+        f"  decoding: {1e3 * found.decode:.3g} ms a sample on each of {config.threads} threads",
+    ]
+    if step is None:
+        each = 1e3 * then.total / max(1, int((~validations).sum()))
+        lines.append(f"  predicted without compute: {then.total:.3g} s, {each:.3g} ms a step; limit: {then.limit}")
+    else:
+        text = (
+            f"  predicted: {then.total:.3g} s, of it {then.compute:.3g} s compute, {then.waited:.3g} s waiting for data"
+        )
+        lines.append(f"{text}; limit: {then.limit}")
+    return "\n".join(lines)
+
+
+def _what(plan: UnitPlan, ahead: int) -> list[str]:
+    """What is read, by which rule, and from where."""
+    traffic, trace = plan.traffic(), plan.trace
+    distinct = np.unique(trace.unit)
+    whole, used = max(1, int(plan.sizes[distinct].sum())), max(1, traffic["used"])
+    rule = "a cache that never changes" if trace.regular else "Belady's rule with bypass"
+    if not plan.exact:
+        rule = "what is used most (the run is too long for Belady's rule)"
+    room = f"memory {_mb(plan.room.ram)}, disk {_mb(plan.room.disk)}"
+    lines = [
+        f"Loading by plan: {len(np.unique(trace.turn))} batches over {plan.ranks} ranks, {len(trace.unit)} uses of"
+        f" {len(distinct)} units (a member, or the targets, of a start date)",
+        f"  packed {_mb(whole)}, used {used / whole:.1f} times each",
+        f"  cache of a rank: {room}; {rule}; {ahead} batches ahead",
+    ]
+    names = {"storage": "slow storage", "ram": "memory", "disk": "local disk", "peers": "other ranks"}
+    lines += [
+        f"  from {label:<12} {_mb(traffic[name]):>14} {traffic[name] / used:7.2%}" for name, label in names.items()
+    ]
+    return lines
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"

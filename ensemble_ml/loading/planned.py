@@ -1,0 +1,228 @@
+"""The batches of a training run by plan: threads fetch packed units ahead of use, decode them and put batches together.
+
+Memory is a ring of page-aligned buffers that are used again and again (pinned where there is a GPU, to which a stream
+of its own copies them). How far ahead it reads is bounded by the ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.batches import Arrays, Batch, Draw, join, read_sample
+from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.schedule import Schedule, Turn
+from ensemble_ml.loading.unit_cache import UnitCache
+
+log = logging.getLogger(__name__)
+
+_STALL = 30.0  # seconds of waiting after which slow storage is named
+
+
+@dataclass(eq=False)
+class _Job:
+    """A turn under way: its samples as they come, and the batch when it is whole."""
+
+    number: int
+    turn: Turn
+    draws: tuple[Draw, ...]
+    idle: bool
+    slot: int
+    samples: list[Arrays | None]
+    missing: int
+    batch: Batch | None = None
+    ready: Any = None
+
+
+class Engine:
+    """The threads of one run through its schedule, at one data coordinate.
+
+    Args:
+        schedule: of the run; the plan of `cache` is for it.
+        cache: of this rank.
+        coordinate: data coordinate of this rank.
+        device: what batches are brought to.
+        alone: whether no other rank takes units from this one; else they stay until every rank has done a step more.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cache: UnitCache,
+        *,
+        coordinate: int,
+        device: Device,
+        ahead: int,
+        threads: int,
+        alone: bool,
+    ):
+        self.schedule, self.cache, self._coordinate, self._device = schedule, cache, coordinate, device
+        self._alone = alone
+        self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # one is in the user's hands
+        self._free = list(range(ahead + 1))
+        self._change = threading.Condition()
+        self._jobs: deque[_Job] = deque()
+        self._ended, self._stopped = False, False
+        self._error: BaseException | None = None
+        self._tasks, self._take = self._list_tasks(), threading.Lock()
+        self._current: _Job | None = None
+        self._passed, self._since = -1, 0.0
+        names = (f"loading-{number}" for number in range(threads))
+        self._workers = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
+        for worker in self._workers:
+            worker.start()
+
+    def next(self, validation: bool, step: int | None = None) -> Batch | None:
+        """The next batch of this rank, in memory that is used again after the next call; None where another kind comes.
+
+        Raises:
+            UserError: what is wrong with the store.
+        """
+        self._finish()
+        began = time.monotonic()
+        with self._change:
+            while not self._jobs and not self._ended and self._error is None:
+                self._wait()
+            if self._error is not None:
+                raise self._error
+            job = self._jobs[0] if self._jobs else None
+            if job is None or job.turn.validation != validation or (step is not None and job.turn.step != step):
+                return None
+            while job.batch is None:
+                if self._error is not None:
+                    raise self._error
+                self._wait()
+            self._jobs.popleft()
+        now = time.monotonic()
+        self.cache.counters.add(waited=now - began)
+        self.cache.timeline.add("wait", began, now)
+        self._current, self._since = job, now
+        return self._device.take(job.batch, job.ready)
+
+    def _finish(self) -> None:
+        """The batch in the user's hands is done with."""
+        job, self._current = self._current, None
+        if job is None:
+            return
+        self.cache.timeline.add("compute", self._since, time.monotonic())
+        self._device.wait(job.ready)
+        # Ranks agree on a gradient in every step, so the end of one says that all have had the batches up to it.
+        if self._alone or not job.turn.validation:
+            self._passed = job.number
+        with self._change:
+            self._free.append(job.slot)
+            self._change.notify_all()
+
+    def _wait(self) -> None:
+        if not self._change.wait(_STALL) and (slow := self.cache.slowest()):
+            log.warning("loading: %s has been read for %.0f s without an answer", *slow)
+
+    def _list_tasks(self) -> Iterator[tuple[_Job, int, range]]:
+        """Yield (job, place in it, uses of the sample); waits where the ring is full."""
+        use = 0
+        for number, turn in enumerate(self.schedule):
+            before = sum(1 + len(draw.members) for c in range(self._coordinate) for draw in turn.read_by(c))
+            after = [turn.read_by(c) for c in range(self._coordinate + 1, len(turn.shares))]
+            draws = turn.read_by(self._coordinate)
+            use += before
+            if draws:
+                job = self._open(number, turn, draws)
+                if job is None:
+                    return
+                for place, draw in enumerate(draws):
+                    count = 1 + len(draw.members)
+                    yield job, place, range(use, use + count)
+                    use += count
+            use += sum(1 + len(draw.members) for share in after for draw in share)
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _open(self, number: int, turn: Turn, draws: tuple[Draw, ...]) -> _Job | None:
+        with self._change:
+            while not self._free and not self._stopped:
+                self._change.wait()
+            if self._stopped:
+                return None
+            slot = self._free.pop(0)
+            job = _Job(number, turn, draws, turn.idle(self._coordinate), slot, [None] * len(draws), len(draws))
+            self._jobs.append(job)
+            self._change.notify_all()
+        return job
+
+    def _work(self) -> None:
+        try:
+            while not self._stopped:
+                with self._take:
+                    task = next(self._tasks, None)
+                self.cache.passed(self._passed)
+                if task is None:
+                    return
+                self._make(*task)
+        except BaseException as error:
+            with self._change:
+                self._error = self._error or error
+                self._change.notify_all()
+
+    def _make(self, job: _Job, place: int, uses: range) -> None:
+        draw = job.draws[place]
+        packed = [self.cache.obtain(use) for use in uses]
+        with self.cache.timeline.span("decode"):
+            job.samples[place] = self._decode(draw, packed)
+        self.cache.counters.add(samples=1)
+        with self._change:
+            job.missing -= 1
+            last = not job.missing
+        if last:
+            self._complete(job)
+
+    def _decode(self, draw: Draw, packed: list[np.ndarray]) -> Arrays:
+        units = self.cache.units
+        try:
+            return read_sample(units.over(draw, packed), draw)
+        except UserError as error:  # every chunk has its checksum: is it the copy that is damaged, or the store?
+            log.warning("loading: %s; it is read anew", error)
+            fresh = [self.cache.again(unit) for unit in units.of(draw).tolist()]
+            return read_sample(units.over(draw, fresh), draw)
+
+    def _complete(self, job: _Job) -> None:
+        ring = self._rings[job.slot]
+
+        def memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            if name not in ring or len(ring[name]) < size:
+                ring[name] = buffer(size)
+            return ring[name][:size].view(dtype).reshape(shape)
+
+        samples = [sample for sample in job.samples if sample is not None]
+        job.samples = []
+        batch = join(self.cache.units.reader, job.draws, samples, idle=job.idle, new=memory)
+        batch, job.ready = self._device.bring(batch)
+        with self._change:
+            job.batch = batch
+            self._change.notify_all()
+
+    def close(self) -> None:
+        """End the threads; harmless when called again."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+        for worker in self._workers:
+            worker.join()
+
+
+def buffer(size: int) -> np.ndarray:
+    """Bytes (size,) that begin at a page; locked for copies to a GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)

@@ -1,0 +1,54 @@
+"""Make items ahead of their use, in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
+    """Yield `items` in order while a thread makes up to `depth` of them ahead; 0 makes each when it is asked for.
+
+    What goes wrong in the thread is raised here. Leaving the loop early ends the thread, which is waited for.
+    """
+    if depth < 1:
+        yield from items
+        return
+    ready: queue.Queue[tuple[bool, Any]] = queue.Queue(depth)
+    stop = threading.Event()
+    thread = threading.Thread(target=_fill, args=(items, ready, stop), name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            good, item = ready.get()
+            if not good:
+                if item is not None:
+                    raise item
+                return
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _fill(items: Iterable[Any], ready: queue.Queue[tuple[bool, Any]], stop: threading.Event) -> None:
+    def put(good: bool, item: Any) -> None:
+        while not stop.is_set():
+            try:
+                # The wait is short so that a reader who has left does not hold up the thread's end.
+                return ready.put((good, item), timeout=0.1)
+            except queue.Full:
+                continue
+
+    try:
+        for item in items:
+            put(True, item)
+            if stop.is_set():
+                return
+        put(False, None)
+    except BaseException as error:
+        put(False, error)

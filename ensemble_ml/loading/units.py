@@ -1,0 +1,170 @@
+"""The packed pieces that a training run reads of a store: one a start date and member, and one for a date's targets.
+
+A unit is what always travels together: the chunks of all leads, variables and own rows of a member, as they lie on
+disk; or those of the truth and of the full ensemble's spread. It is read, kept, sent and counted as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.loading.batches import Draw, target_parts
+from ensemble_ml.loading.reader import Reader
+from ensemble_ml.store.read import TensorStore
+from ensemble_ml.store.schema import ArraySpec
+from ensemble_ml.store.shard import Shard, ShardFile, chunk_spans, runs
+from ensemble_ml.store.source import Part
+
+_THREADS = 8  # that read indexes: a request of slow storage is mostly waiting
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes of a shard that lie one behind the other."""
+
+    shard: int  # among those of the date
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Date:
+    """The shards of one start date: path, size and index of each; and the runs of each of its units."""
+
+    shards: tuple[tuple[str, int, np.ndarray], ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+
+class Units:
+    """The units of `dates` that `reader` needs: numbers `slot * (N + 1) + member`, and N for a date's targets.
+
+    `sizes` (U,) are their packed bytes. Opening reads the index of every shard, which stays in memory.
+
+    Raises:
+        UserError: the store lacks something, or a shard is damaged.
+    """
+
+    def __init__(self, reader: Reader, dates: np.ndarray):
+        assert isinstance(reader.source, TensorStore), "only a tensor store lies in chunks"
+        self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
+        self.each = reader.full_size + 1
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self._found = list(pool.map(self._date, self.dates.tolist()))
+        self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
+        self.index_bytes = sum(len(index) for date in self._found for _, _, index in date.shards)
+
+    def of(self, draw: Draw) -> np.ndarray:
+        """Numbers of the units of a sample."""
+        slot = int(np.searchsorted(self.dates, draw.date))
+        return slot * self.each + np.append(draw.members, self.each - 1)
+
+    def read(self, unit: int, out: memoryview) -> None:
+        """Fill `out` with a unit's bytes, from slow storage; any thread may call it.
+
+        Raises:
+            UserError: a file is missing or cut short.
+        """
+        date = self._found[unit // self.each]
+        start, shard, opened = 0, None, -1
+        try:
+            for run in date.runs[unit % self.each]:
+                if run.shard != opened:
+                    if shard is not None:
+                        shard.close()
+                    shard, opened = ShardFile(date.shards[run.shard][0]), run.shard
+                assert shard is not None
+                shard.read_into(run.offset, out[start : start + run.size])
+                start += run.size
+        finally:
+            if shard is not None:
+                shard.close()
+
+    def reads(self, unit: int) -> int:
+        """Requests of slow storage that a unit takes."""
+        return len(self._found[unit // self.each].runs[unit % self.each])
+
+    def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
+        """A reader of one sample whose units (those of `of`, in that order) are in memory."""
+        units = self.of(draw)
+        date = self._found[int(units[0]) // self.each]
+        pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
+        for unit, data in zip(units.tolist(), packed, strict=True):
+            start = 0
+            for run in date.runs[unit % self.each]:
+                pieces[run.shard].append((run.offset, data[start : start + run.size]))
+                start += run.size
+        shards = {known[0]: Pieces(*known, some) for known, some in zip(date.shards, pieces, strict=True)}
+        return self.reader.over(self.store.through(shards.__getitem__))
+
+    def name(self, unit: int) -> str:
+        """What messages call a unit: its largest file, and what of it."""
+        date = self._found[unit // self.each]
+        largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
+        return date.shards[largest.shard][0]
+
+    def fingerprint(self) -> str:
+        """A hash of the store and of what is read of it."""
+        chosen = [self.reader.selection(part) for part in Part]
+        said = repr((self.store.fingerprint(), chosen))
+        return hashlib.sha256(said.encode() + np.ascontiguousarray(self.dates, "<i8").tobytes()).hexdigest()[:16]
+
+    def _date(self, date: int) -> _Date:
+        shards: list[tuple[str, int, np.ndarray]] = []
+        members: list[list[Run]] = [[] for _ in range(self.each)]
+        for part in (Part.FORECAST, *(part for part, _, wanted in target_parts(self.reader.spec) if wanted)):
+            for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
+                shard = ShardFile(path)
+                try:
+                    tail = int(np.prod(spec.chunks)) * 16 + 4
+                    index = shard.read(shard.size - tail, tail)
+                    view = Pieces(path, shard.size, index, [])
+                finally:
+                    shard.close()
+                for member, wanted in _by_member(spec, numbers, part, self.each - 1):
+                    _, spans = chunk_spans(view, spec, wanted)
+                    for a, b in runs(spans, view.size):
+                        start = int(spans[a, 0])
+                        members[member].append(Run(len(shards), start, int(spans[b - 1].sum()) - start))
+                shards.append((path, view.size, index))
+        return _Date(tuple(shards), tuple(map(tuple, members)))
+
+
+def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> list[tuple[int, np.ndarray]]:
+    """Chunks `numbers` of a shard by the unit that they belong to."""
+    if part is not Part.FORECAST:
+        return [(last, numbers)]
+    member = np.unravel_index(numbers, spec.chunks)[0]
+    return [(m, numbers[member == m]) for m in range(spec.chunks[0])]
+
+
+class Pieces(Shard):
+    """A shard of which the index and some runs are in memory, as (offset, bytes)."""
+
+    def __init__(self, path: str, size: int, index: np.ndarray, pieces: list[tuple[int, np.ndarray]]):
+        self.path, self.size, self._index = path, size, index
+        self._pieces = sorted(pieces, key=lambda piece: piece[0])
+        self._offsets = [offset for offset, _ in self._pieces]
+
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Bytes (size,) of the file from `start` on, in place where one run has them all."""
+        if start == self.size - len(self._index):
+            return self._index
+        first = bisect_right(self._offsets, start) - 1
+        found: list[np.ndarray] = []
+        while size:
+            assert 0 <= first < len(self._pieces), "a read that was not planned"
+            offset, data = self._pieces[first]
+            part = data[start - offset : start - offset + size]
+            assert len(part) and start >= offset, "a read that was not planned"
+            found.append(part)
+            start, size, first = start + len(part), size - len(part), first + 1
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def close(self) -> None:
+        """Nothing was opened."""

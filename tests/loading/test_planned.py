@@ -1,0 +1,246 @@
+"""Training's batches by plan: the same as without, and the bytes that the plan says."""
+
+import gc
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from planning import CPU, config_of, equal, plain, readers_of, run, run_ranks, schedule_of
+from synthetic import make_store
+
+from ensemble_ml.config import Assign
+from ensemble_ml.errors import UserError
+from ensemble_ml.loading.run_loader import Lane, PlannedLoader
+from ensemble_ml.loading.unit_plan import PAGE
+from ensemble_ml.store import open_store
+
+DATES, VALIDATION = np.arange(2, 10), np.array([0, 1, 10, 11])
+NAMES = ("storage", "ram", "disk", "peers")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("planned")
+    return make_store(folder / "a.zarr", dates=12, members=6, shape=(17, 24), levels=(300, 500, 700, 850))
+
+
+def assert_same(ours, theirs):
+    assert [x[:2] for x in ours] == [x[:2] for x in theirs]
+    assert all(equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
+
+
+def exactly(counters, traffic):
+    assert {name: int(counters[name]) for name in NAMES} == {name: traffic[name] for name in NAMES}
+    assert counters["fallback"] == 0
+
+
+def ram_for(schedule, reader, cache):
+    """`loading.ram` that leaves so many bytes for the cache."""
+    with PlannedLoaderOf(config_of(ram=10**12), schedule, reader) as loader:
+        return 10**12 - loader.plan.room.ram + cache
+
+
+class PlannedLoaderOf(PlannedLoader):
+    def __init__(self, config, schedule, reader):
+        super().__init__(config, schedule, reader, CPU, Lane())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@pytest.mark.parametrize("held", [0.0, 0.3, 2.0])
+def test_the_same_batches_and_the_bytes_of_the_plan(store, held):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    with PlannedLoaderOf(config_of(ram=10**12), schedule, reader) as loader:
+        whole = int(loader.plan.sizes[np.unique(loader.plan.trace.unit)].sum())
+    ram = ram_for(schedule, reader, int(held * whole))
+    with PlannedLoaderOf(config_of(ram=ram), schedule, reader) as loader:
+        assert_same(run(loader, schedule), plain(schedule, reader))
+        counters, traffic = loader.counters.snapshot(), loader.plan.traffic()
+        exactly(counters, traffic)
+        if held == 2:
+            assert traffic["storage"] == whole  # each byte once
+        if held == 0:
+            assert traffic["storage"] == traffic["used"] > whole
+        assert loader.plan.held(0)[1] <= held * whole
+
+
+def test_disk_takes_what_memory_does_not(store, tmp_path):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    ram = ram_for(schedule, reader, 20 * PAGE)
+    folder = tmp_path / "cache"
+    with PlannedLoaderOf(config_of(ram=ram, disk="1MB", folder=str(folder)), schedule, reader) as loader:
+        assert_same(run(loader, schedule), plain(schedule, reader))
+        exactly(loader.counters.snapshot(), traffic := loader.plan.traffic())
+        assert traffic["ram"] > 0 and traffic["disk"] > 0
+        assert not list(folder.iterdir())  # it has no name that could be left over
+
+
+def test_once_an_epoch_reaches_the_bound(store):
+    """F + (E-1)(F-K): every date with all members, once an epoch, no validation."""
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, sizes=(6,), steps=12)  # 4 epochs
+    cache = 60 * PAGE
+    with PlannedLoaderOf(config_of(ram=ram_for(schedule, reader, cache)), schedule, reader) as loader:
+        run(loader, schedule)
+        used = np.unique(loader.plan.trace.unit)
+        pages = int((-(-loader.plan.sizes[used] // PAGE)).sum())
+        assert loader.plan.trace.regular and pages > 60
+        whole = int(loader.plan.sizes[used].sum())
+        largest = int(loader.plan.sizes.max())
+        bound = whole + 3 * (whole - cache)
+        # What does not divide: less than a unit that no longer fits, and the ends of the last pages.
+        assert bound <= loader.counters.storage <= bound + 3 * (largest + 60 * PAGE * 0.1 + PAGE)
+        exactly(loader.counters.snapshot(), loader.plan.traffic())
+
+
+@pytest.mark.parametrize("start", range(1, 9))
+def test_begun_at_any_step_it_is_the_same_run(store, start):
+    [reader] = readers_of(store, 1)
+    whole = plain(schedule_of(reader, dates=DATES, validation=VALIDATION), reader)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION, start_step=start)
+    ram = ram_for(schedule, reader, 30 * PAGE)
+    with PlannedLoaderOf(config_of(ram=ram), schedule, reader) as loader:
+        after = [x for x in whole if x[0] > start or (x[0] == start and not x[1])]
+        assert_same(run(loader, schedule), after)
+
+
+@pytest.mark.parametrize(
+    ("parts", "columns", "assign", "node"),
+    [
+        (2, 1, Assign.fixed, None),
+        (3, 1, Assign.locality, None),
+        (2, 2, Assign.fixed, None),
+        (2, 1, Assign.fixed, "apart"),
+    ],
+)
+@pytest.mark.parametrize("cache", [pytest.param(0, marks=pytest.mark.slow), 12 * PAGE, 10**6])
+def test_ranks_together_read_what_the_plan_says(store, parts, columns, assign, node, cache):
+    readers = readers_of(store, parts * columns)
+    schedule = replace(schedule_of(readers[0], dates=DATES, validation=VALIDATION), parts=parts)
+    lone = Lane(parts=parts, columns=columns)
+    loader = PlannedLoader(config_of(ram=10**12, assign=assign), schedule, readers[0], CPU, lone)
+    loader.close()
+    config = config_of(ram=10**12 - loader.plan.room.ram + cache, assign=assign)
+    found = run_ranks(schedule, readers, parts=parts, columns=columns, config=config)
+    for rank, (batches, counters, traffic, plan) in enumerate(found):
+        if assign is Assign.fixed:
+            assert_same(batches, plain(schedule, readers[rank], rank // columns))
+        exactly(counters, traffic)
+        if cache == 10**6:
+            once = int(plan.sizes[np.unique(plan.trace.unit)].sum())
+            assert plan.traffic()["storage"] == once  # by all ranks together
+    if assign is Assign.locality:
+        assert_same_steps(found, plain(schedule_of(readers[0], dates=DATES, validation=VALIDATION), readers[0]))
+
+
+def dates_of(batches):
+    """Dates of every training step."""
+    steps = {}
+    for step, validation, batch in batches:
+        if not validation and not np.isnan(batch["truth_p"].numpy()).all():
+            steps.setdefault(step, []).extend(batch["time"])
+    return {step: sorted(times) for step, times in steps.items()}
+
+
+def assert_same_steps(found, whole):
+    """All ranks together use in each step the dates that one would."""
+    together = {}
+    for batches, *_ in found:
+        for step, times in dates_of(batches).items():
+            together.setdefault(step, []).extend(times)
+    assert {step: sorted(times) for step, times in together.items()} == dates_of(whole)
+
+
+def test_two_ranks_then_one_then_three(store):
+    readers = readers_of(store, 3)
+    whole = dates_of(plain(schedule_of(readers[0], dates=DATES), readers[0]))
+    found = {}
+    for parts, first, last in ((2, 0, 3), (1, 3, 5), (3, 5, 9)):
+        schedule = schedule_of(readers[0], dates=DATES, steps=last, start_step=first)
+        for batches, *_ in run_ranks(schedule, readers, parts=parts, ram=10**9):
+            for step, times in dates_of(batches).items():
+                found.setdefault(step, []).extend(times)
+    assert {step: sorted(times) for step, times in found.items()} == whole
+
+
+def test_a_damaged_copy_is_read_anew(store, caplog):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    with PlannedLoaderOf(config_of(ram=10**9, ahead=1), schedule, reader) as loader:
+        batches = []
+
+        def damage():
+            batches.append(0)
+            if len(batches) == 6:
+                arena = loader.cache.arenas[1]
+                for _, extents in list(loader.cache._resident.values()):
+                    for offset, size in extents:
+                        os.pwrite(arena.fd, b"\xff" * (size // 2), offset)
+
+        assert_same(run(loader, schedule, damage), plain(schedule, reader))
+        assert loader.counters.fallback > 0
+    assert "it is read anew" in caplog.text
+
+
+def test_a_damaged_store_is_named(tmp_path):
+    store = make_store(tmp_path / "b.zarr", dates=4, members=3, shape=(17, 24))
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=np.arange(4), sizes=(3,), steps=3)
+    file = next((tmp_path / "b.zarr" / "forecast_pressure").glob("c.2*"))
+    data = bytearray(file.read_bytes())
+    data[100:110] = b"\0" * 10
+    file.write_bytes(data)
+    [reader] = readers_of(open_store(tmp_path / "b.zarr"), 1)
+    with (
+        PlannedLoaderOf(
+            config_of(ram=10**9), schedule_of(reader, dates=np.arange(4), sizes=(3,), steps=3), reader
+        ) as one,
+        pytest.raises(UserError, match=r"forecast_pressure/c\.2.*damaged"),
+    ):
+        run(one, schedule)
+
+
+def test_a_full_disk_costs_reads_and_no_more(store, tmp_path, monkeypatch):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    real, room = os.pwrite, [40_000]
+
+    def full(fd, data, offset):
+        room[0] -= len(data)
+        if room[0] < 0:
+            raise OSError(28, "No space left on device")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    ram = ram_for(schedule, reader, 0)
+    with PlannedLoaderOf(config_of(ram=ram, disk="9MB", folder=str(tmp_path)), schedule, reader) as loader:
+        assert_same(run(loader, schedule), plain(schedule, reader))
+        assert loader.counters.fallback > 0
+
+
+def test_nothing_is_left_behind(store):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    for cycle in range(12):
+        with PlannedLoaderOf(config_of(ram="50MB"), schedule, reader) as loader:
+            next(iter(loader.validation(0)))
+            if cycle % 2:
+                run_on = loader.train()
+                list(loader.validation(0))
+                next(run_on)
+        del loader
+        gc.collect()
+        mapped = Path("/proc/self/maps").read_text().count("memfd:ensemble_ml")  # a cache that is closed and yet held
+        found = (len(os.listdir("/proc/self/fd")), threading.active_count(), mapped)
+        if cycle == 1:
+            first = found
+    assert found == first
