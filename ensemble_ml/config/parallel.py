@@ -34,17 +34,25 @@ class ParallelConfig:
 
     trainer: int = opt(1, "independent models trained side by side, each on its share of the ranks")
     data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat and lon leave")
-    lat: int = opt(1, "ranks that share the latitudes of a sample")
-    lon: int = opt(1, "ranks that share the longitudes of a sample")
+    lat: Any = opt(1, "ranks that share the latitudes of a sample; auto lets the planner choose before training")
+    lon: Any = opt(1, "ranks that share the longitudes of a sample; auto lets the planner choose before training")
+    overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training")
     backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
     launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
     timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange")
     silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
 
     def __post_init__(self) -> None:
-        for key in ("trainer", "lat", "lon"):
-            require(f"parallel.{key}", getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
-        good = self.data == "auto" or (isinstance(self.data, int) and self.data >= 1)
-        require("parallel.data", self.data, good, "auto or a number from 1 up is allowed")
+        require("parallel.trainer", self.trainer, self.trainer >= 1, "must be 1 or more")
+        for key in ("data", "lat", "lon"):
+            value = getattr(self, key)
+            good = value == "auto" or (isinstance(value, int) and value >= 1)
+            require(f"parallel.{key}", value, good, "auto or a number from 1 up is allowed")
+        require("parallel.overlap", self.overlap, self.overlap in ("auto", True, False), "true, false or auto is allowed")
         require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
         require("parallel.silence", self.silence, self.silence >= 2, "must be 2 or more")
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner has to choose before the ranks can share anything out."""
+        return "auto" in (self.lat, self.lon)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
+from typing import Any
 
 from ensemble_ml.config.base import MISSING, check_period, opt, part, require
+from ensemble_ml.config.loading import LoadingConfig
 from ensemble_ml.config.model import ModelConfig
 from ensemble_ml.config.optim import OptimConfig
 from ensemble_ml.config.parallel import ParallelConfig
@@ -35,25 +36,6 @@ class DataConfig:
                 check_period(f"data.{key}", str(spec))
 
 
-class Assign(Enum):
-    """Which rank computes a sample of the global batch."""
-
-    fixed = "fixed"
-    locality = "locality"
-
-
-@dataclass
-class LoadingConfig:
-    """How batches reach the model."""
-
-    prefetch: int = opt(2, "batches read ahead by a thread; 0 reads in the training thread")
-    cache_gb: float = opt(2.0, "memory for decoded start dates, 1e9 bytes; dates beyond it are read anew each time")
-
-    def __post_init__(self) -> None:
-        require("loading.prefetch", self.prefetch, self.prefetch >= 0, "must be 0 or more")
-        require("loading.cache_gb", self.cache_gb, self.cache_gb >= 0, "must be 0 or more")
-
-
 @dataclass
 class TrackingConfig:
     """Logs."""
@@ -76,11 +58,12 @@ class TrainConfig:
     batch_size: int = opt(4, "start dates a step, over all ranks")
     validate_every: int = opt(100, "steps between validations")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
+    checkpoint_minutes: float = opt(15.0, "longest time between writings of checkpoints/last; 0 has no limit")
     max_minutes: float = opt(0.0, "plan the length by time: scale `steps` down to what fits; 0 keeps `steps`")
     spread_weight: float = opt(1.0, "weight of the spread loss beside the CRPS")
     average: float = opt(0.0, "decay of a running average of the weights that validation and checkpoints/best use; 0 turns it off")
     threads: int = opt(0, "CPU threads; 0 takes all cores. Resumed runs need the same number to be equal bit for bit")
-    resume: bool = opt(False, "go on from checkpoints/last of the same run")
+    resume: Any = opt(False, "go on from checkpoints/last of the same run; auto does so where SLURM has requeued the job")
     init_from: str | None = opt(None, "start from the weights of this checkpoint, with a new schedule")
     data: DataConfig = part(DataConfig, "dates, variables, levels, leads, members")
     model: ModelConfig = part(ModelConfig, "network")
@@ -92,6 +75,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("steps", "batch_size", "validate_every", "checkpoint_every"):
             require(key, getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
+        require("checkpoint_minutes", self.checkpoint_minutes, self.checkpoint_minutes >= 0, "must be 0 or more")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
-        require("resume", self.resume, not (self.resume and self.init_from), "resume and init_from exclude each other")
+        require("resume", self.resume, self.resume in (True, False, "auto"), "true, false and auto are allowed")
+        both = self.resume is True and self.init_from
+        require("resume", self.resume, not both, "resume and init_from exclude each other; resume=auto goes with it")
         require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +26,22 @@ log = logging.getLogger(__name__)
 _VOTES = (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
 
 
+Connect = Callable[[tuple[int, ...], Topology], Communicator | None]
+
+
+def process_group(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
+    """A communicator of `ranks`, None on the others; all ranks of the job call this."""
+    group = dist.new_group(list(ranks))
+    return TorchCommunicator(group) if topology.rank in ranks else None
+
+
 def make_exchange(
-    config: OptimConfig, topology: Topology, *, local_size: int = 1, reduction: Reduction = Reduction.sum
+    config: OptimConfig,
+    topology: Topology,
+    *,
+    local_size: int = 1,
+    reduction: Reduction = Reduction.sum,
+    connect: Connect = process_group,
 ) -> Exchange:
     """The exchange of `config` between the ranks that train one set of weights; all ranks of the job call this.
 
@@ -33,6 +49,7 @@ def make_exchange(
         topology: of the job. Ranks that share a sample always average in full precision before a vote.
         local_size: ranks of a node, which `hierarchical` averages too.
         reduction: sum or mean of the ranks' gradients is that of the whole batch.
+        connect: makes the communicators.
 
     Raises:
         UserError: the settings do not fit the ranks.
@@ -44,20 +61,29 @@ def make_exchange(
     if name is ExchangeName.none:
         raise UserError(f"optim.exchange=none: {ranks} ranks would train apart; use allreduce or vote")
     if name in _VOTES:
-        outer, inner = _groups(topology, _inner_size(config, topology, local_size))
-        if outer.size > 1:
-            return _vote(config, outer, inner, reduction)
-        log.info("optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision", name.value)
-        return GradientAverage(inner, reduction=reduction, clip=config.clip, bucket_mb=config.bucket_mb)
-    group, _ = _groups(topology, 1)
+        outer, inner = _groups(topology, _inner_size(config, topology, local_size), connect)
+        return exchange_between(config, outer, inner, reduction)
+    return exchange_between(config, _groups(topology, 1, connect)[0], NullCommunicator(), reduction)
+
+
+def exchange_between(
+    config: OptimConfig, outer: Communicator, inner: Communicator, reduction: Reduction = Reduction.sum
+) -> Exchange:
+    """The exchange of `config` over communicators that nothing else uses: `inner` averages before `outer` votes."""
+    name = config.exchange
+    if name in _VOTES and outer.size > 1:
+        return _vote(config, outer, inner, reduction)
     common: dict[str, Any] = {"reduction": reduction, "clip": config.clip, "bucket_mb": config.bucket_mb}
+    if name in _VOTES:
+        log.info("optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision", name.value)
+        return GradientAverage(inner, **common)
     if name is ExchangeName.powersgd:
-        return PowerSGD(group, rank=config.rank, **common)
+        return PowerSGD(outer, rank=config.rank, **common)
     if name is ExchangeName.allreduce:
-        return GradientAverage(group, **common)
+        return GradientAverage(outer, **common)
     dtype = torch.float16 if name is ExchangeName.fp16 else torch.bfloat16
-    _try_type(group, dtype, name)
-    return GradientAverage(group, dtype=dtype, **common)
+    _try_type(outer, dtype, name)
+    return GradientAverage(outer, dtype=dtype, **common)
 
 
 def _vote(config: OptimConfig, outer: Communicator, inner: Communicator, reduction: Reduction) -> Vote:
@@ -88,7 +114,7 @@ def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int
     return local_size
 
 
-def _groups(topology: Topology, inner_size: int) -> tuple[Communicator, Communicator]:
+def _groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Communicator, Communicator]:
     """(outer, inner): `inner_size` ranks in a row, and the ranks at this place of each such row. Made by all ranks."""
     found: dict[str, Communicator] = {"outer": NullCommunicator(), "inner": NullCommunicator()}
     for members in topology.groups("data", "lat", "lon"):
@@ -96,10 +122,8 @@ def _groups(topology: Topology, inner_size: int) -> tuple[Communicator, Communic
         columns = list(zip(*rows, strict=True))
         for role, sets in (("inner", rows), ("outer", columns)):
             for ranks in sets:
-                if len(ranks) > 1:
-                    group = dist.new_group(list(ranks))
-                    if topology.rank in ranks:
-                        found[role] = TorchCommunicator(group)
+                made = connect(tuple(ranks), topology) if len(ranks) > 1 else None
+                found[role] = made or found[role]
     return found["outer"], found["inner"]
 
 
@@ -113,36 +137,49 @@ def _try_type(group: Communicator, dtype: torch.dtype, name: ExchangeName) -> No
         ) from error
 
 
-def gather_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> dict[str, Tensor]:
-    """What ranks hold apart, as `rank0.NAME`, `rank1.NAME`, ... on the CPU; every rank calls this.
+@dataclass(frozen=True)
+class OwnState:
+    """What one rank holds apart from the others: part `rank` of `ranks`; `keep` where no other rank holds the same."""
+
+    rank: int
+    ranks: int
+    tensors: dict[str, Tensor]
+    keep: bool
+
+
+def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> OwnState | None:
+    """What this rank holds apart, uncopied; None where ranks hold all in common. Every rank calls this.
 
     `mean` averages momenta instead, in place, so that the run goes on from what the checkpoint says.
     """
     if not isinstance(exchange, BucketExchange):
-        return {}
+        return None
     if isinstance(exchange, Vote) and kept is MomentumKept.mean:
         exchange.average_momenta()
-        return {}
-    found = {}
-    for name, value in exchange.local_state().items():
-        own = value.contiguous().view(-1)
-        everyone = own.new_empty(exchange.group.size * own.numel())
-        exchange.group.all_gather(everyone, own)
-        for rank, part in enumerate(everyone.cpu().split(own.numel())):
-            found[f"rank{rank}.{name}"] = part.view(value.shape)
-    return found
-
-
-def restore_state(exchange: Exchange, found: dict[str, Tensor]) -> None:
-    """Give each rank its tensors back; on another number of ranks, all of them get the mean."""
+        return None
+    found = exchange.local_state()
     if not found:
+        return None
+    first = not isinstance(exchange, Vote) or exchange.inner.rank == 0
+    return OwnState(exchange.group.rank, exchange.group.size, found, first)
+
+
+def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[str, Tensor]]) -> None:
+    """Give this rank its tensors back; on another number of ranks, all of them get the mean.
+
+    Args:
+        ranks: parts that were kept; 0 does nothing.
+        read: tensors of a part; one at a time is held.
+    """
+    if not ranks:
         return
     size, place = (exchange.group.size, exchange.group.rank) if isinstance(exchange, BucketExchange) else (1, 0)
-    ranks = sorted({int(key.split(".")[0].removeprefix("rank")) for key in found})
-    names = [key.removeprefix("rank0.") for key in found if key.startswith("rank0.")]
-    if len(ranks) == size:
-        own = {name: found[f"rank{place}.{name}"] for name in names}
-    else:
-        log.warning("resume: momenta of %d ranks on %d: every rank goes on from their mean", len(ranks), size)
-        own = {name: torch.stack([found[f"rank{r}.{name}"] for r in ranks]).mean(0) for name in names}
-    exchange.load_local_state(own)
+    if ranks == size:
+        exchange.load_local_state(dict(read(place)))
+        return
+    log.warning("resume: momenta of %d ranks on %d: every rank goes on from their mean", ranks, size)
+    total = {name: value.clone() for name, value in read(0).items()}
+    for rank in range(1, ranks):
+        for name, value in read(rank).items():
+            total[name] += value
+    exchange.load_local_state({name: value / ranks for name, value in total.items()})

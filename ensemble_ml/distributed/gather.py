@@ -32,6 +32,19 @@ def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     return whole
 
 
+def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list[bytes]:
+    """What every rank of a group gives, in rank order, on all of them."""
+    sizes = torch.empty(group.size, dtype=torch.int64, device=device)
+    group.all_gather(sizes, torch.tensor([len(data)], device=device))
+    most = max(1, int(sizes.max()))
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    found = torch.empty(group.size * most, dtype=torch.uint8, device=device)
+    group.all_gather(found, padded.to(device))
+    whole = found.cpu().numpy().reshape(group.size, most)
+    return [row[:size].tobytes() for row, size in zip(whole, sizes.tolist(), strict=True)]
+
+
 def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[Tensor, Tensor]:
     """Smallest and largest values over the ranks of a spatial group; NaN where no rank has any."""
     both = torch.stack([torch.nan_to_num(-low, nan=-torch.inf), torch.nan_to_num(high, nan=-torch.inf)])

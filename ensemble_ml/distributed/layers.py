@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ensemble_ml.distributed import norms
 from ensemble_ml.distributed.halo import Side, halo
 from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule
 
@@ -34,17 +35,21 @@ _POINTWISE = (
 )  # fmt: skip
 
 
-def partition(model: nn.Module, mesh: Mesh, *, axes: tuple[int, int] = (2, 3)) -> nn.Module:
+def partition(
+    model: nn.Module, mesh: Mesh, *, axes: tuple[int, int] = (2, 3), overlap: Overlap | None = None
+) -> nn.Module:
     """Let `model` compute this rank's part of a field, in place, and return it.
 
     Args:
         mesh: of the job; on one rank only dropout changes, whose masks then do not depend on the partition.
         axes: latitude and longitude among the axes of the tensors; (3, 4) for (B, C, Z, Y, X).
+        overlap: switch by which convolutions compute while their halos travel; off where it is None.
 
     Raises:
         UserError: a layer that cannot be shared out: its name and type.
     """
     chosen = {name: _kind(name, module) for name, module in model.named_modules()}  # refuse before changing anything
+    overlap = overlap or Overlap()
     for name, module in model.named_modules():
         kind = chosen[name]
         if kind is None or (mesh.topology.spatial == 1 and kind is not PartDropout):
@@ -52,6 +57,7 @@ def partition(model: nn.Module, mesh: Mesh, *, axes: tuple[int, int] = (2, 3)) -
         module.__class__ = kind
         object.__setattr__(module, "part_mesh", mesh)
         object.__setattr__(module, "part_axes", axes)
+        object.__setattr__(module, "part_overlap", overlap)
     return model
 
 
@@ -122,6 +128,7 @@ def _check_start(side: Side, length: int, step: int) -> None:
 class _PartConv:
     part_mesh: Mesh
     part_axes: tuple[int, int]
+    part_overlap: Overlap
 
     def _conv_forward(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         sides, rest = [], [list(pair) for pair in _pads(self)]
@@ -135,8 +142,9 @@ class _PartConv:
         if any(map(any, rest)):
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             x = F.pad(x, [n for pair in reversed(rest) for n in pair], mode=mode)
-        function = F.conv3d if x.ndim == 5 else F.conv2d
-        return function(_surrounded(x, sides), weight, bias, self.stride, 0, self.dilation, self.groups)
+        rows, columns = sides[0] if sides else None, sides[1] if len(sides) > 1 else None
+        window = Window(self.stride, (0,) * (x.ndim - 2), self.dilation, self.groups)
+        return halo_conv(x, weight, bias, window, rows, columns, overlap=self.part_overlap.on)
 
 
 def _pads(conv: Any) -> list[tuple[int, int]]:

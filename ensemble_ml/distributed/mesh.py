@@ -12,7 +12,7 @@ from ensemble_ml.distributed.topology import AXES, Topology
 
 # Every set of axes that some part of a job communicates over. Made eagerly and in this order on every rank, because
 # ranks that make communicators in different orders wait for each other for ever.
-_ROLES: tuple[tuple[str, ...], ...] = (AXES, ("data",), ("lat",), ("lon",), ("lat", "lon"), ("data", "lat", "lon"))
+ROLES: tuple[tuple[str, ...], ...] = (AXES, ("data",), ("lat",), ("lon",), ("lat", "lon"), ("data", "lat", "lon"))
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,17 @@ class Mesh:
         return sum(group.bytes_sent for group in {id(g): g for g in self.groups.values()}.values())
 
 
-def make_mesh(topology: Topology) -> Mesh:
-    """Make the communicators of a topology over the initialised process group; groups of one rank cost nothing."""
+Members = tuple[tuple[int, ...], ...]
+
+
+def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = None) -> Mesh:
+    """Make the communicators of a topology over the initialised process group; groups of one rank cost nothing.
+
+    `known` communicators, by the members of all groups of a role, are used again, and new ones added to them.
+    """
     groups: dict[tuple[str, ...], Communicator] = {}
-    same: dict[tuple[tuple[int, ...], ...], Communicator] = {}
-    for axes in _ROLES:
+    same = {} if known is None else known
+    for axes in ROLES:
         members = tuple(topology.groups(*axes))
         if len(members[0]) == 1:
             groups[axes] = NullCommunicator()

@@ -1,4 +1,5 @@
-"""Signs and small codes packed into words, by torch operations that run on CPU and CUDA and compile.
+"""Signs and small codes packed into words, by torch operations that run on CPU and CUDA and compile; in host memory by
+NumPy (`pack_host`), and on a GPU by Triton (`triton_vote`), which give the same words faster.
 
 A word is an int64; element e stands in word e // 64, bit e % 64 (words are little-endian). Packing multiplies eight
 bytes of 0 or 1, seen as one int64, by a constant that brings their eight bits together in the highest byte; unpacking
@@ -13,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ensemble_ml.distributed import triton_vote
+from ensemble_ml.distributed import pack_host, triton_vote
 
 WORD = 64
 _GATHER = 0x0102040810204080  # byte i of the factor's product meets bit i of the top byte; no two terms coincide
@@ -30,6 +31,8 @@ def words(elements: int) -> int:
 
 def pack_bits(bits: Tensor) -> Tensor:
     """Pack (64 w,) or (P, 64 w) bool into int64 words, (w,) or (P, w)."""
+    if pack_host.usable(bits):
+        return pack_host.pack_bits(bits)
     eights = bits.view(torch.int64) * _GATHER
     return (eights >> 56).to(torch.uint8).view(torch.int64)
 
@@ -39,9 +42,15 @@ def pack_signs(u: Tensor, step: int) -> Tensor:
 
     Magnitudes under the smallest normal number count as zero where the tie falls to 1.
     """
-    limits = _around_zero(u.dtype, step)
-    if triton_vote.usable(u.device):
+    return pack_above(u, *_around_zero(u.dtype, step))
+
+
+def pack_above(u: Tensor, *limits: float) -> Tensor:
+    """Pack (64 w,) numbers into (w,) words: 1 above the first limit (elements 0, 2, ...) or the second."""
+    if u.is_floating_point() and triton_vote.usable(u.device):
         return triton_vote.pack(u, *limits)
+    if pack_host.usable(u):
+        return pack_host.pack_above(u, *limits)
     packed = torch.empty(u.numel() // WORD, dtype=torch.int64, device=u.device)
     for start in range(0, u.numel(), _PART):  # so that what lies between is small, and its memory used again
         eights = above(u[start : start + _PART], *limits).view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56)
@@ -105,6 +114,8 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
     """Fill `out` (64 w,) with +1 or -1 for each bit of (w,) words, and return it."""
     if triton_vote.usable(out.device):
         return triton_vote.unpack(packed.contiguous(), out)
+    if pack_host.usable(out):
+        return pack_host.unpack_signs(packed, out)
     table, held, rows = _table(out.dtype, out.device), packed.view(torch.uint8), out.view(-1, 8)
     for start in range(0, len(held), _PART // 8):
         part = slice(start, start + _PART // 8)

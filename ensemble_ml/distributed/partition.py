@@ -15,11 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ensemble_ml.config import Vertical
 from ensemble_ml.distributed.halo import Across, Side, halo
 from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
@@ -27,8 +30,12 @@ from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 
 
-def partition_model(model: EnsembleModel, mesh: Mesh) -> Shard:
+def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = None) -> Shard:
     """Let `model` compute this rank's part of its grid, in place; return which part that is.
+
+    Args:
+        mesh: of the job.
+        overlap: switch by which convolutions compute while their halos travel; off where it is None.
 
     Raises:
         UserError: the grid does not have a block of 2^depth rows or columns for every rank, or a rank's part is so thin
@@ -41,6 +48,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh) -> Shard:
     for module in model.modules():
         if isinstance(module, Padder):
             _swap(module, PartPadder, mesh=mesh, shard=_level_of(module, shard, depth))
+        elif isinstance(module, Convolution):
+            _swap(module, PartConvolution, overlap=overlap or Overlap())
         elif isinstance(module, Heads):
             _swap(module, PartHeads, shard=shard)
         elif isinstance(module, Features):
@@ -82,13 +91,32 @@ class PartPadder(Padder):
     part_mesh: Mesh
     part_shard: Shard
 
-    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+    def sides(self, x_BCYXZ: Tensor) -> tuple[Side, Side, Across]:
+        """What `halo` wants to know."""
         g, mesh = self.geometry, self.part_mesh
         if tuple(x_BCYXZ.shape[2:4]) != self.part_shard.shape:
             raise ValueError(f"rows and columns {tuple(x_BCYXZ.shape[2:4])}; this rank has {self.part_shard.shape}")
         rows = Side(2, 1, 1, first=g.north, last=g.south, comm=mesh.lat)
         columns = Side(3, 1, 1, periodic=g.wraps, first=_REPLICATE, last=_REPLICATE, comm=mesh.lon)
-        return halo(x_BCYXZ, rows, columns, Across(self.part_shard.columns, self.sign, self.offset))
+        return rows, columns, Across(self.part_shard.columns, self.sign, self.offset)
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        return halo(x_BCYXZ, *self.sides(x_BCYXZ))
+
+
+class PartConvolution(Convolution):
+    """The same, computed while its halo travels where `part_overlap` says so; weights of each plane's own wait."""
+
+    pad: PartPadder
+    part_overlap: Overlap
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        if not self.part_overlap.on or self.vertical is Vertical.full:
+            return super().forward(x_BCYXZ)
+        conv = self.across if self.vertical is Vertical.separable else self.conv
+        window = Window(conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[arg-type]
+        found = halo_conv(x_BCYXZ, conv.weight, conv.bias, window, *self.pad.sides(x_BCYXZ), overlap=True)
+        return self.along(found) if self.vertical is Vertical.separable else found
 
 
 def _sliced(name: str) -> Any:
@@ -106,6 +134,7 @@ class PartHeads(Heads):
 
     part_shard: Shard
     climatology = _sliced("climatology")
+    anchor = _sliced("anchor")
     bias = _sliced("bias")
     inflation = _sliced("inflation")
     local_location = _sliced("local_location")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from ensemble_ml.config import ParallelConfig
@@ -76,16 +77,15 @@ class Topology:
     def group(self, *axes: str) -> tuple[int, ...]:
         """Ranks that differ from this one along `axes` alone, itself among them, in rank order."""
         own = self.place
-        others = [i for i, axis in enumerate(AXES) if axis not in axes]
-        places = ((rank, place_of(self.shape, rank)) for rank in range(self.size))
-        return tuple(rank for rank, place in places if all(place[i] == own[i] for i in others))
+        every = zip(AXES, self.shape, own, strict=True)
+        along = [range(degree) if axis in axes else (place,) for axis, degree, place in every]
+        return tuple(rank_of(self.shape, Place(*place)) for place in product(*along))
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """All groups along `axes`, each once, in the same order on every rank."""
-        for rank in range(self.size):
-            members = self.at(rank).group(*axes)
-            if members[0] == rank:
-                yield members
+        across = [(0,) if axis in axes else range(n) for axis, n in zip(AXES, self.shape, strict=True)]
+        for place in product(*across):
+            yield self.at(rank_of(self.shape, Place(*place))).group(*axes)
 
 
 def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
@@ -110,9 +110,13 @@ def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
 def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
     """The mesh that `config` makes of `size` ranks; `parallel.data=auto` takes what the other degrees leave.
 
+    Where latitude or longitude are left to the planner, every rank has dates of its own until it has chosen.
+
     Raises:
         UserError: the degrees do not multiply to the number of ranks.
     """
+    if config.planned:
+        return Topology(data=size, rank=rank)
     fixed = config.trainer * config.lat * config.lon
     if config.data == "auto":
         if size % fixed:

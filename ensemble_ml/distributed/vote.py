@@ -22,8 +22,7 @@ from ensemble_ml.distributed import triton_vote
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.pack import (
     WORD,
-    above,
-    pack_bits,
+    pack_above,
     pack_codes,
     pack_signs,
     subtract_alternating,
@@ -39,7 +38,15 @@ _STEP = {2: 1.38, 4: 0.52, 8: 0.052}
 _TINY = 2.0**-126
 
 
-def sign_allreduce(u: Tensor, bits: int, group: Communicator, step: int, *, scale: VoteScale = VoteScale.l1) -> Tensor:
+def sign_allreduce(
+    u: Tensor,
+    bits: int,
+    group: Communicator,
+    step: int,
+    *,
+    scale: VoteScale = VoteScale.l1,
+    out: Tensor | None = None,
+) -> Tensor:
     """Vote on the sign of each element of `u` over the ranks of `group`; returns +1 or -1 in u's shape.
 
     Args:
@@ -47,17 +54,39 @@ def sign_allreduce(u: Tensor, bits: int, group: Communicator, step: int, *, scal
         bits: 1, 2, 4 or 8 bits an element that each rank casts.
         step: number of the step, for the ties.
         scale: what a code is a multiple of; `sign` casts one bit whatever `bits` says.
+        out: memory that the result may use, (n,) float32 with n at least `room(u.numel(), ranks)`.
     """
-    flat = u.new_zeros(group.size * share(u.numel(), group.size) * WORD)
-    flat[: u.numel()] = u.flatten()
-    if scale is VoteScale.sign:
-        bits = 1
-    if bits > 1:
-        magnitude = _magnitude(u, scale)
-        flat[: u.numel()].mul_(torch.where(magnitude > 0, 1 / (magnitude * unit(bits, scale)), 0.0))
-    ballots = cast(flat, bits, group.size, step)
+    flat, size = u.detach().flatten(), room(u.numel(), group.size)
+    out = flat.new_empty(size) if out is None else out[:size]
+    if bits == 1 or scale is VoteScale.sign:
+        bits, ballots = 1, _cast_signs(flat, group.size, step)
+    else:
+        magnitude = _magnitude(flat, scale)
+        factor = torch.where(magnitude > 0, 1 / (magnitude * unit(bits, scale)), 0.0)
+        torch.mul(flat, factor, out=out[: len(flat)])
+        out[len(flat) :].zero_()
+        ballots = cast(out, bits, group.size, step)
     winner = count(send(ballots, group), bits, step)
-    return unpack_signs(tell(winner, group), flat)[: u.numel()].view(u.shape)
+    return unpack_signs(tell(winner, group), out)[: u.numel()].view(u.shape)
+
+
+def room(elements: int, ranks: int) -> int:
+    """Elements of the whole words that `ranks` equal parts are made of."""
+    return ranks * share(elements, ranks) * WORD
+
+
+def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
+    """As `cast` with one bit, of any number of floats, which stay as they are; what is added to them stands for 0."""
+    whole = len(flat) // WORD
+    packed = torch.zeros(room(len(flat), ranks) // WORD, dtype=torch.int64, device=flat.device)
+    packed[:whole] = pack_signs(flat[: whole * WORD], step)
+    if whole * WORD < len(flat):
+        packed[whole : whole + 1] = pack_signs(_padded(flat[whole * WORD :]), step)
+    return packed.view(ranks, -1)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, WORD - len(x)))
 
 
 def share(elements: int, ranks: int) -> int:
@@ -122,7 +151,7 @@ def count(ballots: Tensor, bits: int, step: int) -> Tensor:
     # The votes' sum is 2 total - twice: 1 where it is positive, or zero and the tie falls so.
     twice = ranks * (2**bits - 1)
     won, lost = (twice + 1) // 2 - 1, twice // 2
-    return pack_bits(above(total, won, lost) if tie_bit(step) else above(total, lost, won))
+    return pack_above(total, won, lost) if tie_bit(step) else pack_above(total, lost, won)
 
 
 def majority(planes: Sequence[Tensor], step: int) -> Tensor:

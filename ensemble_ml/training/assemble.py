@@ -1,7 +1,7 @@
 """Puts a run together: climate, model, precision, optimizer and loss, anew or from its last checkpoint.
 
 Over several ranks every one holds all weights, and its part of the grid of everything else; what is fitted to the
-training dates is fitted by rank 0, which tells the others.
+training dates is fitted by rank 0 from rows that each rank has read of its own, and told to the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import make_exchange
+from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
@@ -27,6 +28,7 @@ from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training import setup
+from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split
 from ensemble_ml.training.climate_fit import fit_climate
@@ -85,16 +87,17 @@ def assemble(
     session = session or solo()
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     torch.backends.cudnn.deterministic = True
-    train, validation = _whole_dates(config, reader, train, validation)
+    train, validation = whole_dates(config, reader, train, validation)
     shard = _shard(reader.spec, session)
-    own = reader if shard is None else _part_reader(config, reader, shard)
+    own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:
-        state, found = _begin(config, reader, own, train, validation, session)
+        state, found = _begin(config, reader, own, train, validation, session, shard)
     else:
         setup.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, session)
+    overlap = Overlap(config.parallel.overlap is True)
     if isinstance(state.model, EnsembleModel):
-        partition_model(state.model, session.mesh)
+        partition_model(state.model, session.mesh, overlap)
     facts = {
         "config": setup.plain_config(config),
         "spec": reader.spec.to_json(),
@@ -107,7 +110,23 @@ def assemble(
         **found,
     }
     loss = _loss(config, reader.spec, state, shard, session.mesh.model)
-    return Run(config, own, train, validation, state, loss, facts, session)
+    run = Run(config, own, train, validation, state, loss, facts, session)
+    if config.parallel.overlap == "auto" and shard is not None:
+        _measure_overlap(run, overlap)
+    return run
+
+
+def _measure_overlap(run: Run, overlap: Overlap) -> None:
+    """Set the switch to what is faster for a forward and backward pass of this run; weights are untouched."""
+    model, batch = run.state.model, run.batches(0, 1).batch(0).to(run.device, run.dtype)
+
+    def step() -> None:
+        run.loss(model(batch.inputs), batch)["loss"].backward()
+        model.zero_grad(set_to_none=True)
+
+    seconds = choose_overlap(overlap, step, run.session.mesh.model)
+    text = "overlap: %.0f ms a step without, %.0f ms with; taken: %s"
+    log.info(text, 1e3 * seconds["off"], 1e3 * seconds["on"], "on" if overlap.on else "off")
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
@@ -124,16 +143,16 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
     return make_shard(topology, spec.grid.shape, spec.config.depth)
 
 
-def _part_reader(config: TrainConfig, reader: Reader, shard: Shard) -> Reader:
+def _part_reader(reader: Reader, shard: Shard) -> Reader:
     window = shard.own_rows, shard.own_columns
-    return Reader(reader.source, reader.spec, cache_gb=config.loading.cache_gb, window=window)
+    return Reader(reader.source, reader.spec, window=window)
 
 
 def _share(session: Session) -> tuple[int, int]:
     return session.topology.place.data, session.topology.data
 
 
-def _whole_dates(
+def whole_dates(
     config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The dates that have members enough: to draw from in training, the first M of each in validation."""
@@ -144,14 +163,17 @@ def _whole_dates(
 
 
 def _begin(
-    config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session
-) -> tuple[State, dict[str, Any]]:
+    config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
+    shard: Shard | None,
+) -> tuple[State, dict[str, Any]]:  # fmt: skip
     first = _batches(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(config.init_from) if config.init_from is not None else None
     if given is not None:
         setup.refuse_other_layout(reader.spec, given)
     members = config.data.validation_members
-    fit = session.once(lambda: fit_climate(reader, train, validation, members, config.data.members))
+    fit = on_first(
+        session, shard, reader, lambda whole: fit_climate(whole, train, validation, members, config.data.members)
+    )
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
     if given is not None:
@@ -190,7 +212,6 @@ def _batches(
         sizes=config.data.members,
         steps=steps,
         start_step=start_step,
-        prefetch=config.loading.prefetch,
         share=share,
     )
 

@@ -2,11 +2,12 @@
 
     checkpoints/step_00000400/model.safetensors       weights and buffers that predict (averaged, where that is on)
                               optimizer.safetensors   what else a resumed run needs, as flat tensors
+                              rank_00000.safetensors  what that rank holds apart: its momentum under votes, and the like
                               checkpoint.json         format, step, config, spec, scores, versions, sha256 of the files
     checkpoints/last, checkpoints/best -> step_...
 
-A folder is written under another name, synced to disk and renamed; then the links are exchanged one by one. A run that
-dies at any moment leaves `last` at a whole checkpoint, and at most rubbish that the next start clears away.
+`keeper` writes them. A run that dies at any moment leaves `last` at a whole checkpoint, and at most rubbish that the
+next start clears away.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 
-FORMAT = 1  # raised whenever a reader of the older number would misread the files
-MODEL, TRAINING, META = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
-_PARTIAL, _STEP = ".partial-", "step_"
+FORMAT = 2  # raised whenever a reader of the older number would misread the files
+MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
+PARTIAL, STEP = ".partial-", "step_"
 
 
 @dataclass(eq=False)
@@ -48,43 +49,23 @@ class Checkpoint:
         """Hash of the whole checkpoint: of its JSON, which holds the hashes of the tensor files."""
         return self.meta["sha256"]
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks kept tensors of their own."""
+        return sum(name.startswith(RANK) for name in self.meta["files"])
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    *,
-    state_dict: Mapping[str, Tensor],
-    training: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    best: bool = False,
-) -> Path:
-    """Write the checkpoint of `step` under `folder` and point `last` (and `best`) to it; return its folder.
+    def of_rank(self, rank: int) -> dict[str, Tensor]:
+        """Read and verify what one rank held apart.
 
-    `meta` must hold `spec` (`ModelSpec.to_json`); format, step and hashes are added.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"{_STEP}{step:08d}"
-    partial = folder / f"{_PARTIAL}{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name, tensors in ((MODEL, state_dict), (TRAINING, training)):
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(partial / name))
-    files = {name: _sha256(partial / name) for name in (MODEL, TRAINING)}
-    full = {"format": FORMAT, "step": step, **meta, "files": files}
-    full["sha256"] = _digest(full)
-    (partial / META).write_text(json.dumps(full, indent=1, allow_nan=False) + "\n")
-    for name in (MODEL, TRAINING, META):
-        sync(partial / name)
-    sync(partial)
-    if final.exists() and not _is_target(folder, final.name):
-        shutil.rmtree(final)  # left by a run that died between the rename and the exchange of the link
-    if not final.exists():
-        os.rename(partial, final)
-    sync(folder)
-    for link in ("last", "best") if best else ("last",):
-        point(folder, link, final.name)
-    clean(folder)
-    return final
+        Raises:
+            UserError: its file is absent or damaged.
+        """
+        return _read_tensors(self.path, self.path / rank_file(rank), self.meta)
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file of what one rank holds apart."""
+    return f"{RANK}{rank:05d}.safetensors"
 
 
 def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
@@ -148,7 +129,7 @@ def point(folder: Path, link: str, target: str) -> None:
     """Let `folder/link` lead to `target` from one moment to the next."""
     if (folder / link).is_symlink() and os.readlink(folder / link) == target:
         return
-    temporary = folder / f"{_PARTIAL}{link}"
+    temporary = folder / f"{PARTIAL}{link}"
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
     os.replace(temporary, folder / link)
@@ -158,14 +139,20 @@ def point(folder: Path, link: str, target: str) -> None:
 def clean(folder: Path) -> None:
     """Remove what a killed run left half-written, and checkpoints that no link leads to."""
     for entry in list(folder.iterdir()) if folder.is_dir() else []:
-        if entry.name.startswith(_PARTIAL) or (entry.name.startswith(_STEP) and not _is_target(folder, entry.name)):
+        if entry.name.startswith(PARTIAL) or (entry.name.startswith(STEP) and not is_target(folder, entry.name)):
             if entry.is_symlink() or entry.is_file():
                 entry.unlink()
             else:
                 shutil.rmtree(entry)
 
 
-def _is_target(folder: Path, name: str) -> bool:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same values on the CPU, in memory of their own."""
+    return {name: torch.empty_like(t, device="cpu").copy_(t.detach()) for name, t in tensors.items()}
+
+
+def is_target(folder: Path, name: str) -> bool:
+    """Whether `last` or `best` leads to this entry."""
     return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
 
 
@@ -185,7 +172,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise UserError(
             f"checkpoint {path}: format {number}; this version reads {FORMAT}; use the version that wrote it"
         )
-    if meta.get("sha256") != _digest(meta):
+    if meta.get("sha256") != digest(meta):
         raise _damaged(path, META)
     return meta
 
@@ -193,7 +180,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
     if not file.is_file():
         raise UserError(f"checkpoint {path}: {file.name} is absent; use another checkpoint")
-    if _sha256(file) != meta["files"].get(file.name):
+    if sha256_of(file) != meta["files"].get(file.name):
         raise _damaged(path, file.name)
     try:
         return load_file(str(file))
@@ -205,12 +192,14 @@ def _damaged(path: Path, name: str) -> UserError:
     return UserError(f"checkpoint {path}: {name} is damaged (it is not what was written); use another checkpoint")
 
 
-def _digest(meta: Mapping[str, Any]) -> str:
+def digest(meta: Mapping[str, Any]) -> str:
+    """Hash of what a checkpoint's JSON says, itself left out."""
     plain = {k: v for k, v in meta.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """Hash of a file's bytes."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

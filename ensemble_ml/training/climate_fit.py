@@ -10,7 +10,8 @@ With m, s mean and spread of the first M members, S the spread of all, y the tru
                                                                   s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k)
     s1        = the full spread expected from M members (`features.unbiased_spread`), its k by RMSE on validation dates
     bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
-    inflation = log of [c * root of the shrunk mean of (y - m - bias without this date)^2 / s0^2]
+    linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`)
+    inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
 
 c, one number a field, minimises the CRPS of the variable's own family, so heavy tails and zeros are allowed for; the
 CRPS that is left is the scale of the loss. Residuals leave their own date out of the bias, or sigma would come out too
@@ -30,9 +31,12 @@ from torch import Tensor
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, distributions
 from ensemble_ml.models.features import unbiased_spread
+from ensemble_ml.models.heads import widened
+from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced, split
+from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 
 log = logging.getLogger(__name__)
@@ -73,6 +77,7 @@ class _Spread:
     full_shrink: Tensor
     gain: Tensor
     level: Tensor
+    linear: Linear | None = None
 
     def s0(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
         k = (self.shrink if shrink is None else shrink)[..., None, None]
@@ -84,6 +89,16 @@ class _Spread:
         count = torch.tensor([float(self.members)])
         terms = (v[..., None, None] for v in (k, self.gain, self.level))
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
+
+    def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """What the linear correction adds to mean and s1, (T, F, Y, X)."""
+        if self.linear is None:
+            return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
+        return self.linear(sample.mean, sample.spread, self.members)
+
+    def expected(self, sample: Sample) -> Tensor:
+        """The full spread that the untrained model predicts, (T, F, Y, X)."""
+        return widened(self.s1(sample.spread), self.correction(sample)[1])
 
 
 def fit_climate(
@@ -110,7 +125,14 @@ def fit_climate(
     moments = dates.input_moments(all_train)
     climatology = _climatology(dates, chosen, scales)
     spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
-    arrays: dict[str, Tensor | np.ndarray] = {**_truth_terms(dates, chosen, sample, spread, scales)}
+    truth = _Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
+    anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
+    correction = LinearCorrection(reader.spec, np.zeros(correction_shape(reader.spec)))
+    if reader.spec.linear:
+        spread.linear = Linear(correction, anchor, climatology, spread.full_shrink)
+        fit_linear(spread.linear, dates, chosen, np.asarray(validation, int), sizes, _Left(truth, spread))
+    arrays: dict[str, Tensor | np.ndarray] = {**_truth_terms(dates, truth, sample)}
+    arrays["anchor"] = anchor
     arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
     arrays |= {"spread_shrink": spread.full_shrink, "spread_gain": spread.gain, "spread_level": spread.level}
     found = {}
@@ -121,7 +143,7 @@ def fit_climate(
     if reader.spec.local:
         found |= _maps(reader, chosen)
     log.info("climate: fitted on %d of %d training dates, %d members", len(chosen), len(all_train), dates.members)
-    climate = Climate(**found, static=_static(reader))
+    climate = Climate(**found, static=_static(reader), correction=correction.weight.numpy())
     extremes = np.stack([moments.minimum, moments.maximum], -1)
     return Fit(climate, _spread_errors(dates, sample, spread, scales, sizes).numpy(), extremes)
 
@@ -230,7 +252,7 @@ def _spread_error(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Sca
     total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
     for date in chosen:
         sample = dates.sample(int(date))
-        error = _square_error(spread.s1(sample.spread), sample, scales)
+        error = _square_error(spread.expected(sample), sample, scales)
         total += torch.nan_to_num(error)
         count += torch.isfinite(error)
     # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
@@ -238,14 +260,26 @@ def _spread_error(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Sca
     return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()
 
 
-def _truth_terms(
-    dates: Dates, chosen: np.ndarray, sample: np.ndarray, spread: _Spread, scales: Scales
-) -> dict[str, Tensor]:
+@dataclass(eq=False)
+class _Left:
+    """What the linear correction is to explain: errors of mean and spread without it."""
+
+    truth: _Truth | None
+    spread: _Spread
+
+    def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
+        more = sample.full_spread - replace(self.spread, members=members).s1(sample.spread)
+        if self.truth is None:
+            return torch.zeros_like(more), more
+        return self.truth.error_left(date, sample.mean), more
+
+
+def _truth_terms(dates: Dates, truth: _Truth | None, sample: np.ndarray) -> dict[str, Tensor]:
     """Bias and inflation (T, F, Y, X) and error (T, F); zeros and ones where no truth is learned."""
-    nothing = torch.zeros_like(spread.climatology)
-    if not dates.spec.config.postprocess:
+    if truth is None:
+        nothing = torch.zeros(*dates.shape, *dates.spec.grid.shape)
         return {"bias": nothing, "inflation": nothing, "error": torch.ones(dates.shape)}
-    truth = _Truth(dates, spread, scales, chosen)
+    spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
     inflation = truth.inflation()
     factor, error = truth.best_factor(sample, inflation)
@@ -274,12 +308,19 @@ class _Truth:
         error = self.dates.target(Part.TRUTH, date) - self.dates.target(Part.MEAN, date)
         return error / self.spread.climatology.clamp(min=_TINY)
 
+    def error_left(self, date: int, mean: Tensor) -> Tensor:
+        """Error of `mean` without the bias of the other dates, (T, F, Y, X)."""
+        return self.dates.target(Part.TRUTH, date) - mean - self._bias_without(date)
+
+    def _bias_without(self, date: int) -> Tensor:
+        error = torch.nan_to_num(self.scales.filled(self._error(date)))
+        return self.bias.without(error) * self.spread.climatology
+
     def _unseen(self, date: int) -> tuple[Tensor, Tensor, Tensor]:
         """Truth, corrected mean of M members with `date` left out of the bias, and s0."""
         sample = self.dates.sample(int(date))
-        error = torch.nan_to_num(self.scales.filled(self._error(date)))
-        bias = self.bias.without(error) * self.spread.climatology
-        return self.dates.target(Part.TRUTH, date), sample.mean + bias, self.spread.s0(sample.spread)
+        centre = sample.mean + self._bias_without(date) + self.spread.correction(sample)[0]
+        return self.dates.target(Part.TRUTH, date), centre, self.spread.s0(sample.spread)
 
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
         """k of s0 (T, F) at which N(centre, c^2 s0^2) gives the truth the highest likelihood, c free for each k.

@@ -26,7 +26,17 @@ log = logging.getLogger(__name__)
 
 STATIC = ("orog", "lsm")
 # Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
-_FREE = ("run", "output", "resume", "threads", "max_minutes", "validate_every", "checkpoint_every", "data.store")
+_FREE = (
+    "run",
+    "output",
+    "resume",
+    "threads",
+    "max_minutes",
+    "validate_every",
+    "checkpoint_every",
+    "checkpoint_minutes",
+    "data.store",
+)
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
 
 
@@ -108,7 +118,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
         UserError: the folder exists and `resume` is off, or `resume` meets other settings.
     """
     run = Path(config.output) / config.run
-    if not config.resume:
+    if not (_requeued() if config.resume == "auto" else config.resume):
         if run.exists():
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return run, None
@@ -125,6 +135,10 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
         point(checkpoints, "best", f"step_{best['step']:08d}")
     clean(checkpoints)
     return run, checkpoint
+
+
+def _requeued() -> bool:
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
 def _refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint) -> None:

@@ -20,10 +20,9 @@ from ensemble_ml.distributed.choice import restore_state
 from ensemble_ml.models import AnyModel
 from ensemble_ml.optim import Exchange
 from ensemble_ml.optim.schedule import Schedule
-from ensemble_ml.training.checkpoint import Checkpoint
+from ensemble_ml.training.checkpoint import Checkpoint, copies
 
 _OPTIMIZER, _RAW, _SPREAD_ERROR = "optimizer.", "raw.", "spread_error"
-EXCHANGE = "exchange."  # of each rank apart
 
 
 def learned(model: AnyModel) -> Iterator[tuple[str, Tensor]]:
@@ -89,14 +88,15 @@ class State:
             self.model.train()
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The state_dict that predicts, and the other tensors that a resumed run needs."""
+        """Copies of the state_dict that predicts, and of the other tensors that a resumed run needs, on the CPU."""
         training = {_SPREAD_ERROR: self.spread_error}
         for index, values in self.optimizer.state_dict()["state"].items():
             training |= {f"{_OPTIMIZER}{index}.{name}": torch.as_tensor(v) for name, v in values.items()}
         if self.average is not None:
             training |= {f"{_RAW}{name}": p for name, p in learned(self.model)}
+        training = copies(training)
         with self.predicting() as model:
-            return {k: v.detach().clone() for k, v in model.state_dict().items()}, training
+            return copies(model.state_dict()), training
 
     def meta(self) -> dict[str, Any]:
         """The numbers beside the tensors."""
@@ -105,8 +105,7 @@ class State:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
         self._restore_optimizer(checkpoint.training)
-        apart = {k.removeprefix(EXCHANGE): v for k, v in checkpoint.training.items() if k.startswith(EXCHANGE)}
-        restore_state(self.exchange, apart)
+        restore_state(self.exchange, checkpoint.ranks, checkpoint.of_rank)
         if self.average is not None:
             self.average.weights = {name: p.detach().clone() for name, p in learned(self.model)}
             for name, p in learned(self.model):

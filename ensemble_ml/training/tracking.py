@@ -14,9 +14,12 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
+from ensemble_ml.loading.counters import Counters
+
 log = logging.getLogger(__name__)
 
 LOG = "log.jsonl"
+TIERS = ("storage", "ram", "disk", "peers")
 
 
 class Tracker:
@@ -24,9 +27,10 @@ class Tracker:
 
     Lines of `log.jsonl` hold `step` and one of: the loss and its parts (means since the line before), lr,
     samples_per_s, memory_mb, wait (the share of the time that was spent waiting for data), and over several ranks
-    sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it waited for the others);
-    `validation` with its scores; `momentum_sync`. A resumed run takes back the lines that a killed one had written
-    beyond its last checkpoint.
+    sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it waited for the others); by a
+    planned loader `loading`: hits (the share of packed bytes that are not from slow storage) and MB/s of each tier;
+    `validation` with its scores; `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one
+    had written beyond its last checkpoint.
     """
 
     def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):
@@ -42,6 +46,7 @@ class Tracker:
         self._plain = not terminal
         self._sums: dict[str, float] = {}
         self._count = 0
+        self.counters = Counters()  # of the loader
         self.restart_clock()
 
     def __enter__(self) -> Self:
@@ -85,11 +90,16 @@ class Tracker:
         if self._sent:
             values |= {"sent_mb": _digits(self._sent / self._count / 1e6, 4)}
             values |= {"exchange_wait": round(self._exchanged / took, 3)}
-        self._write({"step": step, **values})
+        loading = self._loading(took)
+        self._write({"step": step, **values, **({"loading": loading} if loading else {})})
         self._scalars(step, {f"train/{k}": v for k, v in values.items()})
+        self._scalars(step, {f"loading/{k}": v for k, v in loading.items()})
         short = f"loss {values['loss']:.4f}, {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB"
         if self._sent:
             short += f", {values['sent_mb']:.3g} MB sent a step, {values['exchange_wait']:.0%} waiting for ranks"
+        if loading:
+            tiers = ", ".join(f"{tier} {loading[tier]:.3g}" for tier in TIERS if loading.get(tier))
+            short += f", wait {values['wait']:.1%}, hits {loading['hits']:.0%}" + (f", MB/s {tiers}" if tiers else "")
         self._bar.set_postfix_str(short)
         if self._plain:
             log.info("step %d/%d: %s", step, self._steps, short)
@@ -109,6 +119,10 @@ class Tracker:
         self._scalars(step, {f"momentum_variance/{k}": v for k, v in (momentum.get("variance") or {}).items()})
         self.say(f"step {step}: momentum of {len(momentum['layers'])} layers averaged, {momentum['bytes']} bytes sent")
 
+    def checkpoint(self, step: int, held: float) -> None:
+        """Tell that a checkpoint of `step` is being written, and the seconds that the training waited for it."""
+        self._write({"step": step, "checkpoint": {"held_s": _digits(held, 3)}})
+
     def say(self, text: str) -> None:
         """One line for the person who watches."""
         if self._plain:
@@ -120,6 +134,20 @@ class Tracker:
         """Begin a new interval of samples/s, so that it holds training alone."""
         self._began, self._samples, self._waited = time.perf_counter(), 0, 0.0
         self._sent, self._exchanged = 0, 0.0
+        self._counted = self.counters.snapshot()
+
+    def _loading(self, took: float) -> dict[str, float]:
+        """Hits, and MB/s by tier since the line before; empty where nothing is counted."""
+        now = self.counters.snapshot()
+        moved = {tier: now[tier] - self._counted.get(tier, 0) for tier in TIERS}
+        if not any(now[tier] for tier in TIERS):
+            return {}
+        total = sum(moved.values())
+        found = {"hits": round(1 - moved["storage"] / total, 4) if total else 1.0}
+        found |= {tier: _digits(count / took / 1e6, 4) for tier, count in moved.items()}
+        if now["fallback"]:
+            found["fallback_mb"] = _digits(now["fallback"] / 1e6, 4)
+        return found
 
     def _write(self, line: dict[str, Any]) -> None:
         self._stream.write(json.dumps(line) + "\n")
@@ -134,6 +162,9 @@ class Tracker:
 class Silent:
     """The tracker of a rank that says nothing."""
 
+    def __init__(self) -> None:
+        self.counters = Counters()
+
     def __enter__(self) -> Self:
         return self
 
@@ -147,6 +178,9 @@ class Silent:
         """Say nothing."""
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
+        """Say nothing."""
+
+    def checkpoint(self, step: int, held: float) -> None:
         """Say nothing."""
 
     def say(self, text: str) -> None:

@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,21 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ensemble_ml.config import Nonfinite, TrainConfig
+from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
-from ensemble_ml.distributed.choice import gather_state
+from ensemble_ml.distributed.choice import own_state
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
+from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.optim import Outcome, build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
-from ensemble_ml.training.checkpoint import save_checkpoint
+from ensemble_ml.training.feed import open_loader
+from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.signals import StopRequest
-from ensemble_ml.training.state import EXCHANGE, State
+from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import validate
 
@@ -67,7 +70,11 @@ def _train(config: TrainConfig, session: Session) -> Path:
         threads = setup.use_threads(config, checkpoint, session.world.local_size)
         source = open_store(config.data.store)
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
-        reader = Reader(source, spec, cache_gb=config.loading.cache_gb)
+        if config.parallel.planned:
+            from ensemble_ml.training.plan import shared_out  # brings a second of imports
+
+            config = shared_out(config, spec, session)
+        reader = Reader(source, spec)
         trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
         if checkpoint is None and config.max_minutes and trainer.state.steps:
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
@@ -86,21 +93,29 @@ class Trainer:
     def __init__(self, run: Run, folder: Path):
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
+        self.keeper = Keeper(folder / "checkpoints", run.session.mesh.model, run.config.checkpoint_minutes)
         self._waited, self._skipped = 0.0, 0
         self._noted: dict[str, Any] = {}
         self.area = run.loss.area
+        self.loader: RunLoader | None = None  # before there is one, batches are read as they are asked for
 
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
         """Train to the last step, or to the first after a request to stop."""
-        with self._tracker(resumed) as tracker:
+        done = resumed and self.state.step >= self.state.steps
+        with closing(self.keeper), self._tracker(resumed) as tracker, ExitStack() as stack:
+            if not done:
+                self.loader = stack.enter_context(closing(open_loader(self.setup, self.folder, resumed=resumed)))
+                tracker.counters = self.loader.counters
             if resumed:
                 tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
             else:
                 if self.session.first:
                     _write_config(self.config, self.folder)
-                self._save(best=self._validated(tracker))
+                self._save(tracker, best=self._validated(tracker))
+                self.keeper.finish()
             stop.arm()
             self._loop(tracker, stop)
+            self.keeper.finish()
             self._say_end(tracker)
 
     def _tracker(self, resumed: bool) -> Tracker | Silent:
@@ -143,29 +158,31 @@ class Trainer:
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
         state = self.state
         state.model.train()
-        with closing(iter(self.setup.batches(state.step, state.steps))) as batches:  # type: ignore[type-var]
-            while state.step < state.steps:
-                start = time.perf_counter()
-                batch = self._moved(next(batches))
-                waited = time.perf_counter() - start
-                sent = self._bytes_sent
-                losses = self._step(batch, stop)
-                samples, stopped = losses.pop("samples"), losses.pop("stop")
-                lr = state.optimizer.param_groups[0]["lr"]
-                tracker.step(
-                    state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
-                    sent=self._bytes_sent - sent, exchanged=self._waited,
-                )  # fmt: skip
-                if self._noted:
-                    tracker.note(state.step, self._noted)
-                self._keep(tracker)
-                if self.session.topology.size == 1:  # nobody to agree with
-                    stopped = stop.vote
-                if stopped and state.step < state.steps:
-                    self._save(best=False)
-                    who = stop.requested or "another rank"
-                    tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
-                    raise Stopped(requeue=stop.requeue(stopped))
+        batches = self.loader.train() if self.loader is not None else iter(())
+        while state.step < state.steps:
+            start = time.perf_counter()
+            batch = self._moved(next(batches))
+            waited = time.perf_counter() - start
+            sent = self._bytes_sent
+            losses = self._step(batch, stop)
+            samples, stopped, due = (losses.pop(name) for name in ("samples", "stop", "due"))
+            self.keeper.follow(losses.pop("written") == self.session.mesh.model.size)
+            lr = state.optimizer.param_groups[0]["lr"]
+            tracker.step(
+                state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
+                sent=self._bytes_sent - sent, exchanged=self._waited,
+            )  # fmt: skip
+            if self._noted:
+                tracker.note(state.step, self._noted)
+            self._keep(tracker, due=bool(due))
+            if self.session.topology.size == 1:  # nobody to agree with
+                stopped = stop.vote
+            if stopped and state.step < state.steps:
+                self._save(tracker, best=False)
+                self.keeper.finish()
+                who = stop.requested or "another rank"
+                tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
+                raise Stopped(requeue=stop.requeue(stopped))
 
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
         """One optimizer step; returns the loss and its parts, `samples` of the batch, and whether to `stop`."""
@@ -174,8 +191,9 @@ class Trainer:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         state.exchange.begin(state.step)
-        losses = self.setup.loss(state.model(batch.inputs), batch)
-        losses["loss"].backward()
+        with told_of_memory(self.config, self.session):
+            losses = self.setup.loss(state.model(batch.inputs), batch)
+            losses["loss"].backward()
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
         self._waited, self._noted = outcome.waited, {}
@@ -203,11 +221,13 @@ class Trainer:
         return told
 
     def _summed(self, losses: dict[str, Tensor], batch: Batch, stop: StopRequest | None) -> dict[str, float]:
-        """Each rank's share of the losses summed over ranks, the samples of the whole batch, who asks to stop."""
+        """Summed over ranks: shares of the losses, samples of the whole batch, and who asks to stop, has written its
+        part of a checkpoint, finds one due."""
         mesh = self.session.mesh
         one_of_group = mesh.spatial.rank == 0
         mine = {name: float(value.detach()) for name, value in losses.items()}
         mine |= {"samples": float(len(batch) * one_of_group), "stop": stop.vote if stop else 0.0}
+        mine |= {"written": float(self.keeper.done), "due": float(self._due)}
         total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))
@@ -225,17 +245,23 @@ class Trainer:
         if self.config.optim.nonfinite is Nonfinite.skip and self._skipped <= _MOST_SKIPPED:
             log.warning("%s; the step is left out", where)
             return False
+        self.keeper.finish()  # all ranks are here
         raise UserError(
             f"{where}; checkpoints/last is the state before; try a lower optim.lr, optim.clip=1 or"
             " model.precision=float32"
         )
 
-    def _keep(self, tracker: Tracker | Silent) -> None:
-        """Validate and write checkpoints where they are due."""
+    @property
+    def _due(self) -> bool:
+        # Averaging momenta at a checkpoint changes what follows, which a clock must not.
+        return self.keeper.due and self.config.optim.momentum_kept is not MomentumKept.mean
+
+    def _keep(self, tracker: Tracker | Silent, *, due: bool) -> None:
+        """Validate and write checkpoints where steps or the clock ask for them."""
         step, last = self.state.step, self.state.step == self.state.steps
         better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
-        if better or last or step % self.config.checkpoint_every == 0:
-            self._save(best=better)
+        if better or last or due or step % self.config.checkpoint_every == 0:
+            self._save(tracker, best=better)
             tracker.restart_clock()
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
@@ -259,25 +285,27 @@ class Trainer:
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup
-        members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
-        size, ahead = self.config.batch_size, self.config.loading.prefetch
-        for batch in fixed_batches(
-            run.reader, run.validation_dates, members, batch_size=size, prefetch=ahead, share=run.share
-        ):
-            yield self._moved(batch)
+        if self.loader is not None:
+            found = self.loader.validation(self.state.step)
+        else:
+            members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
+            size = self.config.batch_size
+            found = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
+        return map(self._moved, found)
 
     def _moved(self, batch: Batch) -> Batch:
         return batch.to(self.setup.device, self.setup.dtype)
 
-    def _save(self, *, best: bool) -> None:
-        apart = gather_state(self.state.exchange, self.config.optim.momentum_kept)  # all ranks
-        if not self.session.first:
-            return
-        state_dict, training = self.state.tensors()
-        training |= {f"{EXCHANGE}{name}": value for name, value in apart.items()}
-        meta = {**self.setup.facts, **self.state.meta()}
-        folder = self.folder / "checkpoints"
-        save_checkpoint(folder, self.state.step, state_dict=state_dict, training=training, meta=meta, best=best)
+    def _save(self, tracker: Tracker | Silent, *, best: bool) -> None:
+        before = self.keeper.held
+        own = own_state(self.state.exchange, self.config.optim.momentum_kept)  # all ranks
+        if self.session.first:
+            state_dict, training = self.state.tensors()
+            meta = {**self.setup.facts, **self.state.meta()}
+            self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, own, best))
+        else:
+            self.keeper.begin(Snapshot(self.state.step, own=own))
+        tracker.checkpoint(self.state.step, self.keeper.held - before)
 
     def _say_end(self, tracker: Tracker | Silent) -> None:
         best = self.state.best

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ensemble_ml.distributed import Mesh
 from ensemble_ml.distributed.layers import partition
+from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.errors import UserError
 
 
@@ -118,12 +119,15 @@ def own_part(layer, whole, lat, lon, mesh, like):
     return whole[:, :, places[0], places[1]]
 
 
-def compare(session, kind, layouts):
+def compare(session, kind, layouts, overlap):
     mesh, worst = session.mesh, {}
     for lat, lon in layouts:
         x = torch.randn(2, 2, lat[-1], lon[-1], 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         for name, layer in cases(kind).items():
-            whole, mine = partition(copy.deepcopy(layer), Mesh()), partition(copy.deepcopy(layer), mesh)
+            whole, mine = (
+                partition(copy.deepcopy(layer), Mesh()),
+                partition(copy.deepcopy(layer), mesh, overlap=Overlap(overlap)),
+            )
             assert list(whole.state_dict()) == list(mine.state_dict())
             a, b = x.clone().requires_grad_(), cut(x, lat, lon, mesh).clone().requires_grad_()
             torch.manual_seed(3)
@@ -153,10 +157,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["convolutions", "others"])
+@pytest.mark.parametrize(("kind", "overlap"), [("convolutions", False), ("convolutions", True), ("others", False)])
 @pytest.mark.parametrize("mesh", [m if m[0] * m[1] <= 4 else pytest.param(m, marks=pytest.mark.slow) for m in LAYOUTS])
-def test_layers_equal_one_process(mesh, kind):
-    for worst in run_ranks(compare, mesh[0] * mesh[1], kind, LAYOUTS[mesh], lat=mesh[0], lon=mesh[1]):
+def test_layers_equal_one_process(mesh, kind, overlap):
+    for worst in run_ranks(compare, mesh[0] * mesh[1], kind, LAYOUTS[mesh], overlap, lat=mesh[0], lon=mesh[1]):
         assert len(worst) == len(cases(kind)) * len(LAYOUTS[mesh])
         assert {k: v for k, v in worst.items() if not v < 1e-12} == {}
 

@@ -11,6 +11,8 @@ from synthetic import make_store
 
 from ensemble_ml.config import (
     DataConfig,
+    LoaderName,
+    LoadingConfig,
     ModelConfig,
     OptimConfig,
     OptimName,
@@ -45,28 +47,18 @@ def config_of(store, output, **changes):
 
 
 def read_rows(config):
-    """Train, and tell which rows were read for training and validation."""
+    """Train, and tell which rows were read: for the climate, for training and for validation."""
     rows, read = set(), TensorStore.read
 
     def told(self, part, date, selection=None):
         rows.add(selection.rows)
         return read(self, part, date, selection)
 
-    trained = trainer.Trainer.run
-
-    def run(self, *args, **kwargs):
-        TensorStore.read = told  # from here on: the climate is rank 0's, of whole fields
-        self.setup.reader._kept.clear()
-        try:
-            return trained(self, *args, **kwargs)
-        finally:
-            TensorStore.read = read
-
-    trainer.Trainer.run = run
+    TensorStore.read = told
     try:
         train(config)
     finally:
-        trainer.Trainer.run = trained
+        TensorStore.read = read
     return rows
 
 
@@ -159,9 +151,30 @@ def test_goes_on_under_another_partition(store, serial, tmp_path):
     assert_same(serial, tmp_path / "alone" / "a")
 
 
+@pytest.mark.parametrize("data", [1, 2])
+def test_loading_by_plan_changes_no_bit(store, tmp_path, data):
+    for name in LoaderName:
+        config = config_of(store, tmp_path, run=name.value, loading=LoadingConfig(name=name, ram="60MB"))
+        if data == 1:
+            train(config)
+        else:
+            run_ranks(joined, data, config, data=data)
+    one, other = (tmp_path / name.value for name in LoaderName)
+    assert [[x[k] for k in ("loss", "crps", "spread")] for x in logged(one)[0]] == [
+        [x[k] for k in ("loss", "crps", "spread")] for x in logged(other)[0]
+    ]
+    assert logged(one)[1] == logged(other)[1]
+    a, b = (load_checkpoint(run / "checkpoints" / "last", training=True) for run in (one, other))
+    assert all(torch.equal(v, b.state_dict[k]) for k, v in a.state_dict.items())
+    assert all(torch.equal(v, b.training[k]) for k, v in a.training.items())
+
+
 def test_lion_and_the_fastest_precision(store, tmp_path):
-    """A run as users start it: float32 or bfloat16 by measurement, one choice for all ranks."""
-    config = config_of(store, tmp_path, precision=Precision.auto, optimizer=OptimName.lion, steps=6, max_minutes=1.0)
+    """A run as users start it: float32 or bfloat16, overlap or not by measurement, one choice for all ranks."""
+    measured = ParallelConfig(lat=2, overlap="auto")
+    config = config_of(
+        store, tmp_path, precision=Precision.auto, optimizer=OptimName.lion, steps=6, max_minutes=1.0, parallel=measured
+    )
     run_ranks(joined, 2, config, lat=2)
     steps, scores = logged(tmp_path / "a")
     assert len(steps) == 6 and len(scores) == 3 and all(np.isfinite(s["loss"]) for s in steps)

@@ -10,6 +10,7 @@ from parallel.ranks import run_ranks
 
 from ensemble_ml.config import OptimConfig, OptimName, Pole, Vertical
 from ensemble_ml.distributed import Mesh, Topology
+from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
@@ -38,8 +39,8 @@ def compare(session, cases):
         whole = make_model(spec)
         Speed().apply(whole)
         whole.double()
-        mine = copy.deepcopy(whole)
-        shard = partition_model(mine, session.mesh)
+        mine, overlap = copy.deepcopy(whole), "overlap" in name
+        shard = partition_model(mine, session.mesh, Overlap(overlap))
         x = make_input(spec).to(torch.float64)
         expected, got = whole(x), mine(cut_input(shard, x))
         errors = [(v - shard.cut(tensors(expected)[k])).abs().max() for k, v in tensors(got).items()]
@@ -81,6 +82,9 @@ CASES = {
     "zero": ((13, 16), {"pole": Pole.zero, "vertical": Vertical.separable}),
     "a plane's own weights": ((17, 16), {"vertical": Vertical.full, "depth": 1}),
     "region": ((14, 18), {"region": ([60 - i for i in range(14)], [10 + i for i in range(18)])}),
+    "region, overlap": ((14, 18), {"region": ([60 - i for i in range(14)], [10 + i for i in range(18)])}),
+    "cross, rows on the poles, overlap": ((17, 16), {}),
+    "zero, separable, overlap": ((13, 16), {"pole": Pole.zero, "vertical": Vertical.separable}),
     "surface alone": ((17, 16), {"variables": (), "levels": ()}),
 }
 
@@ -99,7 +103,7 @@ CASES = {
 def test_equal_to_one_process(lat, lon):
     cases = CASES
     if lat > 2:  # more blocks of four rows
-        cases = {k: ((v[0][0] + 4 * lat, 16), v[1]) for k, v in CASES.items() if k != "region"}
+        cases = {k: ((v[0][0] + 4 * lat, 16), v[1]) for k, v in CASES.items() if not k.startswith("region")}
     for found in run_ranks(compare, lat * lon, cases, lat=lat, lon=lon):
         assert found.keys() == cases.keys()
         for name, (forward, gradient, step) in found.items():

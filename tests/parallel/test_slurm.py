@@ -19,7 +19,7 @@ def store(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("slurm") / "a.zarr", dates=6, members=4, shape=(12, 16)).path
 
 
-def ranks(store, output, steps):
+def ranks(store, output, steps, restarts=0):
     """Start both ranks of a job step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -27,7 +27,7 @@ def ranks(store, output, steps):
     settings = [
         "run=a", f"output={output}", f"data.store={store}", "data.train=[2001]", "data.members=[2]", f"steps={steps}",
         "model.hidden=4", "model.max_hidden=4", "model.depth=1", "model.precision=float32", "parallel.lat=2",
-        "tracking.tensorboard=false", "tracking.log_every=1", "resume=true", "threads=1", "checkpoint_every=100000",
+        "tracking.tensorboard=false", "tracking.log_every=1", "resume=auto", "threads=1", "checkpoint_every=100000",
     ]  # fmt: skip
     common = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "PMI_", "SLURM_"))}
     common |= {
@@ -35,6 +35,7 @@ def ranks(store, output, steps):
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_RESTART_COUNT": str(restarts),
     }
     common |= {
         "MASTER_PORT": str(port),
@@ -66,8 +67,11 @@ def test_stops_ahead_of_the_time_limit_and_goes_on(store, tmp_path):
     done = load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"]
     assert 0 < done < 2000
     assert max(line["step"] for line in read_log(log)) == done
-    running = ranks(store, tmp_path, 2000)  # requeued: the same command
-    while time.monotonic() < until + 60 and max(line["step"] for line in read_log(log)) <= done:
+    codes, texts = ended(ranks(store, tmp_path, 2000))  # another job of the same name, by mistake
+    assert codes[0] == 2 and codes[1] and "exists; go on with resume=true" in texts[0]
+    running = ranks(store, tmp_path, 2000, restarts=1)  # requeued: the same command
+    until = time.monotonic() + 60
+    while time.monotonic() < until and max(line["step"] for line in read_log(log)) <= done:
         time.sleep(0.1)
     for process in running:  # scancel
         process.send_signal(signal.SIGTERM)

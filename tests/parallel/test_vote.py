@@ -53,6 +53,25 @@ def test_packing_is_little_endian_in_words():
     assert np.array_equal(signs.numpy(), np.where(bits, 1.0, -1.0))
 
 
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("elements", [64, 64 * 33, (1 << 17) + 64 * 5, 1 << 18])
+def test_numpy_packs_as_torch_does(elements, step, monkeypatch):
+    """In host memory NumPy packs and unpacks, a block at a time; torch's operations say what should come out."""
+    u = torch.randn(elements, generator=torch.Generator().manual_seed(elements))
+    u[::7], u[3::11], u[5::13], u[6::17] = 0.0, -0.0, float("nan"), -float("inf")
+    total = torch.randint(-3, 4, (elements,), dtype=torch.int16, generator=torch.Generator().manual_seed(1))
+
+    def everything():
+        packed = pack.pack_signs(u, step)
+        signs = pack.unpack_signs(packed, torch.empty(elements))
+        small = pack.unpack_signs(packed, torch.empty(elements, dtype=torch.int8))
+        return packed, signs, small, pack.pack_above(total, 1, 0), pack.pack_bits(u.view(1, -1) > 0)
+
+    found = everything()
+    monkeypatch.setattr(pack.pack_host, "usable", lambda x: False)
+    assert all(torch.equal(a, b) for a, b in zip(found, everything(), strict=True))
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_survive_packing(bits):
     codes = torch.from_numpy(np.random.default_rng(2).integers(0, 2**bits, (3, 128), dtype=np.uint8))
@@ -118,6 +137,13 @@ def test_precision_does_not_fall_with_the_number_of_ranks():
     ballots = pack.pack_codes(torch.from_numpy(codes), 8)
     won = pack.unpack_signs(count(ballots, 8, 0), torch.empty(n))
     assert (won == 1).all()
+
+
+def test_memory_of_the_caller_is_used_and_the_update_kept():
+    u, out = torch.randn(1000), torch.empty(2000)
+    kept = u.clone()
+    found = on_ranks(1, lambda c: [sign_allreduce(u, bits, c, 0, out=out).data_ptr() for bits in (1, 4)])
+    assert found == [[out.data_ptr()] * 2] and torch.equal(u, kept)
 
 
 def test_shape_is_kept():

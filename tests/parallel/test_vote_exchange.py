@@ -38,17 +38,17 @@ def batch(rank, step):
     return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(make, size, steps=5, use=lambda rank, step: False, batches=batch, before=None):
+def train(make, size, steps=5, use=lambda rank, step: False, batches=batch, before=None, dtype=None, stochastic=False):
     """Weights, momenta and outcomes of each rank after some steps."""
 
     def work(group):
-        net, exchange = Net(), make(group)
-        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        net, exchange = Net().to(dtype), make(group)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange, stochastic=stochastic)
         outcomes = []
         for step in range(steps):
             optimizer.zero_grad()
             exchange.begin(step)
-            net(batches(group.rank, step), use(group.rank, step)).backward()
+            net(batches(group.rank, step).to(dtype), use(group.rank, step)).backward()
             if before:
                 before(net, group.rank, step)
             outcomes.append(exchange.finish())
@@ -176,6 +176,39 @@ def test_what_is_not_finite_is_known_to_all_and_who_it_was(name, bad):
 def test_poison_found_during_backward():
     found = train(lambda g: Vote(g), 2, batches=lambda r, s: batch(r, s) * (float("nan") if (r, s) == (0, 3) else 1))
     assert [o.culprits for o in found[1][2]] == [(), (), (), (0,), ()]
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("bits", [1, 4])
+def test_weights_in_bfloat16_vote_with_momenta_in_float32(bits, stochastic):
+    """Replicas stay equal, by stochastic rounding too; one step is that of the same gradients in float32, rounded."""
+    found = train(lambda g: Vote(g, bits=bits), 3, dtype=torch.bfloat16, stochastic=stochastic, steps=20)
+    assert same(found) and all(p.dtype is torch.bfloat16 for p in found[0][0])
+    assert all(m.dtype is torch.float32 for _, momenta, _ in found for m in momenta)
+    assert any(not torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True)), "momenta are each rank's"
+
+    def wide(group):
+        """The same gradients, voted on as float32."""
+        net = Net().to(torch.bfloat16)
+        net(batch(group.rank, 0).to(torch.bfloat16)).backward()
+        copied = [nn.Parameter(p.detach().float()) for p in net.parameters()]
+        exchange = Vote(group, bits=bits, overlap=False)
+        optimizer = Lion(copied, lr=1e-2, exchange=exchange)
+        exchange.begin(0)
+        for p, q in zip(net.parameters(), copied, strict=True):
+            q.grad = None if p.grad is None else p.grad.float()
+        assert exchange.finish().finite
+        optimizer.step()
+        exchange.close()
+        return [q.detach() for q in copied]
+
+    wanted = on_ranks(3, wide)[0]
+    one = train(lambda g: Vote(g, bits=bits), 3, dtype=torch.bfloat16, stochastic=stochastic, steps=1)[0][0]
+    for a, b in zip(one, wanted, strict=True):
+        if stochastic:
+            assert ((a.float() - b).abs() <= b.abs() * 2**-7 + 1e-30).all()  # a neighbour
+        else:
+            assert torch.equal(a, b.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("bits", [1, 4])

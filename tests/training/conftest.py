@@ -4,7 +4,15 @@ import pytest
 import torch
 from synthetic import make_store
 
-from ensemble_ml.config import DataConfig, ModelConfig, OptimConfig, Precision, TrackingConfig, TrainConfig
+from ensemble_ml.config import (
+    DataConfig,
+    LoadingConfig,
+    ModelConfig,
+    OptimConfig,
+    Precision,
+    TrackingConfig,
+    TrainConfig,
+)
 
 TRAIN, VALIDATION = ["2001-01"], ["2001-02"]
 
@@ -41,6 +49,7 @@ def config_of(store, tmp_path):
             data=DataConfig(**{"validation_members": 3} | data),
             model=ModelConfig(**model),
             optim=OptimConfig(**{"warmup": 2} | groups["optim"]),
+            loading=LoadingConfig(**groups["loading"]),
             tracking=TrackingConfig(**{"tensorboard": False, "log_every": 1} | groups["tracking"]),
         )  # fmt: skip
         return TrainConfig(**settings | changes)

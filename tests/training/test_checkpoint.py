@@ -12,7 +12,8 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
 from ensemble_ml.training import checkpoint as module
-from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights, save_checkpoint
+from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights
+from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
 SPEC = ModelSpec(
     ModelConfig(hidden=8, max_hidden=8, depth=1), ("t",), (500, 850), ("t2m",), (0, 24), (24,),
@@ -29,7 +30,7 @@ def save(folder, step=7, best=True, seed=0):
     training = {"optimizer.0.exp_avg": torch.arange(3.0)}
     meta = {"spec": SPEC.to_json(), "config": {"run": "a"}, "best": None}
     weights = model_of(seed).state_dict()
-    return save_checkpoint(folder, step, state_dict=weights, training=training, meta=meta, best=best)
+    return save_checkpoint(folder, Snapshot(step, weights, training, meta, best=best))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_round_trip(folder):
 def test_channels_last_weights_are_kept(tmp_path):
     weight = torch.randn(4, 3, 2, 2, 2).contiguous(memory_format=torch.channels_last_3d)
     meta = {"spec": SPEC.to_json()}
-    saved = save_checkpoint(tmp_path, 0, state_dict={"w": weight}, training={"w": weight}, meta=meta)
+    saved = save_checkpoint(tmp_path, Snapshot(0, {"w": weight}, {"w": weight}, meta))
     assert torch.equal(load_checkpoint(saved).state_dict["w"], weight)
 
 
@@ -88,7 +89,7 @@ def test_a_file_that_is_not_needed_may_be_absent(folder):
 def test_another_format_is_refused(folder):
     file = folder / "last" / module.META
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
-    with pytest.raises(UserError, match="format 99; this version reads 1"):
+    with pytest.raises(UserError, match=f"format 99; this version reads {module.FORMAT}"):
         load_checkpoint(folder / "last")
 
 
@@ -111,8 +112,8 @@ def test_pickled_weights_are_not_executed(folder, tmp_path):
     torch.save({"w": Evil()}, file)
     meta_file = folder / "last" / module.META
     meta = json.loads(meta_file.read_text())
-    meta["files"][module.MODEL] = module._sha256(file)
-    meta_file.write_text(json.dumps(meta | {"sha256": module._digest(meta)}))
+    meta["files"][module.MODEL] = module.sha256_of(file)
+    meta_file.write_text(json.dumps(meta | {"sha256": module.digest(meta)}))
     with pytest.raises(UserError, match="damaged"):
         load_checkpoint(folder / "last")
     assert not (tmp_path / "executed").exists()

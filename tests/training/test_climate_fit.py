@@ -22,12 +22,12 @@ TRAIN, TEST = np.arange(30), np.arange(30, 40)
 def spec_of(store, **config):
     lay = store.layout
     grid = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
-    model = ModelConfig(hidden=8, max_hidden=8, depth=0, **config)
+    model = ModelConfig(**{"hidden": 8, "max_hidden": 8, "depth": 0, "linear": False} | config)
     return ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid)
 
 
 def reader_of(store, **config):
-    return Reader(store, spec_of(store, **config), cache_gb=1)
+    return Reader(store, spec_of(store, **config))
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +164,12 @@ class Plain:
 
 def test_truth_missing_on_some_dates(wrong, fit):
     spec = spec_of(wrong)
-    gappy = fit_climate(Reader(Plain(wrong, lambda date: date % 3 == 0), spec, cache_gb=1), TRAIN, TEST, 5).climate
+    gappy = fit_climate(Reader(Plain(wrong, lambda date: date % 3 == 0), spec), TRAIN, TEST, 5).climate
     np.testing.assert_allclose(gappy.bias_p, fit.climate.bias_p, atol=0.25 * float(fit.climate.spread_p.max()))
     assert all(np.isfinite(v).all() for v in vars(gappy).values())
     gappy.checked(spec)
     with pytest.raises(UserError, match=r"t2m at \+24 h has no complete truth on any training date; leave it out"):
-        fit_climate(Reader(Plain(wrong, lambda date: True), spec, cache_gb=1), TRAIN, TEST, 5)
+        fit_climate(Reader(Plain(wrong, lambda date: True), spec), TRAIN, TEST, 5)
 
 
 def test_spread_alone_needs_no_truth(wrong):

@@ -55,7 +55,7 @@ def copy(store, path, *, gone=(), mask=None):
 def reader_of(store):
     lay = store.layout
     grid = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
-    model = ModelConfig(hidden=8, max_hidden=8, depth=0)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=0, linear=False)
     return Reader(store, ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid))
 
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from synthetic import make_store
 
-from ensemble_ml.config import OptimName, Precision
+from ensemble_ml.config import LoaderName, OptimName, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, load_model, train, trainer
 from ensemble_ml.training.losses import Loss
@@ -73,7 +73,7 @@ def test_what_a_checkpoint_tells(config_of, store):
 
 
 def test_it_learns(config_of):
-    run = train(config_of(steps=60, validate_every=30, optim__lr=2e-3))
+    run = train(config_of(steps=60, validate_every=30, optim__lr=2e-3, model__linear=False))
     scores = [line["validation"]["score"] for line in read_log(run / "log.jsonl") if "validation" in line]
     assert scores[0] < 0.95  # bias and inflation alone
     assert min(scores) < 0.98 * scores[0]
@@ -84,7 +84,7 @@ def test_it_learns(config_of):
 
 
 def test_two_runs_are_equal(config_of):
-    assert_equal_runs(train(config_of(run="a")), train(config_of(run="b", loading__prefetch=0)))
+    assert_equal_runs(train(config_of(run="a")), train(config_of(run="b", loading__name=LoaderName.torch)))
 
 
 def test_golden_run(config_of):
@@ -147,7 +147,7 @@ def test_init_from_takes_the_weights(config_of, monkeypatch):
 
 def test_planned_by_time(config_of, monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 1.0)
-    config = config_of(max_minutes=9 / 60, steps=500)
+    config = config_of(max_minutes=9 / 60, steps=500, model__linear=False)
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         with pytest.raises(KeyboardInterrupt):
@@ -156,7 +156,7 @@ def test_planned_by_time(config_of, monkeypatch):
     run = train(replace(config, resume=True))
     meta = weights(run).meta
     assert 3 <= meta["steps"] <= 8 and meta["step"] == meta["steps"]
-    assert read_log(run / "log.jsonl")[-2]["lr"] == pytest.approx(3e-4 * 0.02)
+    assert [x["lr"] for x in read_log(run / "log.jsonl") if "lr" in x][-1] == pytest.approx(3e-4 * 0.02)
 
 
 def test_measuring_does_not_touch_the_weights(config_of):

@@ -1,0 +1,58 @@
+"""Settings of the planner, which shares a run out over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ensemble_ml.config.base import opt, part, require
+from ensemble_ml.config.training import TrainConfig
+
+
+@dataclass
+class PlanSettings:
+    """What is planned for, and what is measured."""
+
+    ranks: int = opt(0, "ranks to share the work out over; 0 takes those that were started, or one a core or GPU of this machine")
+    ranks_per_node: int = opt(0, "ranks of a node; 0 takes what the launcher says, or all of them")
+    memory_gb: float = opt(0.0, "memory of a rank, 1e9 bytes; 0 takes its share of this machine's")
+    alpha: float | None = opt(None, "seconds that a message takes; null measures it between the ranks that were started, or between processes of this machine")
+    beta: float | None = opt(None, "seconds that a byte takes: 8e-9 is 1 Gbit/s; null measures it")
+    gflops: float = opt(0.0, "arithmetic of a rank, 1e9 operations a second; 0 measures a step at each shard's shape")
+    seconds: float = opt(60.0, "for all measurements; shapes that they do not reach are reckoned from those that they do")
+    cache: str | None = opt(None, "folder of measured times; null takes the user's cache ($XDG_CACHE_HOME or ~/.cache)")
+    why: bool = opt(False, "also print the partitions that do not fit, and why")
+    simulate: bool = opt(False, "also predict strong and weak scaling, and plot it")
+    devices: int = opt(2048, "most devices of the simulated scaling")
+
+    def __post_init__(self) -> None:
+        for key in ("ranks", "ranks_per_node", "memory_gb", "gflops", "seconds"):
+            require(f"plan.{key}", getattr(self, key), getattr(self, key) >= 0, "must be 0 or more")
+        for key in ("alpha", "beta"):
+            value = getattr(self, key)
+            require(f"plan.{key}", value, value is None or value >= 0, "must be 0 or more")
+        both = (self.alpha is None) == (self.beta is None)
+        require("plan.alpha", self.alpha, both, "give plan.alpha and plan.beta, or neither")
+        require("plan.devices", self.devices, self.devices >= 1, "must be 1 or more")
+
+
+@dataclass
+class PlanConfig(TrainConfig):
+    """Predict how a training run would share out its work and its reading, before it starts."""
+
+    run: str = opt("plan", "name of the plan: results go to OUTPUT/RUN")
+    plan: PlanSettings = part(PlanSettings, "ranks, memory, links")
+
+
+@dataclass
+class PlannerBenchmark:
+    """The planner's predictions against measured steps, over emulated links."""
+
+    ranks: int = opt(4, "hosts")
+    rates: list[str] = opt(lambda: ["none", "1gbit", "100mbit"], "rates of the links, as tc writes them, none: unshaped; [] uses the loopback")
+    hidden: list[int] | None = opt(None, "channels of the models; null takes those of the size")
+    batches: list[int] | None = opt(None, "batch sizes; null takes those of the size")
+    seconds: float = opt(12.0, "for measuring the local part of a step, each model and batch size")
+
+    def __post_init__(self) -> None:
+        require("planner.ranks", self.ranks, self.ranks >= 2, "must be 2 or more")
+        require("planner.seconds", self.seconds, self.seconds > 0, "must be above 0")

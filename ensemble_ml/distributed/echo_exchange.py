@@ -1,0 +1,57 @@
+"""What an exchange of gradients sends, bucket by bucket, found by carrying it out with echoes for the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.config import ClipBy, OptimConfig
+from ensemble_ml.distributed.choice import Connect, make_exchange
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.echo import Echo, Message, Phase, Traffic
+from ensemble_ml.distributed.exchange import BucketExchange
+from ensemble_ml.distributed.topology import Topology
+from ensemble_ml.distributed.voting import Vote
+from ensemble_ml.optim import build
+
+MODEL_AXES = ("data", "lat", "lon")
+
+
+def echoes(traffic: Traffic) -> Connect:
+    """Makes communicators of echoes, which note what is sent in `traffic`."""
+
+    def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
+        if topology.rank not in ranks:
+            return None
+        return Echo(traffic, MODEL_AXES, ranks.index(topology.rank), len(ranks))
+
+    return connect
+
+
+def exchange_traffic(
+    config: OptimConfig, shapes: Sequence[torch.Size], topology: Topology, local_size: int
+) -> tuple[list[list[Message]], bool]:
+    """The messages that exchange each bucket of gradients of parameters of `shapes`, and whether backward hides them.
+
+    Raises:
+        UserError: the settings do not fit the ranks.
+    """
+    traffic = Traffic(phase=Phase.update)
+    exchange = make_exchange(config, topology, local_size=local_size, connect=echoes(traffic))
+    if not isinstance(exchange, BucketExchange):
+        return [], False
+    params: list[Tensor] = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    build(config, params, 1, exchange)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    exchange.ready()  # the ranks compare their models, once
+    before = len(traffic.messages)
+    exchange.begin(0)
+    exchange.finish()
+    exchange.close()
+    sent, count = traffic.messages[before:], len(exchange.buckets)
+    each = len(sent) // count  # every bucket is exchanged by the same collectives
+    waits = bool(config.clip) and isinstance(exchange, Vote) and config.clip_by is ClipBy.total
+    return [sent[i * each : (i + 1) * each] for i in range(count)], exchange.overlap and not waits

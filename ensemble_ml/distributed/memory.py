@@ -1,0 +1,35 @@
+"""How much memory a rank may use."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def rank_memory(local_size: int, device: torch.device) -> int:
+    """Bytes that each of `local_size` ranks of this node has: a GPU's, or its share of what this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    own = resource.getrlimit(resource.RLIMIT_AS)[0]
+    shared = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUPS:
+        text = Path(path).read_text().strip() if Path(path).exists() else "max"
+        shared += [int(text)] if text.isdigit() else []
+    share = min(shared) // max(local_size, 1)
+    return share if own == resource.RLIM_INFINITY else min(own, share)
+
+
+def in_use(device: torch.device) -> int:
+    """Bytes that a rank takes before it holds a model: the interpreter and its libraries, where they share memory."""
+    if device.type == "cuda":
+        return 0
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,183 @@
+"""A convolution of a rank's part of a field, computed while its halo is on the way.
+
+Forward: the strips are posted, the whole part is convolved with zeros where they will stand, and the few outer rows (or
+columns) of the result that see them are computed anew once they are there. So the bulk is one call of the shape that
+it would have anyway: cutting the inside out would copy it, and the result again. Backward: the gradient of the input
+comes first, its halo goes back to the neighbours while the gradient of the weights is computed.
+
+Where both axes are split, rows go first because corners travel with columns; then columns are what is hidden.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.halo import Adjoint, Filling, begin_padding, check, halo
+from ensemble_ml.distributed.strips import Across, Side
+
+
+@dataclass(eq=False)
+class Overlap:
+    """Whether convolutions compute while their halos travel: one switch, shared by all layers of a model."""
+
+    on: bool = False
+
+    def __deepcopy__(self, _: object) -> Overlap:
+        return self  # a copy of a model follows the same switch
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stride, padding on axes that are not split, dilation and groups of a convolution."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The stock convolution."""
+        function = F.conv3d if x.ndim == 5 else F.conv2d
+        return function(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def halo_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, rows: Side | None, columns: Side | None,
+    across: Across | None = None, *, overlap: bool = False,
+) -> Tensor:  # fmt: skip
+    """This rank's part of the convolution of a whole field: `window` on `halo(x, rows, columns, across)`.
+
+    Raises:
+        UserError: this rank's part is thinner than the halo that a neighbour needs of it.
+    """
+    sides = check(x, rows, columns)
+    split = any(side.meets and side.comm.size > 1 for side in sides)
+    if not (overlap and split) or any(side.crops for side in sides):
+        return window.of(halo(x, rows, columns, across), weight, bias)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
+    return _HaloConv.apply(x, weight, bias, window, rows, columns, across)
+
+
+class _HaloConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, rows: Side | None,
+        columns: Side | None, across: Across | None,
+    ) -> Tensor:  # fmt: skip
+        with torch.autocast(x.device.type, enabled=False):
+            padded, out = _forward(x, weight, bias, window, rows, columns, across)
+        ctx.save_for_backward(padded, weight)
+        ctx.rest = window, rows, columns, across, None if bias is None else list(bias.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        padded, weight = ctx.saved_tensors
+        window, rows, columns, across, bias = ctx.rest
+
+        def gradients(*wanted: bool) -> tuple[Tensor | None, ...]:
+            return torch.ops.aten.convolution_backward(
+                grad, padded, weight, bias, window.stride, window.padding, window.dilation, False,
+                [0] * (padded.ndim - 2), window.groups, wanted,
+            )  # fmt: skip
+
+        found, then = None, None
+        if ctx.needs_input_grad[0]:
+            found = gradients(True, False, False)[0]
+            assert found is not None
+            pending = [(columns, None, None)] * (columns is not None) + [(rows, columns, across)] * (rows is not None)
+            while pending and not (pending[0][0].meets and pending[0][0].comm.size > 1):
+                found = Adjoint(found, *pending.pop(0)).finish()
+            then = Adjoint(found, *pending.pop(0)) if pending else None
+        others = gradients(False, ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])[1:]
+        if then is not None:
+            found = then.finish()
+            for rest in pending:
+                found = Adjoint(found, *rest).finish()
+        return found, *others, None, None, None, None
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, rows: Side | None, columns: Side | None,
+    across: Across | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    padded, filling = begin_padding(x, rows, columns, across)
+    late = max(i for i, one in enumerate(filling) if one.side.meets and one.side.comm.size > 1)
+    for one in filling[:late]:
+        one.begin()
+        one.finish()
+    travelling, side = filling[late], filling[late].side
+    travelling.begin()
+    travelling.finish_ends()
+    for is_first, neighbour in zip((True, False), side.neighbours(), strict=True):
+        if neighbour is not None:
+            side.beyond(padded, is_first).zero_()  # what the memory held before may be slow to multiply
+    _fill(padded, filling[late + 1 :])
+    out = window.of(padded, weight, bias)
+    travelling.finish_strips()
+    _fill(padded, filling[late + 1 :])
+    for first, last in _outer(padded, out, weight, window, side):
+        step, reach = window.stride[side.dim - 2], _reach(weight, window, side)
+        piece = padded.narrow(side.dim, first * step, (last - 1 - first) * step + reach)
+        out.narrow(side.dim, first, last - first).copy_(window.of(piece, weight, bias))
+    return padded, out
+
+
+def _fill(padded: Tensor, local: list[Filling]) -> None:
+    """Fill axes that are not split; twice is once too often for a corner, and no harm."""
+    for one in local:
+        again = Filling(padded, one.side, None, None)
+        again.begin()
+        again.finish()
+
+
+def _reach(weight: Tensor, window: Window, side: Side) -> int:
+    return window.dilation[side.dim - 2] * (weight.shape[side.dim] - 1) + 1
+
+
+def _outer(padded: Tensor, out: Tensor, weight: Tensor, window: Window, side: Side) -> list[tuple[int, int]]:
+    """(first, last + 1) of the results that see what neighbours hold, on each side."""
+    (left, right), (before, after) = side.pads, side.neighbours()
+    step, total = window.stride[side.dim - 2], out.shape[side.dim]
+    begin = min(-(-left // step), total) if before is not None else 0
+    end = total
+    if after is not None and right:
+        seen = padded.shape[side.dim] - right - _reach(weight, window, side) + 1  # the first start that sees it
+        end = max(begin, -(-max(seen, 0) // step))
+    return [(a, b) for a, b in ((0, begin), (end, total)) if a < b]
+
+
+def choose_overlap(
+    switch: Overlap, step: Callable[[], Any], group: Communicator, *, repeats: int = 3
+) -> dict[str, float]:
+    """Time `step` both ways, set `switch` to the faster, the same on all ranks; returns the seconds of both.
+
+    What counts is the slowest rank's median; `step` is called 2 (`repeats` + 1) times by every rank.
+    """
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(repeats + 1):
+        for on in times:
+            switch.on = on
+            group.barrier()
+            began = time.perf_counter()
+            step()
+            times[on].append(time.perf_counter() - began)
+    found = torch.tensor([statistics.median(times[on][1:]) for on in (False, True)], dtype=torch.float64)
+    group.all_reduce(found, op="max")
+    off, on = found.tolist()
+    switch.on = on < off
+    return {"off": off, "on": on}

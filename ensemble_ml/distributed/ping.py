@@ -1,0 +1,83 @@
+"""Latency and bandwidth between ranks, measured by short exchanges, all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.costs import Link, Links
+from ensemble_ml.distributed.mesh import Mesh
+
+_SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 19  # bytes out of each rank
+_REPEATS = 5
+
+Make = Callable[[Communicator, int], Callable[[], object]]
+
+
+def measured_links(mesh: Mesh, known: dict[int, Link] | None = None) -> Links:
+    """The link of halo exchanges on each split axis, and that of sums over all ranks of a model; the same on all ranks.
+
+    `known`: links of communicators (by `id`) that need not be measured again, and where new ones are added.
+    """
+    known = {} if known is None else known
+    links: dict[tuple[str, ...], Link] = {}
+    for axis in ("lat", "lon"):
+        group = mesh.along(axis)
+        if group.size > 1:
+            links[(axis,)] = _link(group, _swap, mesh.world, known)
+    everyone = mesh.model
+    if everyone.size == 1:
+        return links | {(): Link(0.0, 0.0)}
+    # One rank may be reached by halos and by sums: the key of the latter is negative.
+    key = -id(everyone)
+    if key not in known:
+        found = _fitted(everyone, _sum, mesh.world)
+        known[key] = Link(found.alpha / math.log2(everyone.size), found.beta)
+    return links | {(): known[key]}
+
+
+def _link(group: Communicator, make: Make, world: Communicator, known: dict[int, Link]) -> Link:
+    if id(group) not in known:
+        known[id(group)] = _fitted(group, make, world)
+    return known[id(group)]
+
+
+def _fitted(group: Communicator, make: Make, world: Communicator) -> Link:
+    small, middle, large = (_seconds(make(group, size), group, world) for size in (_SMALL, _MIDDLE, _LARGE))
+    beta = max(0.0, (large - middle) / (_LARGE - _MIDDLE))
+    free = (small - middle) / beta + _MIDDLE if beta else 0.0  # where the line through both meets the small one's time
+    return Link(small / 2, beta, min(max(0.0, free), float(_MIDDLE)))
+
+
+def _seconds(run: Callable[[], object], group: Communicator, world: Communicator) -> float:
+    """Median over repeats of the slowest rank's time."""
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        group.barrier()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    world.all_reduce(slowest, op="max")
+    return float(slowest)
+
+
+def _swap(group: Communicator, size: int) -> Callable[[], object]:
+    """An exchange of halos with both neighbours, `size` bytes out of each rank."""
+    sent = [0] * group.size
+    for neighbour in (group.rank - 1, group.rank + 1):
+        sent[neighbour % group.size] += size // 8
+    given, taken = torch.zeros(sum(sent)), torch.empty(sum(sent))
+    return lambda: group.all_to_all_single(taken, given, sent, sent)
+
+
+def _sum(group: Communicator, size: int) -> Callable[[], object]:
+    """A sum over ranks that sends `size` bytes out of each."""
+    x = torch.zeros(max(1, size // 4 * group.size // (2 * (group.size - 1))))
+    return lambda: group.all_reduce(x)

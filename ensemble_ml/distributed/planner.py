@@ -1,0 +1,166 @@
+"""Every way to share a run out over ranks, what each would cost, and the best of them.
+
+A partition is (data, lat, lon); it fits where ranks along an axis get whole blocks of 2^depth rows or columns, no part
+is thinner than the halo its neighbours need of it, the batch divides, and a step fits into the memory of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ensemble_ml.config import ParallelConfig
+from ensemble_ml.distributed.costs import Cost
+from ensemble_ml.distributed.topology import Topology
+from ensemble_ml.errors import UserError
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partition: its degrees, the largest part of the grid (Y, X) that a rank holds, its samples; `why` it does not
+    fit, empty where it does; bytes of memory and the cost of a step, where they are known."""
+
+    data: int
+    lat: int
+    lon: int
+    shape: tuple[int, int] = (0, 0)
+    samples: int = 0
+    why: str = ""
+    memory: int = 0
+    cost: Cost | None = None
+
+    def __str__(self) -> str:
+        return f"data={self.data} lat={self.lat} lon={self.lon}"
+
+    @property
+    def topology(self) -> Topology:
+        """Its mesh, seen from the first rank, which holds a largest part."""
+        return Topology(data=self.data, lat=self.lat, lon=self.lon)
+
+    def busiest(self, shard: Callable[[Topology], tuple[int, int]]) -> Topology:
+        """Its mesh, seen from a rank that holds a largest part, between two neighbours where there is such a one."""
+        first = self.topology
+        inner = first.at(min(1, self.lat - 1) * self.lon + min(1, self.lon - 1))
+        return inner if shard(inner) == shard(first) else first
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """(data, lat, lon)."""
+        return self.data, self.lat, self.lon
+
+
+def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]]:
+    """All (data, lat, lon) whose product is `ranks`, and that agree with the degrees that are given."""
+    for lat in _divisors(ranks):
+        for lon in _divisors(ranks // lat):
+            found = ranks // lat // lon, lat, lon
+            given = wanted.data, wanted.lat, wanted.lon
+            if all(have == want or want == "auto" for have, want in zip(found, given, strict=True)):
+                yield found
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def candidates(
+    ranks: int, batch: int, wanted: ParallelConfig, shard: Callable[[Topology], tuple[int, int]]
+) -> list[Candidate]:
+    """Every partition of `ranks`, with its reason where it does not fit.
+
+    Args:
+        batch: start dates a step.
+        shard: the part (Y, X) of the first rank of a topology; raises a UserError where the grid cannot be shared out.
+
+    Raises:
+        UserError: no partition agrees with the degrees that `wanted` fixes.
+    """
+    found = []
+    for data, lat, lon in degrees(ranks, wanted):
+        candidate = Candidate(data, lat, lon, samples=-(-batch // data))
+        found.append(_fitted(candidate, batch, shard))
+    if not found:
+        given = [f"parallel.{k}={v}" for k in ("data", "lat", "lon") if (v := getattr(wanted, k)) != "auto"]
+        raise UserError(
+            f"{' '.join(given)}: do not divide {ranks} ranks; choose factors of {ranks}, or leave them auto"
+        )
+    return found
+
+
+def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[int, int]]) -> Candidate:
+    if batch % candidate.data:
+        why = f"parallel.data={candidate.data}: batch_size={batch} does not divide"
+        return replace(candidate, why=f"{why}; use a multiple of {candidate.data}")
+    try:
+        return replace(candidate, shape=shard(candidate.topology))
+    except UserError as error:
+        return replace(candidate, why=str(error))
+
+
+def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], bool]) -> None:
+    """Refuse a number of ranks that no partition fits, and say what would work.
+
+    Raises:
+        UserError: nothing of `found` fits; `works` says whether another number of ranks would.
+    """
+    if any(not candidate.why for candidate in found):
+        return
+    fewer = next((n for n in range(ranks - 1, 0, -1) if works(n)), None)
+    more = next((n for n in range(ranks + 1, 4 * ranks + 1) if works(n)), None)
+    others = " or ".join(str(n) for n in (fewer, more) if n is not None)
+    reasons = "; ".join(dict.fromkeys(candidate.why for candidate in found[:3]))
+    raise UserError(
+        f"{ranks} ranks: none of {len(found)} partitions fits ({reasons})"
+        + (f"; {others} ranks would do" if others else "")
+    )
+
+
+def pick(found: Sequence[Candidate]) -> Candidate:
+    """The candidate whose step is predicted to be fastest; of equals, the one with fewer ranks a sample.
+
+    Raises:
+        UserError: none fits.
+    """
+    fitting = [c for c in found if not c.why and c.cost is not None]
+    if not fitting:
+        raise UserError("plan: no partition fits; plan.why=true says why")
+    return min(fitting, key=lambda c: (c.cost.seconds if c.cost else 0.0, c.lat * c.lon, c.lon))
+
+
+def table(found: Sequence[Candidate], batch: int, best: Candidate | None = None) -> str:
+    """The candidates that fit as lines, fastest first, the best marked."""
+    widths = (5, 5, 5, 12, 10, 9, 9, 10, 10, 9, 10)
+    names = ("data", "lat", "lon", "part", "compute", "halo", "norm", "exchange", "step", "dates/s", "memory")
+    below = ("", "", "", "rows x col", "ms", "ms", "ms", "ms", "ms", "", "MB")
+    head, units = ("".join(f"{w:>{n}}" for w, n in zip(words, widths, strict=True)) for words in (names, below))
+    fitting = [c for c in found if not c.why]
+    fitting.sort(key=lambda c: c.cost.seconds if c.cost else float("inf"))
+    return "\n".join([head, units, *(_row(c, batch, c == best) for c in fitting)])
+
+
+def _row(c: Candidate, batch: int, best: bool) -> str:
+    part = f"{c.shape[0]} x {c.shape[1]}"
+    row = f"{c.data:>5}{c.lat:>5}{c.lon:>5}  {part:>10}"
+    if c.cost is None:
+        return f"{row}{'':58}{c.memory / 1e6:>9.0f}"
+    ms = [1e3 * v for v in (c.cost.compute, c.cost.halo, c.cost.norm, c.cost.exposed, c.cost.seconds)]
+    row += f"{ms[0]:>10.1f}{ms[1]:>9.2f}{ms[2]:>9.2f}{ms[3]:>10.2f}{ms[4]:>10.1f}"
+    return f"{row}{batch / c.cost.seconds:>9.2f}{c.memory / 1e6:>10.0f}{'  <- best' if best else ''}"
+
+
+def reasons(found: Sequence[Candidate]) -> list[str]:
+    """One line for each partition that does not fit."""
+    return [f"{candidate}: {candidate.why}" for candidate in found if candidate.why]
+
+
+def to_json(candidate: Candidate) -> Mapping[str, Any]:
+    """A candidate as plain values."""
+    plain: dict[str, Any] = {"data": candidate.data, "lat": candidate.lat, "lon": candidate.lon}
+    if candidate.why:
+        return plain | {"why": candidate.why}
+    plain |= {"rows": candidate.shape[0], "columns": candidate.shape[1], "samples": candidate.samples}
+    plain["memory_bytes"] = candidate.memory
+    if candidate.cost is not None:
+        plain |= {**vars(candidate.cost), "seconds": candidate.cost.seconds}
+    return plain

@@ -1,0 +1,101 @@
+"""Ranks in one process: threads that meet at a barrier, each with a communicator that hands tensors over.
+
+For tests, and for trainings that ask what an exchange does to the weights: every rank runs the same code as a process
+would, and gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.distributed.communicator import Communicator, Done, Pending
+
+T = TypeVar("T")
+
+_PATIENCE = 600.0  # seconds until a rank that does not come is given up
+
+
+class Room:
+    """Where the ranks of a simulation meet."""
+
+    def __init__(self, size: int):
+        self.size, self.given = size, [None] * size
+        self.barrier = threading.Barrier(size, timeout=_PATIENCE)
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        """Everybody's values, in rank order."""
+        self.given[rank] = value
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+
+class SimulatedCommunicator:
+    """The collectives by their definition."""
+
+    def __init__(self, room: Room, rank: int):
+        self.room, self.rank, self.size, self.bytes_sent = room, rank, room.size, 0
+
+    def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
+        """As `Communicator.all_reduce`; sums are taken in rank order."""
+        self.bytes_sent += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
+        stacked = torch.stack(self.room.swap(self.rank, x.clone()))
+        x.copy_({"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[op])
+        return Done()
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """As `Communicator.reduce_scatter`."""
+        self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
+        out.copy_(torch.stack(self.room.swap(self.rank, x.clone())).sum(0).view(self.size, -1)[self.rank])
+        return Done()
+
+    def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        """As `Communicator.all_gather`."""
+        self.bytes_sent += x.numel() * x.element_size() * (self.size - 1)
+        out.copy_(torch.cat(self.room.swap(self.rank, x.clone())))
+        return Done()
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
+    ) -> Pending:
+        """As `Communicator.all_to_all_single`."""
+        self.bytes_sent += (sum(sent) - sent[self.rank]) * x.element_size()
+        parts = [given[self.rank] for given in self.room.swap(self.rank, x.clone().split(list(sent)))]
+        assert [len(p) for p in parts] == list(received)
+        out.copy_(torch.cat(parts))
+        return Done()
+
+    def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
+        """As `Communicator.broadcast`."""
+        x.copy_(self.room.swap(self.rank, x.clone())[source])
+        return Done()
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.room.barrier.wait()
+
+
+def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
+    """Results of work(communicator) on `size` ranks, in rank order."""
+    room = Room(size)
+
+    def guarded(rank: int) -> T:
+        try:
+            return work(SimulatedCommunicator(room, rank))
+        except BaseException:
+            room.barrier.abort()  # nobody waits for a rank that failed
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        started = [pool.submit(guarded, rank) for rank in range(size)]
+    errors = [error for future in started if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in started]

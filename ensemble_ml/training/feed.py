@@ -1,0 +1,114 @@
+"""The loader of a run: its schedule of batches, and the ranks that share what is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ensemble_ml.config import LoaderName, TrainConfig
+from ensemble_ml.distributed import Session, Topology
+from ensemble_ml.distributed.gather import gather_bytes
+from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.loading import Batches, Reader
+from ensemble_ml.loading.batches import fixed_draws
+from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.explain import explain
+from ensemble_ml.loading.run_loader import Lane, PlannedLoader, RunLoader, TorchLoader, make_plan
+from ensemble_ml.loading.schedule import Schedule
+from ensemble_ml.store import TensorStore
+from ensemble_ml.training import setup
+from ensemble_ml.training.assemble import Run, whole_dates
+
+ONE = Topology()
+
+
+def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
+    """What gives a run its batches from where it stands to its end; all ranks call it.
+
+    Raises:
+        UserError: settings that do not fit the store.
+    """
+    config, session = run.config.loading, run.session
+    schedule = make_schedule(run, run.state.step, run.state.steps, fresh=not resumed)
+    if config.name is LoaderName.torch:
+        return TorchLoader(config, schedule, run.reader, session.topology.place.data)
+    device = Device(run.device, run.dtype)
+    return PlannedLoader(
+        config, schedule, run.reader, device, lane_of(session), _timeline(run.config, folder, session.topology.rank)
+    )
+
+
+def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Schedule:
+    """The batches of steps `start_step` to `steps`, and the validations; a `fresh` run begins with one."""
+    config = run.config
+    members = np.arange(min(config.data.validation_members, run.reader.full_size))
+    return Schedule(
+        run.batches(start_step, steps),
+        fixed_draws(run.reader, run.validation_dates, members, config.batch_size),
+        config.validate_every,
+        fresh,
+        run.session.topology.data,
+    )
+
+
+def lane_of(session: Session) -> Lane:
+    """The ranks that read the same rows as this one."""
+    topology, place = session.topology, session.topology.place
+    if topology.data * topology.lon == 1:
+        return Lane(on_host=session.world.local_size)
+
+    def gather(data: bytes) -> list[bytes]:
+        found = gather_bytes(data, session.mesh.model, session.device)
+        return [
+            found[(part * topology.lat + place.lat) * topology.lon + column]
+            for part in range(topology.data)
+            for column in range(topology.lon)
+        ]
+
+    return Lane(place.data, place.lon, topology.data, topology.lon, gather, session.world.local_size)
+
+
+def describe(config: TrainConfig, store: TensorStore, topology: Topology = ONE, step: float | None = None) -> str:
+    """Lines that tell what loading a run will read, from where, in what time: see `ensemble_ml.loading.explain`.
+
+    Args:
+        topology: of the ranks that it is planned for; seen from the first band of rows.
+        step: seconds that a training step computes, where they are known.
+
+    Raises:
+        UserError: settings that do not fit the store.
+    """
+    if config.loading.name is LoaderName.torch:
+        return "Loading by torch's DataLoader: nothing is planned; every batch is read when its turn has come"
+    spec = setup.build_spec(config, store)
+    train, validation = setup.split_dates(config.data, store.layout.init_time)
+    whole = Reader(store, spec)
+    train, validation = whole_dates(config, whole, train, validation)
+    window = None
+    if topology.spatial > 1:
+        shard = make_shard(topology, spec.grid.shape, spec.config.depth)
+        window = shard.own_rows, shard.own_columns
+    reader = Reader(store, spec, window=window)
+    members = np.arange(min(config.data.validation_members, reader.full_size))
+    schedule = Schedule(
+        Batches(
+            reader, train, batch_size=config.batch_size, seed=config.seed, sizes=config.data.members, steps=config.steps
+        ),
+        fixed_draws(reader, validation, members, config.batch_size),
+        config.validate_every,
+        True,
+        topology.data,
+    )
+    lane = Lane(parts=topology.data, columns=topology.lon, on_host=topology.size)
+    plan, units, schedule, ahead = make_plan(config.loading, schedule, reader, lane)
+    return explain(config.loading, plan, units, schedule, ahead=ahead, step=step, lanes=topology.lat)
+
+
+def _timeline(config: TrainConfig, folder: Path, rank: int) -> Path | None:
+    """Where the picture of a rank goes."""
+    wanted = config.loading.timeline
+    if wanted is None:
+        return None
+    path = folder / "loading.png" if wanted == "run" else Path(wanted)
+    return path.with_stem(f"{path.stem}_rank{rank}") if rank else path

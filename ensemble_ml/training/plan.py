@@ -1,0 +1,286 @@
+"""Every way to share a training run out over ranks, predicted, and the best of them.
+
+plan(config)                      `ensemble-ml plan`: prints, and leaves OUTPUT/RUN/{plan.json, report.html}
+shared_out(config, spec, session) `parallel=auto`: before training, the same choice on all ranks
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ensemble_ml.config import PlanConfig, PlanSettings, Precision, TrainConfig
+from ensemble_ml.distributed import Session, Topology, start
+from ensemble_ml.distributed.costs import Link, Links, Piece, step_cost
+from ensemble_ml.distributed.echo import Message
+from ensemble_ml.distributed.echo_exchange import MODEL_AXES, exchange_traffic
+from ensemble_ml.distributed.memory import in_use, rank_memory
+from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
+from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import ModelSpec, Speed
+from ensemble_ml.store import open_store
+from ensemble_ml.training import scaling, setup
+from ensemble_ml.training.feed import describe
+from ensemble_ml.training.probing import Found, Job, Shape, cache_folder, measured_here, probe
+from ensemble_ml.training.rehearsal import Tracing, trace
+
+log = logging.getLogger(__name__)
+
+_ROOM = 0.95  # of a rank's memory that is planned with
+
+
+@dataclass
+class Planner:
+    """Plans a run of `config` and `spec` over `ranks`.
+
+    Args:
+        session: the ranks that were started, which measure; one alone starts processes on its machine.
+        known: steps that were followed before, and where more are kept.
+    """
+
+    config: TrainConfig
+    spec: ModelSpec
+    settings: PlanSettings
+    session: Session
+    ranks: int
+    known: dict[tuple[int, ...], Tracing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.measured = Found({}, {})
+        started = self.session.world
+        here = started.local_size if started.size > 1 else self.ranks
+        self.local = min(self.settings.ranks_per_node or here, self.ranks)
+        gpus = torch.cuda.device_count()
+        self.busy = min(self.local, gpus or setup.cores()) if started.size == 1 else started.size
+        device = self.session.device
+        self.base = in_use(device)
+        self.memory = int(1e9 * self.settings.memory_gb) or int(_ROOM * rank_memory(self.local, device))
+        low = self.config.model.precision
+        self.speed = Speed(Precision.float32 if low is Precision.auto else low)
+
+    def shard(self, topology: Topology) -> tuple[int, int]:
+        """(Y, X) of a rank."""
+        return make_shard(topology, self.spec.grid.shape, self.spec.config.depth).shape
+
+    def fits(self, ranks: int) -> bool:
+        """Whether the grid and the batch can be shared out over so many, whatever the memory."""
+        return bool(self.open(ranks, self.config.batch_size))
+
+    def open(self, ranks: int, batch: int) -> list[Candidate]:
+        """The partitions of `ranks` that fit grid and batch."""
+        try:
+            found = candidates(ranks, batch, self.config.parallel, self.shard)
+        except UserError:  # the degrees that are given do not divide this number
+            return []
+        return [c for c in found if not c.why]
+
+    def candidates(self) -> list[Candidate]:
+        """All partitions, costed where they fit.
+
+        Raises:
+            UserError: none fits the grid, the batch or the memory.
+        """
+        found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
+        check_any(found, self.ranks, self.fits)
+        if self.spec.config.name != "unet3d":
+            raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
+        followed = self.session.once(lambda: {c.degrees: self._followed(c) for c in found if not c.why})
+        found = [replace(c, why=why) if isinstance(why := followed.get(c.degrees), str) else c for c in found]
+        check_any(found, self.ranks, self.fits)
+        traced = {degrees: trace for degrees, trace in followed.items() if not isinstance(trace, str)}
+        found = [self._within_memory(c, traced) for c in found]
+        if all(c.why for c in found):
+            raise UserError(self._too_little(traced))
+        fitting = [c for c in found if not c.why]
+        self.measured = measured = self._measured(fitting)
+        pieces = _completed(fitting, measured.pieces, traced, self.settings.gflops)
+        links = [measured.links[i] for i in range(len(fitting))]
+        costed = iter(zip(fitting, pieces, links, strict=True))
+        return [c if c.why else self.costed(*next(costed), traced[c.degrees]) for c in found]
+
+    def _followed(self, candidate: Candidate) -> Tracing | str:
+        """What a step takes, or why the model cannot be shared out so."""
+        try:
+            return self.traced(candidate)
+        except UserError as error:
+            return str(error)
+
+    def traced(self, candidate: Candidate) -> Tracing:
+        """What a step of a partition's busiest rank takes; followed once for all partitions that share it."""
+        rank = candidate.busiest(self.shard)
+        # Ranks that train on other dates change nothing but whether there is an exchange at all.
+        alike = (rank.lat, rank.lon, rank.place.lat, candidate.samples, rank.data > 1)
+        if alike not in self.known:
+            self.known[alike] = trace(self.config, self.spec, rank, candidate.samples, self.speed)
+        return self.known[alike]
+
+    def _within_memory(self, c: Candidate, traced: dict[tuple[int, int, int], Tracing]) -> Candidate:
+        if c.why:
+            return c
+        needed = traced[c.degrees].memory + self.base
+        if needed <= self.memory:
+            return replace(c, memory=needed)
+        return replace(c, memory=needed, why=f"needs {needed / 1e9:.3g} GB of {self.memory / 1e9:.3g} GB a rank")
+
+    def _too_little(self, traced: dict[tuple[int, int, int], Tracing]) -> str:
+        """The message for too little memory: how many ranks would do."""
+        degrees, least = min(traced.items(), key=lambda item: item[1].memory)
+        key = "plan.memory_gb" if self.settings.memory_gb else "memory"
+        told = (
+            f"{key}={self.memory / 1e9:.3g}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each"
+            " at the least"
+        )
+        fixed = least.resident + least.state + self.base
+        if fixed >= self.memory:
+            return f"{told}, {fixed / 1e9:.3g} GB of it for weights, optimizer and libraries; use a smaller model"
+        cells = least.shape[0] * least.shape[1] * -(-self.config.batch_size // degrees[0])
+        a_cell = (least.memory + self.base - fixed) / cells  # halos come on top of it
+        for ranks in range(self.ranks + 1, 64 * self.ranks + 1):
+            for c in self.open(ranks, self.config.batch_size):
+                own = c.shape[0] * c.shape[1] * c.samples
+                if fixed + 0.9 * a_cell * own > self.memory:
+                    continue
+                followed = self._followed(c)
+                if not isinstance(followed, str) and followed.memory + self.base <= self.memory:
+                    return f"{told}; {ranks} ranks would do ({c}), or a smaller batch_size"
+        return f"{told}; no number of ranks up to {64 * self.ranks} would do; use a smaller model or batch_size"
+
+    def _measured(self, fitting: Sequence[Candidate]) -> Found:
+        """Pieces and links, as far as the settings do not give them."""
+        settings = self.settings
+        shapes = tuple(Shape(c.busiest(self.shard), c.samples) for c in fitting)
+        given: Links = {(): Link(settings.alpha or 0.0, settings.beta or 0.0)}
+        ask = settings.alpha is None and self.ranks > 1
+        job = Job(self.config, self.spec, shapes, settings.seconds, cache_folder(settings.cache), settings.gflops, ask)
+        everywhere = dict.fromkeys(range(len(fitting)), given)
+        if settings.gflops and not ask:
+            return Found({}, everywhere)
+        if self.session.world.size > 1 or self.busy == 1:
+            found = probe(job, self.session)
+        else:
+            found = measured_here(job, self.busy, max(1, setup.cores() // self.busy))
+        return Found(found.pieces, found.links or everywhere)
+
+    def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
+        """A candidate with its cost."""
+        local = self.session.world.local_size if self.session.world.size > 1 else self.local
+        buckets, overlap = exchange_traffic(self.config.optim, traced.parameters, c.topology, local)
+        messages = [_between(m, c.topology) for m in traced.traffic.messages]
+        cost = step_cost(piece, messages, buckets, links, overlap=overlap)
+        return replace(c, cost=cost)
+
+
+def _between(message: Message, topology: Topology) -> Message:
+    """A message of a step that was followed with fewer data ranks, among those of `topology`."""
+    ranks = topology.data * topology.spatial
+    if message.axes != MODEL_AXES or message.ranks == ranks:
+        return message
+    size = message.sent * message.ranks // (2 * (message.ranks - 1))  # of the tensor that is summed
+    sent = 2 * size * (ranks - 1) // ranks
+    return replace(message, ranks=ranks, sent=sent, received=sent)
+
+
+def _completed(
+    fitting: Sequence[Candidate], pieces: dict[int, Piece], traced: dict[tuple[int, int, int], Tracing], gflops: float
+) -> list[Piece]:
+    """A piece for every candidate: measured, or reckoned by its arithmetic from the measured one that is nearest."""
+    flops = [traced[c.degrees].flops for c in fitting]
+    if gflops:
+        return [Piece(f / 1e9 / gflops, 2 / 3 * f / 1e9 / gflops, measured=False) for f in flops]
+    found = []
+    for i, own in enumerate(flops):
+        near = min(pieces, key=lambda k: abs(flops[k] - own))
+        found.append(pieces[i] if i in pieces else pieces[near].scaled(own / flops[near]))
+    return found
+
+
+def plan(config: PlanConfig) -> Path:
+    """Print the predicted cost of every partition, and write plan.json; return its path.
+
+    Raises:
+        UserError: no store, no partition that fits the ranks, or too little memory.
+    """
+    # The degrees that are given are those of the run that is planned, not of the ranks that measure.
+    with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
+        setup.use_threads(config, None, session.world.local_size)
+        source = open_store(config.data.store)
+        spec = setup.build_spec(config, source)
+        here = torch.cuda.device_count() or setup.cores()
+        ranks = config.plan.ranks or (session.world.size if session.world.size > 1 else here)
+        planner = Planner(config, spec, config.plan, session, ranks)
+        found = planner.candidates()
+        best = pick(found)
+        folder = Path(config.output) / config.run
+        if not session.first:
+            return folder / "plan.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        _tell(config, found, best)
+        assert best.cost is not None
+        print(describe(config, source, best.topology, best.cost.seconds))
+        content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}
+        if config.plan.simulate:
+            content["scaling"] = _scaling(planner, found, folder)
+        return _written(folder / "plan.json", json.dumps(content, indent=2) + "\n")
+
+
+def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> None:
+    print(table(found, config.batch_size, best))
+    hidden = sum(bool(c.why) for c in found)
+    if config.plan.why:
+        for line in reasons(found):
+            print(line)
+    elif hidden:
+        print(f"{hidden} other partitions do not fit; plan.why=true says why")
+    print(f"parallel.data={best.data} parallel.lat={best.lat} parallel.lon={best.lon}")
+
+
+def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list[dict[str, Any]]:
+    """Print, plot and return the predicted scaling."""
+    fitting = [c for c in found if not c.why]
+    links = planner.measured.links[len(fitting) - 1]
+    points = scaling.simulated(planner, fitting, planner.measured.pieces, links)
+    text = scaling.table(points)
+    print(f"\n{text}")
+    plot = scaling.plot(points, folder / "scaling.png")
+    image = base64.b64encode(plot.read_bytes()).decode()
+    body = f'<img alt="scaling" src="data:image/png;base64,{image}"><pre>{html.escape(text)}</pre>'
+    page = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Predicted scaling</title></head>'
+    _written(folder / "report.html", f"{page}<body><h1>Predicted scaling</h1>{body}</body></html>\n")
+    return [{"scaling": p.kind, "devices": p.devices, "batch": p.batch, **to_json(p.best)} for p in points]
+
+
+def _written(path: Path, text: str) -> Path:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    return partial.replace(path)
+
+
+def shared_out(config: TrainConfig, spec: ModelSpec, session: Session) -> TrainConfig:
+    """Let the planner choose where parallel.lat or parallel.lon say auto, and take that mesh; the same on every rank.
+
+    Raises:
+        UserError: no partition fits.
+    """
+    if not config.parallel.planned:
+        return config
+    ranks = session.world.size
+    if ranks == 1 or spec.config.name != "unet3d":
+        chosen = Candidate(ranks, 1, 1)
+    else:
+        planner = Planner(config, spec, PlanSettings(), session, ranks)
+        found = planner.candidates()
+        chosen = session.once(lambda: pick(found))
+        if session.first:
+            log.info("parallel=auto: %s\n%s", chosen, table(found, config.batch_size, chosen))
+    session.share_out(chosen.topology)
+    parallel = replace(config.parallel, data=chosen.data, lat=chosen.lat, lon=chosen.lon)
+    return replace(config, parallel=parallel)

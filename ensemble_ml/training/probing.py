@@ -1,0 +1,263 @@
+"""Measures the local part of a step at the shapes that partitions give, on all ranks of a node at once.
+
+Times are kept on disk by what they depend on: machine, versions, model, shape, samples, threads, ranks that are busy.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import pickle
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision, TrainConfig
+from ensemble_ml.distributed import Session, Topology, start
+from ensemble_ml.distributed.buckets import Arrivals, make_buckets
+from ensemble_ml.distributed.choice import make_exchange
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.costs import Link, Links, Piece
+from ensemble_ml.distributed.echo import Traffic, echo_mesh
+from ensemble_ml.distributed.echo_exchange import echoes
+from ensemble_ml.distributed.mesh import Members, make_mesh
+from ensemble_ml.distributed.ping import measured_links
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import ModelSpec, choose
+from ensemble_ml.models.speed import candidates as speeds
+from ensemble_ml.optim import Exchange, build
+from ensemble_ml.training.rehearsal import Rehearsal
+
+_LEAST, _MOST = 3, 9  # counted steps
+_PROCESS = (
+    "import sys, pathlib; from ensemble_ml.training.probing import main;"
+    " main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is measured: a rank of a topology and its samples in a step."""
+
+    topology: Topology
+    samples: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What processes of one node measure for a run: a step at each shape, unless their `gflops` are given, and the
+    links between them where asked."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    shapes: tuple[Shape, ...]
+    seconds: float
+    folder: Path | None
+    gflops: float
+    links: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pieces of the shapes that time allowed, and links of all shapes, by their place in the job."""
+
+    pieces: dict[int, Piece]
+    links: dict[int, Links]
+
+
+def probe(job: Job, session: Session) -> Found:
+    """Do a job on the ranks of `session`; every rank gets the same."""
+    deadline = time.perf_counter() + job.seconds
+    pieces: dict[int, Piece] = {}
+    for number, shape in enumerate(() if job.gflops else job.shapes):
+        path = _kept(job, shape, session)
+        kept = session.once(lambda path=path: _load(path))  # type: ignore[misc]
+        if kept is None:
+            if pieces and session.once(lambda: [time.perf_counter() > deadline])[0]:
+                continue
+            kept = _timed(job, _own(shape, session), session)
+            if session.first and path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_suffix(f".{os.getpid()}")
+                partial.write_text(json.dumps(asdict(kept)))
+                partial.replace(path)
+        pieces[number] = kept
+    return Found(pieces, _links(job, session) if job.links else {})
+
+
+def _links(job: Job, session: Session) -> dict[int, Links]:
+    """Links of each shape's mesh; where other ranks were started than are planned for, those between all of these."""
+    meshes: dict[Members, Communicator] = {}
+    known: dict[int, Link] = {}
+    found: dict[int, Links] = {}
+    for number, shape in enumerate(job.shapes):
+        same = shape.topology.size == session.topology.size
+        topology = shape.topology if same else Topology(lat=session.topology.size)
+        found[number] = measured_links(make_mesh(topology.at(session.topology.rank), meshes), known)
+        if not same:
+            found[number] = {("lon",): found[number][("lat",)], **found[number]}
+    return found
+
+
+def _own(shape: Shape, session: Session) -> Shape:
+    """The shape that this rank has in the job, where as many ranks were started; else everyone takes the busiest's."""
+    if shape.topology.size != session.topology.size:
+        return shape
+    return Shape(shape.topology.at(session.topology.rank), shape.samples)
+
+
+def _timed(job: Job, shape: Shape, session: Session) -> Piece:
+    traffic = Traffic()
+    speed = speeds(session.device, job.config.model.precision)[0]
+    rehearsal = Rehearsal(
+        job.config, job.spec, echo_mesh(shape.topology, traffic), shape.samples, speed, session.device, traffic
+    )
+    if job.config.model.precision is Precision.auto:
+        _fastest(rehearsal, session)
+    exchange = make_exchange(job.config.optim, shape.topology, local_size=1, connect=echoes(Traffic()))
+    step = stepper(job.config.optim, rehearsal, exchange)
+    found: list[list[float]] = []
+    count = _LEAST + 1
+    while len(found) < count:
+        session.mesh.world.barrier()
+        slowest = torch.tensor(step(), dtype=torch.float64)
+        session.mesh.world.all_reduce(slowest, op="max")
+        found.append(slowest.tolist())
+        if len(found) == 2:  # the first prepares kernels
+            count = min(_MOST, max(count, int(job.seconds / len(job.shapes) / max(found[1][0], 1e-6))))
+    exchange.close()
+    del rehearsal, step, exchange
+    gc.collect()  # hooks make cycles, which hold a whole model
+    seconds, backward, *ready = (statistics.median(values) for values in zip(*found[1:], strict=True))
+    return Piece(seconds, backward, tuple(min(1.0, r / backward) for r in ready))
+
+
+def _fastest(rehearsal: Rehearsal, session: Session) -> None:
+    """The precision that training would choose, on all ranks the one of the first."""
+    own = choose(rehearsal.model, rehearsal.step, wanted=Precision.auto)
+    session.once(lambda: own).apply(rehearsal.model)
+
+
+def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Callable[[], list[float]]:
+    """A training step that returns seconds of itself, of backward, and until each bucket of gradients was there."""
+    device = rehearsal.device
+    optimizer, _ = build(config, rehearsal.model.param_groups(), 1, exchange)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    buckets = make_buckets(params, config.bucket_mb * 1e6 / 4)
+    stamps: list[float] = []
+    arrivals = Arrivals(params, buckets, lambda _: stamps.append(_now(device)))
+
+    def step() -> list[float]:
+        stamps.clear()
+        begin = _now(device)
+        optimizer.zero_grad(set_to_none=True)
+        exchange.begin(0)
+        arrivals.begin()
+        losses = rehearsal.loss(rehearsal.model(rehearsal.batch.inputs), rehearsal.batch)
+        middle = _now(device)
+        losses["loss"].backward()
+        end = _now(device)
+        arrivals.flush()
+        ready = [stamp - middle for stamp in stamps]
+        exchange.finish()
+        optimizer.step()
+        return [_now(device) - begin, end - middle, *ready]
+
+    return step
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
+    """Where a time is kept, by a hash of all that it depends on."""
+    if job.folder is None:
+        return None
+    facts: list[Any] = [_machine(session.device), torch.__version__, torch.get_num_threads(), session.topology.size]
+    spec = job.spec.to_json()
+    facts += [spec, shape.topology.shape, shape.samples, job.config.optim.name.value, job.config.optim.exchange.value]
+    facts += [job.config.optim.bucket_mb, shape.topology.size == session.topology.size]
+    return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
+
+
+def _machine(device: torch.device) -> list[Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    processors = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
+    return [name, processors, os.cpu_count()]
+
+
+def _load(path: Path | None) -> Piece | None:
+    if path is None or not path.exists():
+        return None
+    plain = json.loads(path.read_text())
+    return Piece(plain["seconds"], plain["backward"], tuple(plain["ready"]))
+
+
+def cache_folder(wanted: str | None) -> Path:
+    """Where measured times are kept."""
+    if wanted is not None:
+        return Path(wanted)
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "ensemble_ml" / "plan"
+
+
+def measured_here(job: Job, processes: int, threads: int) -> Found:
+    """Do a job on `processes` of this machine, started for it.
+
+    Raises:
+        UserError: one of them failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder) / "job", Path(folder) / "found"
+        given.write_bytes(pickle.dumps(job))
+        common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        common |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(processes)}
+        command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
+        environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
+        started = [_start(command, environment) for environment in environments]
+        told = [process.communicate()[1] for process in started]
+        for process, text in zip(started, told, strict=True):
+            if process.returncode:
+                last = " | ".join(text.strip().splitlines()[-2:])
+                raise UserError(f"plan: a measuring process ended with status {process.returncode}: {last}")
+        return pickle.loads(out.read_bytes())
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        list(command), env=os.environ | environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def main(given: Path, out: Path, threads: int) -> None:
+    """One process of `measured_here`."""
+    torch.set_num_threads(threads)
+    job = pickle.loads(given.read_bytes())
+    with start(ParallelConfig(launcher=Launcher.torchrun)) as session:
+        found = probe(job, session)
+        if session.first:
+            out.write_bytes(pickle.dumps(found))

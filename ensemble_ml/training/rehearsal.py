@@ -1,0 +1,164 @@
+"""A training step of one rank of any partition, on invented data and without the other ranks.
+
+The model, its partition, the halo exchange, the loss and backward are those of training; echoes stand for the other
+ranks (`distributed.echo`). On fake tensors it tells what a step sends, how much memory and how much arithmetic it
+takes, without doing it; on real ones it is timed.
+
+Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ensemble_ml.config import OptimName, Precision, TrainConfig
+from ensemble_ml.distributed import Mesh, Topology
+from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
+from ensemble_ml.distributed.footprint import Footprint
+from ensemble_ml.distributed.partition import partition_model
+from ensemble_ml.loading import Batch
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed
+from ensemble_ml.training.losses import Loss
+
+_MEMBERS = 5
+
+
+@dataclass
+class Rehearsal:
+    """One rank's model, batch and loss.
+
+    Args:
+        mesh: of the job; of echoes, or a real one.
+        samples: of this rank in a step.
+    """
+
+    config: TrainConfig
+    spec: ModelSpec
+    mesh: Mesh
+    samples: int
+    speed: Speed
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.model = EnsembleModel(self.spec, Climate.default(self.spec))
+        if self.device.type != "cpu":
+            self.model.to(self.device)
+        _hasten(self.model, self.speed)
+        self.shard = partition_model(self.model, self.mesh)
+        dtype = next(self.model.parameters()).dtype
+        self.batch = invented_batch(self.spec, self.shard.shape, self.samples).to(self.device, dtype)
+        self.loss = self._loss()
+
+    def step(self) -> dict[str, Tensor]:
+        """Forward and backward; gradients are left where they are."""
+        with self.traffic.during(Phase.forward):
+            losses = self.loss(self.model(self.batch.inputs), self.batch)
+        with self.traffic.during(Phase.backward):
+            losses["loss"].backward()
+        return losses
+
+    def _loss(self) -> Loss:
+        error = {name: buffer for name, buffer in self.model.named_buffers() if name in ("error_p", "error_s")}
+        ones = {k: torch.ones(_MEMBERS + 1, *v.shape, device=self.device) for k, v in error.items()}
+        area = torch.from_numpy(self.spec.grid.area_weights()).float()
+        area = self.shard.cut(area).to(self.device)
+        scales = error["error_p"], error["error_s"], ones["error_p"], ones["error_s"]
+        return Loss(self.spec, *scales, area, self.config.spread_weight, self.mesh.model)
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """What a step of one rank takes: its shard (Y, X), floating point operations, messages, bytes of memory.
+
+    `activations` is the most that forward and backward hold at once beyond weights, buffers and batch, gradients among
+    it; `resident` are weights and buffers; `state` is the optimizer's, the running average's and the exchange's.
+    """
+
+    shape: tuple[int, int]
+    flops: int
+    traffic: Traffic
+    activations: int
+    resident: int
+    state: int
+    batch: int
+    parameters: tuple[torch.Size, ...]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a rank at the peak of a step; a second batch is being read."""
+        return self.activations + self.resident + self.state + 2 * self.batch
+
+
+def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed) -> Tracing:
+    """Follow a step of one rank of `topology` on fake tensors."""
+    traffic = Traffic()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rehearsal = Rehearsal(config, spec, echo_mesh(topology, traffic), samples, speed, traffic=traffic)
+        counter = FlopCounterMode(display=False)
+        with counter, Footprint() as footprint:
+            rehearsal.step()
+        model, batch = rehearsal.model, rehearsal.batch
+        values = [p.element_size() * p.numel() for p in model.parameters()]
+        resident = sum(values) + sum(b.element_size() * b.numel() for b in model.buffers())
+        held = _bytes_of(batch) + _bytes_of(batch.inputs)
+        shapes = tuple(p.shape for p in model.parameters())
+    several = topology.data * topology.spatial > 1
+    copies = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average) + several
+    return Tracing(
+        rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident, copies * sum(values), held,
+        shapes,
+    )  # fmt: skip
+
+
+def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Batch:
+    """A batch of the right shapes for `cells` (Y, X), with plausible values."""
+    ins, outs = len(spec.leads_in), len(spec.leads_out)
+    upper, flat = (len(spec.variables), len(spec.levels)), (len(spec.surface),)
+    shapes = {"p": upper, "s": flat}
+
+    def values(leads: int, *shape: int) -> Tensor:
+        return 1 + torch.rand(samples, leads, *shape, *cells)
+
+    given: dict[str, Any] = {}
+    for suffix, shape in shapes.items():
+        given[f"mean_{suffix}"], given[f"spread_{suffix}"] = values(ins, *shape), values(ins, *shape)
+        if spec.config.one_member:
+            given[f"member_{suffix}"] = values(ins, *shape)
+        if spec.masked:
+            masked = len(spec.masked_positions[suffix == "s"])
+            given[f"valid_{suffix}"] = values(ins, masked, *shape[1:])
+    count = torch.full((samples,), float(_MEMBERS - 1))
+    inputs = EnsembleInput(count=count, day_of_year=torch.full((samples,), 100.0), **given)
+    targets: dict[str, Any] = {}
+    for suffix, shape in shapes.items():
+        if spec.config.postprocess:
+            targets[f"truth_{suffix}"] = values(outs, *shape)
+        if spec.config.spread:
+            targets[f"target_spread_{suffix}"] = values(outs, *shape)
+    return Batch(inputs, ["invented"] * samples, **targets)
+
+
+def _hasten(model: EnsembleModel, speed: Speed) -> None:
+    """`speed.apply`, also for fake parameters, whose type torch cannot change in place."""
+    fake = isinstance(next(model.parameters()), FakeTensor)
+    if not fake or speed.precision is not Precision.float64:
+        speed.apply(model)
+        return
+    Speed(Precision.float32, speed.channels_last).apply(model)
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = nn.Parameter(p.detach().double()) if p is not None else None
+        for name, b in module._buffers.items():
+            module._buffers[name] = b.double() if b is not None and b.is_floating_point() else b
+    model.speed = speed
+
+
+def _bytes_of(owner: object) -> int:
+    return sum(v.element_size() * v.numel() for v in vars(owner).values() if isinstance(v, Tensor))

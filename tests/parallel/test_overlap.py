@@ -1,0 +1,74 @@
+"""Convolutions that compute while their halo travels: the choice, and what travels meanwhile."""
+
+import time
+
+import torch
+from parallel.ranks import run_ranks
+
+from ensemble_ml.distributed.halo import Side
+from ensemble_ml.distributed.overlap import Overlap, Window, choose_overlap, halo_conv
+
+
+class Watched:
+    """A communicator that notes when an exchange is posted and waited for."""
+
+    def __init__(self, inner, events):
+        self._inner, self._events = inner, events
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def all_to_all_single(self, *args, **settings):
+        self._events.append("post")
+        pending, events = self._inner.all_to_all_single(*args, **settings), self._events
+
+        class Pending:
+            def wait(self):
+                events.append("wait")
+                pending.wait()
+
+        return Pending()
+
+
+def order(session, overlap):
+    events = []
+    x = torch.randn(1, 2, 6, 8, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 2, 3, 3, 1, dtype=torch.float64, requires_grad=True)
+    rows = Side(2, 1, 1, comm=Watched(session.mesh.lat, events))
+    window = Window((1, 1, 1), (0, 0, 0), (1, 1, 1))
+
+    class Convolution(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function._schema.name in ("aten::convolution", "aten::convolution_backward"):
+                whole = function._schema.name.endswith("backward") or args[0].shape[2] > 3
+                events.append("compute" if whole else "edge")
+            return function(*args, **(kwargs or {}))
+
+    with Convolution():
+        halo_conv(x, weight, None, window, rows, None, overlap=overlap).square().sum().backward()
+    return events
+
+
+def test_the_bulk_is_computed_while_strips_travel():
+    for events in run_ranks(order, 2, True, lat=2):
+        forward = ["post", "compute", "wait", "edge"]  # each of two ranks has one neighbour
+        assert events == [*forward, "compute", "post", "compute", "wait"]  # input, then weights under way
+    for events in run_ranks(order, 2, False, lat=2):
+        assert events == ["post", "wait", "compute", "compute", "post", "wait"]
+
+
+def chosen(session, slow):
+    switch, seen = Overlap(), []
+
+    def step():
+        seen.append(switch.on)
+        if switch.on == slow:
+            time.sleep(0.02 * (1 + session.topology.rank))
+
+    found = choose_overlap(switch, step, session.mesh.world, repeats=2)
+    return switch.on, found["on" if slow else "off"] >= 0.04, seen
+
+
+def test_the_faster_way_is_taken_by_all_ranks():
+    for slow in (True, False):
+        assert run_ranks(chosen, 2, slow, lat=2) == [(not slow, True, [False, True] * 3)] * 2

@@ -1,0 +1,308 @@
+"""The planner: costs by hand, partitions by brute force, bytes against those that communicators count."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models.small_models import make_spec
+from omegaconf import OmegaConf
+from parallel.ranks import run_ranks
+from synthetic import make_store
+
+from ensemble_ml import cli
+from ensemble_ml.config import (
+    DataConfig,
+    ExchangeName,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Precision,
+    TrainConfig,
+)
+from ensemble_ml.distributed import Mesh, Topology
+from ensemble_ml.distributed.choice import make_exchange
+from ensemble_ml.distributed.costs import Cost, Link, Piece, exposed, step_cost
+from ensemble_ml.distributed.echo import Message, Phase
+from ensemble_ml.distributed.echo_exchange import exchange_traffic
+from ensemble_ml.distributed.footprint import Footprint
+from ensemble_ml.distributed.ping import measured_links
+from ensemble_ml.distributed.planner import Candidate, candidates, check_any, degrees, pick, reasons
+from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.errors import UserError
+from ensemble_ml.models import Speed
+from ensemble_ml.optim import build
+from ensemble_ml.training import trainer
+from ensemble_ml.training.rehearsal import Rehearsal, trace
+
+AUTO = ParallelConfig(data="auto", lat="auto", lon="auto")
+LAT, MODEL = ("lat",), ("data", "lat", "lon")
+
+
+def half_degree(topology):
+    return make_shard(topology, (361, 720), 4).shape
+
+
+def halo_message(sent, received=0):
+    return Message(LAT, "all_to_all", 2, sent, received, Phase.forward)
+
+
+def sum_message(sent, ranks):
+    return Message(MODEL, "all_reduce", ranks, sent, sent, Phase.forward)
+
+
+def test_cost_of_a_step_by_hand():
+    links = {LAT: Link(1e-4, 1e-8), (): Link(1e-3, 1e-9)}
+    messages = [halo_message(1000, 3000), halo_message(500, 500), sum_message(16, 4)]
+    cost = step_cost(Piece(0.5, 0.3, (0.5, 1.0)), messages, [[sum_message(10**8, 4)]] * 2, links, overlap=True)
+    assert cost.halo == pytest.approx(2e-4 + 3e-5 + 2e-4 + 5e-6)
+    assert cost.norm == pytest.approx(2e-3 * 2 + 16e-9)
+    bucket = 2e-3 * 2 + 0.1
+    assert cost.exchange == pytest.approx(2 * bucket)
+    # The first leaves at 0.15 s and is done before the end of backward, at 0.3 s, when the second leaves.
+    assert cost.exposed == pytest.approx(bucket)
+    assert cost.seconds == pytest.approx(0.5 + cost.halo + cost.norm + bucket)
+    assert cost.sent == 1000 + 500 + 16 + 2 * 10**8
+
+
+def test_what_a_line_takes_unasked_costs_no_time():
+    assert Link(1e-4, 1e-8, free=32_000).exchange(30_000) == pytest.approx(2e-4)
+    assert Link(1e-4, 1e-8, free=32_000).exchange(132_000) == pytest.approx(2e-4 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("times", "ready", "left"),
+    [([], (1.0,), 0), ([1, 1], (0.0,), 0), ([3, 3], (0.0, 0.1), 2), ([1, 5], (0.5, 0.5), 4), ([2], (1.0,), 2)],
+)
+def test_exposed_exchange(times, ready, left):
+    assert exposed(times, ready, backward=4.0) == pytest.approx(left)
+
+
+@given(
+    st.floats(0, 1e-3), st.floats(0, 1e-7), st.floats(0, 1), st.floats(0, 1),
+    st.lists(st.integers(0, 10**6), max_size=6), st.lists(st.integers(0, 10**7), max_size=3),
+)  # fmt: skip
+def test_better_links_never_cost_more(alpha, beta, less, lower, halos, buckets):
+    def seconds(alpha, beta):
+        exchanged = [[sum_message(size, 8)] for size in buckets]
+        piece = Piece(0.1, 0.06, (0.3, 0.8, 1.0))
+        links = {(): Link(alpha, beta)}
+        return step_cost(piece, [halo_message(size) for size in halos], exchanged, links, overlap=True).seconds
+
+    assert seconds(alpha * less, beta * lower) <= seconds(alpha, beta) * (1 + 1e-12)
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=8))
+def test_pick_is_the_fastest(seconds):
+    found = [Candidate(1, 1, i + 1, cost=Cost(s, 0, 0, 0, 0, 0)) for i, s in enumerate(seconds)]
+    found.append(Candidate(9, 9, 9, why="does not fit", cost=Cost(1e-9, 0, 0, 0, 0, 0)))
+    assert pick(found).cost.seconds == min(seconds)
+
+
+@pytest.mark.parametrize("ranks", [1, 6, 16, 30])
+def test_every_factorisation_once(ranks):
+    found = list(degrees(ranks, AUTO))
+    numbers = range(1, ranks + 1)
+    wanted = {(d, a, o) for d in numbers for a in numbers for o in numbers if d * a * o == ranks}
+    assert set(found) == wanted and len(found) == len(wanted)
+    some = ParallelConfig(data="auto", lat=2, lon="auto")
+    assert set(degrees(ranks, some)) == {f for f in wanted if f[1] == 2}
+
+
+def test_what_does_not_fit_says_why():
+    found = candidates(46, 2, AUTO, half_degree)
+    why = {c.degrees: c.why for c in found}
+    assert why[(1, 23, 2)] == "" and why[(2, 23, 1)] == ""
+    assert "361 rows make 23 blocks of 16" in why[(1, 46, 1)]
+    assert why[(46, 1, 1)] == "parallel.data=46: batch_size=2 does not divide; use a multiple of 46"
+    assert "720 columns make 45 blocks of 16" in why[(1, 1, 46)]
+    assert len(reasons(found)) == sum(bool(c.why) for c in found)
+
+
+def test_ranks_that_nothing_fits():
+    def works(n):
+        return any(not c.why for c in candidates(n, 1, AUTO, half_degree))
+
+    with pytest.raises(UserError, match=r"^47 ranks: none of 3 partitions fits .*; 46 or 48 ranks would do$"):
+        check_any(candidates(47, 1, AUTO, half_degree), 47, works)
+    with pytest.raises(UserError, match=r"^parallel.lat=3 parallel.lon=1: do not divide 4 ranks"):
+        candidates(4, 1, ParallelConfig(lat=3), half_degree)
+
+
+def test_the_busiest_rank_has_two_neighbours_and_a_largest_part():
+    for lat in (1, 2, 3, 4, 6):
+        rank = Candidate(2, lat, 1).busiest(half_degree)
+        shapes = [half_degree(rank.at(r)) for r in range(rank.size)]
+        assert half_degree(rank) == max(shapes)
+        equal = [r.place.lat for r in map(rank.at, range(rank.size)) if half_degree(r) == max(shapes)]
+        assert (0 < rank.place.lat < lat - 1) == any(0 < row < lat - 1 for row in equal if row == 1)
+
+
+def test_footprint_by_hand():
+    kept = torch.ones(1000)
+    with Footprint() as footprint:
+        x = kept * 2  # 4,000 bytes
+        y = x + x  # 4,000
+        del x
+        z = y.view(10, 100)  # the same storage
+        z = z.double()  # 8,000
+    assert footprint.peak == 12_000 and footprint.now == 12_000
+    del y, z
+
+
+OPTIMS = {
+    "allreduce": OptimConfig(bucket_mb=0.01),
+    "bf16": OptimConfig(exchange=ExchangeName.bf16, bucket_mb=0.01),
+    "vote": OptimConfig(exchange=ExchangeName.vote, bits=2, bucket_mb=0.01),
+    "powersgd": OptimConfig(exchange=ExchangeName.powersgd),
+}
+
+
+def count_bytes(session, spec):
+    """Per exchange: (bytes that communicators count, bytes that the traced step and exchange send) of this rank."""
+    found, topology = {}, session.topology
+    config = TrainConfig(run="a")
+    rehearsal = Rehearsal(config, spec, session.mesh, 2, Speed())
+    before = session.mesh.bytes_sent
+    rehearsal.step()
+    traced = trace(config, spec, topology, 2, Speed())
+    found["step"] = session.mesh.bytes_sent - before, traced.traffic.sent
+    for name, optim in OPTIMS.items():
+        exchange = make_exchange(optim, topology)
+        build(optim, rehearsal.model.param_groups(), 1, exchange)
+        exchange.ready()  # where the ranks compare their models
+        before = exchange.bytes_sent
+        exchange.begin(0)
+        exchange.finish()
+        shapes = [p.shape for group in rehearsal.model.param_groups() for p in group["params"]]
+        buckets, _ = exchange_traffic(optim, shapes, topology, 1)
+        found[name] = exchange.bytes_sent - before, sum(m.sent for bucket in buckets for m in bucket)
+        exchange.close()
+    return found
+
+
+@pytest.mark.parametrize(("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_bytes_are_those_that_communicators_count(lat, lon, data):
+    for found in run_ranks(count_bytes, lat * lon * data, make_spec(17, 16), lat=lat, lon=lon, data=data):
+        for name, (counted, predicted) in found.items():
+            assert counted == predicted > 0, name
+
+
+def test_a_traced_step_holds_what_a_real_one_does():
+    spec, config = make_spec(17, 16), TrainConfig(run="a")
+    for speed in (Speed(), Speed(Precision.float64)):
+        rehearsal = Rehearsal(config, spec, Mesh(), 2, speed)
+        with Footprint() as footprint:
+            rehearsal.step()
+        traced = trace(config, spec, Topology(), 2, speed)
+        assert traced.activations == pytest.approx(footprint.peak, rel=0.02)
+        whole = sum(t.numel() * t.element_size() for t in rehearsal.model.state_dict().values())
+        assert traced.resident == whole
+    even = make_spec(32, 16, pole_row=False)
+    parts = [trace(config, even, Topology(lat=n), 2, Speed()).activations for n in (1, 2, 4)]
+    assert 1.4 < parts[0] / parts[1] < 2 and 1.3 < parts[1] / parts[2] < 2  # halos and gradients are not shared out
+
+
+def links_of(session):
+    return measured_links(session.mesh)
+
+
+def test_links_are_the_same_on_all_ranks():
+    found = run_ranks(links_of, 2, lat=2)
+    assert found[0] == found[1] and set(found[0]) == {LAT, ()}
+    assert all(0 < link.alpha < 1 and link.beta >= 0 and math.isfinite(link.free) for link in found[0].values())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("plan") / "a.zarr", dates=4, members=3, shape=(17, 16)).path
+
+
+def plan(store, tmp_path, *more):
+    given = ["plan", f"data.store={store}", "data.train=[2001]", "model=small", "model.depth=2", "batch_size=2"]
+    given += ["plan.gflops=10", "plan.alpha=1e-5", "plan.beta=1e-9", f"output={tmp_path}", *more]
+    return cli.main(given)
+
+
+def test_plan_prints_and_writes(store, tmp_path, capsys):
+    assert plan(store, tmp_path, "plan.ranks=4", "plan.why=true", "parallel.lat=1") == 0
+    text = capsys.readouterr().out
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    best = found["best"]
+    assert f"parallel.data={best['data']} parallel.lat={best['lat']} parallel.lon={best['lon']}" in text
+    assert "data=4 lat=1 lon=1: parallel.data=4: batch_size=2 does not divide" in text
+    assert best["seconds"] == min(p["seconds"] for p in found["partitions"] if "why" not in p)
+
+
+@pytest.mark.slow
+def test_simulated_scaling(store, tmp_path):
+    assert plan(store, tmp_path, "plan.ranks=1", "plan.simulate=true", "plan.devices=4") == 0
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    one = next(p for p in found["scaling"] if p["devices"] == 1)
+    assert one["halo"] == one["exposed"] == 0
+    weak = [p for p in found["scaling"] if p["scaling"] == "weak"]
+    assert [p["batch"] for p in weak] == [2 * p["devices"] for p in weak] and weak[-1]["devices"] == 4
+    assert (tmp_path / "plan" / "scaling.png").stat().st_size > 5000
+    assert "base64" in (tmp_path / "plan" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["plan.ranks=7"], "7 ranks: none of 3 partitions fits"),
+        (["plan.ranks=2", "plan.memory_gb=1e-3"], "of it for weights, optimizer and libraries; use a smaller model"),
+        (["plan.ranks=1", "plan.memory_gb=0.009", "batch_size=8"], "ranks would do (data="),
+        (["plan.beta=null"], "give plan.alpha and plan.beta, or neither"),
+        (["data.store=nowhere.zarr"], "nowhere.zarr"),
+    ],
+)
+def test_bad_input_ends_in_one_line(store, tmp_path, capsys, monkeypatch, more, message):
+    if "would do" in message:  # the interpreter itself is larger than this model
+        monkeypatch.setattr("ensemble_ml.training.plan.in_use", lambda device: 0)
+    assert plan(store, tmp_path, *more) == 2
+    text = capsys.readouterr().err.strip()
+    assert message in text and len([line for line in text.splitlines() if line.startswith("ensemble-ml:")]) == 1
+
+
+class Joined:
+    """A session that somebody else ends."""
+
+    def __init__(self, session):
+        self.session = session
+
+    def __enter__(self):
+        return self.session
+
+    def __exit__(self, *_):
+        pass
+
+
+def train_auto(session, config):
+    trainer.start = lambda _: Joined(session)
+    trainer.train(config)
+    return session.topology.shape
+
+
+def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = DataConfig(store=str(store), train=["2001"], members=[1, 2], validation_members=2)
+    model = ModelConfig(hidden=8, max_hidden=8, depth=2, precision=Precision.float32)
+    config = TrainConfig(
+        run="a", output=str(tmp_path), steps=2, batch_size=1, threads=1, data=data, model=model, parallel=AUTO
+    )
+    chosen = run_ranks(train_auto, 2, config, data="auto", lat="auto", lon="auto")
+    assert chosen[0] == chosen[1] and chosen[0] in ((1, 1, 2, 1), (1, 1, 1, 2))  # one date cannot go to two ranks
+    kept = OmegaConf.load(tmp_path / "a" / "config.yaml").parallel
+    assert (kept.data, kept.lat, kept.lon) == chosen[0][1:]
+    times = sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.json"))
+    assert len(times) == 2
+    again = run_ranks(train_auto, 2, replace(config, run="b"), data="auto", lat="auto", lon="auto")
+    assert again[0] == again[1] and again[0] in (
+        (1, 1, 2, 1),
+        (1, 1, 1, 2),
+    )  # links, which are near equal, are timed anew
+    # Steps are not: what was measured is kept.
+    assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.json")) == times

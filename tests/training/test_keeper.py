@@ -1,0 +1,131 @@
+"""Checkpoints written beside the training: whole or not there, by one rank or several, and no disk holds it up."""
+
+import errno
+import threading
+
+import pytest
+import torch
+from parallel.ranks import run_ranks
+from test_checkpoint import SPEC
+
+from ensemble_ml.config import MomentumKept
+from ensemble_ml.distributed.choice import OwnState
+from ensemble_ml.errors import UserError
+from ensemble_ml.training import keeper as module
+from ensemble_ml.training import load_checkpoint, train
+from ensemble_ml.training.checkpoint import RANK
+from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.tracking import read_log
+
+META = {"spec": SPEC.to_json(), "best": None}
+
+
+def shot(step, *, own=None, value=1.0, best=False):
+    return Snapshot(step, {"w": torch.full((3,), value)}, {"m": torch.full((3,), -value)}, META, own, best)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Nothing is written before this event is set."""
+    gate, write = threading.Event(), module._write_tensors
+
+    def held(*args):
+        assert gate.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(module, "_write_tensors", held)
+    return gate
+
+
+def test_training_goes_on_while_the_disk_is_slow(tmp_path, slow_disk):
+    keeper = Keeper(tmp_path / "c")
+    keeper.begin(shot(1, best=True))
+    keeper.follow(True)
+    assert not keeper.done and not (tmp_path / "c" / "last").exists()
+    slow_disk.set()
+    keeper.finish()
+    assert keeper.done and load_checkpoint(tmp_path / "c" / "best").meta["step"] == 1
+    keeper.close()
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["best", "last", "step_00000001"]
+
+
+def test_what_ranks_hold_apart_is_copied(tmp_path, slow_disk):
+    momentum, keeper = torch.arange(4.0), Keeper(tmp_path)
+    keeper.begin(shot(1, own=OwnState(0, 1, {"momentum.0": momentum}, True)))
+    momentum.zero_()
+    slow_disk.set()
+    keeper.finish()
+    found = load_checkpoint(tmp_path / "last")
+    assert found.ranks == 1 and torch.equal(found.of_rank(0)["momentum.0"], torch.arange(4.0))
+    keeper.close()
+
+
+def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    keeper = Keeper(tmp_path)
+    keeper.begin(shot(1))
+    keeper.finish()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(module, "save_file", full)
+    keeper.begin(shot(2))
+    while not keeper.done:
+        pass
+    with pytest.raises(OSError, match="No space left"):
+        keeper.follow(True)
+    keeper.close()
+    assert load_checkpoint(tmp_path / "last").meta["step"] == 1
+
+
+def several(session, folder):
+    """Two checkpoints of three ranks; the second is left when two of them have written."""
+    rank, keeper, world = session.topology.rank, Keeper(folder, session.mesh.model), session.mesh.model
+
+    def own(step):
+        return OwnState(rank, 3, {"momentum.0": torch.full((2,), float(10 * step + rank))}, True)
+
+    common = {"state_dict": {"w": torch.ones(3)}, "meta": META} if rank == 0 else {}
+    keeper.begin(Snapshot(1, own=own(1), **common))
+    keeper.follow(False)
+    before = (folder / "last").exists()
+    world.barrier()
+    while not keeper.done:
+        pass
+    world.barrier()
+    keeper.follow(True)
+    keeper.finish()
+    world.barrier()
+    if rank == 2:
+        module._write_tensors = _never
+    keeper.begin(Snapshot(2, own=own(2), **common))
+    keeper.close()
+    return before
+
+
+def _never(*_):
+    raise OSError(errno.EIO, "broken")
+
+
+def test_ranks_write_their_own_files_and_only_whole_checkpoints_count(tmp_path):
+    assert run_ranks(several, 3, tmp_path) == [False] * 3
+    found = load_checkpoint(tmp_path / "last", training=True)
+    assert found.meta["step"] == 1 and found.ranks == 3
+    assert [found.of_rank(r)["momentum.0"].tolist() for r in range(3)] == [[10, 10], [11, 11], [12, 12]]
+    file = tmp_path / "step_00000001" / f"{RANK}00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"rank_00001.safetensors is damaged"):
+        found.of_rank(1)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(MomentumKept.ranks, [0, 1, 2, 3, 4]), (MomentumKept.mean, [0, 4])])
+def test_the_clock_asks_for_checkpoints(config_of, kept, expected):
+    """Every step is late under so short a limit; where keeping changes the momenta, a clock may not decide."""
+    settings = dict(steps=4, validate_every=100, checkpoint_every=100, optim__momentum_kept=kept)
+    run = train(config_of(checkpoint_minutes=1e-9, **settings))
+    lines = read_log(run / "log.jsonl")
+    assert [x["step"] for x in lines if "checkpoint" in x] == expected
+    assert all(x["checkpoint"]["held_s"] >= 0 for x in lines if "checkpoint" in x)
+    assert load_checkpoint(run / "checkpoints" / "last").meta["step"] == 4

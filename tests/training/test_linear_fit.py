@@ -1,0 +1,108 @@
+"""The linear correction: found again where errors are linear, absent where they are noise, and by hand at a point."""
+
+import numpy as np
+import pytest
+import torch
+from models.small_models import make_climate, make_input, make_spec
+
+from ensemble_ml.config import ModelConfig
+from ensemble_ml.loading.reader import Reader
+from ensemble_ml.models import EnsembleModel, ModelSpec
+from ensemble_ml.models.linear import LinearCorrection, correction_shape
+from ensemble_ml.training.climate_data import Dates
+from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state
+
+TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
+
+
+@pytest.fixture(scope="module")
+def dates(store):
+    grid, lead = store.layout.grid, store.layout.lead_hours[-1]
+    kind = (store.layout.variables[:1], store.layout.levels[:1], store.layout.surface[:1])
+    spec = ModelSpec(ModelConfig(hidden=8, depth=1), *kind, (lead,), (lead,), grid.latitude, grid.longitude)
+    return Dates(Reader(store, spec), 3)
+
+
+def linear_of(dates, weight=None):
+    shape = correction_shape(dates.spec)
+    module = LinearCorrection(dates.spec, np.zeros(shape) if weight is None else weight)
+    anchor = mean_state(dates, TRAIN)
+    return Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
+
+
+def left(errors, dates, linear, date, members):
+    """Share of the squared error that the correction leaves of mean and spread."""
+    sample = Dates(dates.reader, members).sample(date)
+    shares = []
+    for wanted, got in zip(errors(date, sample, members), linear(sample.mean, sample.spread, members), strict=True):
+        shares.append(float(((wanted - got) ** 2).sum() / (wanted**2).sum()))
+    return shares
+
+
+def test_linear_errors_are_found_again_for_any_number_of_members(dates):
+    rng = np.random.default_rng(3)
+    true = linear_of(dates, rng.normal(0, 0.2, correction_shape(dates.spec)))
+
+    def errors(_date, sample, members):
+        return true(sample.mean, sample.spread, members)
+
+    found = linear_of(dates)
+    fit_linear(found, dates, TRAIN, VALIDATION, [1, 2, 3, 5], errors)
+    for members in (2, 3, 6):  # 6 were not shown
+        assert max(left(errors, dates, found, 18, members)) < 0.02
+    assert left(errors, dates, found, 18, 1)[0] < 0.02  # one member has no spread to depart
+
+
+def test_noise_is_left_alone(dates):
+    def errors(date, sample, _members):
+        noise = torch.Generator().manual_seed(int(date))
+        return tuple(torch.randn(sample.mean.shape, generator=noise) for _ in range(2))
+
+    found = linear_of(dates)
+    fit_linear(found, dates, TRAIN, VALIDATION, [1, 3], errors)
+    assert max(left(errors, dates, found, 18, 3)) < 1.02
+
+
+def test_few_dates_give_no_correction(dates):
+    found = linear_of(dates)
+    fit_linear(found, dates, TRAIN[:6], VALIDATION[:0], [3], lambda _d, sample, _m: (sample.mean, sample.mean))
+    assert not found.module.weight.any()
+
+
+def test_the_model_adds_what_a_sum_by_hand_gives():
+    """At a point inside, and at the pole, where the rows beyond lie on the other side and wind changes its sign."""
+    spec = make_spec(
+        variables=("u",), surface=("t2m",), levels=(500,), leads_in=(24,), leads_out=(24,), local_terms=False
+    )
+    climate = make_climate(spec).checked(spec)
+    x = make_input(spec)
+    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
+    without.linear.weight.zero_()
+    added = (with_(x).location_p - without(x).location_p)[0, 0, 0, 0]
+    typical = [float(np.sqrt(np.mean(s.astype(float) ** 2))) for s in (climate.spread_p, climate.spread_s)]
+    kinds = []
+    for suffix, unit in zip("ps", typical, strict=True):
+        mean, spread, anchor, clim = (
+            np.asarray(v, float).reshape(9, 16)
+            for v in (
+                getattr(x, f"mean_{suffix}")[0],
+                getattr(x, f"spread_{suffix}")[0],
+                getattr(climate, f"anchor_{suffix}"),
+                getattr(climate, f"spread_{suffix}"),
+            )
+        )
+        k = float(np.ravel(getattr(climate, f"spread_shrink_{suffix}"))[0])
+        kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit))
+    channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]
+    weight = climate.correction[0] + climate.correction[1] / 3
+    for row, column in ((4, 7), (0, 3), (8, 15)):
+        total = 0.0
+        for c, field in enumerate(channels):
+            for i in (-1, 0, 1):
+                for j in (-1, 0, 1):
+                    y, across, sign = row + i, column + j, 1.0
+                    if not 0 <= y <= 8:
+                        y, across, sign = (1, across + 8, -1.0) if y < 0 else (7, across + 8, -1.0)
+                    sign = sign if c == 0 else 1.0
+                    total += weight[0, c, i + 1, j + 1] * sign * field[y, across % 16]
+        assert float(added[row, column].detach()) == pytest.approx(total * typical[0], rel=1e-3, abs=1e-5)
