@@ -13,6 +13,7 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.inputs import ModelSpec
+from ensemble_ml.models.linear import correction_shape
 
 _SCALES = ("std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread")
 _LEAST_CELL = 1e-3  # of its level's typical spread: a cell where no member ever differed
@@ -29,12 +30,13 @@ class Climate:
     | spread | (T_out, V, Z, Y, X) | (T_out, S, Y, X) | s_clim: root of the mean variance of the full ensemble |
     | shrink | (T_out, V, Z) | (T_out, S) | k in s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k), in members |
     | spread_shrink, spread_gain, spread_level | as shrink | as shrink | of `features.unbiased_spread` |
+    | anchor | as spread | as spread | mean of the ensemble mean |
     | bias | as spread | as spread | shrunk mean error (truth - ensemble mean) |
     | inflation | as spread | as spread | log(sigma / s0), shrunk |
     | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, which the loss is divided by |
     | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
 
-    `static` (n_static, Y, X): the fields that `spec.static` names, in its order.
+    `static` (n_static, Y, X): the fields that `spec.static` names, in its order; `correction`: W of `models.linear`.
     """
 
     mean_p: np.ndarray
@@ -51,6 +53,8 @@ class Climate:
     spread_gain_s: np.ndarray
     spread_level_p: np.ndarray
     spread_level_s: np.ndarray
+    anchor_p: np.ndarray
+    anchor_s: np.ndarray
     bias_p: np.ndarray
     bias_s: np.ndarray
     inflation_p: np.ndarray
@@ -58,6 +62,7 @@ class Climate:
     error_p: np.ndarray
     error_s: np.ndarray
     static: np.ndarray
+    correction: np.ndarray
     level_spread_p: np.ndarray | None = None
     level_spread_s: np.ndarray | None = None
 
@@ -94,7 +99,7 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     points = (rows, columns) if spec.local else ()
     for name in ("mean", "std"):
         shapes |= {f"{name}_p": (variables, levels, *points), f"{name}_s": (surface, *points)}
-    for name in ("spread", "bias", "inflation"):
+    for name in ("spread", "anchor", "bias", "inflation"):
         shapes |= {f"{name}_p": spec.pressure_shape, f"{name}_s": spec.surface_shape}
     for name in ("shrink", "spread_shrink", "spread_gain", "spread_level", "error"):
         shapes |= {f"{name}_p": (leads, variables, levels), f"{name}_s": (leads, surface)}
@@ -102,6 +107,7 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "level_spread_p": (len(spec.leads_in), variables, levels),
         "level_spread_s": (len(spec.leads_in), surface),
         "static": (len(spec.static), rows, columns),
+        "correction": correction_shape(spec),
     }
     return shapes
 

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
+from ensemble_ml.models.linear import departures
 
+_LEAST_SHARE = 0.2  # of s1, that a linear correction leaves of it
 _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
 
 
@@ -33,14 +35,17 @@ class Heads(nn.Module):
     """The last step for one set of variables (pressure levels, or surface).
 
     Args:
-        climate: spread, bias, inflation (T, V, [Z,] Y, X); shrink and what `BY_FIELD` names beside it (T, V[, Z]).
+        climate: spread and `MAPS` (T, V, [Z,] Y, X); shrink and what `BY_FIELD` names beside it (T, V[, Z]).
         families: of each variable.
         local_terms, postprocess, spread: as in `ModelConfig`.
     """
 
+    MAPS = ("bias", "inflation", "anchor")
     BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # one number a lead, variable and level
 
     climatology: Tensor
+    anchor: Tensor
+    typical: Tensor
     bias: Tensor
     inflation: Tensor
     shrink: Tensor
@@ -62,8 +67,9 @@ class Heads(nn.Module):
     ):
         super().__init__()
         self.families, self.postprocess, self.spread = tuple(families), postprocess, spread
-        for name in ("climatology", "bias", "inflation", *self.BY_FIELD):
+        for name in ("climatology", *self.MAPS, *self.BY_FIELD):
             self.register_buffer(name, torch.from_numpy(np.asarray(climate[name], np.float32).copy()))
+        self.register_buffer("typical", typical_spread(self.climatology))
         names = ["local_location", "local_scale"] * postprocess + ["local_spread"] * spread
         for name in ("local_location", "local_scale", "local_spread"):
             wanted = local_terms and name in names
@@ -83,11 +89,21 @@ class Heads(nn.Module):
         terms = (getattr(self, name)[..., None, None] for name in self.BY_FIELD[1:])
         return unbiased_spread(spread, count, self.climatology, *terms)
 
+    def departures(self, mean: Tensor, spread: Tensor, count: Tensor) -> Tensor:
+        """d of `linear`, (B, KINDS, T, V, [Z,] Y, X), of the predicted leads."""
+        shrink, typical = self.spread_shrink[..., None, None], self.typical[..., None, None]
+        return departures(mean, spread, count, self.anchor, self.climatology, shrink, typical)
+
+    def corrected(self, mean: Tensor, spread1: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and s1 with a linear correction `by` (B, KINDS, T, V, [Z,] Y, X) added."""
+        shift, more = (by * self.typical[..., None, None]).unbind(1)
+        return mean + shift, widened(spread1, more)
+
     def forward(self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor) -> dict[str, Tensor | None]:
         """Return location, scale and spread.
 
         Args:
-            mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads.
+            mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
             spread0, spread1: s0 and s1, the same shape.
             network: (B, outputs, T, V, [Z,] Y, X), float32.
         """
@@ -111,6 +127,16 @@ class Heads(nn.Module):
                 scale = spread0[:, :, index] * torch.exp(self.inflation[:, index])
                 base[:, :, index] = distributions.location_of_mean(family, base[:, :, index], scale)
         return base
+
+
+def typical_spread(climatology: Tensor) -> Tensor:
+    """Root mean square of s_clim (..., Y, X) over cells: the unit of linear corrections."""
+    return climatology.square().mean((-2, -1)).sqrt()
+
+
+def widened(spread: Tensor, more: Tensor) -> Tensor:
+    """spread + more, that keeps a share of the spread where it would be below it."""
+    return torch.maximum(spread + more, _LEAST_SHARE * spread)
 
 
 def _plus(network: Tensor, local: Tensor | None) -> Tensor:

@@ -89,6 +89,11 @@ class ModelSpec:
         return self.config.standardise is Standardise.las
 
     @property
+    def linear(self) -> bool:
+        """Whether a linear correction by all fields around a point stands before the network."""
+        return self.config.linear and self.config.name == "unet3d"
+
+    @property
     def takes_members(self) -> bool:
         """Whether the model sees members one by one, beside their mean and spread."""
         return self.config.name == "poet"

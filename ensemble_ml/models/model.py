@@ -17,6 +17,7 @@ from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.linear import KINDS, LinearCorrection
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.speed import Speed
 
@@ -49,12 +50,14 @@ class EnsembleModel(nn.Module):
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
         self.scale = ScaleShift(widths[0])
+        self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
     def forward(self, x: EnsembleInput) -> Prediction:
         """Predict `leads_out` from `leads_in`; parameters in physical units, never below float32."""
         self._check(x)
+        corrections = self._corrections(x)
         if self.spec.masked:
             x = self.features.filled(x)
         spread0 = tuple(self._base_spread(x, part, suffix) for part, suffix in self._parts())
@@ -72,6 +75,8 @@ class EnsembleModel(nn.Module):
             network = part.read_out(piece)
             mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
             s1 = part.heads.full_spread(self._spread(x, suffix), x.count)
+            if suffix in corrections:
+                mean, s1 = part.heads.corrected(mean, s1, corrections[suffix])
             found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, s1, network).items()}
         return Prediction(**found)
 
@@ -103,6 +108,20 @@ class EnsembleModel(nn.Module):
 
     def _climatology(self, part: _PlaneSet | None, like: Tensor) -> Tensor:
         return like[0] if part is None else part.heads.climatology  # where there is no variable, any empty tensor
+
+    def _corrections(self, x: EnsembleInput) -> dict[str, Tensor]:
+        """What the linear correction adds, (B, KINDS, T, V, [Z,] Y, X) in typical spreads, by "p" and "s"."""
+        if self.linear is None:
+            return {}
+        given: dict[str, Tensor] = {}
+        for part, suffix in self._parts():
+            if part is not None:
+                mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
+                given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
+        flat = [d.flatten(2, -3) for d in given.values()]
+        found = self.linear(torch.cat(flat, 2).flatten(1, 2), x.count).unflatten(1, (KINDS, -1))
+        pieces = found.split([d.shape[2] for d in flat], 2)
+        return {k: piece.reshape(given[k].shape) for k, piece in zip(given, pieces, strict=True)}
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """(B, hidden, Y, X, Z), in the precision and memory order of `speed`."""
@@ -144,7 +163,7 @@ class _PlaneSet(nn.Module):
         pad = Padder(geometry, *features.pole_rule(surface=surface))
         channels = features.channels(surface=surface)
         self.stem = Convolution(channels, config.hidden, self.planes, config.vertical, pad, bias=True)
-        names = {"climatology": "spread"} | {k: k for k in ("bias", "inflation", *Heads.BY_FIELD)}
+        names = {"climatology": "spread"} | {k: k for k in (*Heads.MAPS, *Heads.BY_FIELD)}
         self.heads = Heads(
             {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
             spec.families[surface],

@@ -18,7 +18,7 @@ from ensemble_ml.models.features import unbiased_spread
 
 
 def test_untrained_model_is_the_statistical_correction():
-    spec = make_spec()
+    spec = make_spec(linear=False)
     climate = make_climate(spec)
     x = make_input(spec)
     found = EnsembleModel(spec, climate)(x)
@@ -50,7 +50,7 @@ def test_untrained_model_is_the_statistical_correction():
 
 
 def test_one_member_gives_finite_climatological_spread():
-    spec = make_spec(vertical=Vertical.shared)
+    spec = make_spec(vertical=Vertical.shared, linear=False)
     x = make_input(spec, members=1)
     assert (x.spread_p == 0).all()
     model = EnsembleModel(spec, make_climate(spec))
@@ -244,7 +244,7 @@ def test_climate_fills_what_was_not_fitted():
 
 
 def test_a_family_named_in_the_configuration_wins_over_the_registry():
-    spec = make_spec()
+    spec = make_spec(linear=False)
     changed = dataclasses.replace(spec, config=dataclasses.replace(spec.config, families={"q": "lognormal"}))
     assert changed.family("q") is Family.LOGNORMAL and spec.family("q") is Family.TRUNCATED_NORMAL
     assert ModelSpec.from_json(changed.to_json()).families == changed.families

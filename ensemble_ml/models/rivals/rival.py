@@ -40,7 +40,7 @@ class FieldSet(nn.Module):
 
     def __init__(self, spec: ModelSpec, climate: Climate, suffix: str):
         super().__init__()
-        names = {"climatology": "spread"} | {k: k for k in ("bias", "inflation", *Heads.BY_FIELD)}
+        names = {"climatology": "spread"} | {k: k for k in (*Heads.MAPS, *Heads.BY_FIELD)}
         self.heads = Heads(
             {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
             spec.families[suffix == "s"],
