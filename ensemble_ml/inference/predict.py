@@ -34,7 +34,7 @@ from ensemble_ml.inference.netcdf import file_name, write_forecast
 from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
-from ensemble_ml.loading.batches import read_ahead
+from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.store.source import Fields, Source

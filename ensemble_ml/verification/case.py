@@ -11,13 +11,8 @@ import numpy as np
 
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, iso
-from ensemble_ml.verification.scoring import (
-    Setting,
-    extreme_forecast_index,
-    model_climate,
-    predictions,
-    read_sample,
-)
+from ensemble_ml.verification.samples import Setting, predictions, read_sample
+from ensemble_ml.verification.scoring import extreme_forecast_index, model_climate
 from ensemble_ml.verification.statistics import ensemble_moments
 
 
@@ -58,8 +53,8 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     position = max(known, key=lambda date: known[date])
     group = next(group for group in plan.groups if group.columns.start <= column < group.columns.stop)
     z, date = column - group.columns.start, int(plan.test[position])
-    sample, climate = read_sample(setting, group, date), model_climate(setting, group)
-    index = None if climate is None else extreme_forecast_index(climate, date, sample.members)
+    sample, climate = read_sample(setting, group, date), model_climate(setting)
+    index = None if climate is None else extreme_forecast_index(climate, group, date, sample.members)
     if index is None:
         return None
     laws = {}

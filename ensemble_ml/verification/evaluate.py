@@ -5,7 +5,7 @@ scores.json holds
 - `format` 1; `settings` (the configuration); `definitions` (what each score is);
 - `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
-- `forecasts`: {label, path, members_in, dates};
+- `forecasts`: {label, path, members_in, dates, baseline};
 - `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline};
@@ -44,26 +44,19 @@ from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case, extreme_case
+from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import open_forecasts
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, iso, make_plan
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
+from ensemble_ml.verification.samples import Setting, check_members
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
-from ensemble_ml.verification.scoring import (
-    CLIMATOLOGY,
-    EFI_WEIGHTED,
-    EXTREME,
-    Setting,
-    Tables,
-    check_members,
-    fit_group,
-    score_group,
-    settle_families,
-)
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
+from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +80,8 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         free = config.overwrite or not (output / name).exists()
         require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")
     check_members(source, config.members_in)
-    forecasts = open_forecasts(as_list(config.forecast))
+    forecasts = open_forecasts(as_list(config.forecast) + as_list(config.baselines or []))
+    ours = forecasts[: len(as_list(config.forecast))]
     try:
         plan = make_plan(config, source, forecasts)
         for note in plan.notes:
@@ -99,6 +93,8 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         setting = Setting(
             source, tuple(forecasts), config.members_in, plan.fit, halves, weights, plan.truth, config.climate_days
         )
+        plan.notes.append(climate_note(setting))
+        log.info("%s", plan.notes[-1])
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
         tables = _score(setting, plan, tuple(regions), blocks)
         state, pictures = tables.state, tables.pictures
@@ -110,7 +106,8 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
     families = settle_families(state, plan.columns, [*names, CLIMATOLOGY])
     scores = Scores(
         state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
-        config.confidence, tuple(f.label for f in forecasts), setting.reduced, setting.full,
+        config.confidence, tuple(f.label for f in ours), setting.reduced, setting.full,
+        tuple(f.label for f in forecasts[len(ours) :]),
     )  # fmt: skip
     content = _content(config, setting, plan, scores, families)
     content |= {
@@ -188,7 +185,13 @@ def _content(
             "fingerprint": setting.source.fingerprint(),
         },
         "forecasts": [
-            {"label": f.label, "path": f.path, "members_in": list(f.members_in), "dates": len(f.files)}
+            {
+                "label": f.label,
+                "path": f.path,
+                "members_in": list(f.members_in),
+                "dates": len(f.files),
+                "baseline": f.label in scores.baselines,
+            }
             for f in setting.forecasts
         ],
         "entrants": {entrant: summary.describe(entrant) for entrant in scores.entrants()},

@@ -14,7 +14,7 @@ from ensemble_ml.verification.statistics import Key, Statistic, ensemble_moments
 
 if TYPE_CHECKING:
     from ensemble_ml.verification.forecasts import Predicted
-    from ensemble_ml.verification.scoring import Sample
+    from ensemble_ml.verification.samples import Sample
 
 _CRPS = (Statistic.CRPS, Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY)
 _BINS = np.geomspace(0.1, 6.0, 16)  # upper edges but the last, in units of the first date's mean spread

@@ -12,7 +12,7 @@ from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.baselines import FEWEST_DATES
 from ensemble_ml.verification.forecasts import ForecastSet
-from ensemble_ml.verification.scoring import Group
+from ensemble_ml.verification.samples import Group
 
 
 @dataclass(eq=False)

@@ -50,13 +50,6 @@ def flatness(counts: np.ndarray) -> np.ndarray:
     return np.abs(shares(counts) - 1 / counts.shape[-1]).sum(-1)
 
 
-def chi_square(counts: np.ndarray) -> np.ndarray:
-    """Pearson's statistic of counts (..., K) against a flat histogram; chi-square with K - 1 degrees of freedom for
-    independent points, which neighbouring grid points are not."""
-    total = counts.sum(-1)
-    return total * counts.shape[-1] * ((shares(counts) - 1 / counts.shape[-1]) ** 2).sum(-1)
-
-
 def brier(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
     """(p - o)^2 at each point."""
     return (np.asarray(probability, np.float64) - event) ** 2

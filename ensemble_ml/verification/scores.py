@@ -28,7 +28,10 @@ class Score:
 
 @dataclass(eq=False)
 class Scores:
-    """All scores of an evaluation, computed when first asked for. `counts` (B, D): the draws, the same for all."""
+    """All scores of an evaluation, computed when first asked for.
+
+    `counts` (B, D): the draws, the same for all; `baselines`: labels of forecasts by statistics from `reduced` members.
+    """
 
     state: AggregationState
     columns: tuple[Column, ...]
@@ -38,6 +41,7 @@ class Scores:
     forecasts: tuple[str, ...]
     reduced: int
     full: int
+    baselines: tuple[str, ...] = ()
     _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
 
     def entrants(self) -> list[str]:
@@ -106,11 +110,12 @@ class Scores:
         return found
 
     def best_baseline(self, lead: int, members: int | None = None) -> str | None:
-        """The correction of the reduced ensemble with the lowest geometric mean CRPS on the test dates themselves.
+        """The correction of the reduced ensemble, or forecast of `baselines`, with the lowest geometric mean CRPS.
 
-        Picking it on the test dates favours the baseline: nobody could have known it before.
+        Picking it on the test dates themselves favours the baseline: nobody could have known it before.
         """
         names = [f"{name}_{members or self.reduced}" for name in CORRECTIONS]
+        names += self.baselines if members in (None, self.reduced) else ()
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
         if not scores:
             return None

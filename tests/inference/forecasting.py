@@ -11,7 +11,7 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.grid import Grid
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, Speed, climate_shapes
 from ensemble_ml.store import Fields, Layout, Part, Selection
-from ensemble_ml.training.checkpoint import save_checkpoint
+from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
 CENTRES = {"t": 250.0, "z": 5e4, "t2m": 280.0, "tp": 0.002, "fg10": 12.0}
 SCALES = {"t": 8.0, "z": 900.0, "t2m": 8.0, "tp": 0.002, "fg10": 4.0}
@@ -114,15 +114,17 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
     arrays = {}
     for name, shape in climate_shapes(spec).items():
         kind = name.rsplit("_", 1)[0]
-        low, high = {"bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1), "shrink": (1, 3)}.get(
-            kind, (0.5, 2)
-        )
+        bounds = {"bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1), "shrink": (1, 3)}
+        bounds |= {"anchor": (-0.5, 0.5), "correction": (-0.01, 0.01)}
+        low, high = bounds.get(kind, (0.5, 2))
         arrays[name] = rng.uniform(low, high, shape).astype(np.float32)
         names = spec.variables if name.endswith("_p") else spec.surface
-        for position, variable in enumerate(names if kind in ("mean", "std", "spread", "bias", "level_spread") else ()):
+        for position, variable in enumerate(
+            names if kind in ("mean", "std", "spread", "bias", "level_spread", "anchor") else ()
+        ):
             at = (position,) if kind in ("mean", "std") else (slice(None), position)
             arrays[name][at] *= SCALES[variable]
-            arrays[name][at] += CENTRES[variable] if kind == "mean" else 0
+            arrays[name][at] += CENTRES[variable] if kind in ("mean", "anchor") else 0
     torch.manual_seed(seed)
     model = EnsembleModel(spec, Climate(**arrays))
     for parameter in model.parameters():
@@ -140,4 +142,4 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
             for name, pair in limits.items()
         },
     }
-    return save_checkpoint(folder, 7, state_dict=model.state_dict(), training={}, meta=meta)
+    return save_checkpoint(folder, Snapshot(7, model.state_dict(), {}, meta))

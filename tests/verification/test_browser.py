@@ -46,7 +46,7 @@ def report(tmp_path_factory):
     )  # fmt: skip
     train, test = list(range(16)), list(range(16, 26))
     made = write_forecasts(folder / "forecast", store, test, corrected(inflate=1 / 0.7), train=train)
-    evaluate(EvaluateConfig(str(made), store.path, output=str(folder / "scores"), bootstrap=100), store)
+    evaluate(EvaluateConfig(str(made), ensemble=store.path, output=str(folder / "scores"), bootstrap=100), store)
     return folder / "scores" / "report.html"
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +64,25 @@ def plain(monkeypatch):
     """Figures take most of the time of a small evaluation; one test looks at them."""
     module = sys.modules[evaluate.__module__]  # the package's `evaluate` is the function
     monkeypatch.setattr(module, "write_report", lambda *_: "<!doctype html>")
+
+
+def test_a_forecast_by_statistics_stands_among_the_baselines(store, forecast, tmp_path, plain):
+    """A perfect one is the best baseline, is what claims are made against, and makes none itself."""
+
+    def certain(name, truth):
+        mean = truth[0]
+        scale = np.full_like(mean, 1e-3 * mean.std())
+        return {Kind.MEAN: mean, Kind.STDDEV: scale, Kind.LOCATION: mean, Kind.SCALE: scale}
+
+    clairvoyant = SimpleNamespace(layout=store.layout, read=lambda _, date: store.read(Part.TRUTH, date))
+    perfect = write_forecasts(tmp_path / "emos", clairvoyant, TEST, certain, train=TRAIN)
+    evaluate(settings(forecast, store, tmp_path / "r", baselines=str(perfect)), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert {row["reference"] for row in content["summary"] if row["best_baseline"]} == {"emos"}
+    assert {claim["forecast"] for claim in content["claims"]} == {"forecast"}
+    against = [claim for claim in content["claims"] if claim["reference"] == "emos"]
+    assert len(against) == 1 and not against[0]["holds"]
+    assert [one["baseline"] for one in content["forecasts"]] == [False, True]
 
 
 def entry(content, entrant, variable, level, lead=48):

@@ -15,7 +15,6 @@ from ensemble_ml.verification.probability import (
     Reliability,
     bin_of,
     brier,
-    chi_square,
     flatness,
     pit,
     quantile_score,
@@ -34,14 +33,13 @@ def test_pit_of_a_calibrated_forecast_is_flat(family):
     found = pit(family, location, scale, y, rng.random(100_000))
     counts = np.bincount(bin_of(found, 10), minlength=10)
     np.testing.assert_allclose(shares(counts), 0.1, atol=0.005)
-    assert flatness(counts) < 0.03 and chi_square(counts) < 30
+    assert flatness(counts) < 0.03
     too_sharp = pit(family, location, scale / 3, y, rng.random(100_000))
     assert flatness(np.bincount(bin_of(too_sharp, 10), minlength=10)) > 0.3
 
 
 def test_flatness_at_its_worst_and_without_counts():
     assert flatness(np.array([7.0, 0, 0, 0])) == pytest.approx(1.5)
-    assert chi_square(np.array([10.0, 20, 30])) == pytest.approx(10.0)  # (100 + 0 + 100) / 20
     assert np.isnan(flatness(np.zeros(4)))
 
 

@@ -1,19 +1,24 @@
 """Regions, seasons and extremes; calibration by date; the model climate; significance with few false discoveries."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from synthetic import make_store
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
+from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
 from ensemble_ml.verification.bootstrap import draw_dates
 from ensemble_ml.verification.calibration import Calibration, exceeding, members_exceeding, threshold
-from ensemble_ml.verification.model_climate import LEVELS, ModelClimate
+from ensemble_ml.verification.extremes import efi
 from ensemble_ml.verification.regions import region_masks
+from ensemble_ml.verification.samples import Group, Setting, read_sample
 from ensemble_ml.verification.scores import Scores
-from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, extreme_forecast_index, model_climate
 from ensemble_ml.verification.significance import merged, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
@@ -90,25 +95,23 @@ def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
     )
 
 
-def test_model_climate_takes_other_years_and_near_days_only():
-    times = np.array(
-        ["2001-01-02", "2001-06-01", "2002-12-30", "2003-01-05", "2003-01-20", "2004-01-03"], "datetime64[ns]"
+def test_the_index_is_that_of_other_seasons(tmp_path):
+    """Late December and the January after it are one season: neither enters the climate of the other."""
+    dates = ["2001-01-03", "2001-12-30", "2002-01-02", "2002-12-29", "2003-01-04", "2003-06-01"]
+    store = make_store(
+        tmp_path / "s.zarr", dates=dates, members=10, leads=(24,), variables=("t",), surface=("t2m",), shape=(9, 16)
     )
-    read = []
-
-    def members(date):
-        read.append(date)
-        return np.full((10, 1, 2, 2), float(date)) + np.arange(10)[:, None, None, None] / 100
-
-    climate = ModelClimate(times, 9, members)
-    assert climate.dates(0) == [2, 3, 5] and climate.dates(1) == [] and climate.quantiles(1) is None
-    found = climate.quantiles(0)
-    assert found.shape == (len(LEVELS), 1, 2, 2)
-    pooled = np.concatenate([members(date)[:, 0, 0, 0] for date in (2, 3, 5)])
-    np.testing.assert_allclose(found[:, 0, 0, 0], np.quantile(pooled.astype(np.float32), LEVELS), rtol=1e-6)
-    read.clear()
-    climate.quantiles(0)
-    assert not read  # kept
+    setting = Setting(store, (), 5, np.arange(0), np.arange(0), np.ones((2, 9, 16)), False, climate_days=9)
+    climate = model_climate(setting)
+    for group in (Group("t", 24, (500, 850), slice(0, 2)), Group("t2m", 24, (None,), slice(2, 3))):
+        members = [read_sample(setting, group, date).members for date in range(6)]
+        for date, others in {0: [1, 2, 3, 4], 1: [0, 3, 4], 2: [0, 3, 4], 3: [0, 1, 2], 4: [0, 1, 2]}.items():
+            pooled = np.concatenate([members[other] for other in others])
+            expected = efi(members[date], np.quantile(pooled, PROBABILITIES, axis=0), PROBABILITIES)
+            found = extreme_forecast_index(climate, group, date, members[date])
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert extreme_forecast_index(climate, group, 5, members[5]) is None  # no other June
+    assert model_climate(replace(setting, climate_days=0)) is None
 
 
 def test_significance_controls_false_discoveries():

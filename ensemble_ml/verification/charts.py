@@ -1,0 +1,146 @@
+"""Charts of the report: gains at a glance, curves by lead time, maps, spread against error."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ensemble_ml.fields import field as registered
+from ensemble_ml.grid import Grid
+from ensemble_ml.verification import plots
+from ensemble_ml.verification.page import image
+from ensemble_ml.verification.pictures import Bins, Pictures
+from ensemble_ml.verification.scores import Scores, gain
+from ensemble_ml.verification.significance import RATE, p_values, significant
+from ensemble_ml.verification.statistics import Key, Statistic
+from ensemble_ml.verification.summary import short_name
+
+
+def headline(scores: Scores) -> str:
+    """Gains over the baselines at the headline lead, with intervals."""
+    m, n, lead = scores.reduced, scores.full, scores.headline_lead
+    columns, best, entries = scores.at_lead(lead), scores.best_baseline(lead), []
+    references = [("crps", name, "CRPS") for name in (best, f"raw_{n}", f"raw_{m}") if name]
+    references += [
+        ("spread_rmse", f"{kind}_{m}", "spread RMSE") for kind in ("spread_regression", "size_corrected", "raw")
+    ]
+    references += [("held_out_rmse", f"held_out_regression_{m}", "held-out spread RMSE")]
+    for label in scores.forecasts:
+        who = f"{label}: " if len(scores.forecasts) > 1 else ""
+        for metric, other, words in dict.fromkeys(references):
+            found = gain(scores.ratio(metric, label, other, columns))
+            if found is not None:
+                mark = " (best baseline)" if metric == "crps" and other == best else ""
+                entries.append((f"{who}{words} vs {short_name(other)}{mark}", found))
+    if not entries:
+        return ""
+    text = f"Gain at {lead} h, geometric mean over variables and levels, with intervals"
+    return image(plots.gains(entries), text, width=760)
+
+
+def curves(scores: Scores) -> str:
+    """Ratios of scores by lead time."""
+    m, n = scores.reduced, scores.full
+    best = scores.best_baseline(scores.headline_lead)
+    baselines = [name for name in (best, f"local_{m}", f"raw_{m}") if name]
+    wanted = {
+        f"CRPS over that of raw {n}": ("crps", f"raw_{n}", baselines),
+        f"RMSE of spread over that of raw {m}": (
+            "spread_rmse",
+            f"raw_{m}",
+            [f"spread_regression_{m}", f"size_corrected_{m}"],
+        ),
+    }
+    panels = {}
+    for title, (metric, reference, others) in wanted.items():
+        curves = {}
+        for entrant in dict.fromkeys((*scores.forecasts, *others)):
+            points = ((lead, scores.ratio(metric, entrant, reference, scores.at_lead(lead))) for lead in scores.leads)
+            known = [(lead, point) for lead, point in points if point is not None]
+            if known:
+                curves[short_name(entrant)] = known
+        if curves:
+            panels[title] = curves
+    if not panels:
+        return ""
+    return f"<h2>By lead time</h2>{image(plots.by_lead(panels), 'Ratio of scores by lead time; below one is better')}"
+
+
+def maps(scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None) -> str:
+    """Maps of the gain, and of the spread on the last test date."""
+    if min(grid.shape) < 2:
+        return ""  # a row or a column makes no map
+    parts, gains = [], [found for column in pictures.headline for found in _gain_maps(scores, pictures, column)]
+    if gains:
+        text = (
+            f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. Dots: significant "
+            f"over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %"
+        )
+        parts.append(image(plots.gain_maps(gains, grid, land), text))
+    for column, shot in pictures.snapshots.items():
+        field = scores.columns[column]
+        maps = [(f"all {scores.full} members", shot.actual)]
+        maps += [(f"predicted by {label}", values) for label, values in shot.predicted.items()]
+        if scores.reduced > 1:
+            maps.append((f"raw {scores.reduced} members", shot.reduced))
+        text = f"Spread of {field.name} at {field.lead_hours} h on the last test date"
+        parts.append(image(plots.spread_maps(maps, grid, land, registered(field.variable).units), text))
+    return f"<h2>Maps</h2>{''.join(parts)}" if parts else ""
+
+
+def _gain_maps(scores: Scores, pictures: Pictures, column: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    found = []
+    for label in scores.forecasts:
+        key = Key(label, Statistic.CRPS)
+        ours = pictures.mean_map(column, key)
+        for other in (scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"):
+            reference = _reference(pictures, column, other) if other else None
+            if ours is None or reference is None:
+                continue
+            with np.errstate(divide="ignore", invalid="ignore"):
+                percent = 100 * (1 - ours / np.asarray(pictures.mean_map(column, reference)))
+            first, second = pictures.block_means(column, key), pictures.block_means(column, reference)
+            dots = np.zeros(percent.shape, bool)
+            if first is not None and second is not None:
+                dots = significant(p_values(first - second))
+            found.append((f"{scores.columns[column].name}: {label} vs {short_name(str(other))}", percent, dots))
+    return found
+
+
+def _reference(pictures: Pictures, column: int, entrant: str) -> Key | None:
+    for statistic in (Statistic.CRPS, Statistic.CRPS_FAMILY):
+        if pictures.mean_map(column, Key(entrant, statistic)) is not None:
+            return Key(entrant, statistic)
+    return None
+
+
+def bins(scores: Scores, pictures: Pictures) -> str:
+    """Errors and spreads by predicted spread."""
+    m, n = scores.reduced, scores.full
+    error = (
+        "Does the predicted spread tell the error? Calibrated forecasts lie on the dashed line; dots by share of area."
+    )
+    spread = f"Does the predicted spread tell the spread of all {n} members?"
+    parts = [
+        _binned(scores, pictures, pictures.error_bins, (f"raw_{m}", f"raw_{n}"), error, "RMSE of the mean"),
+        _binned(scores, pictures, pictures.spread_bins, (f"raw_{m}",), spread, f"spread of all {n} members (RMS)"),
+    ]
+    return f"<h2>Spread against error</h2>{''.join(parts)}" if any(parts) else ""
+
+
+def _binned(
+    scores: Scores,
+    pictures: Pictures,
+    bins: dict[tuple[int, str], Bins],
+    others: tuple[str, ...],
+    text: str,
+    y_label: str,
+) -> str:
+    panels, units = {}, []
+    for column in pictures.headline:
+        entrants = dict.fromkeys((*scores.forecasts, *others))
+        curves = {short_name(entrant): bins[column, entrant] for entrant in entrants if (column, entrant) in bins}
+        if curves:
+            field = scores.columns[column]
+            panels[f"{field.name}, {field.lead_hours} h"] = curves
+            units.append(registered(field.variable).units)
+    return image(plots.binned(panels, units, y_label), text, width=820) if panels else ""

@@ -1,0 +1,61 @@
+"""Fit the baselines of one variable and lead on the fit dates, one start date after the other.
+
+Memory is bounded by one date, plus the sums of the fit at each cell. Axes: Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ensemble_ml.verification import baselines as base
+from ensemble_ml.verification.samples import Group, Setting, held_out_spread, read_sample
+from ensemble_ml.verification.statistics import ensemble_moments
+
+
+@dataclass(eq=False)
+class Fit:
+    """Baselines fitted for a group. `corrections` by number of members, then by name."""
+
+    corrections: dict[int, dict[str, base.Correction]] = field(default_factory=dict)
+    spread: base.SpreadFit | None = None
+    held_out: base.SpreadFit | None = None
+    climatology: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def fit_group(setting: Setting, group: Group) -> Fit:
+    """Fit all baselines of one group on the fit dates."""
+    shape = (len(group.levels), *setting.weights.shape[1:])
+    sizes = sorted({setting.reduced, setting.full})
+    by_size = {size: base.CellSums.zeros(shape) for size in sizes}
+    spread, truth = base.CellSums.zeros(shape), base.CellSums.zeros(shape)
+    for date, half in zip(setting.fit.tolist(), setting.halves.tolist(), strict=True):
+        sample = read_sample(setting, group, date)
+        moments = {size: ensemble_moments(sample.members[:size]) for size in sizes}
+        if setting.full > 1:
+            deviations = {size: np.sqrt(variance) for size, (_, variance) in moments.items()}
+            held = held_out_spread(sample.members, setting.reduced)
+            terms = base.spread_terms(deviations[setting.reduced], deviations[setting.full], held)
+            spread.record(half, terms, sample.whole)
+        if sample.truth is None:
+            continue
+        truth.record(half, {"y": sample.truth, "yy": sample.truth**2}, sample.verified)
+        for size, (mean, variance) in moments.items():
+            by_size[size].record(half, base.error_terms(mean, variance, sample.truth), sample.verified)
+    return _solve(setting, by_size, spread, truth)
+
+
+def _solve(setting: Setting, by_size: dict[int, base.CellSums], spread: base.CellSums, truth: base.CellSums) -> Fit:
+    area, found = setting.weights[0], Fit()
+    if spread.sums:
+        found.spread = base.fit_spread(spread, area)
+        if setting.held_out > 1:
+            found.held_out = base.fit_spread(spread, area, "h")
+    if truth.sums and truth.count.sum(0).max() >= base.FEWEST_DATES:
+        found.climatology = base.fit_climatology(truth)
+        for size, sums in by_size.items():
+            alone = found.spread.climate**2 if size == 1 and found.spread is not None else None
+            if size > 1 or alone is not None:
+                found.corrections[size] = base.fit_corrections(sums, area, alone)
+    return found

@@ -1,0 +1,111 @@
+"""What is read at once: one variable and lead of one start date, from the ensemble, the truth and the forecasts.
+
+Axes: M member, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.store.source import Part, Selection, Source
+from ensemble_ml.verification.forecasts import ForecastSet, Predicted
+from ensemble_ml.verification.statistics import c4, ensemble_moments
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is read at once: one variable at one lead, all its levels ((None,) at the surface)."""
+
+    variable: str
+    lead_hours: int
+    levels: tuple[int | None, ...]
+    columns: slice
+
+    @property
+    def selection(self) -> Selection:
+        """For `Source.read`."""
+        if self.levels == (None,):
+            return Selection(lead_hours=(self.lead_hours,), variables=(), surface=(self.variable,))
+        levels = tuple(level for level in self.levels if level is not None)
+        return Selection(lead_hours=(self.lead_hours,), variables=(self.variable,), levels=levels, surface=())
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What all groups share.
+
+    `weights` (W, Y, X): exact areas, ones, then areas of regions; `fit` indices of start dates, and the half of each (0
+    or 1), which empirical Bayes holds against the other; `climate_days` of the model climate.
+    """
+
+    source: Source
+    forecasts: tuple[ForecastSet, ...]
+    reduced: int
+    fit: np.ndarray
+    halves: np.ndarray
+    weights: np.ndarray
+    truth: bool
+    climate_days: int = 0
+
+    @property
+    def full(self) -> int:
+        """Members of the full ensemble."""
+        return len(self.source.layout.realization)
+
+    @property
+    def held_out(self) -> int:
+        """Members that the reduced ensemble lacks."""
+        return self.full - self.reduced
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole."""
+
+    members: np.ndarray
+    truth: np.ndarray | None
+    whole: np.ndarray
+    verified: np.ndarray
+
+
+def read_sample(setting: Setting, group: Group, date: int) -> Sample:
+    """Read the members and the truth of one start date."""
+    members = read_group(setting.source, Part.FORECAST, date, group)
+    whole = np.isfinite(members).all(0)
+    if not setting.truth:
+        return Sample(members, None, whole, np.zeros_like(whole))
+    truth = read_group(setting.source, Part.TRUTH, date, group)[0]
+    return Sample(members, truth, whole, whole & np.isfinite(truth))
+
+
+def read_group(source: Source, part: Part, date: int, group: Group) -> np.ndarray:
+    """(M, Z, Y, X) float64; truth has M = 1."""
+    fields = source.read(part, date, group.selection)
+    values = fields.surface[:, 0, 0, None] if group.levels == (None,) else fields.pressure[:, 0, 0]
+    return np.asarray(values, np.float64)
+
+
+def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
+    """Spread of the members not given, brought to the full size: s_H c4(N) / c4(H); None of fewer than two."""
+    if len(members) - reduced < 2:
+        return None
+    spread = np.sqrt(ensemble_moments(members[reduced:])[1])
+    return spread * (c4(len(members)) / c4(len(members) - reduced))
+
+
+def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicted]:
+    """What each forecast says of a group on one start date."""
+    start = setting.source.layout.init_time[date]
+    return {
+        one.label: one.predicted(start, group.variable, group.lead_hours, group.levels) for one in setting.forecasts
+    }
+
+
+def check_members(source: Source, members_in: int) -> None:
+    """Raise a UserError where the ensemble has fewer members than the reduced one should."""
+    full = len(source.layout.realization)
+    if members_in > full:
+        raise UserError(f"members_in={members_in}: {source.path} has {full} members; give {full} or fewer")

@@ -1,0 +1,134 @@
+"""Statistics of every entrant at each point of one start date, of one variable and lead.
+
+Entrants are named by what they are and how many members they use: raw_5, local_5, spread_regression_5, climatology;
+forecasts by folder. Axes: Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ensemble_ml.fields import Family
+from ensemble_ml.fields import field as registered
+from ensemble_ml.verification import baselines as base
+from ensemble_ml.verification.aggregation import AggregationState
+from ensemble_ml.verification.calibration import exceeding, members_exceeding, threshold
+from ensemble_ml.verification.families import log_score
+from ensemble_ml.verification.fits import Fit
+from ensemble_ml.verification.forecasts import Predicted
+from ensemble_ml.verification.samples import Sample, Setting, held_out_spread
+from ensemble_ml.verification.statistics import (
+    Key,
+    Statistic,
+    crps,
+    ensemble_moments,
+    raw_statistics,
+    spread_statistics,
+)
+
+Values = dict[Key, np.ndarray]
+CLIMATOLOGY = "climatology"
+
+
+def spread_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted]) -> Values:
+    """Of the spread: each entrant against the full ensemble's, and against the held-out members'."""
+    m, n = setting.reduced, setting.full
+    if n < 2:
+        return {}
+    actual = np.sqrt(ensemble_moments(sample.members)[1])
+    given = np.sqrt(ensemble_moments(sample.members[:m])[1])
+    held = held_out_spread(sample.members, m)
+    entrants = {label: one.spread for label, one in said.items() if one.spread is not None}
+    if m > 1:
+        entrants[f"raw_{m}"] = given
+        entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
+    if fit.spread is not None:
+        entrants[f"spread_regression_{m}"] = fit.spread(given)
+        entrants[CLIMATOLOGY] = fit.spread.climate
+    found = {
+        Key(name, statistic): value
+        for name, predicted in entrants.items()
+        for statistic, value in spread_statistics(predicted, actual, held).items()
+    }
+    for name, predicted in entrants.items():
+        draws = m if name == f"raw_{m}" else n
+        error = predicted * np.sqrt((draws - 1) / draws) - actual * np.sqrt((n - 1) / n)
+        found[Key(name, Statistic.SPREAD_SQUARED_ERROR_0)] = error**2
+    if fit.held_out is not None and held is not None:
+        key = Key(f"held_out_regression_{m}", Statistic.HELD_OUT_SQUARED_ERROR)
+        found[key] = (fit.held_out(given) - held) ** 2
+    return found
+
+
+def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], family: Family) -> Values:
+    """Against the truth: raw ensembles, their corrections, climatology, forecasts."""
+    truth, found = np.asarray(sample.truth), Values()
+    limit = None if fit.climatology is None else threshold(*fit.climatology)
+    for size in sorted({setting.reduced, setting.full}):
+        members = sample.members[:size]
+        _put(found, f"raw_{size}", raw_statistics(members, truth))
+        if limit is not None:
+            brier = (members_exceeding(members, limit) - (truth > limit)) ** 2
+            _put(found, f"raw_{size}", {Statistic.BRIER: brier})
+        moments = ensemble_moments(members)
+        for name, correction in fit.corrections.get(size, {}).items():
+            _put(found, f"{name}_{size}", _baseline(*correction(*moments), truth, family, limit))
+    if fit.climatology is not None:
+        _put(found, CLIMATOLOGY, _baseline(*fit.climatology, truth, family, limit))
+    for label, one in said.items():
+        if one.location is not None and one.scale is not None:
+            error = np.asarray(one.mean) - truth
+            scores = {Statistic.CRPS: crps(one.family, one.location, one.scale, truth), Statistic.ERROR: error}
+            scores |= {Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: np.asarray(one.stddev) ** 2}
+            scores |= _probabilities(one.family, one.location, one.scale, truth, limit)
+            _put(found, label, scores)
+    return found
+
+
+def _put(found: Values, entrant: str, scores: dict[Statistic, np.ndarray]) -> None:
+    found.update({Key(entrant, statistic): value for statistic, value in scores.items()})
+
+
+def _baseline(
+    location: np.ndarray, scale: np.ndarray, truth: np.ndarray, family: Family, limit: np.ndarray | None
+) -> dict[Statistic, np.ndarray]:
+    """Scores of a corrected ensemble, as both laws where it cannot be negative: the better is taken in the end."""
+    error = location - truth
+    found = {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: scale**2}
+    found |= _probabilities(family, location, scale, truth, limit)
+    normal = crps(Family.NORMAL, location, scale, truth)
+    if family is Family.NORMAL:
+        return found | {Statistic.CRPS: normal}
+    return found | {Statistic.CRPS_NORMAL: normal, Statistic.CRPS_FAMILY: crps(family, location, scale, truth)}
+
+
+def _probabilities(
+    family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray, limit: np.ndarray | None
+) -> dict[Statistic, np.ndarray]:
+    """Log score, and Brier score of exceeding `limit`."""
+    y = truth if family is Family.NORMAL else np.maximum(truth, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {Statistic.LOG_SCORE: log_score(family, location, scale, y)}
+    if limit is not None:
+        # Where the scale is zero the forecast is a point.
+        chance = np.where(scale > 0, exceeding(family, location, scale, limit), location > limit)
+        found[Statistic.BRIER] = (chance - (truth > limit)) ** 2
+    return found
+
+
+def settle_families(state: AggregationState, columns: tuple, entrants: list[str]) -> dict[str, dict[str, str]]:
+    """Take for each baseline and column the law that scores better on the test dates; return which, by field."""
+    chosen = {}
+    for entrant in entrants:
+        if Key(entrant, Statistic.CRPS_FAMILY) not in state.total:
+            continue
+        taken = state.choose(entrant, Statistic.CRPS, (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY))
+        chosen[entrant] = {
+            f"{columns[c].name} {columns[c].lead_hours} h": _law(columns[c].variable, statistic)
+            for c, statistic in taken.items()
+        }
+    return chosen
+
+
+def _law(variable: str, statistic: Statistic) -> str:
+    return registered(variable).family.value if statistic is Statistic.CRPS_FAMILY else Family.NORMAL.value
