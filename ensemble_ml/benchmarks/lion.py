@@ -128,12 +128,29 @@ def _communication(bench: Bench) -> None:
         where = _where(hosts)
         for name, values in found.items():
             bench.figures[f"communication alone, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
+        _predictions(bench, hosts, found)
         if hosts.rate:
             ratio = statistics.median(found["fp32 all-reduce"]) / statistics.median(found[_VOTE])
             words = f"communication alone, {lion.elements} parameters, {hosts.count} hosts at {where}: faster than fp32"
             bench.claims.append(Claim(words, ratio, "times", 15.0))
 
     bench.on_links(section, lion.ranks)
+
+
+def _predictions(bench: Bench, hosts: Hosts, found: dict[str, list[float]]) -> None:
+    """Seconds of a vote from alpha, beta and pack speed, where it was measured too and where it could not be."""
+    elements, where = bench.config.lion.elements, _where(hosts)
+    costs = simulation.Costs.measured(found, elements, hosts.count)
+    bench.notes.append(
+        f"{where}: alpha {1e6 * costs.alpha:.0f} us a message, beta {1e9 * costs.beta:.3g} ns a byte, packing"
+        f" {1e9 * costs.pack:.2f} ns an element. At many ranks every message costs alpha, so that the vote needs the"
+        " hierarchy (optim.hierarchical) or fewer, larger buckets."
+    )
+    for ranks in (hosts.count, 8, 64, 512, 4096):
+        predicted = {f"vote, {bits} bit{'s' * (bits > 1)}": costs.vote(elements, bits, ranks) for bits in (1, 2, 4, 8)}
+        predicted["fp32 all-reduce"] = costs.average(elements, ranks)
+        for name, seconds in predicted.items():
+            bench.figures[f"predicted, {where}, {ranks} ranks: {name}"] = Figure.of([1e3 * seconds], "ms")
 
 
 def _steps(bench: Bench) -> None:
@@ -189,13 +206,22 @@ def _quality(bench: Bench) -> None:
     if lion.store is None:
         bench.notes.append("The quality section was left out: give lion.store=STORE.")
         return
+    names = list(quality.VARIANTS) if lion.variants is None else lion.variants
+    for name in names:
+        require("lion.variants", name, name in quality.VARIANTS, f"known are {', '.join(quality.VARIANTS)}")
+    require("lion.variants", names, quality.REFERENCE in names, f"{quality.REFERENCE} is what others are compared with")
     store, folder = str(Path(lion.store).resolve()), (bench.folder / "runs").resolve()
-    settings: dict[str, Any] = {"seeds": lion.seeds, "steps": lion.quality_steps, "minutes": lion.minutes}
-    if lion.quality_rate is None or available():
-        found, left = quality.train_all(Hosts(lion.quality_ranks), store, folder, **settings)
+    budget: dict[str, Any] = {"seeds": lion.seeds, "minutes": lion.minutes}
+    if lion.quality_rate is None:
+        trainer = quality.in_threads(store, ranks=lion.quality_ranks, steps=lion.quality_steps)
+        found, left = quality.train_all(trainer, names, **budget)
+        bench.notes.append(
+            "Quality: ranks are threads of one process; seconds are a rank's work plus its bytes at 100 Mbit."
+        )
     else:
         with linked(lion.quality_ranks, lion.quality_rate) as hosts:
-            found, left = quality.train_all(hosts, store, folder, **settings)
+            trainer = quality.on_hosts(hosts, store, folder, steps=lion.quality_steps)
+            found, left = quality.train_all(trainer, names, **budget)
     if left:
         bench.notes.append(f"Not reached in {lion.minutes:g} minutes: {'; '.join(left)}.")
     quality.plot(found, bench.folder / "quality.png")
@@ -219,7 +245,7 @@ def _quality_claims(bench: Bench, found: dict[str, list[quality.Training]]) -> N
             bench.figures[f"validation CRPS above uncompressed Lion: {name}"] = Figure.of(more, "%")
             low, high = quality.interval(more)
             bench.notes.append(f"{name}: CRPS above uncompressed Lion, 95 % interval {low:.2f} to {high:.2f} %.")
-    for name in ("vote", "lion_cub"):
+    for name in (n for n in ("vote", "lion_cub") if n in found):
         more = quality.excess(found[name], reference)
         if more:
             words = f"validation CRPS of {name} above uncompressed Lion, the worst of {len(more)} seeds"

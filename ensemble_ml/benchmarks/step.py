@@ -2,7 +2,7 @@
 
 Axes: B date, C channel, Z plane, Y latitude, X longitude. Naive is what one writes first: tensors (B, C, Z, Y, X) in
 float32, padding by `torch.cat` and `F.pad`, conv3d, pooling and upsampling in 3D. It has the same parameters and gives
-the same numbers, which a test holds it to; features, heads, loss and optimizer are one code for both. A step is
+the same numbers, which a test holds it to; features, base, heads, loss and optimizer are one code for both. A step is
 forward, closed-form CRPS and spread loss, backward, Lion.
 """
 
@@ -24,6 +24,7 @@ from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed, choose, crps, ensemble_input
 from ensemble_ml.models.blocks.unet3d import Convolution, PointLinear, ScaleShift, UNet3d
+from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
 from ensemble_ml.optim.lion import Lion
 
@@ -160,7 +161,7 @@ def naive_form(model: EnsembleModel) -> EnsembleModel:
     with torch.no_grad():
         for part in list(naive.modules()):
             for name, child in part.named_children():
-                if name != "out":  # heads are shared code
+                if name != "out" and not isinstance(part, LinearCorrection):  # heads and base are shared code
                     _replace(part, name, child)
     return naive
 

@@ -18,6 +18,7 @@ from ensemble_ml.config.archives import (
 from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, ExportConfig, PredictConfig
+from ensemble_ml.config.loading import Assign, LoaderName, LoadingConfig, parse_bytes
 from ensemble_ml.config.model import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.config.optim import (
     ClipBy,
@@ -30,8 +31,11 @@ from ensemble_ml.config.optim import (
     VoteScale,
 )
 from ensemble_ml.config.parallel import Backend, Launcher, ParallelConfig
+from ensemble_ml.config.plan import PlanConfig, PlannerBenchmark, PlanSettings
+from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
-from ensemble_ml.config.training import Assign, DataConfig, LoadingConfig, TrackingConfig, TrainConfig
+from ensemble_ml.config.spatial import SpatialConfig
+from ensemble_ml.config.training import DataConfig, TrackingConfig, TrainConfig
 
 __all__ = [
     "Control",
@@ -53,6 +57,8 @@ __all__ = [
     "BenchmarkConfig",
     "BenchmarkSize",
     "SkillConfig",
+    "RaceConfig",
+    "SpatialConfig",
     "EvaluateConfig",
     "ExportConfig",
     "PredictConfig",
@@ -64,6 +70,9 @@ __all__ = [
     "Backend",
     "Launcher",
     "ParallelConfig",
+    "PlanConfig",
+    "PlanSettings",
+    "PlannerBenchmark",
     "Assign",
     "ClipBy",
     "ExchangeName",
@@ -74,7 +83,9 @@ __all__ = [
     "OptimName",
     "VoteScale",
     "DataConfig",
+    "LoaderName",
     "LoadingConfig",
+    "parse_bytes",
     "TrackingConfig",
     "TrainConfig",
 ]

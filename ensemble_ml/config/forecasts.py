@@ -10,7 +10,10 @@ from ensemble_ml.config.base import MISSING, check_region, opt, part, require
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.parallel import ParallelConfig
+from ensemble_ml.config.plan import PlannerBenchmark
+from ensemble_ml.config.race import RaceConfig
 from ensemble_ml.config.skill import SkillConfig
+from ensemble_ml.config.spatial import SpatialConfig
 
 
 @dataclass
@@ -60,6 +63,7 @@ class EvaluateConfig:
     """Score forecasts beside the raw ensemble and statistical baselines."""
 
     forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders")
+    baselines: Any = opt(None, "folder, or a list of them, of forecasts by statistics (train model=emos) that stand among the baselines")
     ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
     truth: Any = opt(None, "archive or store with the truth; null scores spread alone")
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
@@ -108,6 +112,9 @@ class BenchmarkConfig:
 
     lion: CompressionConfig = part(CompressionConfig, "for benchmark=lion: hosts, links, quality")
     skill: SkillConfig = part(SkillConfig, "for benchmark=skill")
+    planner: PlannerBenchmark = part(PlannerBenchmark, "for benchmark=planner: hosts, links, models")
+    race: RaceConfig = part(RaceConfig, "for benchmark=loading")
+    spatial: SpatialConfig = part(SpatialConfig, "for benchmark=spatial: hosts, links, shape")
 
     def __post_init__(self) -> None:
         require("repeats", self.repeats, self.repeats >= 1, "must be 1 or more")

@@ -10,6 +10,8 @@ import pytest
 from ensemble_ml.benchmarks import lion
 from ensemble_ml.benchmarks.voting import quality, simulation
 from ensemble_ml.benchmarks.voting.hosts import Hosts, python
+from ensemble_ml.benchmarks.voting.trials import Training, quickstart_config
+from ensemble_ml.cli import build_config, compose_config
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, CompressionConfig
 from ensemble_ml.errors import UserError
 
@@ -18,7 +20,7 @@ def test_tiny_run(tmp_path):
     settings = CompressionConfig(ranks=2, rates=[], elements=1 << 12)
     config = BenchmarkConfig(
         benchmark="lion", output=str(tmp_path), repeats=1, size=BenchmarkSize.tiny, lion=settings,
-        only=["packing", "simulation", "steps", "replicas"],
+        only=["packing", "simulation", "communication", "steps", "replicas"],
     )  # fmt: skip
     found = json.loads(lion.run(config).read_text())
     claims = {c["claim"]: c for c in found["claims"]}
@@ -29,6 +31,9 @@ def test_tiny_run(tmp_path):
     sent = {k.split(": ")[1]: v["median"] for k, v in found["figures"].items() if k.startswith("bytes a step and rank")}
     assert sent["fp32 DDP"] / sent["vote, 1 bit"] > 4  # messages this small are mostly headers
     assert sent["vote, 8 bits"] > sent["vote, 1 bit"]
+    names = ("vote, 1 bit", "fp32 all-reduce")
+    ahead = [found["figures"][f"predicted, the loopback, 4096 ranks: {name}"]["median"] for name in names]
+    assert all(value > 0 for value in ahead)
     assert any("Loopback" in note for note in found["notes"])
     signs = "right signs by magnitude, 64 ranks, "
     assert found["figures"][signs + "8 bits"]["median"] > found["figures"][signs + "1 bit"]["median"]
@@ -44,8 +49,14 @@ def test_agreement_is_of_the_exact_mean():
 
 
 def test_predicted_step_time():
+    costs = simulation.Costs(alpha=10.0, beta=1.0, pack=0.5)
     # 8 numbers of one bit out and one back, half of which goes to the other rank: one byte
-    assert simulation.step_seconds(8, 1, 2, alpha=10.0, beta=1.0, pack=0.5) == 2 * 10 + 1 + 4
+    assert costs.vote(8, 1, 2) == 2 * 10 + 1 + 4
+    assert costs.average(8, 2) == 2 * 10 + 8 * 4
+    # 3 messages in 0.3 s; 64 elements are 8 bytes, 6 of which go to the three others
+    seconds = {"all-to-all, small": [0.3], "all-to-all, large": [0.9], "packing": [6.4]}
+    found = simulation.Costs.measured(seconds, 64, 4)
+    assert (found.alpha, found.beta, found.pack) == pytest.approx((0.1, 0.1, 0.1))
 
 
 def test_a_rank_that_fails_is_told():
@@ -62,9 +73,9 @@ def test_quality_reads_a_log(tmp_path):
     ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = quality.read(tmp_path)
-    assert found == quality.Training(0.9, (10, 20), (2.0, 1.0), (5.0, 15.0), 0.6, 7)
+    assert found == Training(0.9, (10, 20), (2.0, 1.0), (5.0, 15.0), 0.6, 7)
     assert quality.seconds_to_loss(found, 1.5, window=1) == 15 and quality.seconds_to_loss(found, 0.5, 1) == math.inf
-    [more] = quality.excess([found], [quality.Training(0.8, (), (), (), 0, 0)])
+    [more] = quality.excess([found], [Training(0.8, (), (), (), 0, 0)])
     assert more == pytest.approx(12.5)
 
 
@@ -72,3 +83,18 @@ def test_interval_is_students():
     low, high = quality.interval([1.0, 2.0, 3.0])
     assert (low + high) / 2 == pytest.approx(2) and (high - low) / 2 == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
     assert quality.interval([1.0]) == (-math.inf, math.inf)
+
+
+def test_trials_train_what_the_quickstart_trains():
+    overrides = ["experiment=quickstart", "optim=lion", "data.store=x", "model.precision=float32", "steps=7", "seed=3"]
+    wanted = build_config("train", compose_config("train", overrides))
+    ours = quickstart_config("x", seed=3, steps=7, optim={})
+    for name in ("seed", "steps", "batch_size", "spread_weight", "average", "data", "model", "optim"):
+        assert getattr(ours, name) == getattr(wanted, name), name
+
+
+def test_every_variant_is_one_that_the_program_takes():
+    for name in quality.VARIANTS:
+        overrides = ["optim=lion", "data.store=x", "run=a", *quality._overrides(name)]
+        wanted = build_config("train", compose_config("train", overrides)).optim
+        assert all(getattr(wanted, k) == v for k, v in quality.VARIANTS[name].items())

@@ -10,12 +10,14 @@ from synthetic import make_store
 
 from ensemble_ml.benchmarks import skill
 from ensemble_ml.benchmarks.skilling import entrants
-from ensemble_ml.benchmarks.skilling.scoring import Data, groups_of, score
+from ensemble_ml.benchmarks.skilling.scoring import Data, fit, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board, Table
 from ensemble_ml.cli import conf_folder
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, SkillConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.store.source import Part
+from ensemble_ml.verification.extremes import efi
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,20 @@ def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
     # bias and dispersion each help, on dates that they were not fitted on
     steps = [board.score("crps", [name])[0].mean() for name in ("raw_3", "debiased_3", "corrected_3")]
     assert steps[0] > steps[1] > steps[2]
+
+
+def test_extremes_are_measured_against_other_years(store):
+    groups, _ = groups_of(store, (48,))
+    group, test = groups[0], np.arange(13, 19)
+    data = Data(store, np.arange(10), test, 3)
+    found = fit(data, group).extreme
+    pooled = np.concatenate([data.read(Part.FORECAST, date, group) for date in (*range(6), 10, 11, 12)])
+    members = data.read(Part.FORECAST, 14, group)  # 3 January 2003: 1 to 11 January of 2001 and 2002
+    index = efi(members, np.quantile(pooled, PROBABILITIES, axis=0), PROBABILITIES)
+    clear = np.abs(np.abs(index) - 0.7) > 1e-3
+    assert 0 < (found[1] & clear).sum() < clear.sum()
+    np.testing.assert_array_equal(found[1][clear], (np.abs(index) > 0.7)[clear])
+    assert not found[3:].any()  # no other February
 
 
 def test_a_ratio_is_a_geometric_mean_over_fields():

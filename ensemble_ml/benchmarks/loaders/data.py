@@ -5,35 +5,17 @@ Axes: M member, V variable, Z level, Y latitude, X longitude.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ensemble_ml.benchmarks.loaders.lap import N_LEVELS, N_VARIABLES, Size, probe
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import Layout, PackedBlock, Part, StoreWriter, decode
 
 VARIABLES, LEVELS = ("t", "z"), (300, 500, 700, 850)
+assert (len(VARIABLES), len(LEVELS)) == (N_VARIABLES, N_LEVELS)
 _SCALES = ((255.0, 12.0, 1.0), (4e4, 1.5e3, 90.0))  # typical value, signal, member departures
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much data: samples, and the axes of each."""
-
-    samples: int
-    members: int
-    grid: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """M, V, Z, Y, X of a sample."""
-        return self.members, len(VARIABLES), len(LEVELS), *self.grid
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a sample as float32."""
-        return 4 * int(np.prod(self.shape))
 
 
 def make(folder: Path, size: Size) -> None:
@@ -85,11 +67,6 @@ def _packed(values: np.ndarray) -> PackedBlock:
     codes = np.rint((values - reference[..., None, None]) / scale[..., None, None])
     ones = np.ones(low.shape)
     return PackedBlock(codes.clip(0, 65535).astype(np.uint16), reference, scale, ones, ones.astype(bool))
-
-
-def probe(values: np.ndarray) -> np.ndarray:
-    """Values that stand for a sample in checks: one in a thousand, from all over it."""
-    return np.asarray(values).reshape(-1)[:: max(1, values.size // 1000)]
 
 
 def probes(folder: Path, size: Size) -> np.ndarray:

@@ -1,17 +1,12 @@
-"""One rank of one entrant of the loading race: `python -m ensemble_ml.benchmarks.loaders.entrant SPEC RANK`.
-
-Every entrant hands out (sample numbers, values) batch by batch; the rank checks a probe of each sample's values, sleeps
-for the compute, and writes what it used and how long it took.
-"""
+"""Entrants of the loading race that run beside torch: `python -m ensemble_ml.benchmarks.loaders.entrant [SPEC]`."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +14,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ensemble_ml.benchmarks.loaders.data import Size, probe
+from ensemble_ml.benchmarks.loaders.lap import Batches, Meeting, Spec, main
 from ensemble_ml.config import Assign
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.order import epoch_order
 from ensemble_ml.loading.store_items import StoreItems
-from ensemble_ml.store import Part, open_store
-
-Batches = Iterator[tuple[int, list[int], Any]]  # epoch, samples, values (b, M, V, Z, Y, X)
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What an entrant is told; `ram` and `disk` are bytes of cache a rank."""
-
-    entrant: str
-    data: str
-    work: str
-    size: dict[str, Any]
-    ranks: int
-    epochs: int
-    batch: int
-    compute_ms: float
-    ram: int = 0
-    disk: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> Size:
-        """Axes of the samples."""
-        return Size(self.size["samples"], self.size["members"], tuple(self.size["grid"]))
-
-    def to_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
+from ensemble_ml.store import Part, Selection, open_store
 
 
 class RawFiles(Dataset):
@@ -94,12 +61,13 @@ class Numbered(Dataset):
         return sample, self.inner[sample]
 
 
-def dataloader(spec: Spec, rank: int, data: Dataset) -> Batches:
+def dataloader(spec: Spec, rank: int, make: Callable[[Spec], Dataset]) -> Batches:
     """torch's DataLoader over this rank's share of each epoch."""
     options = {"num_workers": 0, **spec.options}
     if options["num_workers"]:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
     order: list[int] = []
+    data = make(spec)
 
     class Share(torch.utils.data.Sampler):
         def __iter__(self) -> Iterator[int]:
@@ -115,37 +83,52 @@ def dataloader(spec: Spec, rank: int, data: Dataset) -> Batches:
             yield epoch, samples.tolist(), values
 
 
-def ours(spec: Spec, rank: int, source: Any, name: str, pick: Callable[[Any], Any]) -> Batches:
+def ours(spec: Spec, rank: int, packed: bool) -> Batches:
     """The clairvoyant loader, its ranks joined through files beside the data."""
-    meeting = Meeting(Path(spec.work), rank, spec.ranks)
-    options = {"assign": Assign(spec.options.get("assign", "locality")), "threads": spec.options.get("threads", 4)}
+    meeting, options = Meeting(Path(spec.work), rank, spec.ranks), spec.options
+    source: Any = RawFiles(spec)
+    if packed:
+        selection = Selection(rows=tuple(options["rows"])) if "rows" in options else None
+        store = open_store(Path(spec.data) / "store.zarr")
+        source = StoreItems(store, parts=[Part.FORECAST], selection=selection)
     with ClairvoyantLoader(
         source, spec.batch, spec.epochs, 0, rank=rank, ranks=spec.ranks, gather=meeting.gather, ram=spec.ram,
-        disk=spec.disk, folder=Path(spec.work) / f"disk{rank}", host="localhost", **options,
+        disk=spec.disk, folder=Path(spec.work) / f"disk{rank}", assign=Assign(options.get("assign", "locality")),
+        threads=options.get("threads", 4), host=options["hosts"][rank] if "hosts" in options else "localhost",
     ) as loader:  # fmt: skip
-        told = loader.plan.explain()
         for batch in loader:
-            yield batch.step // loader.plan.order.steps_per_epoch, batch.samples.tolist(), pick(batch[name])
-        facts = {"planned": told.storage, "bound": told.bound} | loader.tiers.counters.snapshot()
+            values = batch["forecast_pressure"][:, :, 0] if packed else batch["0"]
+            yield batch.step // loader.plan.order.steps_per_epoch, batch.samples.tolist(), values
+        told = loader.plan.explain()
+        facts = {"traffic": asdict(told)} | loader.tiers.counters.snapshot()
         (Path(spec.work) / f"facts{rank}.json").write_text(json.dumps(facts))
 
 
 def streaming(spec: Spec, rank: int) -> Batches:
     """MosaicML Streaming, reading shards from slow storage into a bounded local cache."""
-    sys.path.insert(0, spec.options["packages"])
-    stand_in_for_unused_modules()
     from streaming import StreamingDataset  # type: ignore[import-not-found]
 
+    options = spec.options
     data = StreamingDataset(
-        remote=str(Path(spec.data) / "mds"), local=str(Path(spec.work) / "mds-cache"), shuffle=True,
-        batch_size=spec.batch // spec.ranks, cache_limit=spec.options.get("cache_limit"), shuffle_seed=0,
+        remote=str(Path(spec.data) / options["shards"]), local=str(Path(spec.work) / "mds-cache"), shuffle=True,
+        batch_size=spec.batch // spec.ranks, cache_limit=options.get("cache_limit"), shuffle_seed=0,
     )  # fmt: skip
-    workers = {k: v for k, v in spec.options.items() if k in ("num_workers", "prefetch_factor")}
-    loader = DataLoader(data, batch_size=spec.batch // spec.ranks, **workers, persistent_workers=True)
+    workers = {k: v for k, v in options.items() if k in ("num_workers", "prefetch_factor")}
+    persistent = bool(workers.get("num_workers"))
+    loader = DataLoader(data, batch_size=spec.batch // spec.ranks, persistent_workers=persistent, **workers)
     for epoch in range(spec.epochs):
         for batch in loader:
             values = np.stack([np.frombuffer(one, np.float32).reshape(spec.shape.shape) for one in batch["values"]])
             yield epoch, [int(sample) for sample in batch["sample"]], values
+
+
+def import_streaming(packages: str) -> None:
+    """Import Streaming before the clock runs, and remove what a killed run of it has left in shared memory."""
+    sys.path.insert(0, packages)
+    stand_in_for_unused_modules()
+    from streaming.base.util import clean_stale_shared_memory  # type: ignore[import-not-found]
+
+    clean_stale_shared_memory()  # which all ranks do together
 
 
 def stand_in_for_unused_modules() -> None:
@@ -166,62 +149,16 @@ def stand_in_for_unused_modules() -> None:
         sys.modules.setdefault(name, StandIn(name))
 
 
-class Meeting:
-    """Ranks that meet through files: an all-gather of bytes, and so a barrier."""
-
-    def __init__(self, folder: Path, rank: int, ranks: int, name: str = "meeting"):
-        self.folder, self.rank, self.ranks, self.name, self.count = folder, rank, ranks, name, 0
-
-    def gather(self, value: bytes) -> list[bytes]:
-        """Every rank's bytes, in rank order."""
-        paths = [self.folder / f"{self.name}-{self.count}-{rank}" for rank in range(self.ranks)]
-        partial = paths[self.rank].with_suffix(".partial")
-        partial.write_bytes(value)
-        partial.rename(paths[self.rank])
-        self.count += 1
-        while not all(path.exists() for path in paths):
-            time.sleep(0.002)
-        return [path.read_bytes() for path in paths]
-
-
 def batches(spec: Spec, rank: int) -> Batches:
-    """The entrant named in `spec`."""
-    if spec.entrant == "dataloader raw":
-        return dataloader(spec, rank, RawFiles(spec))
-    if spec.entrant == "dataloader packed":
-        return dataloader(spec, rank, PackedFiles(spec))
+    """The entrant named in `spec`; it opens its files when it is iterated, while the clock runs."""
     if spec.entrant == "streaming":
+        import_streaming(spec.options["packages"])
         return streaming(spec, rank)
-    if spec.entrant == "ours raw":
-        return ours(spec, rank, RawFiles(spec), "0", lambda values: values)
-    if spec.entrant == "ours packed":
-        items = StoreItems(open_store(Path(spec.data) / "store.zarr"), parts=[Part.FORECAST])
-        return ours(spec, rank, items, "forecast_pressure", lambda values: values[:, :, 0])
-    raise ValueError(spec.entrant)
-
-
-def run(spec: Spec, rank: int) -> None:
-    """Race, and write `work`/result{rank}.json."""
-    expected = np.load(Path(spec.work) / "probes.npy")
-    meeting = Meeting(Path(spec.work), rank, spec.ranks, "start")
-    meeting.gather(b"")
-    began = last = time.perf_counter()
-    used: list[list[int]] = [[] for _ in range(spec.epochs)]
-    ends: list[float] = []
-    wrong = 0
-    for epoch, samples, values in batches(spec, rank):
-        if epoch != len(ends):
-            ends.append(last - began)
-        used[epoch] += samples
-        for sample, one in zip(samples, values, strict=True):
-            wrong += not np.array_equal(probe(np.asarray(one)), expected[sample])
-        time.sleep(spec.compute_ms / 1e3 * len(samples))
-        last = time.perf_counter()
-    meeting.gather(b"")
-    result = {"seconds": time.perf_counter() - began, "used": used, "wrong": wrong, "epoch_ends": [*ends, last - began]}
-    (Path(spec.work) / f"result{rank}.json").write_text(json.dumps(result))
+    if spec.entrant in ("ours raw", "ours packed"):
+        return ours(spec, rank, spec.entrant == "ours packed")
+    return dataloader(spec, rank, {"dataloader raw": RawFiles, "dataloader packed": PackedFiles}[spec.entrant])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Spec(**json.loads(sys.argv[1])), int(sys.argv[2]))
+    main(batches)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import shutil
+import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ensemble_ml.benchmarks.loaders.entrant import Spec
+from ensemble_ml.benchmarks.loaders.lap import Spec
 from ensemble_ml.benchmarks.loaders.storage import Storage
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.plan import Traffic
+
+_PACKAGE = Path(__file__).resolve().parents[3]  # where the interpreter of a rival finds this package
 
 
 @dataclass(frozen=True)
@@ -26,69 +33,144 @@ class Outcome:
     read: int
     covered: bool
     wrong: int
-    waited: float  # seconds of the slowest rank after the first epoch, less its compute; a share of a step
-    planned: int | None = None
-    bound: int | None = None
+    waited: float  # of the slowest rank after the first epoch: its wait for batches, as a share of a step; NaN for one
+    facts: tuple[dict[str, Any], ...] = ()  # of each of our ranks: what was planned, and what its loader counted
 
     @property
     def valid(self) -> bool:
         """Whether it used every sample once an epoch, with its values."""
         return self.covered and not self.wrong
 
+    @property
+    def traffic(self) -> Traffic | None:
+        """What our plan says of the run."""
+        return Traffic(**self.facts[0]["traffic"]) if self.facts else None
 
-def race(spec: Spec, storage: Storage, probes: np.ndarray, *, timeout: float = 300) -> Outcome:
+    def counted(self, name: str) -> float:
+        """A counter of our loaders, over all ranks."""
+        return sum(fact[name] for fact in self.facts)
+
+
+@dataclass
+class Crew:
+    """Processes that have imported what an entrant needs and wait for a start, one a rank."""
+
+    storage: Storage
+    processes: dict[tuple[str, int], subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, python: str, module: str, rank: int) -> subprocess.Popen[str]:
+        """The process of a rank, started where it is not there yet."""
+        key = f"{python} {module}", rank
+        if key not in self.processes or self.processes[key].poll() is not None:
+            environment = os.environ | self.storage.environment()
+            environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(_PACKAGE)}
+            self.processes[key] = subprocess.Popen(
+                [python, "-m", module], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            )  # fmt: skip
+        return self.processes[key]
+
+    def close(self) -> None:
+        """End all processes, and what they have forked."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self.processes.clear()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def race(spec: Spec, crew: Crew, probes: np.ndarray, *, timeout: float = 300) -> Outcome:
     """Run `spec` on all its ranks at once.
 
     Raises:
         UserError: a rank fails; its last line says why.
     """
     work = Path(spec.work)
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    np.save(work / "probes.npy", probes)
-    storage.reset()
-    ranks = [_start(spec, storage, rank) for rank in range(spec.ranks)]
-    try:
-        errors = [process.communicate(timeout=timeout)[1] for process in ranks]
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"{spec.entrant}: gave nothing within {timeout:.0f} s") from error
-    finally:
+    prepare(spec, crew.storage, probes)
+    python, module = sys.executable, "ensemble_ml.benchmarks.loaders.entrant"
+    if "python" in spec.options:
+        python, module = spec.options["python"], "ensemble_ml.benchmarks.loaders.insitu"
+    ranks = [crew.start(python, module, rank) for rank in range(spec.ranks)]
+    port = str(_free_port())
+    for rank, process in enumerate(ranks):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.ranks)}
+        environment |= {"LOCAL_WORLD_SIZE": str(spec.ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        told = {"spec": json.loads(spec.to_json()), "rank": rank, "environment": environment}
+        told["fork"] = spec.entrant != "streaming"
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(told) + "\n")
+        process.stdin.flush()
+    failed = _answers(ranks, timeout)
+    if spec.entrant == "streaming" and not failed:
         for process in ranks:
-            process.kill()
-    for process, said in zip(ranks, errors, strict=True):
-        if process.returncode:
-            raise UserError(f"{spec.entrant}: {(said.strip().splitlines() or ['failed'])[-1]}")
-    return _outcome(spec, storage)
+            process.wait()
+    if failed:
+        crew.close()
+        errors = [work / f"error{rank}" for rank in range(spec.ranks)]
+        said = [path.read_text().strip().splitlines()[-1] for path in errors if path.exists()]
+        raise UserError(f"{spec.entrant}: {said[0] if said else failed}")
+    return outcome(spec, crew.storage)
 
 
-def _start(spec: Spec, storage: Storage, rank: int) -> subprocess.Popen:
-    environment = os.environ | storage.environment() | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.ranks)}
-    environment |= {"LOCAL_WORLD_SIZE": str(spec.ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "29611"}
-    command = [sys.executable, "-m", "ensemble_ml.benchmarks.loaders.entrant", spec.to_json(), str(rank)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def prepare(spec: Spec, storage: Storage, probes: np.ndarray) -> None:
+    """Make the folder of a run, and set the counters to zero."""
+    shutil.rmtree(spec.work, ignore_errors=True)
+    Path(spec.work).mkdir(parents=True)
+    np.save(Path(spec.work) / "probes.npy", probes)
+    storage.reset()
 
 
-def _outcome(spec: Spec, storage: Storage) -> Outcome:
+def _answers(ranks: Sequence[subprocess.Popen[str]], timeout: float) -> str:
+    """Wait for all ranks; empty where all are done, else why not: the first that fails ends the race."""
+    waiting = selectors.DefaultSelector()
+    for process in ranks:
+        assert process.stdout is not None
+        waiting.register(process.stdout, selectors.EVENT_READ)
+    with waiting:
+        while waiting.get_map():
+            ready = waiting.select(timeout)
+            if not ready:
+                return f"gave nothing within {timeout:.0f} s"
+            for key, _ in ready:
+                answer = key.fileobj.readline().strip()  # type: ignore[union-attr]
+                if answer != "done":
+                    return answer or "its process died"
+                waiting.unregister(key.fileobj)
+    return ""
+
+
+def outcome(spec: Spec, storage: Storage) -> Outcome:
+    """What the ranks of a finished run have left."""
     work, every = Path(spec.work), list(range(spec.shape.samples))
     results = [json.loads((work / f"result{rank}.json").read_text()) for rank in range(spec.ranks)]
     used = [sorted(chain.from_iterable(r["used"][epoch] for r in results)) for epoch in range(spec.epochs)]
-    facts = work / "facts0.json"
-    told = json.loads(facts.read_text()) if facts.exists() else {}
+    facts = [work / f"facts{rank}.json" for rank in range(spec.ranks)]
     return Outcome(
         seconds=max(r["seconds"] for r in results),
         read=storage.bytes_read(),
         covered=all(samples == every for samples in used),
         wrong=sum(r["wrong"] for r in results),
-        waited=max(_warm_wait(spec, r) for r in results),
-        planned=told.get("planned"),
-        bound=told.get("bound"),
+        waited=max(_warm_wait(r) for r in results),
+        facts=tuple(json.loads(path.read_text()) for path in facts if path.exists()),
     )
 
 
-def _warm_wait(spec: Spec, result: dict) -> float:
-    """Share of the time after the first epoch that was not compute; NaN for a single epoch."""
-    ends = result["epoch_ends"]
-    samples = sum(len(used) for used in result["used"][1:])
-    total = ends[-1] - ends[0]
-    return 1 - samples * spec.compute_ms / 1e3 / total if len(ends) > 1 and total > 0 else float("nan")
+def _warm_wait(result: dict[str, Any]) -> float:
+    """Share of the time after the first epoch in which a batch was waited for; NaN for a single epoch."""
+    total = result["ends"][-1] - result["ends"][0]
+    return sum(result["waits"][1:]) / total if len(result["ends"]) > 1 and total > 0 else float("nan")
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])

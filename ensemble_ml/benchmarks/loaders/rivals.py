@@ -1,52 +1,122 @@
-"""MosaicML Streaming as a rival: its packages in a folder of their own, and the data in its format.
+"""Rivals of the race: their packages in environments of their own, and the data in their formats.
 
-Its dependencies would bring another torch, so that it is installed without them, and beside, not into, the environment.
+Streaming's dependencies would bring another torch, so that it is installed without them, beside the environment and not
+into it. insitubatch needs Python 3.12, and no torch.
 """
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+from ensemble_ml.benchmarks.loaders.lap import Size
+from ensemble_ml.errors import UserError
 
-from ensemble_ml.benchmarks.loaders.data import Size
-
-_PACKAGES = (
+_STREAMING = (
     "mosaicml-streaming==0.13.0", "brotli", "python-snappy", "cramjam", "zstd", "xxhash", "boto3", "botocore",
     "s3transfer", "jmespath", "urllib3", "python-dateutil", "six", "catalogue", "requests", "charset-normalizer",
     "idna", "certifi", "filelock",
 )  # fmt: skip
-_WRITE = """
+_INSITUBATCH = "insitubatch==0.2.0"
+_WRITE_SHARDS = """
 import sys
 sys.path.insert(0, {packages!r})
 from ensemble_ml.benchmarks.loaders.entrant import stand_in_for_unused_modules
 stand_in_for_unused_modules()
 import numpy as np
 from streaming import MDSWriter
-with MDSWriter(out={out!r}, columns={{"sample": "int", "values": "bytes"}}, size_limit={limit}) as writer:
+options = dict(out={out!r}, columns={{"sample": "int", "values": "bytes"}}, size_limit={limit}, compression={code!r})
+with MDSWriter(**options) as writer:
     for sample in range({samples}):
         values = np.fromfile({raw!r} + f"/{{sample:05d}}.f32", np.float32)
         writer.write({{"sample": sample, "values": values.tobytes()}})
 """
+_WRITE_ZARR = """
+import numpy as np, zarr
+from zarr.codecs import BloscCodec
+shape = {shape!r}
+codecs = [BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle")] if {compress} else None
+array = zarr.create_array({out!r} + "/values", shape=({samples}, *shape), chunks=(1, *shape), dtype="float32",
+                          compressors=codecs)
+for sample in range({samples}):
+    array[sample] = np.fromfile({raw!r} + f"/{{sample:05d}}.f32", np.float32).reshape(shape)
+"""
 
 
-def streaming_packages(folder: Path) -> Path | None:
-    """Install Streaming into `folder`; None where that fails (no network)."""
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(folder), *_PACKAGES]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return folder
+def streaming_packages(folder: Path) -> tuple[Path | None, str]:
+    """Where Streaming is installed, `folder` or a folder in it; None and the reason where that fails."""
+    where = folder / "streaming"
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(where), *_STREAMING]
+    return _made(where, [command])
 
 
-def write_shards(packages: Path, data: Path, size: Size) -> None:
-    """Write `data`/mds: the raw samples in Streaming's format, one a shard, so that it evicts sample by sample."""
-    text = _WRITE.format(
-        packages=str(packages), out=str(data / "mds"), raw=str(data / "raw"), samples=size.samples,
-        limit=size.bytes + 4096,
+def insitubatch_python(folder: Path) -> tuple[Path | None, str]:
+    """The interpreter of an environment with insitubatch; None and the reason where there is none."""
+    python = _python()
+    if python is None:
+        return None, "it needs Python 3.12 or later, and there is none here"
+    where = folder / "insitubatch"
+    install = [str(where / "bin" / "python"), "-m", "pip", "install", "-qq", _INSITUBATCH]
+    found, why = _made(where, [[python, "-m", "venv", str(where)], install])
+    return (where / "bin" / "python" if found else None), why
+
+
+def _python() -> str | None:
+    """An interpreter of 3.12 or later that starts."""
+    for name in (sys.executable, *filter(None, map(shutil.which, ("python3.12", "python3.13", "python3.14")))):
+        check = [name, "-c", "import sys, venv; print(sys.executable); sys.exit(sys.version_info < (3, 12))"]
+        told = subprocess.run(check, capture_output=True, text=True, check=False)
+        if told.returncode == 0:
+            return told.stdout.strip()
+    return None
+
+
+def _made(where: Path, commands: list[list[str]]) -> tuple[Path | None, str]:
+    """Run commands once; what an earlier run has made complete is kept."""
+    done = where.with_suffix(".complete")
+    if done.exists():
+        return where, ""
+    shutil.rmtree(where, ignore_errors=True)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    for command in commands:
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        except subprocess.CalledProcessError as error:
+            return None, (error.stderr.strip().splitlines() or ["failed"])[-1]
+        except (OSError, subprocess.SubprocessError) as error:
+            return None, str(error)
+    done.touch()
+    return where, ""
+
+
+def write_shards(packages: Path, data: Path, size: Size, compression: str | None = None) -> str:
+    """Write the samples in Streaming's format, one a shard, so that it evicts sample by sample; return the folder."""
+    name = "mds" if compression is None else f"mds-{compression.replace(':', '-')}"
+    text = _WRITE_SHARDS.format(
+        packages=str(packages), out=str(data / name), raw=str(data / "raw"), samples=size.samples,
+        limit=size.bytes + 4096, code=compression,
     )  # fmt: skip
-    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)
-    assert np.any([path.suffix == ".mds" for path in (data / "mds").iterdir()])
+    return _write([sys.executable, "-c", text], data / name)
+
+
+def write_zarr(python: Path, data: Path, size: Size, *, compress: bool) -> str:
+    """Write the samples as a Zarr array with one sample a chunk, as insitubatch reads it best; return its folder."""
+    name = "lz4.zarr" if compress else "plain.zarr"
+    text = _WRITE_ZARR.format(
+        shape=size.shape, compress=compress, out=str(data / name), samples=size.samples, raw=str(data / "raw")
+    )
+    return _write([str(python), "-c", text], data / name)
+
+
+def _write(command: list[str], folder: Path) -> str:
+    """Run a writer of `folder` once."""
+    done = folder.with_suffix(folder.suffix + ".complete")
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        told = subprocess.run(command, capture_output=True, text=True, check=False)
+        if told.returncode:
+            raise UserError(f"{folder}: {(told.stderr.strip().splitlines() or ['was not written'])[-1]}")
+        done.touch()
+    return folder.name

@@ -1,6 +1,6 @@
 """Scores every entrant on the test dates, beside the raw ensemble and its corrections step by step.
 
-Axes: D start date, M member, T lead, Z level, Y latitude, X longitude, K quantile of the model climate.
+Axes: D start date, M member, T lead, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ensemble_ml.benchmarks.skilling.table import Table
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import file_name
 from ensemble_ml.store import TensorStore
+from ensemble_ml.store.climate import ModelClimate
 from ensemble_ml.store.source import Part
 from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import blocks_of
-from ensemble_ml.verification.extremes import efi
 from ensemble_ml.verification.probability import bin_of, pit
-from ensemble_ml.verification.scoring import Group, held_out_spread
+from ensemble_ml.verification.samples import Group, held_out_spread
+from ensemble_ml.verification.scoring import extreme_forecast_index
 from ensemble_ml.verification.statistics import crps, crps_members, ensemble_moments
 
 EXTREME = 0.7  # |EFI| beyond which a forecast counts as extreme
 BINS = 10
-_LEVELS = np.linspace(0, 1, 101)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,13 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """From the training dates, for one group: corrections of the reduced ensemble, spread regressions, and quantiles of
-    the model climate (K, Z, Y, X)."""
+    """For one group, from the training dates: corrections of the reduced ensemble and spread regressions; and where
+    the test dates are extreme (D, Z, Y, X): |EFI| of the full ensemble beyond `EXTREME`."""
 
     correction: base.Correction
     spread: base.SpreadFit
     held_out: base.SpreadFit | None
-    climate: np.ndarray
+    extreme: np.ndarray
 
 
 def groups_of(store: TensorStore, leads: tuple[int, ...]) -> tuple[tuple[Group, ...], tuple[Column, ...]]:
@@ -75,17 +75,15 @@ def groups_of(store: TensorStore, leads: tuple[int, ...]) -> tuple[tuple[Group, 
 
 
 def fit(data: Data, group: Group) -> Fitted:
-    """Fit the corrections of one group, and collect its climate from all members of the training dates."""
+    """Fit the corrections of one group, and find where its test dates are extreme."""
     grid = data.store.layout.grid
     shape = (len(group.levels), *grid.shape)
     halves = blocks_of(data.store.layout.init_time[data.train], 10) % 2
     errors, spreads, held = base.CellSums.zeros(shape), base.CellSums.zeros(shape), None
     every = np.ones(shape, bool)
-    climate = np.empty((len(data.train), data.full, *shape), np.float32)
-    for position, (date, half) in enumerate(zip(data.train.tolist(), halves.tolist(), strict=True)):
+    for date, half in zip(data.train.tolist(), halves.tolist(), strict=True):
         members = data.read(Part.FORECAST, date, group)
         truth = data.read(Part.TRUTH, date, group)[0]
-        climate[position] = members
         mean, variance = ensemble_moments(members[: data.members])
         errors.record(half, base.error_terms(mean, variance, truth), np.isfinite(truth))
         held = held_out_spread(members, data.members)
@@ -93,9 +91,19 @@ def fit(data: Data, group: Group) -> Fitted:
         spreads.record(half, base.spread_terms(np.sqrt(variance), full, held), every)
     area = grid.area_weights()
     corrections = base.fit_corrections(errors, area)
-    quantiles = np.quantile(climate.reshape(-1, *shape), _LEVELS, axis=0)
     regressed = None if held is None else base.fit_spread(spreads, area, "h")
-    return Fitted(corrections["shrunk"], base.fit_spread(spreads, area), regressed, quantiles.astype(np.float32))
+    return Fitted(corrections["shrunk"], base.fit_spread(spreads, area), regressed, _extremes(data, group))
+
+
+def _extremes(data: Data, group: Group) -> np.ndarray:
+    """Where |EFI| of the full ensemble is large on the test dates, (D, Z, Y, X) bool."""
+    climate = ModelClimate(data.store)
+    found = np.zeros((len(data.test), len(group.levels), *data.store.layout.grid.shape), bool)
+    for position, date in enumerate(data.test.tolist()):
+        index = extreme_forecast_index(climate, group, date, data.read(Part.FORECAST, date, group))
+        if index is not None:
+            found[position] = np.abs(index) > EXTREME
+    return found
 
 
 def score(
@@ -128,7 +136,7 @@ class _Scorer:
         truth = self.data.read(Part.TRUTH, date, self.group)[0]
         weight = np.where(np.isfinite(truth), self.area, 0.0)
         truth = np.where(np.isfinite(truth), truth, 0.0)
-        extreme = weight * (np.abs(efi(members, self.fitted.climate, _LEVELS)) > EXTREME)
+        extreme = weight * self.fitted.extreme[self.position]
         for label, location, scale in self._raw(members):
             score = crps(Family.NORMAL, location, scale, truth)
             self._put("crps", label, score, weight)

@@ -1,7 +1,8 @@
 """Validation scores of whole trainings that differ in their exchange alone: same data, seeds, steps and batches.
 
-Every training is `ensemble-ml train experiment=quickstart` with Lion, over several hosts. Seeds come in turn, every
-exchange of a seed before the next, so that a budget that ends early leaves whole seeds.
+Every training is that of `experiment=quickstart` with Lion: over ranks that are threads of this process (`trials`), or
+by `ensemble-ml train` over several hosts. Seeds come in turn, every exchange of a seed before the next, so that a
+budget that ends early leaves whole seeds.
 """
 
 from __future__ import annotations
@@ -11,65 +12,82 @@ import math
 import shutil
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from ensemble_ml.benchmarks.voting import trials
 from ensemble_ml.benchmarks.voting.hosts import Hosts, python
+from ensemble_ml.benchmarks.voting.trials import Training
+from ensemble_ml.config import ExchangeName, MomentumSync
 from ensemble_ml.training.tracking import read_log
 
 log = logging.getLogger(__name__)
 
 REFERENCE = "allreduce"
-VARIANTS: dict[str, list[str]] = {
-    REFERENCE: ["optim.exchange=allreduce"],
-    "vote": ["optim.exchange=vote"],
-    "lion_cub": ["optim.exchange=lion_cub", "optim.bits=8"],
-    "vote, momentum every 50": ["optim.exchange=vote", "optim.momentum_sync=every", "optim.momentum_every=50"],
-    "vote, momentum growing": ["optim.exchange=vote", "optim.momentum_sync=growing", "optim.momentum_every=20"],
-    "vote, momentum selective": [
-        "optim.exchange=vote", "optim.momentum_sync=selective", "optim.momentum_every=20", "optim.momentum_mb=0.5",
-    ],
-    "vote, 4 bits": ["optim.exchange=vote", "optim.bits=4"],
-    **{f"powersgd, rank {r}": ["optim.exchange=powersgd", f"optim.rank={r}"] for r in (1, 2, 4, 8)},
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Training:
-    """What one training left: last CRPS ratio, curves of the training loss, bytes a step, momentum bytes in all."""
-
-    crps: float
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    sent_mb: float
-    momentum_bytes: int
+_VOTE: dict[str, Any] = {"exchange": ExchangeName.vote}
+VARIANTS: dict[str, dict[str, Any]] = {
+    REFERENCE: {"exchange": ExchangeName.allreduce},
+    "vote": _VOTE,
+    "lion_cub": {"exchange": ExchangeName.lion_cub, "bits": 8},
+    "vote, momentum every 50": _VOTE | {"momentum_sync": MomentumSync.every, "momentum_every": 50},
+    "vote, momentum growing": _VOTE | {"momentum_sync": MomentumSync.growing, "momentum_every": 20},
+    "vote, momentum selective": _VOTE
+    | {"momentum_sync": MomentumSync.selective, "momentum_every": 20, "momentum_mb": 0.5},
+    "vote, 4 bits": _VOTE | {"bits": 4},
+    **{f"powersgd, rank {r}": {"exchange": ExchangeName.powersgd, "rank": r} for r in (1, 2, 4, 8)},
+}
+Trainer = Callable[[str, int], Training]  # (name of the variant, seed)
 
 
 def train_all(
-    hosts: Hosts, store: str, folder: Path, *, seeds: int, steps: int, minutes: float
+    trainer: Trainer, names: Sequence[str], *, seeds: int, minutes: float
 ) -> tuple[dict[str, list[Training]], list[str]]:
-    """Trainings of each variant, in the order of seeds, and the names of those that the budget did not reach."""
+    """Trainings of each of `names`, in the order of seeds, and the names of those that the budget did not reach."""
     until = time.monotonic() + 60 * minutes
-    found: dict[str, list[Training]] = {name: [] for name in VARIANTS}
+    found: dict[str, list[Training]] = {name: [] for name in names}
     left = []
     for seed in range(seeds):
-        for name, settings in VARIANTS.items():
+        for name in names:
             if time.monotonic() > until:
                 left.append(f"{name}, seed {seed}")
                 continue
-            found[name].append(_train(hosts, store, folder, name, settings, seed, steps))
+            found[name].append(trainer(name, seed))
             log.info("quality: %s, seed %d: CRPS ratio %.5f", name, seed, found[name][-1].crps)
     return found, left
 
 
-def _train(hosts: Hosts, store: str, folder: Path, name: str, settings: list[str], seed: int, steps: int) -> Training:
+def in_threads(store: str, *, ranks: int, steps: int) -> Trainer:
+    """Trainings over ranks that are threads of this process."""
+    starts: dict[int, trials.Run] = {}
+
+    def train(name: str, seed: int) -> Training:
+        config = trials.quickstart_config(store, seed=seed, steps=steps, optim=VARIANTS[name])
+        if seed not in starts:
+            starts.clear()
+            starts[seed] = trials.prepare(config)
+        return trials.train(config, starts[seed], ranks)
+
+    return train
+
+
+def on_hosts(hosts: Hosts, store: str, folder: Path, *, steps: int) -> Trainer:
+    """Trainings by processes on `hosts`, whose times are measured."""
+    return lambda name, seed: _train(hosts, store, folder, name, seed, steps)
+
+
+def _overrides(name: str) -> list[str]:
+    return [f"optim.{k}={v.value if isinstance(v, Enum) else v}" for k, v in VARIANTS[name].items()]
+
+
+def _train(hosts: Hosts, store: str, folder: Path, name: str, seed: int, steps: int) -> Training:
     run = f"{''.join(c if c.isalnum() else '-' for c in name)}-{seed}"
     shutil.rmtree(folder / run, ignore_errors=True)
     command = python(
         "-m", "ensemble_ml", "train", "experiment=quickstart", "optim=lion", f"data.store={store}", f"run={run}",
         f"output={folder}", f"seed={seed}", f"steps={steps}", f"validate_every={max(1, steps // 6)}", "max_minutes=0",
-        "threads=1", "model.precision=float32", "tracking.tensorboard=false", "tracking.log_every=5", *settings,
+        "threads=1", "model.precision=float32", "tracking.tensorboard=false", "tracking.log_every=5", *_overrides(name),
     )  # fmt: skip
     hosts.run(command, seconds=3600)
     return read(folder / run)

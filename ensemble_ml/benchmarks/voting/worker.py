@@ -21,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
 from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig, ParallelConfig, Precision
 from ensemble_ml.distributed import Session, start
-from ensemble_ml.distributed.choice import gather_state, make_exchange, restore_state
+from ensemble_ml.distributed.choice import make_exchange, own_state, restore_state
 from ensemble_ml.distributed.exchange import Reduction
-from ensemble_ml.distributed.vote import sign_allreduce
+from ensemble_ml.distributed.pack import pack_signs, unpack_signs
+from ensemble_ml.distributed.vote import majority, room, sign_allreduce
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleModel, Speed, crps
 from ensemble_ml.optim import Lion
@@ -46,18 +47,29 @@ DDP = "fp32 DDP"
 
 
 def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each form of agreement on `elements` numbers, without any training."""
-    group = session.mesh.world
-    u = torch.randn(job["elements"], generator=torch.Generator().manual_seed(session.topology.rank))
-    half = u.half()
-    forms: dict[str, Callable[[int], object]] = {"fp32 all-reduce": lambda _: group.all_reduce(u.clone())}
-    forms["fp16 all-reduce"] = lambda _: group.all_reduce(half.clone())
+    """Seconds of each form of agreement on `elements` numbers, without any training; then of what predicts them."""
+    group, elements = session.mesh.world, job["elements"]
+    u = torch.randn(elements, generator=torch.Generator().manual_seed(session.topology.rank))
+    flat, half = u.clone(), u.half()
+    out = torch.empty(room(elements, group.size))
+    forms: dict[str, Callable[[int], object]] = {"fp32 all-reduce": lambda _: group.all_reduce(flat)}
+    forms["fp16 all-reduce"] = lambda _: group.all_reduce(half)
     for bits in (1, 2, 4, 8):
-        forms[f"vote, {bits} bit{'s' * (bits > 1)}"] = lambda step, bits=bits: sign_allreduce(u, bits, group, step)  # type: ignore[misc]
+        forms[f"vote, {bits} bit{'s' * (bits > 1)}"] = lambda step, bits=bits: sign_allreduce(  # type: ignore[misc]
+            u, bits, group, step, out=out
+        )
+    packed = pack_signs(out, 0)
+    forms["packing"] = lambda step: unpack_signs(majority(list(pack_signs(out, step)[None]), step), out)
+    for name, length in (("small", 8), ("large", len(packed))):
+        sizes = [max(1, length // group.size)] * group.size
+        sent, came = packed[: sum(sizes)].clone(), packed[: sum(sizes)].clone()
+        forms[f"all-to-all, {name}"] = lambda _, s=sent, c=came, n=sizes: group.all_to_all_single(c, s, n, n)  # type: ignore[misc]
     found: dict[str, list[float]] = {}
     for name, form in forms.items():
         times = []
         for step in range(job["repeats"] + 1):
+            flat.fill_(1.0)
+            half.fill_(1.0)
             group.barrier()
             began = time.perf_counter()
             form(step)
@@ -175,7 +187,7 @@ def _train(session: Session, bits: int, first: int, last: int, state: dict[str, 
     if state is not None:
         for p, value in zip(net.parameters(), state["weights"], strict=True):
             p.data.copy_(value)
-        restore_state(exchange, state["apart"])
+        restore_state(exchange, session.topology.size, lambda _: state["apart"])
     zeros = 0
     for step in range(first, last):
         seed = 1000 * step + session.topology.rank
@@ -187,7 +199,8 @@ def _train(session: Session, bits: int, first: int, last: int, state: dict[str, 
         assert exchange.finish().finite
         optimizer.step()
         exchange.after_step()
-    apart = gather_state(exchange)
+    own = own_state(exchange)
+    apart = {} if own is None else {name: value.clone() for name, value in own.tensors.items()}
     exchange.close()
     return {"weights": [p.detach().clone() for p in net.parameters()], "apart": apart, "zeros": zeros}
 

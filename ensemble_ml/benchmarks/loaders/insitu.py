@@ -1,0 +1,37 @@
+"""insitubatch as an entrant, in an environment of its own (it needs Python 3.12): numpy batches, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from insitubatch import (  # type: ignore[import-not-found]
+    InSituDataset,
+    SplitManifest,
+    obstore_store,
+    open_geometries,
+)
+
+from ensemble_ml.benchmarks.loaders.lap import Batches, Spec, main
+
+
+def batches(spec: Spec, rank: int) -> Batches:
+    """Each rank draws from its own share of the samples: the library divides nothing between processes.
+
+    Its pool holds read-ahead and cache at once, so that it gets the least it works with, and the cache besides.
+    """
+    store = obstore_store((Path(spec.data) / spec.options["zarr"]).resolve().as_uri())
+    geometries = open_geometries(store, variables=["values"])
+    mine = list(range(rank, spec.shape.samples, spec.ranks))
+    manifest = SplitManifest(spec.shape.samples, 1, spec.shape.samples, {"train": mine, "val": [], "test": []}, 0)
+    settings = {"geometries": geometries, "batch_size": spec.batch // spec.ranks}
+    settings |= {"block_chunks": spec.options.get("block_chunks", spec.batch // spec.ranks)}
+    least = InSituDataset(store, manifest, **settings).cache_budget_bytes
+    data = InSituDataset(store, manifest, cache_budget_bytes=least + spec.ram, **settings)
+    for epoch in range(spec.epochs):
+        data.set_epoch(epoch)
+        for batch in data.train:
+            yield epoch, batch.sample_indices.tolist(), batch.arrays["values"]
+
+
+if __name__ == "__main__":
+    main(batches)

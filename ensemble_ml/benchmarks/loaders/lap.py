@@ -1,0 +1,153 @@
+"""What every rank of every entrant of the loading race does, in whatever interpreter it runs: numpy alone is needed.
+
+An entrant hands out (epoch, sample numbers, values) batch by batch; its rank checks a probe of each sample's values,
+sleeps for the compute, and writes what it used, how long that took and how long it waited.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Batches = Iterator[tuple[int, list[int], Any]]  # epoch, samples, values (b, M, V, Z, Y, X)
+N_VARIABLES, N_LEVELS = 2, 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much data: samples, and the axes of each."""
+
+    samples: int
+    members: int
+    grid: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """M, V, Z, Y, X of a sample."""
+        return self.members, N_VARIABLES, N_LEVELS, *self.grid
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a sample as float32."""
+        return 4 * int(np.prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an entrant is told; `ram` and `disk` are bytes of cache a rank."""
+
+    entrant: str
+    data: str
+    work: str
+    size: dict[str, Any]
+    ranks: int
+    epochs: int
+    batch: int
+    compute_ms: float
+    ram: int = 0
+    disk: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Size:
+        """Axes of the samples."""
+        return Size(self.size["samples"], self.size["members"], tuple(self.size["grid"]))
+
+    def to_json(self) -> str:
+        """For the command line."""
+        return json.dumps(asdict(self))
+
+
+class Meeting:
+    """Ranks that meet through files: an all-gather of bytes, and so a barrier."""
+
+    def __init__(self, folder: Path, rank: int, ranks: int, name: str = "meeting"):
+        self.folder, self.rank, self.ranks, self.name, self.count = folder, rank, ranks, name, 0
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order."""
+        paths = [self.folder / f"{self.name}-{self.count}-{rank}" for rank in range(self.ranks)]
+        partial = paths[self.rank].with_suffix(".partial")
+        partial.write_bytes(value)
+        partial.rename(paths[self.rank])
+        self.count += 1
+        while not all(path.exists() for path in paths):
+            time.sleep(0.002)
+        return [path.read_bytes() for path in paths]
+
+
+def probe(values: np.ndarray) -> np.ndarray:
+    """Values that stand for a sample in checks: one in a thousand, from all over it."""
+    return np.asarray(values).reshape(-1)[:: max(1, values.size // 1000)]
+
+
+def run(spec: Spec, rank: int, batches: Batches) -> None:
+    """Race, and write `work`/result{rank}.json."""
+    expected = np.load(Path(spec.work) / "probes.npy")
+    meeting = Meeting(Path(spec.work), rank, spec.ranks, "start")
+    used: list[list[int]] = [[] for _ in range(spec.epochs)]
+    waits, ends, wrong = [0.0] * spec.epochs, [0.0] * spec.epochs, 0
+    meeting.gather(b"")
+    began = asked = time.perf_counter()
+    for epoch, samples, values in batches:
+        waits[epoch] += time.perf_counter() - asked
+        used[epoch] += samples
+        for sample, one in zip(samples, values, strict=True):
+            wrong += not np.array_equal(probe(np.asarray(one)), expected[sample])
+        time.sleep(spec.compute_ms / 1e3 * len(samples))
+        asked = time.perf_counter()
+        ends[epoch] = asked - began
+    meeting.gather(b"")
+    seconds = time.perf_counter() - began
+    result = {"seconds": seconds, "used": used, "wrong": wrong, "ends": ends, "waits": waits}
+    (Path(spec.work) / f"result{rank}.json").write_text(json.dumps(result))
+
+
+def serve(batches: Callable[[Spec, int], Batches]) -> None:
+    """Run the specs that come on standard input, one a line, each in a fork: the imports are paid for once.
+
+    Each line is answered by one word, `done` or `failed`; what went wrong stands in `work`/error{rank}. A spec that
+    must not be forked (Streaming has threads and locks of its own) is the last of its process.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        told = json.loads(line)
+        child = os.fork() if told["fork"] else 0
+        if child == 0:
+            os.environ.update(told["environment"])
+            status = _lap(Spec(**told["spec"]), told["rank"], batches)
+            if told["fork"]:
+                os._exit(status)
+        else:
+            status = os.waitpid(child, 0)[1]
+        print("failed" if status else "done", file=answers, flush=True)
+        if not told["fork"]:
+            os._exit(status)
+
+
+def _lap(spec: Spec, rank: int, batches: Callable[[Spec, int], Batches]) -> int:
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(os.open(Path(spec.work) / f"output{rank}", os.O_WRONLY | os.O_CREAT), 1)
+        run(spec, rank, batches(spec, rank))
+        return 0
+    except BaseException:
+        (Path(spec.work) / f"error{rank}").write_text(traceback.format_exc())
+        return 1
+
+
+def main(batches: Callable[[Spec, int], Batches]) -> None:
+    """Serve; or, given a spec as argument, run it once as rank $RANK."""
+    if len(sys.argv) > 1:
+        run(spec := Spec(**json.loads(sys.argv[1])), rank := int(os.environ["RANK"]), batches(spec, rank))
+    else:
+        serve(batches)

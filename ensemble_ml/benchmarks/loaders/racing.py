@@ -1,0 +1,181 @@
+"""The sections of the loading benchmark that race: the same bytes, own formats, what is lost, and the bytes table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from ensemble_ml.benchmarks.loaders.track import Rival, Track, cores, rivals
+from ensemble_ml.benchmarks.results import Claim
+from ensemble_ml.config import RaceConfig
+from ensemble_ml.errors import UserError
+
+SAME, OWN = "same bytes", "own formats"
+_DATALOADER = "DataLoader, raw files"
+
+
+def same_bytes(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
+    """All on raw float32 files: ours, and every rival tuned."""
+    _enter(one, race, tools, SAME)
+    claims = _ahead(one, race.caches, SAME)
+    ours = _ours(SAME, 1.0)
+    if 1.0 in race.caches and _DATALOADER in one.outcomes:
+        value = one.seconds(_DATALOADER).median / one.seconds(ours).median
+        claims.append(Claim("cache 1.0, same bytes: throughput over the DataLoader's", value, "times", 5.4))
+    return [*claims, *_waits(one, race.caches, SAME), *_predictions(one, race.caches, SAME)]
+
+
+def own_formats(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
+    """Ours from the packed store; rivals in what suits them best, the DataLoader also on raw files."""
+    if "dataloader" in race.rivals and _DATALOADER not in one.outcomes:
+        raw = rivals(one, ["dataloader"], race.workers, tools, same_bytes=True)[0]
+        one.run(raw.name, one.spec(**raw.spec(one, 0), **one.tuned(raw.name, raw.settings, raw.spec(one, 0))))
+    _enter(one, race, tools, OWN)
+    claims = _ahead(one, race.caches, OWN)
+    for cache in (c for c in (0.25, 0.5) if c in race.caches):
+        mine = one.seconds(_ours(OWN, cache)).median
+        for rival, words, target in (
+            (_DATALOADER, "the DataLoader on raw files", 4.0),
+            ("DataLoader, packed files", "the DataLoader given our packed files", 1.8),
+        ):
+            if rival in one.outcomes:
+                value = one.seconds(rival).median / mine
+                claims.append(Claim(f"cache {cache:g}, own format: throughput over {words}", value, "times", target))
+    return [*claims, *_waits(one, race.caches, OWN), *_predictions(one, race.caches, OWN)]
+
+
+def losses(one: Track, race: RaceConfig, tools: Path) -> None:
+    """One epoch, and all epochs without a cache: where knowing the future helps least. DataLoader and ours."""
+    for same in (True, False):
+        kind = SAME if same else OWN
+        for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
+            best = one.tuned(f"{rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
+            one.run(f"one epoch, {kind}: {rival.name}", one.spec(**rival.spec(one, 1.0), **best, epochs=1))
+            if not rival.cached:
+                one.run(f"no cache, {kind}: {rival.name}", one.spec(**rival.spec(one, 0), **best))
+        ours = "ours raw" if same else "ours packed"
+        one.run(f"one epoch, {kind}: ours", one.spec(ours, one.raw, epochs=1))
+        one.run(f"no cache, {kind}: ours", one.spec(ours, 0))
+
+
+def fast_storage(one: Track, race: RaceConfig, tools: Path) -> None:
+    """Storage faster than 3 GB/s a core, room for the whole dataset."""
+    for same in (True, False):
+        kind = SAME if same else OWN
+        for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
+            best = one.tuned(f"fast storage, {rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
+            one.run(f"fast storage, {kind}: {rival.name}", one.spec(**rival.spec(one, 1.0), **best))
+        one.run(f"fast storage, {kind}: ours", one.spec("ours raw" if same else "ours packed", one.raw))
+
+
+def lost(one: Track) -> list[str]:
+    """A line for each run of these sections in which a rival was faster than ours."""
+    lines = []
+    for name in one.outcomes:
+        place, _, who = name.rpartition(": ")
+        if who not in ("ours", "") and f"{place}: ours" in one.outcomes:
+            ratio = one.seconds(f"{place}: ours").median / one.seconds(name).median
+            if ratio > 1:
+                lines.append(f"Lost: {place}: {who} is {ratio:.2f} times as fast as ours.")
+    return lines
+
+
+def bytes_table(one: Track, race: RaceConfig) -> list[Claim]:
+    """Bytes from storage at every cache, on 1, 2 and 4 ranks, in both formats: the bound, and the plan."""
+    above, differ, beyond = [], [], []
+    for kind, size in (("raw", one.raw), ("packed", one.packed)):
+        for ranks in (1, 2, 4):
+            for cache in race.caches:
+                name = f"{kind}, cache {cache:g}, {ranks} rank{'s' * (ranks > 1)}"
+                found = one.run(name, one.spec(f"ours {kind}", cache * size, ranks=ranks, compute_ms=0.0), 1)[0]
+                assert found.traffic is not None
+                above.append(100 * (found.counted("storage") / found.traffic.bound - 1))
+                differ.append(abs(found.counted("storage") - found.traffic.storage))
+                if kind == "raw":
+                    differ.append(abs(found.read - found.traffic.storage))
+                else:
+                    beyond.append(100 * (found.read / found.traffic.storage - 1))
+    where = f"caches {', '.join(f'{c:g}' for c in race.caches)}; 1, 2 and 4 ranks; raw and packed; the worst"
+    words = "bytes read from slow storage above the bound F + (E-1)(F-K)"
+    one.notes.append(
+        f"The store's own indexes and factors, read once by each rank, are not in its plan: {min(beyond):.1f} to"
+        f" {max(beyond):.1f} % of these small samples' bytes."
+    )
+    return [
+        Claim(f"{words}: {where}", max(above), "%", 1.0, at_most=True),
+        Claim(f"bytes by which the plan and the counters differ: {where}", max(differ), "bytes", 0.0, at_most=True),
+    ]
+
+
+def _ours(kind: str, cache: float) -> str:
+    return f"{kind}, cache {cache:g}: ours"
+
+
+def _enter(one: Track, race: RaceConfig, tools: Path, kind: str) -> None:
+    """Run ours and every rival of a class at every cache size."""
+    for cache in race.caches:
+        one.run(_ours(kind, cache), one.spec("ours raw" if kind == SAME else "ours packed", cache * one.raw))
+    for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=kind == SAME):
+        _race_rival(one, race, kind, rival)
+
+
+def _race_rival(one: Track, race: RaceConfig, kind: str, rival: Rival) -> None:
+    caches = [c for c in race.caches if c >= 0.25] if rival.cached else [0.0]
+    try:
+        best = one.tuned(rival.name, rival.settings, rival.spec(one, max(1.0, *caches)))
+    except UserError as error:
+        one.notes.append(f"{kind}: {error}.")
+        return
+    for cache in caches:
+        name = f"{kind}, cache {cache:g}: {rival.name}" if rival.cached else rival.name
+        try:
+            one.run(name, one.spec(**rival.spec(one, cache), **best))
+        except UserError as error:
+            one.notes.append(f"{name}: did not finish ({error}).")
+            one.outcomes.pop(name, None)
+
+
+def _ahead(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
+    """How far ours is ahead of the fastest rival of its class, cache by cache."""
+    claims = []
+    plain = "DataLoader, raw files" if kind == SAME else "DataLoader, packed files"
+    for cache in (c for c in caches if c >= 0.25):
+        prefix = f"{kind}, cache {cache:g}: "
+        times = {
+            name.removeprefix(prefix): one.seconds(name).median
+            for name, found in one.outcomes.items()
+            if found and (name == plain or name.startswith(prefix)) and name != _ours(kind, cache)
+        }
+        if times:
+            fastest = min(times, key=lambda name: times[name])
+            value = times[fastest] / one.seconds(_ours(kind, cache)).median
+            words = f"cache {cache:g}, {kind}: throughput over the fastest rival ({fastest})"
+            claims.append(Claim(words, value, "times", 1.0))
+    return claims
+
+
+def _waits(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
+    """Wait for batches once the cache holds the dataset."""
+    if 1.0 not in caches:
+        return []
+    value = statistics.median(100 * outcome.waited for outcome in one.outcomes[_ours(kind, 1.0)])
+    return [Claim(f"wait after the first epoch, {kind}, cache 1.0", value, "% of a step", 1.0, at_most=True)]
+
+
+def _predictions(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
+    """Predicted against measured time, at the cache where they differ most."""
+    decode = one.decode_seconds() if kind == OWN else 0.0
+    epoch_decode = one.size.samples * decode / min(cores(), 4 * one.ranks)
+    compute = one.size.samples / one.ranks * one.compute_ms / 1e3
+    worst = 0.0
+    for cache in caches:
+        found = one.outcomes[_ours(kind, cache)]
+        assert found[0].traffic is not None
+        predicted, limit = found[0].traffic.seconds(
+            storage_rate=one.crew.storage.mb_s * 1e6, compute=compute, decode=epoch_decode
+        )
+        measured = statistics.median(outcome.seconds for outcome in found)
+        worst = max(worst, abs(predicted / measured - 1))
+        one.notes.append(f"{_ours(kind, cache)}: predicted {predicted:.2f} s (by {limit}), measured {measured:.2f} s.")
+    return [Claim(f"predicted time against measured, {kind}, the worst cache", 100 * worst, "%", 15.0, at_most=True)]

@@ -1,0 +1,123 @@
+"""Many ranks without processes: our plan beside NoPFS's rule, on the same order of samples.
+
+NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181, section 5) lets each rank keep the samples that it will itself
+use most often in the whole run, whatever the others keep. Here a sample is read from slow storage until the first of
+its holders has used it; from then on all take it from a holder. That favours NoPFS: nothing is lost to timing.
+
+Axes: E epochs, F samples, P ranks.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.config import Assign
+from ensemble_ml.loading.order import Order
+from ensemble_ml.loading.plan import NOBODY, Plan, Tiers
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of P ranks, in samples: `cache` is the share of the dataset that all ranks hold together."""
+
+    samples: int
+    epochs: int
+    ranks: int
+    cache: float
+
+    def plan(self, assign: Assign = Assign.fixed) -> Plan:
+        """The run as our loader plans it, every sample one byte long and every rank with at least four a step."""
+        room = Tiers(int(self.cache * self.samples / self.ranks))
+        order = Order(0, self.samples, 4 * self.ranks)
+        return Plan(order, self.epochs, np.ones(self.samples, np.int64), room, self.ranks, assign)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Reads of slow storage in each epoch (E,), as shares of the dataset; `local`: share of uses from own memory."""
+
+    storage: np.ndarray
+    local: float
+    duplicates: float
+
+    @property
+    def reads(self) -> float:
+        """Datasets read in the whole run."""
+        return float(self.storage.sum())
+
+    def seconds(self, storage: float, compute: float) -> float:
+        """Length of the run, where storage takes `storage` seconds for the dataset and an epoch computes `compute`."""
+        return float(np.maximum(self.storage * storage, compute).sum())
+
+
+def nopfs(job: Job) -> Simulated:
+    """Each rank keeps what it uses most often, earlier first use breaking ties; duplicates included."""
+    plan = job.plan()
+    users = np.empty((job.epochs, job.samples), np.int32)
+    for epoch in range(job.epochs):
+        samples, user = plan.users(epoch)
+        users[epoch, samples] = user
+    room = plan.tiers.ram
+    holders = np.zeros(job.samples, np.int64)
+    available = np.full(job.samples, job.epochs)  # the epoch in which a holder first uses it
+    local = 0
+    for rank in range(job.ranks):
+        mine = users == rank
+        count, first = mine.sum(0), mine.argmax(0)
+        kept = np.lexsort((first, -count))[:room]
+        kept = kept[count[kept] > 0]
+        holders[kept] += 1
+        available[kept] = np.minimum(available[kept], first[kept])
+        local += int((count[kept] - 1).sum())  # its first use fills the cache
+    storage = np.array([(available >= epoch).mean() for epoch in range(job.epochs)])
+    extra = np.maximum(holders - 1, 0).sum() / job.samples
+    return Simulated(storage, local / (job.epochs * job.samples), float(extra))
+
+
+def ours(job: Job, assign: Assign) -> Simulated:
+    """What our plan reads; the same code as in a loader."""
+    plan = job.plan(assign)
+    told = plan.explain()
+    storage = np.full(job.epochs, 1 - told.held / told.total)
+    storage[0] = 1.0
+    assert round(storage.sum() * told.total) == told.storage
+    return Simulated(storage, told.ram / (job.epochs * job.samples), 0.0)
+
+
+def planning(samples: int, epochs: int, ranks: int) -> tuple[float, float]:
+    """Seconds in which one rank plans all its reads and where they come from, and the process's peak memory in GB."""
+    began = time.perf_counter()
+    room = Tiers(samples // (2 * ranks) * 10**6)
+    plan = Plan(Order(0, samples, 8 * ranks), epochs, np.full(samples, 10**6), room, ranks)
+    rank, used, held = ranks // 3, 0, 0
+    for epoch in range(epochs):
+        reads = plan.reads(epoch, rank)
+        used += len(reads.sample)
+        held += int((plan.placement.owner[reads.sample] != NOBODY).sum())
+    assert held < used
+    return time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def table(samples: int, epochs: int, ranks: tuple[int, ...], caches: tuple[float, ...]) -> list[dict[str, Any]]:
+    """One row for each number of ranks and cache; storage takes ten times as long for an epoch as its compute."""
+    rows = []
+    for count in ranks:
+        for cache in caches:
+            job = Job(samples, epochs, count, cache)
+            theirs, fixed, local = nopfs(job), ours(job, Assign.fixed), ours(job, Assign.locality)
+            rows.append(
+                {
+                    "ranks": count, "cache": cache, "NoPFS: datasets read": round(theirs.reads, 3),
+                    "ours: datasets read": round(fixed.reads, 3), "NoPFS: held twice": round(theirs.duplicates, 3),
+                    "NoPFS: from own memory": round(theirs.local, 3),
+                    "ours, fixed: from own memory": round(fixed.local, 3),
+                    "ours, locality: from own memory": round(local.local, 3),
+                    "time, NoPFS over ours": round(theirs.seconds(10.0, 1.0) / fixed.seconds(10.0, 1.0), 3),
+                }
+            )  # fmt: skip
+    return rows

@@ -1,0 +1,1 @@
+"""Tools of the benchmark of the spatial partition."""

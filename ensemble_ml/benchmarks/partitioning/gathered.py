@@ -1,0 +1,64 @@
+"""The rival that always works: every convolution gathers the whole field, pads it, and keeps its own rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.distributed.partition import PartPadder, partition_model
+from ensemble_ml.distributed.shard import Shard
+from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models.padding import Padder
+
+
+def gather_the_rows(model: EnsembleModel, mesh: Mesh) -> Shard:
+    """Partition `model` with an all_gather in the place of the halo exchange."""
+    shard = partition_model(model, mesh)
+    for module in model.modules():
+        if isinstance(module, PartPadder):
+            module.__class__ = GatherPadder
+    return shard
+
+
+class GatherPadder(PartPadder):
+    """One row and column on each side, cut from the whole padded field."""
+
+    def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        shard = self.part_shard
+        whole = _Gather.apply(x_BCYXZ, shard, self.part_mesh.spatial)
+        padded = Padder.forward(self, whole)
+        (top, bottom), (left, right) = shard.own_rows, shard.own_columns
+        return padded[:, :, top : bottom + 2, left : right + 2]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Shard, comm: Communicator) -> Tensor:
+        ctx.shard, ctx.comm = shard, comm
+        own = x.permute(0, 2, 3, 4, 1).reshape(-1)
+        batch, channels, _, _, planes = x.shape
+        places = [(rows, columns) for rows in shard.rows for columns in shard.columns]
+        sizes = [batch * channels * planes * (b - a) * (d - c) for (a, b), (c, d) in places]
+        found = x.new_empty(comm.size * max(sizes))
+        given = own if len(own) == max(sizes) else torch.cat([own, own.new_zeros(max(sizes) - len(own))])
+        comm.all_gather(found, given)
+        whole = x.new_empty(batch, shard.rows[-1][1], shard.columns[-1][1], planes, channels)
+        for values, size, (rows, columns) in zip(found.split(max(sizes)), sizes, places, strict=True):
+            shape = batch, rows[1] - rows[0], columns[1] - columns[0], planes, channels
+            assert math.prod(shape) == size
+            whole[:, slice(*rows), slice(*columns)] = values[:size].view(shape)
+        return whole.permute(0, 4, 1, 2, 3)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        total = grad.permute(0, 2, 3, 4, 1).contiguous()
+        ctx.comm.all_reduce(total.view(-1))
+        (top, bottom), (left, right) = ctx.shard.own_rows, ctx.shard.own_columns
+        return total[:, top:bottom, left:right].permute(0, 4, 1, 2, 3), None, None

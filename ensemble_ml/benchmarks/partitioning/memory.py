@@ -1,0 +1,61 @@
+"""Peak memory of activations of a forward and backward pass, from the allocator's own events."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ensemble_ml.benchmarks.partitioning.network import cut_input, network, training_loss
+from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
+from ensemble_ml.distributed import Session
+from ensemble_ml.distributed.partition import partition_model
+from ensemble_ml.models import EnsembleInput, EnsembleModel
+from ensemble_ml.models.blocks.unet3d import Convolution
+
+
+def peak(model: EnsembleModel, batch: EnsembleInput) -> tuple[int, int]:
+    """(bytes at the peak above what lay there before, bytes of padding that convolutions keep) of one pass.
+
+    Gradients are there already and are added to, so that activations alone are counted.
+    """
+    training_loss(model, batch).backward()
+    gc.collect()
+    padding, hooks = [0], []
+
+    def count(module: Any, given: tuple[Tensor, ...]) -> None:
+        batch_size, channels, rows, columns, planes = given[0].shape
+        border = (rows + 2) * (columns + 2) - rows * columns
+        padding[0] += batch_size * channels * planes * border * given[0].element_size()
+
+    for module in model.modules():
+        if isinstance(module, Convolution):
+            hooks.append(module.register_forward_pre_hook(count))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        training_loss(model, batch).backward()
+    for hook in hooks:
+        hook.remove()
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most, padding[0]
+
+
+def activations(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
+    """Of every rank: bytes at the peak, and those of its share of one process's peak with the halo's own."""
+    spec = benchmark_spec(*job["shape"], **job["config"])
+    batch = random_batch(spec, 1)
+    whole = session.once(lambda: peak(network(spec), batch))
+    model = network(spec)
+    shard = partition_model(model, session.mesh)
+    found, padding = peak(model, cut_input(shard, batch))
+    cells = shard.shape[0] * shard.shape[1] / (spec.grid.shape[0] * spec.grid.shape[1])
+    expected = (whole[0] - whole[1]) * cells + padding
+    own = torch.tensor([found, expected], dtype=torch.float64)
+    everyone = own.new_empty(2 * session.topology.size)
+    session.mesh.world.all_gather(everyone, own)
+    return {"peak": everyone[0::2].tolist(), "share and halo": everyone[1::2].tolist(), "one process": [whole[0]]}

@@ -1,0 +1,67 @@
+"""The U-Nets that the benchmark of the spatial partition runs, and what their ranks see of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
+from ensemble_ml.config import Precision
+from ensemble_ml.distributed.shard import Shard
+from ensemble_ml.fields import Family
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction, Speed, crps
+
+
+def network(spec: ModelSpec, precision: str = "float32") -> EnsembleModel:
+    """An untrained model, channels last."""
+    torch.manual_seed(0)
+    model = EnsembleModel(spec, Climate.default(spec))
+    Speed(Precision(precision), True).apply(model)
+    return model
+
+
+def perturbed(spec: ModelSpec) -> EnsembleModel:
+    """A model none of whose branches is zero, so that errors anywhere are seen."""
+    model = network(spec)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+def small_case(lat: int, lon: int, *, even: bool) -> tuple[ModelSpec, EnsembleInput]:
+    """A grid that `lat` x `lon` ranks share, evenly or not, and a float64 batch on it."""
+    rows, columns = (8 * lat, 8 * lon) if even else (8 * lat + 5, 8 * lon + 8)
+    config: dict[str, Any] = {"hidden": 8, "max_hidden": 16, "depth": 2}
+    spec = benchmark_spec(2, rows, columns, **config)
+    return spec, random_batch(spec, 2).to(torch.float64)
+
+
+def cut_input(shard: Shard, x: EnsembleInput) -> EnsembleInput:
+    """This rank's part of a batch."""
+    names = [f.name for f in fields(x) if f.name not in ("count", "day_of_year")]
+    return replace(x, **{n: shard.cut(getattr(x, n)).contiguous() for n in names if getattr(x, n) is not None})
+
+
+def part_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """The grid of a rank's part alone, as if there were no other."""
+    (top, bottom), (left, right) = shard.own_rows, shard.own_columns
+    return replace(spec, latitude=spec.latitude[top:bottom], longitude=spec.longitude[left:right])
+
+
+def weighted_loss(found: Prediction, shard: Shard | None, spec: ModelSpec) -> Tensor:
+    """A sum over cells of something that depends on all outputs, each cell with a weight of its own."""
+    weight = torch.rand(spec.grid.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    weight = weight if shard is None else shard.cut(weight)
+    values = found.location_p, found.scale_p, found.spread_p
+    return torch.stack([(torch.log1p(v.double() ** 2) * weight).sum() for v in values if v is not None]).sum()
+
+
+def training_loss(model: nn.Module, batch: EnsembleInput) -> Tensor:
+    """CRPS and spread loss on a truth of zero, as a sum over cells: parts add up."""
+    found = model(batch)
+    distance = crps(Family.NORMAL, found.location_p, found.scale_p, torch.zeros_like(found.location_p)).sum()
+    return (distance + (found.spread_p - 1).square().sum()) * 1e-6

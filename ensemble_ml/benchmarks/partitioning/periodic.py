@@ -1,0 +1,55 @@
+"""The padding of one rank against `F.pad(circular)` and conv3d, forward and backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ensemble_ml.config import Vertical
+from ensemble_ml.distributed import Session
+from ensemble_ml.models.blocks.unet3d import Convolution
+from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
+
+_CALLS = 3
+
+
+def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of a convolution that wraps in longitude and is zero beyond the poles, in both forms; they take turns.
+
+    On `job["device"]`, in `job["precision"]`.
+    """
+    device, dtype = job.get("device", "cpu"), getattr(torch, job.get("precision", "float32"))
+    levels, rows, columns = job["shape"]
+    channels = job["config"].get("hidden", 32)
+    edge = EdgeRule(Beyond.ZERO)
+    pad = Padder(Geometry(rows, columns, True, edge, edge))
+    torch.manual_seed(0)
+    layer = Convolution(channels, channels, levels, Vertical.shared, pad, bias=True)
+    layer.to(device, dtype)
+    weight, bias = layer.conv.weight, layer.conv.bias
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    x = torch.randn(1, channels, rows, columns, levels).contiguous(memory_format=torch.channels_last_3d)
+    x = x.to(device, dtype).requires_grad_()
+
+    def plain(x: Tensor) -> Tensor:
+        wrapped = F.pad(x, (0, 0, 1, 1, 0, 0), mode="circular")
+        return F.conv3d(F.pad(wrapped, (0, 0, 0, 0, 1, 1)), weight, bias, 1, (0, 0, 1))
+
+    forms: dict[str, Callable[[Tensor], Tensor]] = {"ours": layer, "F.pad and conv3d": plain}
+    torch.testing.assert_close(layer(x), plain(x), rtol=0.02 if dtype is torch.bfloat16 else 1e-4, atol=0.02)
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for repeat in range(job["repeats"] + 1):
+        for name, form in forms.items():
+            began = time.perf_counter()
+            for _ in range(_CALLS):
+                form(x).sum().backward()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if repeat:
+                times[name].append((time.perf_counter() - began) / _CALLS)
+    return times

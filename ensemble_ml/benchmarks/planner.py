@@ -1,0 +1,134 @@
+"""The planner's predictions against measured steps of every partition, over links of several rates.
+
+    ensemble-ml benchmark benchmark=planner [planner.rates=[none,1gbit,100mbit]] [planner.ranks=4] [repeats=5]
+
+Hosts are network namespaces joined by links of a rate (scripts/links.sh; `none` is unshaped; needs root); they share
+this machine's cores, one thread a rank, and so the local part of a step is measured with all of them busy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+
+log = logging.getLogger(__name__)
+
+_WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
+_SHAPES = {BenchmarkSize.full: [4, 24, 48], BenchmarkSize.small: [4, 16, 32], BenchmarkSize.tiny: [2, 16, 16]}
+_WIDTHS = {BenchmarkSize.full: (16, 32), BenchmarkSize.small: (8, 16), BenchmarkSize.tiny: (4,)}
+_BATCHES = {BenchmarkSize.full: (2, 4), BenchmarkSize.small: (2, 4), BenchmarkSize.tiny: (2,)}
+
+
+@dataclass
+class Comparison:
+    """Rows of all rates, and what follows from them."""
+
+    repeats: int
+    figures: dict[str, Figure] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Take the rows of one rate in: figures, a table, two claims."""
+        for row in rows:
+            name = f"{where}, {row['case']}, data={row['data']} lat={row['lat']} lon={row['lon']}"
+            self.figures[f"{name}: measured"] = Figure.of([1e3 * s for s in row["measured"]], "ms")
+            self.figures[f"{name}: predicted"] = Figure.of([1e3 * row["predicted"]], "ms")
+        self.tables[where] = [_row(row) for row in rows]
+        worst = max(abs(row["predicted"] / statistics.median(row["measured"]) - 1) for row in rows)
+        behind = max(100 * _behind([r for r in rows if r["case"] == case]) for case in {r["case"] for r in rows})
+        words = f"predicted step times from measured, all partitions, {where}: the worst"
+        self.claims.append(Claim(words, 100 * worst, "%", 25.0, at_most=True))
+        words = f"the planner's pick behind the best measured partition, {where}: the worst case"
+        self.claims.append(Claim(words, behind, "%", 10.0, at_most=True))
+
+
+def _behind(rows: Sequence[dict[str, Any]]) -> float:
+    """By how much the picked partition's measured step is longer than the shortest."""
+    times = [statistics.median(row["measured"]) for row in rows]
+    picked = next(i for i, row in enumerate(rows) if row["picked"])
+    return times[picked] / min(times) - 1
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    seconds = statistics.median(row["measured"])
+    shown = {key: row[key] for key in ("case", "data", "lat", "lon")}
+    shown |= {f"{key}, ms": round(1e3 * row[key], 2) for key in ("compute", "halo", "norm", "exposed", "predicted")}
+    shown["measured, ms"] = round(1e3 * seconds, 2)
+    shown["difference, %"] = round(100 * (row["predicted"] / seconds - 1), 1)
+    return shown | {"sent, kB": round(row["sent"] / 1e3, 1), "picked": "yes" if row["picked"] else ""}
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Compare at each rate; write results.json and report.html.
+
+    Returns:
+        The path of results.json.
+
+    Raises:
+        UserError: a rank failed.
+    """
+    folder = Path(config.output) / "planner"
+    folder.mkdir(parents=True, exist_ok=True)
+    comparison, notes = Comparison(config.repeats), []
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for hosts, note in _hosts(config):
+            notes += [note] if note else []
+            log.info("planner: %s", _where(hosts))
+            comparison.add(_where(hosts), _rows(config, hosts, Path(scratch)))
+    log.info("%s", summary(comparison.figures, comparison.claims))
+    return write_results(
+        folder, title="Predicted and measured partitions", runs=config.repeats, figures=comparison.figures,
+        claims=comparison.claims, notes=notes, tables=comparison.tables,
+    )  # fmt: skip
+
+
+def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:
+    ranks = config.planner.ranks
+    why = available() if config.planner.rates else "planner.rates=[]"
+    if why:
+        yield Hosts(ranks), f"Loopback instead of links ({why}): times say nothing of networks."
+        return
+    for rate in config.planner.rates:
+        with linked(ranks, rate) as hosts:
+            yield hosts, ""
+
+
+def _where(hosts: Hosts) -> str:
+    return f"{hosts.count} hosts, {_WORDS.get(hosts.rate, hosts.rate)}" if hosts.rate else "the loopback"
+
+
+def _rows(config: BenchmarkConfig, hosts: Hosts, scratch: Path) -> list[dict[str, Any]]:
+    job = {
+        "cases": cases(config), "repeats": config.repeats, "seconds": config.planner.seconds,
+        "cache": str(scratch / "times"),
+    }  # fmt: skip
+    out = scratch / (hosts.rate or "loopback")
+    hosts.run(python("-m", "ensemble_ml.benchmarks.planning.worker", json.dumps(job), str(out)), seconds=900)
+    return json.loads((out / "results.json").read_text())
+
+
+def cases(config: BenchmarkConfig) -> list[dict[str, Any]]:
+    """Two model sizes and two batch sizes."""
+    depth = 1 if config.size is BenchmarkSize.tiny else 2
+    common = {"shape": _SHAPES[config.size], "exchange": "allreduce"}
+    return [
+        common
+        | {
+            "name": f"hidden {width}, batch {batch}",
+            "model": {"hidden": width, "max_hidden": 4 * width, "depth": depth},
+            "batch": batch,
+        }
+        for width in config.planner.hidden or _WIDTHS[config.size]
+        for batch in config.planner.batches or _BATCHES[config.size]
+    ]

@@ -1,0 +1,265 @@
+"""One sample over several ranks: exactness, scaling, memory, and the split convolutions of others.
+
+    ensemble-ml benchmark benchmark=spatial [only=[exactness,networks,rivals,periodic,memory,scaling,links,gpu]]
+        [repeats=5] [spatial.rates=[1gbit,100mbit]] [spatial.physicsnemo=FOLDER]
+
+Ranks run on one thread each. Hosts of the section `links` are network namespaces joined by shaped links
+(scripts/links.sh; needs root); all hosts share this machine's cores.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ensemble_ml.benchmarks.partitioning.steps import GATHER, HALVES, ONE, OURS, OVERLAP
+from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
+
+log = logging.getLogger(__name__)
+
+_EXACT = 1e-12
+_SURE_STEP = 1e-6  # of a step: AdamW divides by |gradient| + 1e-8, which repeats relative errors of tiny gradients
+_WORDS = {"100mbit": "100 Mbit", "1gbit": "1 Gbit"}
+_LINKED = {2: [(2, 1)], 4: [(4, 1), (2, 2)]}
+_MESHES = {
+    BenchmarkSize.full: [(1, 2), (2, 1), (2, 2), (3, 1), (4, 2)],
+    BenchmarkSize.small: [(1, 2), (2, 1), (2, 2), (3, 1)],
+    BenchmarkSize.tiny: [(1, 2)],
+}
+
+
+@dataclass
+class Bench:
+    """Settings, and what the sections have found so far."""
+
+    config: BenchmarkConfig
+    folder: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this run only shows that everything runs."""
+        return self.config.size is BenchmarkSize.tiny
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """Shape and settings of the U-Net that is timed."""
+        if self.tiny:
+            return {"shape": [2, 16, 32], "config": {"hidden": 8, "max_hidden": 8, "depth": 1}}
+        return {"shape": list(self.config.spatial.shape), "config": {}}
+
+    def job(self, work: str, mesh: tuple[int, int], hosts: Hosts | None = None, **settings: Any) -> Any:
+        """What rank 0 of a job of lat x lon ranks found."""
+        lat, lon = mesh
+        hosts = hosts or Hosts(lat * lon)
+        text = json.dumps({"work": work, "lat": lat, "lon": lon, "repeats": self.config.repeats, **settings})
+        with tempfile.TemporaryDirectory(dir=self.folder) as out:
+            hosts.run(python("-m", "ensemble_ml.benchmarks.partitioning.worker", text, out), seconds=1200)
+            return json.loads((Path(out) / "results.json").read_text())
+
+    def claim(self, words: str, value: float, unit: str, target: float, *, at_most: bool = False) -> None:
+        """Add a claim."""
+        self.claims.append(Claim(words, value, unit, target, at_most))
+
+
+def run(config: BenchmarkConfig) -> Path:
+    """Run all sections, or those of `only`; write results.json and report.html.
+
+    Returns:
+        The path of results.json.
+
+    Raises:
+        UserError: `only` names a section that is not there, or a rank failed.
+    """
+    for name in config.only or ():
+        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
+    folder = Path(config.output) / "spatial"
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = Bench(config, folder)
+    for name, section in SECTIONS.items():
+        if config.only is None or name in config.only:
+            log.info("spatial: %s", name)
+            section(bench)
+    log.info("%s", summary(bench.figures, bench.claims))
+    return write_results(
+        folder, title="One sample over several ranks", runs=config.repeats, figures=bench.figures,
+        claims=bench.claims, notes=bench.notes, tables=bench.tables,
+    )  # fmt: skip
+
+
+def _exactness(bench: Bench) -> None:
+    kernels = [3] if bench.tiny else list(range(1, 8))
+    rows: list[dict[str, Any]] = []
+    for mesh in _MESHES[bench.config.size]:
+        rows += bench.job("convolutions", mesh, kernels=kernels)
+    names = ("forward", "input gradient", "weight gradient")
+    meshes = ", ".join(f"{lat}x{lon}" for lat, lon in _MESHES[bench.config.size])
+    for name in names:
+        words = f"largest error, {name}, {len(rows)} convolutions (kernel, stride, dilation, padding, pole; {meshes})"
+        bench.claim(words, max(row[name] for row in rows), "relative", _EXACT, at_most=True)
+    bench.tables["Largest errors by kernel and mesh"] = _worst(rows, ("kernel", "mesh"), names)
+    bench.tables["Largest errors by padding"] = _worst(rows, ("longitude", "pole", "stride", "dilation"), names)
+    (bench.folder / "exactness.json").write_text(json.dumps(rows, indent=1))
+
+
+def _worst(rows: list[dict[str, Any]], keys: tuple[str, ...], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[k] for k in keys), []).append(row)
+    return [
+        dict(zip(keys, key, strict=True))
+        | {"cases": len(group)}
+        | {name: f"{max(row[name] for row in group):.1e}" for name in names}
+        for key, group in groups.items()
+    ]
+
+
+def _networks(bench: Bench) -> None:
+    rows: list[dict[str, Any]] = []
+    for mesh in _MESHES[bench.config.size]:
+        rows += bench.job("networks", mesh)
+    bench.tables["The whole U-Net"] = [{k: f"{v:.1e}" if type(v) is float else v for k, v in r.items()} for r in rows]
+    for name in ("forward", "weight gradient"):
+        words = f"largest error of the whole U-Net, {name}"
+        bench.claim(words, max(r[name] for r in rows), "relative", _EXACT, at_most=True)
+    for kind in ("lion", "adamw"):
+        worst = max(r[f"step of {kind}"] for r in rows)
+        bench.claim(f"one step of {kind}, whole U-Net, largest error", worst, "steps", _SURE_STEP, at_most=True)
+
+
+def _rivals(bench: Bench) -> None:
+    found = bench.job("rivals", (2, 1), physicsnemo=bench.config.spatial.physicsnemo, **bench.network)
+    if not bench.config.spatial.physicsnemo:
+        bench.notes.append("PhysicsNeMo was left out: give spatial.physicsnemo=FOLDER.")
+    bench.tables["Split convolutions of others, two ranks: largest errors, or what was raised"] = found["rows"]
+    for name, values in found["seconds"].items():
+        bench.figures[f"one convolution, zero padding, two ranks: {name}"] = Figure.of([1e3 * v for v in values], "ms")
+    seconds = {name: statistics.median(values) for name, values in found["seconds"].items()}
+    for name in seconds.keys() - {"ours"}:
+        words = f"one convolution, zero padding, 2x1: convolutions a second over {name}, which is right there"
+        bench.claim(words, seconds[name] / seconds["ours"], "times", 1.0)
+
+
+def _periodic(bench: Bench) -> None:
+    found = bench.job("periodic", (1, 1), **bench.network)
+    for name, values in found.items():
+        bench.figures[f"one rank, periodic convolution, {name}"] = Figure.of([1e3 * v for v in values], "ms")
+    ours, plain = (statistics.median(found[name]) for name in ("ours", "F.pad and conv3d"))
+    words = "one-rank periodic path over F.pad(circular) and conv3d, forward and backward: slower by"
+    bench.claim(words, 100 * (ours / plain - 1), "%", 2.0, at_most=True)
+
+
+def _memory(bench: Bench) -> None:
+    for mesh in [(2, 1)] if bench.tiny else [(2, 1), (1, 2), (2, 2), (4, 1)]:
+        found = bench.job("memory", mesh, **bench.network)
+        name = f"{mesh[0]}x{mesh[1]}"
+        for kind in ("peak", "share and halo"):
+            values = [v / 2**20 for v in found[kind]]
+            bench.figures[f"activations of a rank, {name}: {kind}"] = Figure.of(values, "MiB")
+        bench.figures["activations of one process"] = Figure.of([v / 2**20 for v in found["one process"]], "MiB")
+        excess = max(a / b for a, b in zip(found["peak"], found["share and halo"], strict=True))
+        words = f"peak activation memory per rank, {name}, above share + halo"
+        bench.claim(words, 100 * (excess - 1), "%", 10.0, at_most=True)
+
+
+def _scaling(bench: Bench) -> None:
+    entrants = [ONE, OURS, OVERLAP, HALVES, GATHER]
+    for mesh in [(2, 1)] if bench.tiny else [(2, 1), (1, 2)]:
+        for precision in ["float32"] if bench.tiny else bench.config.spatial.precisions:
+            found = bench.job("steps", mesh, entrants=entrants, precision=precision, **bench.network)
+            _tell_steps(bench, found, f"{mesh[0]}x{mesh[1]}, {precision}")
+            seconds = {name: statistics.median(v) for name, v in found["seconds"].items()}
+            where = f"1 -> 2 ranks ({mesh[0]}x{mesh[1]}), {precision}"
+            alone = 100 * seconds[HALVES] / min(seconds[OURS], seconds[OVERLAP])
+            words = f"strong scaling of one sample, {where}: of the speed-up of two halves without communication"
+            bench.claim(words, alone, "%", 90.0)
+            words = f"{where}: steps a second over gathering the rows"
+            bench.claim(words, seconds[GATHER] / min(seconds[OURS], seconds[OVERLAP]), "times", 1.0)
+            for name in (OURS, HALVES):
+                bench.notes.append(f"{where}: speed-up {seconds[ONE] / seconds[name]:.3f}, {name}.")
+
+
+def _gpu(bench: Bench) -> None:
+    if not torch.cuda.is_available():
+        bench.notes.append("No GPU here: tensors on one, and its step in bfloat16, were left out.")
+        return
+    rows: list[dict[str, Any]] = []
+    for mesh in _MESHES[bench.config.size]:
+        if mesh[0] * mesh[1] <= 4:
+            rows += bench.job("convolutions", mesh, kernels=list(range(1, 8)), device="cuda")
+    for name in ("forward", "input gradient", "weight gradient"):
+        words = f"largest error, {name}, several ranks on one GPU over gloo, {len(rows)} convolutions"
+        bench.claim(words, max(row[name] for row in rows), "relative", _EXACT, at_most=True)
+    found = bench.job("periodic", (1, 1), device="cuda", precision="bfloat16", **bench.network)
+    for name, values in found.items():
+        bench.figures[f"one rank, GPU, bfloat16, periodic convolution, {name}"] = Figure.of(
+            [1e3 * v for v in values], "ms"
+        )
+
+
+def _tell_steps(bench: Bench, found: dict[str, Any], where: str) -> None:
+    for name, values in found["seconds"].items():
+        bench.figures[f"step, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
+        busy = [1e3 * v for v in found["core seconds"][name]]
+        bench.figures[f"core time of a step and rank, {where}: {name}"] = Figure.of(busy, "ms")
+    for name in (OURS, OVERLAP):
+        if name in found["halo share"]:
+            share = [100 * v for v in found["halo share"][name]]
+            bench.figures[f"halo's share of a step, {where}: {name}"] = Figure.of(share, "%")
+    counted = max(found["bytes"][OURS])
+    bench.figures[f"bytes of halos a step and rank, {where}"] = Figure.of(found["bytes"][OURS], "bytes")
+    words = f"bytes of halos counted over those of the surface formula, {where}"
+    bench.claim(words, counted / found["formula"], "times", 1.0)
+    bench.claim(words, counted / found["formula"], "times", 1.0, at_most=True)
+
+
+def _links(bench: Bench) -> None:
+    why = available() if bench.config.spatial.rates else "spatial.rates=[]"
+    if why:
+        bench.notes.append(f"The links were left out ({why}).")
+        return
+    for count in bench.config.spatial.hosts:
+        for rate in bench.config.spatial.rates:
+            with linked(count, rate) as hosts:
+                for mesh in _LINKED[count]:
+                    _on_links(bench, hosts, mesh)
+
+
+def _on_links(bench: Bench, hosts: Hosts, mesh: tuple[int, int]) -> None:
+    rate = _WORDS.get(str(hosts.rate), str(hosts.rate))
+    where = f"{hosts.count} hosts at {rate}, {mesh[0]}x{mesh[1]}"
+    gathering = hosts.rate != "100mbit"  # minutes a step there
+    entrants = [OURS, OVERLAP] + [GATHER] * gathering
+    found = bench.job("steps", mesh, hosts, entrants=entrants, precision="float32", **bench.network)
+    _tell_steps(bench, found, where)
+    seconds = {name: statistics.median(v) for name, v in found["seconds"].items()}
+    gain = seconds[OURS] / seconds[OVERLAP]
+    bench.notes.append(f"{where}: overlap makes a step {gain:.2f} times as fast.")
+    if gathering:
+        words = f"{where}: steps a second over gathering the rows, the best rival that is right"
+        bench.claim(words, seconds[GATHER] / min(seconds[OURS], seconds[OVERLAP]), "times", 3.0)
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "exactness": _exactness,
+    "networks": _networks,
+    "rivals": _rivals,
+    "periodic": _periodic,
+    "memory": _memory,
+    "scaling": _scaling,
+    "links": _links,
+    "gpu": _gpu,
+}

@@ -1,0 +1,121 @@
+"""Trainings over data-parallel ranks that are threads of one process, for what an exchange does to the weights.
+
+Every rank runs the trainer's own step, loss and exchange on its share of each batch, as a process would; only the
+communicators hand tensors over in memory. So losses, scores, bytes and final weights are those of as many processes,
+while data and statistics are read and fitted once, and nothing is waited for. Wall time is therefore not that of a
+job on several hosts: `predicted` adds to the measured work of a rank what the bytes take on a link.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ensemble_ml.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, Precision, TrainConfig
+from ensemble_ml.distributed import Communicator, Mesh, NullCommunicator, Session
+from ensemble_ml.distributed.choice import exchange_between
+from ensemble_ml.distributed.simulated import Room, SimulatedCommunicator, on_ranks
+from ensemble_ml.distributed.topology import Topology
+from ensemble_ml.distributed.world import World
+from ensemble_ml.loading import Reader
+from ensemble_ml.optim import build
+from ensemble_ml.store import open_store
+from ensemble_ml.training import setup
+from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.state import Average, State
+from ensemble_ml.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one training left: last CRPS ratio, curve of the training loss, bytes a step and rank, momentum bytes."""
+
+    crps: float
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    seconds: tuple[float, ...]
+    sent_mb: float
+    momentum_bytes: int
+    weights: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+
+def quickstart_config(store: str, *, seed: int, steps: int, optim: dict[str, Any]) -> TrainConfig:
+    """`experiment=quickstart optim=lion` in float32; `optim` changes its exchange."""
+    return TrainConfig(
+        run="trial",
+        seed=seed,
+        steps=steps,
+        threads=1,
+        spread_weight=0.3,
+        average=0.98,
+        data=DataConfig(store=store, train=["2001"], validation=["2002"]),
+        model=ModelConfig(hidden=16, max_hidden=64, depth=3, precision=Precision.float32),
+        optim=OptimConfig(**({"weight_decay": 0.05} | optim)),
+    )
+
+
+def prepare(config: TrainConfig) -> Run:
+    """What all trainings of a seed begin with: climate, loss, and the model as it starts."""
+    torch.set_num_threads(1)
+    source = open_store(config.data.store)
+    reader = Reader(source, setup.build_spec(config, source))
+    return assemble(config, reader, None, 1)
+
+
+def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: float = 1e8) -> Training:
+    """Train as `config` says from `start`, over `ranks` ranks.
+
+    Args:
+        every: steps between the losses that are kept, each a mean over these.
+        rate: of the links of the predicted seconds, bits a second.
+    """
+    others = Room(ranks)
+
+    def rank(group: Communicator) -> Training:
+        session = Session(World(), Topology(data=ranks, rank=group.rank), ParallelConfig())
+        shared = SimulatedCommunicator(others, group.rank)
+        session.mesh = Mesh(session.topology, {("data",): shared, ("data", "lat", "lon"): shared})
+        return _train(Trainer(_own(config, start, session, group), Path()), every, rate, ranks)
+
+    return on_ranks(ranks, rank)[0]
+
+
+def _own(config: TrainConfig, start: Run, session: Session, group: Communicator) -> Run:
+    """One rank's run: its own weights, optimizer and reader, its share of each batch."""
+    model = copy.deepcopy(start.state.model)
+    exchange = exchange_between(config.optim, group, NullCommunicator())
+    optimizer, schedule = build(config.optim, model.param_groups(), config.steps, exchange)
+    average = Average(model, config.average) if config.average else None
+    state = State(model, optimizer, schedule, config.steps, start.state.spread_error, average, exchange)
+    reader = Reader(start.reader.source, start.reader.spec)
+    loss = replace(start.loss, ranks=session.mesh.model)
+    return replace(start, config=config, reader=reader, state=state, loss=loss, session=session)
+
+
+def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
+    state, losses, momentum_bytes = trainer.state, [], 0
+    state.model.train()
+    began = time.thread_time()
+    for batch in trainer.setup.batches(0, state.steps):
+        losses.append(trainer._step(trainer._moved(batch))["loss"])
+        momentum_bytes += trainer._noted.get("bytes", 0)
+    work = (time.thread_time() - began) / state.steps
+    scores = trainer._scores()
+    state.exchange.close()
+    sent = (getattr(state.exchange, "bytes_sent", 0) - momentum_bytes) / state.steps
+    kept = range(every, len(losses) + 1, every)
+    a_step = work + 8 * (sent + momentum_bytes / state.steps) / rate
+    return Training(
+        crps=scores["crps_ratio"],
+        steps=tuple(kept),
+        losses=tuple(sum(losses[i - every : i]) / every for i in kept),
+        seconds=tuple(a_step * i for i in kept),
+        sent_mb=sent / 1e6,
+        momentum_bytes=momentum_bytes,
+        weights={name: p.detach() for name, p in state.model.named_parameters()},
+    )
