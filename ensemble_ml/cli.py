@@ -76,6 +76,12 @@ def _train(config: schema.TrainConfig) -> object:
     return train(config)
 
 
+def _plan(config: schema.PlanConfig) -> object:
+    from ensemble_ml.training.plan import plan
+
+    return plan(config)
+
+
 def _predict(config: schema.PredictConfig) -> object:
     from data_prep import open_pair, user_index
     from ensemble_ml.inference import predict
@@ -122,6 +128,10 @@ TASKS: dict[str, Task] = {
     "train": Task(
         schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
         "runs/RUN/{config.yaml, log.jsonl, checkpoints/best, checkpoints/last}",
+    ),
+    "plan": Task(
+        schema.PlanConfig, _plan, "experiment=quickstart data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
+        "what it prints, and OUTPUT/RUN/plan.json (and scaling.png and report.html where plan.simulate=true)",
     ),
     "predict": Task(
         schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
@@ -269,7 +279,7 @@ def help_page(task: str) -> str:
     width = min(34, max(len(f"{key}={default}") for key, default, _ in rows))
     lines += [f"  {f'{key}={default}':<{width}}  {doc}" for key, default, doc in rows]
     groups = {g: sorted(p.stem for p in (conf_folder() / g).glob("*.yaml")) for g in _groups()}
-    own = {key.partition(".")[0] for key, _, _ in rows} | ({"experiment"} if task == "train" else {task})
+    own = {key.partition(".")[0] for key, _, _ in rows} | ({"experiment"} if task in ("train", "plan") else {task})
     shown = [f"  {g}={' | '.join(names)}" for g, names in groups.items() if g in own and names]
     if shown:
         lines += ["", "Groups (files of conf/, chosen by name):", *shown]

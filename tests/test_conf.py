@@ -1,14 +1,20 @@
 """Every file of conf/ composes over the schema and builds what it configures."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
+from synthetic import make_store
 
 from ensemble_ml import cli
 from ensemble_ml.config import SimulateConfig, TrainConfig
 from ensemble_ml.models import Climate, ModelSpec, build_model
 from ensemble_ml.optim import build
+from ensemble_ml.training import load_checkpoint
 
 CONF = cli.conf_folder()
 GIVEN = {
@@ -16,12 +22,13 @@ GIVEN = {
     "prepare": ["input=a", "output=b.zarr"],
     "inspect": ["store=a.zarr"],
     "train": ["run=a", "data.store=b.zarr"],
+    "plan": ["data.store=b.zarr"],
     "predict": ["checkpoint=a", "input=b", "output=c"],
     "export": ["checkpoint=a", "output=c"],
     "evaluate": ["forecast=a", "ensemble=b", "output=c"],
     "benchmark": ["benchmark=step"],
 }
-FILES = sorted(p.relative_to(CONF) for p in CONF.rglob("*.yaml"))
+FILES = sorted(p.relative_to(CONF) for p in CONF.rglob("*.yaml") if "hydra" not in p.parts)
 
 
 def overrides_of(path: Path) -> tuple[str, list[str]]:
@@ -58,3 +65,30 @@ def test_a_group_file_changes_what_it_says():
     config = cli.build_config("train", cli.compose_config("train", [*GIVEN["train"], "model=small", "optim=adamw"]))
     assert config.model.hidden == 16
     assert config.optim.name.value == "adamw"
+
+
+def test_sweeps_on_slurm_compose(tmp_path):
+    """The launcher's own settings, as Hydra hands them to it; nothing is submitted."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    cli.register_schemas()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        overrides = [*GIVEN["train"], "hydra/launcher=cluster", "hydra.launcher.tasks_per_node=4"]
+        launcher = compose("train", overrides=overrides, return_hydra_config=True).hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert (launcher.tasks_per_node, launcher.signal_delay_s, launcher.timeout_min) == (4, 300, 720)
+
+
+@pytest.mark.slow
+def test_a_sweep_in_jobs_of_its_own(tmp_path):
+    """Submitit on this machine in place of SLURM: two runs, each in a process that it starts."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    store = make_store(tmp_path / "a.zarr", dates=4, members=3, shape=(8, 8)).path
+    small = ["model.hidden=4", "model.max_hidden=4", "model.depth=1", "model.precision=float32", "data.members=[2]"]
+    command = ["train", "-m", "hydra/launcher=submitit_local", "seed=0,1", "run='seed${seed}'", f"data.store={store}"]
+    command += ["data.train=[2001]", "steps=2", "tracking.tensorboard=false", "threads=1", *small]
+    path = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "ensemble_ml", *command], cwd=tmp_path, env=environment, timeout=300)
+    assert done.returncode == 0
+    for seed in range(2):
+        assert load_checkpoint(tmp_path / "runs" / f"seed{seed}" / "checkpoints" / "last").meta["step"] == 2
