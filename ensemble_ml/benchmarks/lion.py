@@ -10,24 +10,20 @@ machine's cores.
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
+from ensemble_ml.benchmarks.common.jobs import hand_out
+from ensemble_ml.benchmarks.common.sections import Bench, run_sections
+from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.benchmarks.voting import packing, quality, simulation
-from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
 from ensemble_ml.benchmarks.voting.worker import DDP, ENTRANTS
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
-
-log = logging.getLogger(__name__)
 
 _VOTE = "vote, 1 bit"
 _RIVALS = (
@@ -42,25 +38,15 @@ _SHAPES: dict[BenchmarkSize, dict[str, Any]] = {
     BenchmarkSize.small: {"shape": [2, 16, 32], "config": {"hidden": 32, "max_hidden": 128, "depth": 2}},
     BenchmarkSize.tiny: {"shape": [2, 16, 32], "config": {"hidden": 8, "max_hidden": 8, "depth": 1}},
 }
-_WORDS = {"100mbit": "100 Mbit", "1gbit": "1 Gbit"}
 
 
-@dataclass
-class Bench:
-    """Settings, and what the sections have found so far."""
-
-    config: BenchmarkConfig
-    folder: Path
-    figures: dict[str, Figure] = field(default_factory=dict)
-    claims: list[Claim] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+class LionBench(Bench):
+    """Sections' findings, and jobs of voting ranks."""
 
     def job(self, hosts: Hosts, work: str, *, seconds: float, **settings: Any) -> Any:
         """What rank 0 of a job of all hosts found."""
-        text = json.dumps({"work": work, "repeats": self.config.repeats, **settings})
-        with tempfile.TemporaryDirectory(dir=self.folder) as out:
-            hosts.run(python("-m", "ensemble_ml.benchmarks.voting.worker", text, out), seconds=seconds)
-            return json.loads((Path(out) / "results.json").read_text())
+        job = {"work": work, "repeats": self.config.repeats, **settings}
+        return hand_out(hosts, "ensemble_ml.benchmarks.voting.worker", job, self.folder, seconds=seconds)
 
     def on_links(self, section: Callable[[Hosts], None], ranks: int) -> None:
         """Run a section at each rate, or once over the loopback."""
@@ -83,23 +69,13 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names a section that is not there, or a rank failed.
     """
-    for name in config.only or ():
-        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
     folder = Path(config.output) / "lion"
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(config, folder)
-    for name, section in SECTIONS.items():
-        if config.only is None or name in config.only:
-            log.info("lion: %s", name)
-            section(bench)
-    log.info("%s", summary(bench.figures, bench.claims))
-    return write_results(
-        folder, title="Compressed Lion and its peers", runs=config.repeats, figures=bench.figures, claims=bench.claims,
-        notes=bench.notes,
-    )  # fmt: skip
+    bench = run_sections(LionBench(config, folder), SECTIONS)
+    return bench.publish(folder, "Compressed Lion and its peers")
 
 
-def _packing(bench: Bench) -> None:
+def _packing(bench: LionBench) -> None:
     elements = bench.config.lion.elements
     times = packing.times(elements, bench.config.lion.ranks, bench.config.repeats)
     for name, values in times.items():
@@ -107,10 +83,10 @@ def _packing(bench: Bench) -> None:
     ratio = statistics.median(times["pack, vote and unpack"]) / statistics.median(times["copy"])
     where = "a GPU" if torch.cuda.is_available() else f"{torch.get_num_threads()} cores"
     words = f"pack + vote + unpack of {elements} elements on {where}, over reading and writing the data once"
-    bench.claims.append(Claim(words, ratio, "times", 2.0 if torch.cuda.is_available() else 3.0, at_most=True))
+    bench.claim(words, ratio, "times", 2.0 if torch.cuda.is_available() else 3.0, at_most=True)
 
 
-def _simulation(bench: Bench) -> None:
+def _simulation(bench: LionBench) -> None:
     most = {BenchmarkSize.full: 4096, BenchmarkSize.small: 512, BenchmarkSize.tiny: 64}[bench.config.size]
     for ranks in (r for r in (8, 64, 512, 4096) if r <= most):
         runs = [simulation.agreement(ranks, noise=3.0, elements=1024, seed=s) for s in range(bench.config.repeats)]
@@ -120,26 +96,26 @@ def _simulation(bench: Bench) -> None:
     bench.notes.append("Simulated ranks see a Laplace-distributed update with normal noise of three times its scale.")
 
 
-def _communication(bench: Bench) -> None:
+def _communication(bench: LionBench) -> None:
     lion = bench.config.lion
 
     def section(hosts: Hosts) -> None:
         found = bench.job(hosts, "communication", seconds=1200, elements=lion.elements)
-        where = _where(hosts)
+        where = hosts.where
         for name, values in found.items():
             bench.figures[f"communication alone, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
         _predictions(bench, hosts, found)
         if hosts.rate:
             ratio = statistics.median(found["fp32 all-reduce"]) / statistics.median(found[_VOTE])
             words = f"communication alone, {lion.elements} parameters, {hosts.count} hosts at {where}: faster than fp32"
-            bench.claims.append(Claim(words, ratio, "times", 15.0))
+            bench.claim(words, ratio, "times", 15.0)
 
     bench.on_links(section, lion.ranks)
 
 
-def _predictions(bench: Bench, hosts: Hosts, found: dict[str, list[float]]) -> None:
+def _predictions(bench: LionBench, hosts: Hosts, found: dict[str, list[float]]) -> None:
     """Seconds of a vote from alpha, beta and pack speed, where it was measured too and where it could not be."""
-    elements, where = bench.config.lion.elements, _where(hosts)
+    elements, where = bench.config.lion.elements, hosts.where
     costs = simulation.Costs.measured(found, elements, hosts.count)
     bench.notes.append(
         f"{where}: alpha {1e6 * costs.alpha:.0f} us a message, beta {1e9 * costs.beta:.3g} ns a byte, packing"
@@ -153,9 +129,9 @@ def _predictions(bench: Bench, hosts: Hosts, found: dict[str, list[float]]) -> N
             bench.figures[f"predicted, {where}, {ranks} ranks: {name}"] = Figure.of([1e3 * seconds], "ms")
 
 
-def _steps(bench: Bench) -> None:
+def _steps(bench: LionBench) -> None:
     def section(hosts: Hosts) -> None:
-        shape, where = _SHAPES[bench.config.size], _where(hosts)
+        shape, where = _SHAPES[bench.config.size], hosts.where
         found = bench.job(hosts, "steps", seconds=1800, entrants=[DDP, *ENTRANTS], **shape)
         for name, values in found.items():
             bench.figures[f"step, {where}: {name}"] = Figure.of([1e3 * v for v in values["seconds"]], "ms")
@@ -168,25 +144,25 @@ def _steps(bench: Bench) -> None:
     bench.on_links(section, bench.config.lion.ranks)
 
 
-def _step_claims(bench: Bench, hosts: Hosts, found: dict[str, dict[str, list[float]]]) -> None:
+def _step_claims(bench: LionBench, hosts: Hosts, found: dict[str, dict[str, list[float]]]) -> None:
     seconds = {name: statistics.median(values["seconds"]) for name, values in found.items()}
     sent = {name: statistics.median(values["bytes"]) for name, values in found.items()}
-    where, count = _where(hosts), hosts.count
+    where, count = hosts.where, hosts.count
     words = f"bytes a step by the kernel's counters, {count} ranks at {where}, p = 1: fewer than fp32 DDP"
-    bench.claims.append(Claim(words, sent[DDP] / sent[_VOTE], "times", 28.0))
+    bench.claim(words, sent[DDP] / sent[_VOTE], "times", 28.0)
     if hosts.rate == "100mbit":
         words = f"end to end, {count} hosts at {where}: steps a second over fp32 Lion under DDP"
-        bench.claims.append(Claim(words, seconds[DDP] / seconds[_VOTE], "times", 5.0))
+        bench.claim(words, seconds[DDP] / seconds[_VOTE], "times", 5.0)
         for rival in _RIVALS:
             words = f"end to end, {count} hosts at {where}: steps a second over {rival}"
-            bench.claims.append(Claim(words, seconds[rival] / seconds[_VOTE], "times", 1.0))
+            bench.claim(words, seconds[rival] / seconds[_VOTE], "times", 1.0)
     else:
         best = min(seconds[rival] for rival in (DDP, *_RIVALS))
         words = f"end to end, {count} hosts at {where}: steps a second over the best rival"
-        bench.claims.append(Claim(words, best / seconds[_VOTE], "times", 1.0))
+        bench.claim(words, best / seconds[_VOTE], "times", 1.0)
 
 
-def _replicas(bench: Bench) -> None:
+def _replicas(bench: LionBench) -> None:
     steps = 200 if bench.config.size is BenchmarkSize.full else 20
     counts = (2, 3, 4) if bench.config.size is BenchmarkSize.full else (2,)
     good = {"replicas equal": True, "resumed equal": True, "exact zeros in gradients": True}
@@ -197,11 +173,11 @@ def _replicas(bench: Bench) -> None:
     ranks = ", ".join(map(str, counts))
     where = f"p = 1, 2, 4, 8, {ranks} ranks, {steps} steps, exact zeros, uneven buckets"
     held = good["exact zeros in gradients"]
-    bench.claims.append(Claim(f"replicas equal bit for bit: {where}", float(good["replicas equal"] and held), "yes", 1))
-    bench.claims.append(Claim(f"resume equal bit for bit: {where}", float(good["resumed equal"] and held), "yes", 1))
+    bench.claim(f"replicas equal bit for bit: {where}", float(good["replicas equal"] and held), "yes", 1)
+    bench.claim(f"resume equal bit for bit: {where}", float(good["resumed equal"] and held), "yes", 1)
 
 
-def _quality(bench: Bench) -> None:
+def _quality(bench: LionBench) -> None:
     lion = bench.config.lion
     if lion.store is None:
         bench.notes.append("The quality section was left out: give lion.store=STORE.")
@@ -228,7 +204,7 @@ def _quality(bench: Bench) -> None:
     _quality_claims(bench, found)
 
 
-def _quality_claims(bench: Bench, found: dict[str, list[quality.Training]]) -> None:
+def _quality_claims(bench: LionBench, found: dict[str, list[quality.Training]]) -> None:
     reference = found[quality.REFERENCE]
     goal = max((statistics.fmean(t.losses[-5:]) for ts in found.values() for t in ts), default=0.0)
     for name, trainings in found.items():
@@ -249,14 +225,10 @@ def _quality_claims(bench: Bench, found: dict[str, list[quality.Training]]) -> N
         more = quality.excess(found[name], reference)
         if more:
             words = f"validation CRPS of {name} above uncompressed Lion, the worst of {len(more)} seeds"
-            bench.claims.append(Claim(words, max(more), "%", 0.5, at_most=True))
+            bench.claim(words, max(more), "%", 0.5, at_most=True)
 
 
-def _where(hosts: Hosts) -> str:
-    return _WORDS.get(hosts.rate, hosts.rate) if hosts.rate else "the loopback"
-
-
-SECTIONS: dict[str, Callable[[Bench], None]] = {
+SECTIONS: dict[str, Callable[[LionBench], None]] = {
     "packing": _packing,
     "simulation": _simulation,
     "communication": _communication,

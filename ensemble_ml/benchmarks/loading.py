@@ -11,21 +11,18 @@ checked by a probe, and every sample must be used once an epoch. `size=full` is 
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ensemble_ml.benchmarks.common.sections import Bench, run_sections
 from ensemble_ml.benchmarks.loaders import memory, places, racing, simulation
 from ensemble_ml.benchmarks.loaders.lap import Size
 from ensemble_ml.benchmarks.loaders.track import Track, track
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
-from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
-
-log = logging.getLogger(__name__)
+from ensemble_ml.benchmarks.results import Figure
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 _SIZES = {
     BenchmarkSize.full: Size(32, 10, (181, 360)),
@@ -39,16 +36,8 @@ _MANY = {  # small samples, so that caches end where samples do
 }
 
 
-@dataclass
-class Bench:
-    """Settings, and what the sections have found so far."""
-
-    config: BenchmarkConfig
-    folder: Path
-    figures: dict[str, Figure] = field(default_factory=dict)
-    claims: list[Claim] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+class LoadingBench(Bench):
+    """Sections' findings, and the tracks that they race on."""
 
     @property
     def tools(self) -> Path:
@@ -58,7 +47,7 @@ class Bench:
     @contextmanager
     def track(self, name: str, size: Size, **settings: Any) -> Iterator[Track]:
         """A track whose figures and notes are kept."""
-        race, tiny = self.config.race, self.config.size is BenchmarkSize.tiny
+        race, tiny = self.config.race, self.tiny
         common = {
             "epochs": race.epochs or (3 if tiny else 10), "compute_ms": 1.0 if tiny else 10.0,
             "repeats": self.config.repeats, "ranks": race.ranks,
@@ -79,92 +68,79 @@ def run(config: BenchmarkConfig) -> Path:
         UserError: `only` names a section that is not there, our loader fails or gives wrong values, an entrant reads
             past the emulator, or there is no C compiler.
     """
-    for name in config.only or ():
-        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
     with tempfile.TemporaryDirectory(prefix="loading-") as temporary:
-        bench = Bench(config, Path(config.workspace or temporary).resolve())
-        for name, section in SECTIONS.items():
-            if config.only is None or name in config.only:
-                log.info("loading: %s", name)
-                section(bench)
-    log.info("%s", summary(bench.figures, bench.claims))
-    where = Path(config.output) / "loading"
-    return write_results(
-        where, title="Loading: every byte leaves slow storage once", runs=config.repeats, figures=bench.figures,
-        claims=bench.claims, notes=bench.notes, tables=bench.tables,
-    )  # fmt: skip
+        bench = run_sections(LoadingBench(config, Path(config.workspace or temporary).resolve()), SECTIONS)
+    return bench.publish(Path(config.output) / "loading", "Loading: every byte leaves slow storage once")
 
 
-def _bytes(bench: Bench) -> None:
+def _bytes(bench: LoadingBench) -> None:
     size = _MANY[bench.config.size]
     with bench.track("many", size, mb_s=1e5, latency_us=0.0, repeats=1) as one:
         bench.claims += racing.bytes_table(one, bench.config.race)
 
 
-def _same(bench: Bench) -> None:
+def _same(bench: LoadingBench) -> None:
     with bench.track("race", _SIZES[bench.config.size]) as one:
         bench.claims += racing.same_bytes(one, bench.config.race, bench.tools)
 
 
-def _own(bench: Bench) -> None:
+def _own(bench: LoadingBench) -> None:
     with bench.track("race", _SIZES[bench.config.size]) as one:
         bench.claims += racing.own_formats(one, bench.config.race, bench.tools)
 
 
-def _losses(bench: Bench) -> None:
+def _losses(bench: LoadingBench) -> None:
     with bench.track("race", _SIZES[bench.config.size]) as one:
         racing.losses(one, bench.config.race, bench.tools)
         one.notes += racing.lost(one)
 
 
-def _fast(bench: Bench) -> None:
+def _fast(bench: LoadingBench) -> None:
     with bench.track("race", _SIZES[bench.config.size], mb_s=2e4, latency_us=0.0) as one:
         racing.fast_storage(one, bench.config.race, bench.tools)
         one.notes += racing.lost(one)
 
 
-def _bands(bench: Bench) -> None:
-    tiny = bench.config.size is BenchmarkSize.tiny
-    with bench.track("bands", Size(2, 1, (64, 720)) if tiny else Size(6, 2, (361, 720)), mb_s=1e5) as one:
+def _bands(bench: LoadingBench) -> None:
+    with bench.track("bands", Size(2, 1, (64, 720)) if bench.tiny else Size(6, 2, (361, 720)), mb_s=1e5) as one:
         claims, table = places.latitude_bands(one)
     bench.claims += claims
     bench.tables["Latitude bands"] = table
 
 
-def _hosts(bench: Bench) -> None:
+def _hosts(bench: LoadingBench) -> None:
     with bench.track("race", _SIZES[bench.config.size]) as one:
         bench.figures |= places.hosts(one, bench.config.race)
 
 
-def _simulation(bench: Bench) -> None:
-    tiny = bench.config.size is BenchmarkSize.tiny
+def _simulation(bench: LoadingBench) -> None:
     full = bench.config.size is BenchmarkSize.full
-    ranks = (2, 8) if tiny else (2, 8, 64, 256, 1024)
-    rows = simulation.table(512 if tiny else 32768, 10, ranks, (0.25, 0.5, 1.0, 2.0))
+    ranks = (2, 8) if bench.tiny else (2, 8, 64, 256, 1024)
+    rows = simulation.table(512 if bench.tiny else 32768, 10, ranks, (0.25, 0.5, 1.0, 2.0))
     bench.tables["Simulated ranks: our plan beside NoPFS's rule, ten epochs"] = rows
     worst = min(row["NoPFS: datasets read"] / row["ours: datasets read"] for row in rows)
     words = f"simulation of {', '.join(map(str, ranks))} ranks: reads of NoPFS's rule over ours, the least of all rows"
-    bench.claims.append(Claim(words, worst, "times", 1.0))
-    samples, epochs = (20_000, 4) if tiny else (2_000_000, 100 if full else 10)
+    bench.claim(words, worst, "times", 1.0)
+    samples, epochs = (20_000, 4) if bench.tiny else (2_000_000, 100 if full else 10)
     seconds, memory = simulation.planning(samples, epochs, 1024)
     words = f"planning {samples} samples x {epochs} epochs x 1024 ranks, one rank"
-    bench.claims.append(Claim(words, seconds, "s", 60.0, at_most=True))
+    bench.claim(words, seconds, "s", 60.0, at_most=True)
     bench.figures["planning: peak memory of the process"] = Figure.of([memory], "GB")
 
 
-def _memory(bench: Bench) -> None:
+def _memory(bench: LoadingBench) -> None:
     ram = int(bench.config.race.budget_mb * 1e6)
-    epochs = 3 if bench.config.size is BenchmarkSize.tiny else 50
+    epochs = 3 if bench.tiny else 50
     taken, budget = memory.measure(ram, epochs)
     bench.figures["memory beyond the process's own, by epoch"] = Figure.of([t / 1e6 for t in taken], "MB")
     bench.notes.append(
         f"Memory: ram={ram / 1e6:.0f} MB, {budget / 1e6:.0f} MB with look-ahead; at most {max(taken) / 1e6:.0f} taken."
     )
     words = f"RSS + shared memory over {epochs} epochs, beyond the budget (ram, and the look-ahead that was set)"
-    bench.claims.append(Claim(words, 100 * (max(taken) / budget - 1), "%", 10.0, at_most=True))
+    bench.claim(words, 100 * (max(taken) / budget - 1), "%", 10.0, at_most=True)
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
+SECTIONS: dict[str, Callable[[LoadingBench], None]] = {
     "bytes": _bytes,
     "same": _same,
     "own": _own,

@@ -8,35 +8,28 @@ this machine's cores, one thread a rank, and so the local part of a step is meas
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
-from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
+from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
+from ensemble_ml.benchmarks.common.jobs import hand_out
+from ensemble_ml.benchmarks.common.sections import Bench
+from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 log = logging.getLogger(__name__)
 
-_WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
 _SHAPES = {BenchmarkSize.full: [4, 24, 48], BenchmarkSize.small: [4, 16, 32], BenchmarkSize.tiny: [2, 16, 16]}
 _WIDTHS = {BenchmarkSize.full: (16, 32), BenchmarkSize.small: (8, 16), BenchmarkSize.tiny: (4,)}
 _BATCHES = {BenchmarkSize.full: (2, 4), BenchmarkSize.small: (2, 4), BenchmarkSize.tiny: (2,)}
 
 
-@dataclass
-class Comparison:
+class Comparison(Bench):
     """Rows of all rates, and what follows from them."""
-
-    repeats: int
-    figures: dict[str, Figure] = field(default_factory=dict)
-    claims: list[Claim] = field(default_factory=list)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
         """Take the rows of one rate in: figures, a table, two claims."""
@@ -48,9 +41,9 @@ class Comparison:
         worst = max(abs(row["predicted"] / statistics.median(row["measured"]) - 1) for row in rows)
         behind = max(100 * _behind([r for r in rows if r["case"] == case]) for case in {r["case"] for r in rows})
         words = f"predicted step times from measured, all partitions, {where}: the worst"
-        self.claims.append(Claim(words, 100 * worst, "%", 25.0, at_most=True))
+        self.claim(words, 100 * worst, "%", 25.0, at_most=True)
         words = f"the planner's pick behind the best measured partition, {where}: the worst case"
-        self.claims.append(Claim(words, behind, "%", 10.0, at_most=True))
+        self.claim(words, behind, "%", 10.0, at_most=True)
 
 
 def _behind(rows: Sequence[dict[str, Any]]) -> float:
@@ -80,17 +73,13 @@ def run(config: BenchmarkConfig) -> Path:
     """
     folder = Path(config.output) / "planner"
     folder.mkdir(parents=True, exist_ok=True)
-    comparison, notes = Comparison(config.repeats), []
+    comparison = Comparison(config, folder)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for hosts, note in _hosts(config):
-            notes += [note] if note else []
+            comparison.notes += [note] if note else []
             log.info("planner: %s", _where(hosts))
             comparison.add(_where(hosts), _rows(config, hosts, Path(scratch)))
-    log.info("%s", summary(comparison.figures, comparison.claims))
-    return write_results(
-        folder, title="Predicted and measured partitions", runs=config.repeats, figures=comparison.figures,
-        claims=comparison.claims, notes=notes, tables=comparison.tables,
-    )  # fmt: skip
+    return comparison.publish(folder, "Predicted and measured partitions")
 
 
 def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:
@@ -105,7 +94,7 @@ def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:
 
 
 def _where(hosts: Hosts) -> str:
-    return f"{hosts.count} hosts, {_WORDS.get(hosts.rate, hosts.rate)}" if hosts.rate else "the loopback"
+    return f"{hosts.count} hosts, {hosts.where}" if hosts.rate else hosts.where
 
 
 def _rows(config: BenchmarkConfig, hosts: Hosts, scratch: Path) -> list[dict[str, Any]]:
@@ -113,9 +102,7 @@ def _rows(config: BenchmarkConfig, hosts: Hosts, scratch: Path) -> list[dict[str
         "cases": cases(config), "repeats": config.repeats, "seconds": config.planner.seconds,
         "cache": str(scratch / "times"),
     }  # fmt: skip
-    out = scratch / (hosts.rate or "loopback")
-    hosts.run(python("-m", "ensemble_ml.benchmarks.planning.worker", json.dumps(job), str(out)), seconds=900)
-    return json.loads((out / "results.json").read_text())
+    return hand_out(hosts, "ensemble_ml.benchmarks.planning.worker", job, scratch, seconds=900)
 
 
 def cases(config: BenchmarkConfig) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.preparing import robustness, sections
 from ensemble_ml.benchmarks.preparing.workspace import Section, Workspace
 from ensemble_ml.benchmarks.results import summary, write_results
-from ensemble_ml.config import BenchmarkConfig, require
+from ensemble_ml.config import BenchmarkConfig
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +43,12 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names a section that is not there, or an entrant failed.
     """
-    names = chosen(config.only)
+    names = chosen(config.only, SECTIONS)
     if config.workspace is not None:
         return _run(config, names, Path(config.workspace))
     Path(config.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepare-", dir=config.output) as folder:
         return _run(config, names, Path(folder))
-
-
-def chosen(only: Sequence[str] | None) -> list[str]:
-    """Names of the sections to run.
-
-    Raises:
-        UserError: one is not there.
-    """
-    for name in only or ():
-        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
-    return [name for name in SECTIONS if only is None or name in only]
 
 
 def _run(config: BenchmarkConfig, names: list[str], folder: Path) -> Path:

@@ -10,26 +10,22 @@ Ranks run on one thread each. Hosts of the section `links` are network namespace
 from __future__ import annotations
 
 import json
-import logging
 import statistics
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
+from ensemble_ml.benchmarks.common.jobs import hand_out
+from ensemble_ml.benchmarks.common.sections import Bench, run_sections
 from ensemble_ml.benchmarks.partitioning.steps import GATHER, HALVES, ONE, OURS, OVERLAP
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
-from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
-from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
-
-log = logging.getLogger(__name__)
+from ensemble_ml.benchmarks.results import Figure
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 _EXACT = 1e-12
 _SURE_STEP = 1e-6  # of a step: AdamW divides by |gradient| + 1e-8, which repeats relative errors of tiny gradients
-_WORDS = {"100mbit": "100 Mbit", "1gbit": "1 Gbit"}
 _LINKED = {2: [(2, 1)], 4: [(4, 1), (2, 2)]}
 _MESHES = {
     BenchmarkSize.full: [(1, 2), (2, 1), (2, 2), (3, 1), (4, 2)],
@@ -38,21 +34,8 @@ _MESHES = {
 }
 
 
-@dataclass
-class Bench:
-    """Settings, and what the sections have found so far."""
-
-    config: BenchmarkConfig
-    folder: Path
-    figures: dict[str, Figure] = field(default_factory=dict)
-    claims: list[Claim] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    @property
-    def tiny(self) -> bool:
-        """Whether this run only shows that everything runs."""
-        return self.config.size is BenchmarkSize.tiny
+class SpatialBench(Bench):
+    """Sections' findings, and jobs of lat x lon ranks."""
 
     @property
     def network(self) -> dict[str, Any]:
@@ -65,14 +48,8 @@ class Bench:
         """What rank 0 of a job of lat x lon ranks found."""
         lat, lon = mesh
         hosts = hosts or Hosts(lat * lon)
-        text = json.dumps({"work": work, "lat": lat, "lon": lon, "repeats": self.config.repeats, **settings})
-        with tempfile.TemporaryDirectory(dir=self.folder) as out:
-            hosts.run(python("-m", "ensemble_ml.benchmarks.partitioning.worker", text, out), seconds=1200)
-            return json.loads((Path(out) / "results.json").read_text())
-
-    def claim(self, words: str, value: float, unit: str, target: float, *, at_most: bool = False) -> None:
-        """Add a claim."""
-        self.claims.append(Claim(words, value, unit, target, at_most))
+        job = {"work": work, "lat": lat, "lon": lon, "repeats": self.config.repeats, **settings}
+        return hand_out(hosts, "ensemble_ml.benchmarks.partitioning.worker", job, self.folder, seconds=1200)
 
 
 def run(config: BenchmarkConfig) -> Path:
@@ -84,23 +61,12 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: `only` names a section that is not there, or a rank failed.
     """
-    for name in config.only or ():
-        require("only", name, name in SECTIONS, f"sections are {', '.join(SECTIONS)}")
     folder = Path(config.output) / "spatial"
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(config, folder)
-    for name, section in SECTIONS.items():
-        if config.only is None or name in config.only:
-            log.info("spatial: %s", name)
-            section(bench)
-    log.info("%s", summary(bench.figures, bench.claims))
-    return write_results(
-        folder, title="One sample over several ranks", runs=config.repeats, figures=bench.figures,
-        claims=bench.claims, notes=bench.notes, tables=bench.tables,
-    )  # fmt: skip
+    return run_sections(SpatialBench(config, folder), SECTIONS).publish(folder, "One sample over several ranks")
 
 
-def _exactness(bench: Bench) -> None:
+def _exactness(bench: SpatialBench) -> None:
     kernels = [3] if bench.tiny else list(range(1, 8))
     rows: list[dict[str, Any]] = []
     for mesh in _MESHES[bench.config.size]:
@@ -127,7 +93,7 @@ def _worst(rows: list[dict[str, Any]], keys: tuple[str, ...], names: tuple[str, 
     ]
 
 
-def _networks(bench: Bench) -> None:
+def _networks(bench: SpatialBench) -> None:
     rows: list[dict[str, Any]] = []
     for mesh in _MESHES[bench.config.size]:
         rows += bench.job("networks", mesh)
@@ -140,7 +106,7 @@ def _networks(bench: Bench) -> None:
         bench.claim(f"one step of {kind}, whole U-Net, largest error", worst, "steps", _SURE_STEP, at_most=True)
 
 
-def _rivals(bench: Bench) -> None:
+def _rivals(bench: SpatialBench) -> None:
     found = bench.job("rivals", (2, 1), physicsnemo=bench.config.spatial.physicsnemo, **bench.network)
     if not bench.config.spatial.physicsnemo:
         bench.notes.append("PhysicsNeMo was left out: give spatial.physicsnemo=FOLDER.")
@@ -153,7 +119,7 @@ def _rivals(bench: Bench) -> None:
         bench.claim(words, seconds[name] / seconds["ours"], "times", 1.0)
 
 
-def _periodic(bench: Bench) -> None:
+def _periodic(bench: SpatialBench) -> None:
     found = bench.job("periodic", (1, 1), **bench.network)
     for name, values in found.items():
         bench.figures[f"one rank, periodic convolution, {name}"] = Figure.of([1e3 * v for v in values], "ms")
@@ -162,7 +128,7 @@ def _periodic(bench: Bench) -> None:
     bench.claim(words, 100 * (ours / plain - 1), "%", 2.0, at_most=True)
 
 
-def _memory(bench: Bench) -> None:
+def _memory(bench: SpatialBench) -> None:
     for mesh in [(2, 1)] if bench.tiny else [(2, 1), (1, 2), (2, 2), (4, 1)]:
         found = bench.job("memory", mesh, **bench.network)
         name = f"{mesh[0]}x{mesh[1]}"
@@ -175,7 +141,7 @@ def _memory(bench: Bench) -> None:
         bench.claim(words, 100 * (excess - 1), "%", 10.0, at_most=True)
 
 
-def _scaling(bench: Bench) -> None:
+def _scaling(bench: SpatialBench) -> None:
     entrants = [ONE, OURS, OVERLAP, HALVES, GATHER]
     for mesh in [(2, 1)] if bench.tiny else [(2, 1), (1, 2)]:
         for precision in ["float32"] if bench.tiny else bench.config.spatial.precisions:
@@ -192,7 +158,7 @@ def _scaling(bench: Bench) -> None:
                 bench.notes.append(f"{where}: speed-up {seconds[ONE] / seconds[name]:.3f}, {name}.")
 
 
-def _gpu(bench: Bench) -> None:
+def _gpu(bench: SpatialBench) -> None:
     if not torch.cuda.is_available():
         bench.notes.append("No GPU here: tensors on one, and its step in bfloat16, were left out.")
         return
@@ -210,7 +176,7 @@ def _gpu(bench: Bench) -> None:
         )
 
 
-def _tell_steps(bench: Bench, found: dict[str, Any], where: str) -> None:
+def _tell_steps(bench: SpatialBench, found: dict[str, Any], where: str) -> None:
     for name, values in found["seconds"].items():
         bench.figures[f"step, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
         busy = [1e3 * v for v in found["core seconds"][name]]
@@ -226,7 +192,7 @@ def _tell_steps(bench: Bench, found: dict[str, Any], where: str) -> None:
     bench.claim(words, counted / found["formula"], "times", 1.0, at_most=True)
 
 
-def _links(bench: Bench) -> None:
+def _links(bench: SpatialBench) -> None:
     why = available() if bench.config.spatial.rates else "spatial.rates=[]"
     if why:
         bench.notes.append(f"The links were left out ({why}).")
@@ -238,9 +204,8 @@ def _links(bench: Bench) -> None:
                     _on_links(bench, hosts, mesh)
 
 
-def _on_links(bench: Bench, hosts: Hosts, mesh: tuple[int, int]) -> None:
-    rate = _WORDS.get(str(hosts.rate), str(hosts.rate))
-    where = f"{hosts.count} hosts at {rate}, {mesh[0]}x{mesh[1]}"
+def _on_links(bench: SpatialBench, hosts: Hosts, mesh: tuple[int, int]) -> None:
+    where = f"{hosts.count} hosts at {hosts.where}, {mesh[0]}x{mesh[1]}"
     gathering = hosts.rate != "100mbit"  # minutes a step there
     entrants = [OURS, OVERLAP] + [GATHER] * gathering
     found = bench.job("steps", mesh, hosts, entrants=entrants, precision="float32", **bench.network)
@@ -253,7 +218,7 @@ def _on_links(bench: Bench, hosts: Hosts, mesh: tuple[int, int]) -> None:
         bench.claim(words, seconds[GATHER] / min(seconds[OURS], seconds[OVERLAP]), "times", 3.0)
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
+SECTIONS: dict[str, Callable[[SpatialBench], None]] = {
     "exactness": _exactness,
     "networks": _networks,
     "rivals": _rivals,

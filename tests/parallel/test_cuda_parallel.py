@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from ensemble_ml.benchmarks.voting.hosts import Hosts, python
+from ensemble_ml.benchmarks.common.hosts import Hosts, python
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked, python
 from ensemble_ml.benchmarks.loaders.lap import probe
 from ensemble_ml.benchmarks.loaders.race import Outcome, outcome, prepare, race
 from ensemble_ml.benchmarks.loaders.track import Track, check
 from ensemble_ml.benchmarks.results import Claim, Figure
-from ensemble_ml.benchmarks.voting.hosts import Hosts, available, linked, python
 from ensemble_ml.config import RaceConfig
 from ensemble_ml.distributed.topology import bands
 

@@ -6,18 +6,14 @@ OUT/results.json.
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from ensemble_ml.benchmarks.common.jobs import take_part
 from ensemble_ml.benchmarks.partitioning import exactness, memory, periodic, rivals, steps
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed import Session, start
+from ensemble_ml.distributed import Session
 
 WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
     "convolutions": exactness.convolutions,
@@ -29,17 +25,10 @@ WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
 }
 
 
-def main(job: dict[str, Any], folder: Path) -> None:
-    """Do a rank's part of `job`."""
-    logging.basicConfig(level=logging.WARNING)
-    torch.set_num_threads(1)
-    config = ParallelConfig(lat=job["lat"], lon=job["lon"], backend=Backend.gloo, timeout=600.0, silence=60.0)
-    with start(config) as session:
-        found = WORK[job["work"]](session, job)
-        if session.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "results.json").write_text(json.dumps(found))
+def _config(job: dict[str, Any]) -> ParallelConfig:
+    return ParallelConfig(lat=job["lat"], lon=job["lon"], backend=Backend.gloo, timeout=600.0, silence=60.0)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    logging.basicConfig(level=logging.WARNING)
+    take_part(lambda session, job: WORK[job["work"]](session, job), _config)

@@ -7,18 +7,17 @@ predictions and the measured steps of every partition of every case to FOLDER/re
 from __future__ import annotations
 
 import gc
-import json
 import pickle
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ensemble_ml.benchmarks.common.jobs import take_part
 from ensemble_ml.benchmarks.step import benchmark_spec
 from ensemble_ml.config import ExchangeName, OptimConfig, ParallelConfig, PlanSettings, Precision, TrainConfig
-from ensemble_ml.distributed import Communicator, Session, start
+from ensemble_ml.distributed import Communicator, Session
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.mesh import Members, make_mesh
 from ensemble_ml.distributed.planner import Candidate, pick
@@ -87,15 +86,5 @@ def measured(
     return times[2:]
 
 
-def main(job: dict[str, Any], folder: Path) -> None:
-    """Do a rank's part of `job`."""
-    torch.set_num_threads(1)
-    with start(ParallelConfig()) as session:
-        found = compare(session, job)
-        if session.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "results.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    take_part(compare)

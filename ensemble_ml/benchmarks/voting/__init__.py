@@ -1,1 +1,1 @@
-"""Tools of the benchmark of compressed Lion: hosts and links, a rank's work, simulation, quality."""
+"""Tools of the benchmark of compressed Lion: a rank's work, simulation, quality."""

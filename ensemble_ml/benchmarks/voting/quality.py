@@ -17,8 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ensemble_ml.benchmarks.common.hosts import Hosts, python
 from ensemble_ml.benchmarks.voting import trials
-from ensemble_ml.benchmarks.voting.hosts import Hosts, python
 from ensemble_ml.benchmarks.voting.trials import Training
 from ensemble_ml.config import ExchangeName, MomentumSync
 from ensemble_ml.training.tracking import read_log

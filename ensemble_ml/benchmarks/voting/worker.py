@@ -6,9 +6,7 @@ JOB is a JSON object with `work` and its settings; rank 0 writes what came out t
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ensemble_ml.benchmarks.common.jobs import take_part
 from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
-from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig, ParallelConfig, Precision
-from ensemble_ml.distributed import Session, start
+from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig, Precision
+from ensemble_ml.distributed import Session
 from ensemble_ml.distributed.choice import make_exchange, own_state, restore_state
 from ensemble_ml.distributed.exchange import Reduction
 from ensemble_ml.distributed.pack import pack_signs, unpack_signs
@@ -226,15 +225,5 @@ WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
 }
 
 
-def main(job: dict[str, Any], folder: Path) -> None:
-    """Do a rank's part of `job`."""
-    torch.set_num_threads(1)
-    with start(ParallelConfig()) as session:
-        found = WORK[job["work"]](session, job)
-        if session.first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "results.json").write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    take_part(lambda session, job: WORK[job["work"]](session, job))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ensemble_ml.errors import UserError
 
+_WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
 LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"
 
 
@@ -28,6 +29,11 @@ class Hosts:
 
     count: int
     rate: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The links in words."""
+        return _WORDS.get(self.rate, self.rate) if self.rate is not None else "the loopback"
 
     def run(self, command: Sequence[str], *, seconds: float, environment: dict[str, str] | None = None) -> None:
         """Run `command` once on every host.

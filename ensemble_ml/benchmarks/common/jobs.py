@@ -1,0 +1,47 @@
+"""A job of several ranks: what a benchmark asks them as JSON, and what rank 0 found.
+
+hand_out(hosts, MODULE, {...}, folder, seconds=600)      runs `python -m MODULE JOB FOLDER` on every host
+if __name__ == "__main__": take_part(work)               at the end of MODULE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ensemble_ml.benchmarks.common.hosts import Hosts, python
+from ensemble_ml.config import ParallelConfig
+from ensemble_ml.distributed import Session, start
+
+_FOUND = "results.json"
+
+
+def hand_out(hosts: Hosts, module: str, job: Mapping[str, Any], folder: Path, *, seconds: float) -> Any:
+    """Have `module` do `job` on all hosts, and return what rank 0 found.
+
+    Raises:
+        UserError: a rank failed, or the job took longer than `seconds`.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        hosts.run(python("-m", module, json.dumps(job), out), seconds=seconds)
+        return json.loads((Path(out) / _FOUND).read_text())
+
+
+def take_part(
+    work: Callable[[Session, dict[str, Any]], Any],
+    config: Callable[[dict[str, Any]], ParallelConfig] = lambda job: ParallelConfig(),
+) -> None:
+    """Do this rank's part of the job on the command line, on one thread; rank 0 writes what `work` found."""
+    job, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    with start(config(job)) as session:
+        found = work(session, job)
+        if session.first:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _FOUND).write_text(json.dumps(found))
