@@ -27,10 +27,11 @@ from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.items import DatasetItems, Items
 from ensemble_ml.loading.order import Order
-from ensemble_ml.loading.peers import Gather, Peers
+from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan
 from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.tiers import Tiers
+from ensemble_ml.loading.wire import Gather
 
 log = logging.getLogger(__name__)
 

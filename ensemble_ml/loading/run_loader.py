@@ -17,7 +17,6 @@ from ensemble_ml.loading.batches import Batch, Draw, collate
 from ensemble_ml.loading.clairvoyant import half_of_free_memory
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.loading.device import Device
-from ensemble_ml.loading.peers import Gather
 from ensemble_ml.loading.plan import Tiers
 from ensemble_ml.loading.planned import Engine
 from ensemble_ml.loading.reader import Reader
@@ -27,6 +26,7 @@ from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_peers import UnitPeers
 from ensemble_ml.loading.unit_plan import PAGE, Trace, UnitPlan
 from ensemble_ml.loading.units import Units
+from ensemble_ml.loading.wire import Gather
 
 log = logging.getLogger(__name__)
 

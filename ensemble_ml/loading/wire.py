@@ -1,0 +1,207 @@
+"""Ranks that ask each other over TCP: addresses, a server, connections. What is asked and answered is the caller's.
+
+A rank that dies or stalls is not asked again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from ensemble_ml.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank serves what it holds, and where its memory can be opened on the same node (by tier)."""
+
+    node: str
+    host: str
+    port: int
+    memory: dict[str, str]
+    plan: str
+
+
+def this_node() -> str:
+    """A name that two processes share only where they share memory: host name and the device of /dev/shm."""
+    if name := os.environ.get("ENSEMBLE_ML_NODE"):
+        return name
+    device = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
+    return f"{socket.gethostname()}:{device}"
+
+
+class Server:
+    """Answers other ranks, one thread a connection.
+
+    Args:
+        request: what a question looks like.
+        answer: called with the connection and the question's values; it sends the answer.
+    """
+
+    def __init__(self, request: struct.Struct, answer: Callable[..., None]):
+        self._request, self._answer = request, answer
+        self._listener = socket.create_server(("", 0), backlog=128)
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return int(self._listener.getsockname()[1])
+
+    def _start(self, run: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=run, args=args, name="loading-server", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                self._open.add(connection)
+            self._start(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        asked = bytearray(self._request.size)
+        try:
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while receive(connection, memoryview(asked)):
+                    self._answer(connection, *self._request.unpack(asked))
+        except OSError:  # the other side has gone, or this one closes
+            return
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
+    def close(self) -> None:
+        """End all connections and threads."""
+        for end in (self._listener, *self._open.copy()):
+            with suppress(OSError):  # not connected
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
+            thread.join()
+
+
+class Wire:
+    """This rank's server, and its connections to the others'.
+
+    Args:
+        server: of this rank; closed with the wire.
+        rank: this rank's place in what `gather` gives.
+        memory: where this rank's memory can be opened, by tier.
+        plan: hash of what this rank has planned.
+        gather: brings every rank's address to all.
+        host: under which other nodes reach this one.
+        node: a name that ranks share only where they share memory.
+        seconds: without a byte, after which a rank counts as dead.
+
+    Raises:
+        UserError: ranks have planned different runs.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        rank: int,
+        memory: Mapping[str, str],
+        plan: str,
+        gather: Gather,
+        *,
+        host: str | None,
+        node: str | None,
+        seconds: float,
+    ):
+        self._server, self._rank, self._seconds = server, rank, seconds
+        mine = Address(node or this_node(), host or socket.gethostname(), server.port, dict(memory), plan)
+        self.addresses = [Address(**json.loads(text)) for text in gather(json.dumps(asdict(mine)).encode())]
+        plans = {address.plan for address in self.addresses}
+        if len(plans) > 1:
+            server.close()
+            raise UserError(f"loading: ranks have planned different runs ({', '.join(sorted(plans))}); same settings")
+        self.dead: set[int] = set()
+        self._local = threading.local()
+        self._connections: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def near(self, rank: int) -> bool:
+        """Whether `rank` shares memory with this one."""
+        return self.addresses[rank].node == self.addresses[self._rank].node
+
+    def lose(self, rank: int, error: OSError) -> None:
+        """Ask `rank` no more."""
+        if rank not in self.dead:
+            self.dead.add(rank)
+            log.warning("loading: rank %d is no longer heard (%s); what it holds comes from slow storage", rank, error)
+
+    def connection(self, rank: int) -> socket.socket:
+        """The connection of this thread to `rank`: one a thread, so that several streams run at a time."""
+        mine: dict[int, socket.socket] | None = getattr(self._local, "connections", None)
+        if mine is None:
+            mine = self._local.connections = {}
+        if rank not in mine:
+            address = self.addresses[rank]
+            host = "localhost" if self.near(rank) else address.host
+            connection = socket.create_connection((host, address.port), self._seconds)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            mine[rank] = connection
+            with self._lock:
+                self._connections.append(connection)
+        return mine[rank]
+
+    def ask(self, rank: int, question: bytes, reply: struct.Struct) -> tuple[socket.socket, tuple[int, ...]]:
+        """Send a question; returns the connection, for what follows, and the values of the reply.
+
+        Raises:
+            OSError: `rank` has gone.
+        """
+        connection = self.connection(rank)
+        connection.sendall(question)
+        head = bytearray(reply.size)
+        if not receive(connection, memoryview(head)):
+            raise ConnectionError("it has closed the connection")
+        return connection, reply.unpack(head)
+
+    def close(self) -> None:
+        """End all connections and the server; nobody may ask any more."""
+        for connection in self._connections:
+            connection.close()
+        self._server.close()
+
+
+def fill(connection: socket.socket, out: memoryview) -> None:
+    """Fill `out`.
+
+    Raises:
+        ConnectionError: the other side has closed before.
+    """
+    if not receive(connection, out):
+        raise ConnectionError("it sent too little")
+
+
+def receive(connection: socket.socket, out: memoryview) -> bool:
+    """Fill `out`; False where the other side has closed before."""
+    done = 0
+    while done < len(out):
+        count = connection.recv_into(out[done:])
+        if count == 0:
+            return False
+        done += count
+    return True
