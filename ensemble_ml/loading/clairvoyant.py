@@ -25,6 +25,7 @@ import torch
 
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.device import pages
 from ensemble_ml.loading.items import DatasetItems, Items
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
@@ -291,13 +292,8 @@ class Engine:
 
 
 def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory that begins at a page; locked for copies to a GPU where there is one."""
-    size = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-    if torch.cuda.is_available():
-        raw = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-    else:
-        raw = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-    return raw[: size if np.prod(shape) else 0].view(dtype).reshape(shape)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return pages(size)[:size].view(dtype).reshape(shape)
 
 
 def half_of_free_memory() -> int:

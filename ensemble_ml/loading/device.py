@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,3 +46,10 @@ class Device:
         """Return once the copy is complete."""
         if ready is not None:
             ready.synchronize()
+
+
+def pages(size: int) -> np.ndarray:
+    """`size` bytes, or one where it is 0, that begin at a page; locked for copies to a GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)

@@ -7,7 +7,6 @@ of its own copies them). How far ahead it reads is bounded by the ring.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import deque
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.batches import Arrays, Batch, Draw, join, read_sample
-from ensemble_ml.loading.device import Device
+from ensemble_ml.loading.device import Device, pages
 from ensemble_ml.loading.schedule import Schedule, Turn
 from ensemble_ml.loading.unit_cache import UnitCache
 
@@ -201,7 +199,7 @@ class Engine:
         def memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             if name not in ring or len(ring[name]) < size:
-                ring[name] = buffer(size)
+                ring[name] = pages(size)
             return ring[name][:size].view(dtype).reshape(shape)
 
         samples = [sample for sample in job.samples if sample is not None]
@@ -219,10 +217,3 @@ class Engine:
             self._change.notify_all()
         for worker in self._workers:
             worker.join()
-
-
-def buffer(size: int) -> np.ndarray:
-    """Bytes (size,) that begin at a page; locked for copies to a GPU where there is one."""
-    if torch.cuda.is_available():
-        return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
-    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)

@@ -8,6 +8,7 @@ import torch
 from parallel.ranks import run_ranks
 from torch.nn import functional as F
 
+from ensemble_ml.benchmarks.partitioning.exactness import serial_padding
 from ensemble_ml.distributed.halo import Across, Side, halo
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule
@@ -18,30 +19,6 @@ RULES = {
     "cross": (EdgeRule(Beyond.MIRROR, 0), EdgeRule(Beyond.MIRROR, 1)),
     "mixed": (EdgeRule(Beyond.MIRROR, 1), EdgeRule(Beyond.REPLICATE)),
 }
-
-
-def serial(x, widths, rules, wraps, sign, offset):
-    """The whole field (B, C, Y, X, Z) padded by (top, bottom, left, right), point by point from a table of indices."""
-    top, bottom, left, right = widths
-    rows, columns = x.shape[2:4]
-    lines = []
-    for y in range(-top, rows + bottom):
-        if 0 <= y < rows:
-            lines.append(x[:, :, y])
-            continue
-        rule, distance = (rules[0], -y) if y < 0 else (rules[1], y - rows + 1)
-        source = rule.source(distance)
-        source = source if y < 0 else rows - 1 - source
-        line = x[:, :, source]
-        if rule.beyond is Beyond.ZERO:
-            line = torch.zeros_like(line)
-        if rule.beyond is Beyond.MIRROR:
-            line = torch.stack([line[:, :, (c - columns // 2) % columns] for c in range(columns)], 2)
-            line = line * sign[:, None] + offset[:, None]
-        lines.append(line)
-    padded = torch.stack(lines, 2)
-    spots = [(c % columns) if wraps else min(max(c, 0), columns - 1) for c in range(-left, columns + right)]
-    return padded[:, :, :, spots]
 
 
 def field(rows, columns):
@@ -69,7 +46,7 @@ def one_case(mesh, lat, lon, widths, rules, wraps, last):
     found = halo(own, side_lat, side_lon, across)
 
     whole = x.clone().requires_grad_()
-    padded = serial(whole, widths, rules, wraps, sign, offset)
+    padded = serial_padding(whole, widths, rules, "circular" if wraps else "replicate", sign, offset)
     part = (slice(rows.start, rows.stop + top + bottom), slice(columns.start, columns.stop + left + right))
     values = (found - padded[:, :, part[0], part[1]]).abs().max().item()
 
@@ -121,12 +98,12 @@ def test_halo_is_padding_of_the_whole(mesh):
         assert {k: v for k, v in worst.items() if v > 1e-12} == {}
 
 
-def test_the_serial_padding_of_this_test_is_that_of_torch():
+def test_the_serial_padding_is_that_of_torch():
     x, _, _ = field(6, 8)
-    zero = serial(x, (1, 2, 2, 1), RULES["zero"], True, None, None)
+    zero = serial_padding(x, (1, 2, 2, 1), RULES["zero"], "circular")
     wrapped = F.pad(F.pad(x.movedim(-1, 2), (2, 1, 0, 0, 0, 0), mode="circular"), (0, 0, 1, 2)).movedim(2, -1)
     assert torch.equal(zero, wrapped)
-    same = serial(x, (1, 2, 2, 1), RULES["replicate"], False, None, None)
+    same = serial_padding(x, (1, 2, 2, 1), RULES["replicate"], "replicate")
     assert torch.equal(same, F.pad(x.movedim(-1, 2), (2, 1, 1, 2, 0, 0), mode="replicate").movedim(2, -1))
 
 
