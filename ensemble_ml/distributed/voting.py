@@ -167,7 +167,7 @@ class Vote(BucketExchange):
         self._squares.append(norm.square())
 
     def _fill(self, bucket: Bucket, views: list[Tensor], flat: Tensor) -> Tensor:
-        """Put u of each parameter into its view; returns the sums of magnitudes, (slots,)."""
+        """Put u of each parameter into its view; returns the sums of magnitudes, (slots,), or of u for one bit, ()."""
         flat[bucket.elements :].zero_()
         factor = float(self.group.size) if self.reduction is Reduction.sum and self.inner.size == 1 else 1.0
         for slot, view in zip(bucket.slots, views, strict=True):
@@ -182,7 +182,8 @@ class Vote(BucketExchange):
         for slot in bucket.slots:
             end = slot.start + slot.elements
             flat[end : slot.start + words(slot.elements) * WORD].zero_()
-        return torch.stack(list(torch._foreach_norm(views, 1)))
+        # One bit needs no magnitudes, only to know whether all is finite; the plain sum takes a quarter of the time.
+        return flat.sum() if self.bits == 1 else torch.stack(list(torch._foreach_norm(views, 1)))
 
     def _header(self, magnitude: Tensor, used: Sequence[bool]) -> Tensor:
         """(h,) words: whether something is not finite, then a bit for each parameter that this rank used."""

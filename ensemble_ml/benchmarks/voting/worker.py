@@ -6,9 +6,11 @@ JOB is a JSON object with `work` and its settings; rank 0 writes what came out t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,38 +83,49 @@ def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float
 def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Seconds and bytes (by the kernel's counters) of training steps of a 3D U-Net under each exchange.
 
-    An entrant may be followed by `@` and the size of its buckets, MB.
+    Entrants take turns, a step each, so that what else the machine does falls on all alike. An entrant may be followed
+    by `@` and the size of its buckets, MB.
     """
-    found = {}
-    for name in job["entrants"]:
-        known, _, size = name.partition("@")
-        settings = {"bucket_mb": float(size)} if size else {}
-        found[name] = _ddp(session, job) if name == DDP else _ours(session, job, ENTRANTS[known] | settings)
+    world = session.mesh.world
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in job["entrants"]}
+    with ExitStack() as stack:
+        entrants = {name: _entrant(session, job, name, stack) for name in job["entrants"]}
+        for repeat in range(job["repeats"] + 2):  # DDP makes its buckets anew after the first
+            for name, step in entrants.items():
+                world.barrier()
+                before, began = interface_bytes(session.topology.size), time.perf_counter()
+                step()
+                world.barrier()
+                if repeat > 1:
+                    found[name]["seconds"].append(time.perf_counter() - began)
+                    found[name]["bytes"].append(interface_bytes(session.topology.size) - before)
     return found
 
 
-def _ours(session: Session, job: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[float]]:
+def _entrant(session: Session, job: dict[str, Any], name: str, stack: ExitStack) -> Callable[[], None]:
+    """One step of training under an exchange."""
     model, loss = _network(session, job)
-    config = OptimConfig(lr=1e-5, **settings)
-    exchange = make_exchange(config, session.topology, reduction=Reduction.mean)
+    if name == DDP:
+        return _ddp(model, loss)
+    known, _, size = name.partition("@")
+    settings = ENTRANTS[known] | ({"bucket_mb": float(size)} if size else {})
+    exchange = make_exchange(OptimConfig(lr=1e-5, **settings), session.topology, reduction=Reduction.mean)
+    stack.callback(exchange.close)
     optimizer = Lion(model.parameters(), lr=1e-5, exchange=exchange)
-    number = iter(range(10**6))
+    numbers = itertools.count()
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        exchange.begin(next(number))
+        exchange.begin(next(numbers))
         loss(model).backward()
         assert exchange.finish().finite
         optimizer.step()
 
-    found = _timed(session, step, job["repeats"])
-    exchange.close()
-    return found
+    return step
 
 
-def _ddp(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
+def _ddp(model: EnsembleModel, loss: Callable[[nn.Module], Tensor]) -> Callable[[], None]:
     """Plain Lion on gradients that torch's DistributedDataParallel averages."""
-    model, loss = _network(session, job)
     wrapped = DistributedDataParallel(model)
     optimizer = Lion(model.parameters(), lr=1e-5)
 
@@ -121,21 +134,7 @@ def _ddp(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
         loss(wrapped).backward()
         optimizer.step()
 
-    return _timed(session, step, job["repeats"])
-
-
-def _timed(session: Session, step: Callable[[], None], repeats: int) -> dict[str, list[float]]:
-    for _ in range(2):  # DDP makes its buckets anew after the first
-        step()
-    times, sent = [], []
-    for _ in range(repeats):
-        session.mesh.world.barrier()
-        before, began = interface_bytes(session.topology.size), time.perf_counter()
-        step()
-        session.mesh.world.barrier()
-        times.append(time.perf_counter() - began)
-        sent.append(interface_bytes(session.topology.size) - before)
-    return {"seconds": times, "bytes": sent}
+    return step
 
 
 def _network(session: Session, job: dict[str, Any]) -> tuple[EnsembleModel, Callable[[nn.Module], Tensor]]:
