@@ -22,7 +22,7 @@ from ensemble_ml.benchmarks.common.jobs import hand_out
 from ensemble_ml.benchmarks.common.sections import Bench, run_sections
 from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.benchmarks.voting import packing, quality, simulation
-from ensemble_ml.benchmarks.voting.worker import DDP, ENTRANTS
+from ensemble_ml.benchmarks.voting.worker import BALLOTS, DDP, ENTRANTS
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
 
 _VOTE = "vote, 1 bit"
@@ -106,9 +106,13 @@ def _communication(bench: LionBench) -> None:
             bench.figures[f"communication alone, {where}: {name}"] = Figure.of([1e3 * v for v in values], "ms")
         _predictions(bench, hosts, found)
         if hosts.rate:
-            ratio = statistics.median(found["fp32 all-reduce"]) / statistics.median(found[_VOTE])
+            seconds = {name: statistics.median(values) for name, values in found.items()}
             words = f"communication alone, {lion.elements} parameters, {hosts.count} hosts at {where}: faster than fp32"
-            bench.claim(words, ratio, "times", 15.0)
+            bench.claim(words, seconds["fp32 all-reduce"] / seconds[BALLOTS], "times", 15.0)
+            bench.notes.append(
+                f"{where}: with packing and unpacking, which all hosts do on this machine's cores, a vote is"
+                f" {seconds['fp32 all-reduce'] / seconds[_VOTE]:.1f} times as fast as fp32."
+            )
 
     bench.on_links(section, lion.ranks)
 

@@ -49,7 +49,7 @@ class BucketExchange(Exchange):
         *,
         reduction: Reduction = Reduction.mean,
         clip: float = 0.0,
-        bucket_mb: float = 4.0,
+        bucket_mb: float = 16.0,
         overlap: bool = True,
     ):
         super().__init__(clip)
@@ -128,6 +128,8 @@ class BucketExchange(Exchange):
     @torch.no_grad()
     def _carry_out(self, number: int) -> None:
         self._exchange(number)
+        if number == len(self.buckets) - 1:
+            self._drain()
 
     def _prepare(self) -> None:
         """Make what lasts from step to step."""
@@ -136,8 +138,11 @@ class BucketExchange(Exchange):
         """Do what has to wait for the end of backward, before the last buckets go."""
 
     def _exchange(self, number: int) -> None:
-        """Exchange one bucket; in the thread, in the order of buckets."""
+        """Exchange one bucket, or begin to; in the thread, in the order of buckets."""
         raise NotImplementedError
+
+    def _drain(self) -> None:
+        """Complete what `_exchange` has begun; in the thread, after the last bucket."""
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         """Norm of the gradient, and the ranks whose gradients were not finite."""

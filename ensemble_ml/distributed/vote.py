@@ -12,14 +12,15 @@ After Ishikawa et al. 2024 (arXiv:2411.16462), with the vote in place of their s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ensemble_ml.config import VoteScale
 from ensemble_ml.distributed import triton_vote
-from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.communicator import Communicator, Pending
 from ensemble_ml.distributed.pack import (
     WORD,
     pack_above,
@@ -36,6 +37,7 @@ from ensemble_ml.distributed.pack import (
 # delta / mean|u| of the uniform quantiser with the least squared error, between a normal and a Laplace distribution.
 _STEP = {2: 1.38, 4: 0.52, 8: 0.052}
 _TINY = 2.0**-126
+_PIECE = 1 << 22  # elements that are packed while those before travel
 
 
 def sign_allreduce(
@@ -58,16 +60,24 @@ def sign_allreduce(
     """
     flat, size = u.detach().flatten(), room(u.numel(), group.size)
     out = flat.new_empty(size) if out is None else out[:size]
-    if bits == 1 or scale is VoteScale.sign:
-        bits, ballots = 1, _cast_signs(flat, group.size, step)
-    else:
+    bits = 1 if scale is VoteScale.sign else bits
+    factor = None
+    if bits > 1:
         magnitude = _magnitude(flat, scale)
         factor = torch.where(magnitude > 0, 1 / (magnitude * unit(bits, scale)), 0.0)
-        torch.mul(flat, factor, out=out[: len(flat)])
-        out[len(flat) :].zero_()
-        ballots = cast(out, bits, group.size, step)
-    winner = count(send(ballots, group), bits, step)
-    return unpack_signs(tell(winner, group), out)[: u.numel()].view(u.shape)
+    rounds = Rounds([group], bits, step)
+    piece = room(_PIECE, group.size)
+    for start in range(0, size, piece):
+        part, own = out[start : start + piece], flat[start : start + piece]
+        if factor is None:
+            ballots = _cast_signs(own, group.size, step)
+        else:
+            torch.mul(own, factor, out=part[: len(own)])
+            part[len(own) :].zero_()
+            ballots = cast(part, bits, group.size, step)
+        rounds.cast(ballots, 0, lambda _, winner, part=part: unpack_signs(winner, part))  # type: ignore[misc]
+    rounds.finish()
+    return out[: u.numel()].view(u.shape)
 
 
 def room(elements: int, ranks: int) -> int:
@@ -123,18 +133,78 @@ def send(ballots: Tensor, group: Communicator) -> Tensor:
 
 
 def tell(winner: Tensor, group: Communicator) -> Tensor:
-    """Give this rank's words (w,) to all; returns everybody's, (ranks w,).
+    """Give this rank's words (w,) to all; returns everybody's, (ranks w,)."""
+    everywhere, pending = _tell(winner, group)
+    pending.wait()
+    return everywhere
+
+
+def _tell(winner: Tensor, group: Communicator) -> tuple[Tensor, Pending]:
+    """As `tell`, under way.
 
     On a CPU as an all_to_all of copies, whose messages all leave at once: gloo's all_gather goes round a ring, and
     each of its ranks - 1 rounds waits for a processor that backward keeps busy.
     """
     everywhere = winner.new_empty(group.size * len(winner))
     if winner.is_cuda:
-        group.all_gather(everywhere, winner, async_op=True).wait()
-        return everywhere
+        return everywhere, group.all_gather(everywhere, winner, async_op=True)
     sizes = [len(winner)] * group.size
-    group.all_to_all_single(everywhere, winner.repeat(group.size), sizes, sizes, async_op=True).wait()
-    return everywhere
+    return everywhere, group.all_to_all_single(everywhere, winner.repeat(group.size), sizes, sizes, async_op=True)
+
+
+Take = Callable[[Tensor, Tensor], object]  # everyone's heads (ranks, h), and the winning words of all parts
+
+
+@dataclass
+class _Flight:
+    """Words under way: ballots (ranks, h + w) to the ranks that count them, or winners (ranks w,) to all."""
+
+    pending: Pending
+    words: Tensor
+    heads: Tensor
+    take: Take
+
+
+class Rounds:
+    """Votes of one step, in one order on all ranks: ballots travel while those before are counted.
+
+        cast 1 | cast 2, count 1 | cast 3, count 2, take 1 | ... | count n, take n - 1 | take n
+
+    Args:
+        groups: ranks that vote, then those, group by group, that pass each other what each of them won.
+        bits: of an element in a ballot.
+        step: for the ties.
+    """
+
+    def __init__(self, groups: Sequence[Communicator], bits: int, step: int):
+        self._groups, self._bits, self._step = groups, bits, step
+        self._sent: _Flight | None = None
+        self._told: _Flight | None = None
+
+    def cast(self, ballots: Tensor, head: int, take: Take) -> None:
+        """Give row r of `ballots` (ranks, head + words) to rank r, and `take` the outcome when it is there."""
+        received, sizes = torch.empty_like(ballots), [ballots.shape[1]] * len(ballots)
+        pending = self._groups[0].all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True)
+        self._advance(_Flight(pending, received[:, head:], received[:, :head], take))
+
+    def finish(self) -> None:
+        """Return when all outcomes are taken."""
+        self._advance(None)
+        self._advance(None)
+
+    def _advance(self, sent: _Flight | None) -> None:
+        counted = None
+        if (last := self._sent) is not None:
+            last.pending.wait()
+            everywhere, pending = _tell(count(last.words.contiguous(), self._bits, self._step), self._groups[0])
+            counted = _Flight(pending, everywhere, last.heads, last.take)
+        if (told := self._told) is not None:
+            told.pending.wait()
+            winner = told.words
+            for group in self._groups[1:]:
+                winner = tell(winner, group)
+            told.take(told.heads, winner)
+        self._sent, self._told = sent, counted
 
 
 def count(ballots: Tensor, bits: int, step: int) -> Tensor:

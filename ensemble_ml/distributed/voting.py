@@ -11,6 +11,7 @@ each bucket, to its share sqrt(elements / all elements) of `clip`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
-from ensemble_ml.distributed.vote import cast, count, send, tell, unit
+from ensemble_ml.distributed.vote import Rounds, Take, cast, send, unit
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim.exchange import total_norm
 from ensemble_ml.optim.lion import Lion
@@ -96,6 +97,7 @@ class Vote(BucketExchange):
         self._arrivals.defer = self._wait or not self.overlap
         self._headers = []
         self._squares: list[Tensor] = []
+        self._rounds = Rounds([self.group, self.inner], self.bits, step)
 
     def signs(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [self._signs[p] for p in params]
@@ -135,11 +137,16 @@ class Vote(BucketExchange):
                 p.grad = torch.zeros_like(p)
         self._clip_bucket(bucket)
         magnitude = self._fill(bucket, views, flat)
-        header = self._header(magnitude, used)
-        everyone, winner = self._vote(flat, header, views, magnitude)
+        self._vote(flat, self._header(magnitude, used), views, magnitude, partial(self._take, number, used))
+
+    def _take(self, number: int, used: Sequence[bool], everyone: Tensor, winner: Tensor) -> None:
+        """Everyone's headers (P, h) and the winning words of a whole bucket."""
         self._headers.append(everyone)
-        self._mark_used(bucket, everyone, used)
-        unpack_signs(winner, flat)
+        self._mark_used(self.buckets[number], everyone, used)
+        unpack_signs(winner, self._flats[number])
+
+    def _drain(self) -> None:
+        self._rounds.finish()
 
     def _average_inside(self, bucket: Bucket, flat: Tensor, views: list[Tensor], used: Sequence[bool]) -> list[bool]:
         """Replace gradients by the inner ranks' mean, or by their sum as the whole batch's gradient would be."""
@@ -193,17 +200,12 @@ class Vote(BucketExchange):
         head[0] = (~torch.isfinite(magnitude.sum())).long()
         return head
 
-    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor) -> tuple[Tensor, Tensor]:
-        """Everyone's headers (P, h) and the winning words of the whole bucket."""
+    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
+        """Vote on a bucket, and let `take` have the outcome; maybe only in a later call, or in `_drain`."""
         if self.bits > 1:
             self._to_units(views, magnitude)
-        part = flat.view(self.inner.size, -1)[self.inner.rank]
-        ballots = cast(part, self.bits, self.group.size, self.step)
-        received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
-        winner = count(received[:, len(header) :].contiguous(), self.bits, self.step)
-        for group in (self.group, self.inner):
-            winner = tell(winner, group)
-        return received[:, : len(header)], winner
+        ballots = cast(flat.view(self.inner.size, -1)[self.inner.rank], self.bits, self.group.size, self.step)
+        self._rounds.cast(torch.cat([header.expand(self.group.size, -1), ballots], 1), len(header), take)
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
         sizes = torch.tensor([max(v.numel(), 1) for v in views], device=magnitude.device)
@@ -244,7 +246,7 @@ class LionCub(Vote):
         if bits == 8 and not self.levels:
             raise UserError(f"optim.exchange=lion_cub: 8 bits have no level for {group.size} ranks; use exchange=vote")
 
-    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
         if self.bits == 1:
             ballots = cast(flat, 1, self.group.size, self.step)
             received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
@@ -252,13 +254,14 @@ class LionCub(Vote):
             winner = cast(total, 1, 1, self.step)[0]
             gathered = winner.new_empty(self.group.size * len(winner))
             self.group.all_gather(gathered, winner, async_op=True).wait()
-            return received[:, : len(header)], gathered
+            take(received[:, : len(header)], gathered)
+            return
         self._to_units(views, magnitude)
         codes = flat.mul_(self.levels / 2.0**7).round_().clamp_(-self.levels, self.levels).to(torch.int8)
         self.group.all_reduce(codes, async_op=True).wait()
         everyone = header.new_empty(self.group.size * len(header))
         self.group.all_gather(everyone, header, async_op=True).wait()
-        return everyone.view(self.group.size, -1), cast(codes.float(), 1, 1, self.step)[0]
+        take(everyone.view(self.group.size, -1), cast(codes.float(), 1, 1, self.step)[0])
 
 
 class DistributedLion(Vote):
@@ -267,13 +270,13 @@ class DistributedLion(Vote):
     def __init__(self, group: Communicator, **settings: object):
         super().__init__(group, **(settings | {"overlap": False, "bits": 1}))  # type: ignore[arg-type]
 
-    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
         ballot = torch.cat([header, cast(flat, 1, 1, self.step)[0]])
         everyone = ballot.new_empty(self.group.size * len(ballot))
         self.group.all_gather(everyone, ballot, async_op=True).wait()
         rows = everyone.view(self.group.size, -1)
         total = _add_signs(rows[:, len(header) :].contiguous())
-        return rows[:, : len(header)], cast(total, 1, 1, self.step)[0]
+        take(rows[:, : len(header)], cast(total, 1, 1, self.step)[0])
 
 
 def _add_signs(ballots: Tensor) -> Tensor:

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ensemble_ml.benchmarks.common.jobs import take_part
 from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
 from ensemble_ml.config import ExchangeName, MomentumSync, OptimConfig, Precision
-from ensemble_ml.distributed import Session
+from ensemble_ml.distributed import Communicator, Session
 from ensemble_ml.distributed.choice import make_exchange, own_state, restore_state
 from ensemble_ml.distributed.exchange import Reduction
 from ensemble_ml.distributed.pack import pack_signs, unpack_signs
-from ensemble_ml.distributed.vote import majority, room, sign_allreduce
+from ensemble_ml.distributed.vote import Rounds, majority, room, sign_allreduce
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleModel, Speed, crps
 from ensemble_ml.optim import Lion
@@ -45,6 +45,7 @@ ENTRANTS: dict[str, dict[str, Any]] = {
     "Lion Cub, 1 bit": {"exchange": ExchangeName.lion_cub, "bits": 1},
 }
 DDP = "fp32 DDP"
+BALLOTS = "vote, 1 bit, of packed ballots"
 
 
 def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
@@ -60,6 +61,7 @@ def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float
             u, bits, group, step, out=out
         )
     packed = pack_signs(out, 0)
+    forms[BALLOTS] = lambda step: _exchange_ballots(packed.view(group.size, -1), group, step)
     forms["packing"] = lambda step: unpack_signs(majority(list(pack_signs(out, step)[None]), step), out)
     for name, length in (("small", 8), ("large", len(packed))):
         sizes = [max(1, length // group.size)] * group.size
@@ -78,6 +80,12 @@ def communication(session: Session, job: dict[str, Any]) -> dict[str, list[float
             times.append(time.perf_counter() - began)
         found[name] = times[1:]
     return found
+
+
+def _exchange_ballots(ballots: Tensor, group: Communicator, step: int) -> None:
+    rounds = Rounds([group], 1, step)
+    rounds.cast(ballots, 0, lambda *_: None)
+    rounds.finish()
 
 
 def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
