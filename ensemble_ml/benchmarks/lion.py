@@ -225,7 +225,7 @@ def _quality_claims(bench: LionBench, found: dict[str, list[quality.Training]]) 
             bench.figures[f"validation CRPS above uncompressed Lion: {name}"] = Figure.of(more, "%")
             low, high = quality.interval(more)
             bench.notes.append(f"{name}: CRPS above uncompressed Lion, 95 % interval {low:.2f} to {high:.2f} %.")
-    for name in (n for n in ("vote", "lion_cub") if n in found):
+    for name in (n for n in quality.PROMISED if n in found):
         more = quality.excess(found[name], reference)
         if more:
             words = f"validation CRPS of {name} above uncompressed Lion, the worst of {len(more)} seeds"

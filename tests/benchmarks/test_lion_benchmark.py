@@ -96,5 +96,6 @@ def test_trials_train_what_the_quickstart_trains():
 def test_every_variant_is_one_that_the_program_takes():
     for name in quality.VARIANTS:
         overrides = ["optim=lion", "data.store=x", "run=a", *quality._overrides(name)]
-        wanted = build_config("train", compose_config("train", overrides)).optim
-        assert all(getattr(wanted, k) == v for k, v in quality.VARIANTS[name].items())
+        wanted = build_config("train", compose_config("train", overrides))
+        assert all(getattr(wanted.optim, k) == v for k, v in quality.VARIANTS[name].items())
+        assert wanted.loading.assign is quality.assigned(name)

@@ -9,7 +9,7 @@ from parallel.test_parallel_training import config_of, joined
 from synthetic import make_store
 
 from ensemble_ml.benchmarks.voting import trials
-from ensemble_ml.config import ExchangeName, MomentumSync, Nonfinite, OptimName, Precision
+from ensemble_ml.config import Assign, ExchangeName, MomentumSync, Nonfinite, OptimName, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, trainer
 from ensemble_ml.training.tracking import read_log
@@ -55,9 +55,11 @@ def test_resume_of_a_vote_is_equal_bit_for_bit(store, tmp_path):
     assert set(told["layers"]) <= set(told["variance"]) and told["bytes"] > 0
 
 
-def test_ranks_as_threads_train_as_processes_do(store, tmp_path):
+@pytest.mark.parametrize("assign", Assign)
+def test_ranks_as_threads_train_as_processes_do(store, tmp_path, assign):
     """What the benchmark's quality section stands on: the same weights and scores, bit for bit."""
     config = voting(store, tmp_path)
+    config.loading.assign = assign
     config.batch_size = 5  # one rank takes three of the five
     run_ranks(joined, 2, config, data=2)
     found = trials.train(config, trials.prepare(config), 2, every=1)

@@ -10,19 +10,32 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from ensemble_ml.config import DataConfig, ModelConfig, OptimConfig, ParallelConfig, Precision, TrainConfig
+from ensemble_ml.config import (
+    Assign,
+    DataConfig,
+    LoadingConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Precision,
+    TrainConfig,
+)
 from ensemble_ml.distributed import Communicator, Mesh, NullCommunicator, Session
 from ensemble_ml.distributed.choice import exchange_between
 from ensemble_ml.distributed.simulated import Room, SimulatedCommunicator, on_ranks
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.distributed.world import World
 from ensemble_ml.loading import Reader
+from ensemble_ml.loading.batches import Batch, collate
+from ensemble_ml.loading.schedule import Schedule
 from ensemble_ml.optim import build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
@@ -44,8 +57,10 @@ class Training:
     weights: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
-def quickstart_config(store: str, *, seed: int, steps: int, optim: dict[str, Any]) -> TrainConfig:
-    """`experiment=quickstart optim=lion` in float32; `optim` changes its exchange."""
+def quickstart_config(
+    store: str, *, seed: int, steps: int, optim: dict[str, Any], assign: Assign = Assign.fixed
+) -> TrainConfig:
+    """`experiment=quickstart optim=lion` in float32; `optim` changes its exchange, `assign` who takes which sample."""
     return TrainConfig(
         run="trial",
         seed=seed,
@@ -56,6 +71,7 @@ def quickstart_config(store: str, *, seed: int, steps: int, optim: dict[str, Any
         data=DataConfig(store=store, train=["2001"], validation=["2002"]),
         model=ModelConfig(hidden=16, max_hidden=64, depth=3, precision=Precision.float32),
         optim=OptimConfig(**({"weight_decay": 0.05} | optim)),
+        loading=LoadingConfig(assign=assign),
     )
 
 
@@ -101,7 +117,7 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
     state, losses, momentum_bytes = trainer.state, [], 0
     state.model.train()
     began = time.thread_time()
-    for batch in trainer.setup.batches(0, state.steps):
+    for batch in _batches(trainer.setup, ranks):
         losses.append(trainer._step(trainer._moved(batch))["loss"])
         momentum_bytes += trainer._noted.get("bytes", 0)
     work = (time.thread_time() - began) / state.steps
@@ -119,3 +135,14 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
         momentum_bytes=momentum_bytes,
         weights={name: p.detach() for name, p in state.model.named_parameters()},
     )
+
+
+def _batches(run: Run, ranks: int) -> Iterator[Batch]:
+    """A rank's share of each batch, as the loader would deal it out."""
+    batches = run.batches(0, run.state.steps)
+    schedule = Schedule(batches, parts=ranks)
+    if run.config.loading.assign is Assign.locality:
+        schedule = replace(schedule, holders=schedule.homes()[np.searchsorted(schedule.dates, batches.dates)])
+    rank, _ = run.share
+    for turn in schedule:
+        yield collate(batches.reader, turn.read_by(rank), idle=turn.idle(rank))
