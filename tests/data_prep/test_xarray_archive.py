@@ -1,0 +1,141 @@
+"""NetCDF and Zarr archives as sources."""
+
+import numpy as np
+import pytest
+from gribfiles import GLOBE, dataset, ensemble
+
+from data_prep import find_gaps, open_archive
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part
+
+
+class TestXarray:
+    @pytest.mark.parametrize("kind", ["nc", "zarr"])
+    @pytest.mark.parametrize(
+        "names",
+        [
+            {},
+            {"time": "init_time", "number": "realization", "step": "prediction_timedelta", "isobaricInhPa": "level"},
+            {
+                "time": "forecast_reference_time",
+                "number": "member",
+                "step": "lead_time",
+                "isobaricInhPa": "plev",
+                "t": "ta",
+            },
+            {"number": "ensemble", "latitude": "lat", "longitude": "lon", "t": "temperature"},
+        ],
+    )
+    def test_names_of_axes_and_variables(self, tmp_path, kind, names):
+        data = dataset(**names)
+        path = tmp_path / f"a.{kind}"
+        data.to_netcdf(path) if kind == "nc" else data.to_zarr(path, consolidated=False)
+        source = open_archive(path)
+        lay = source.layout
+        assert (lay.variables, lay.realization, lay.lead_hours, lay.levels) == (("t",), (1, 2, 3), (0, 24), (500, 850))
+        values = dataset()["t"].values
+        for date in range(2):
+            np.testing.assert_array_equal(source.read(Part.FORECAST, date).pressure[:, :, 0], values[date, :, :, ::-1])
+
+    def test_units_order_and_levels_in_pascal(self, tmp_path):
+        data = dataset().isel(latitude=slice(None, None, -1)).transpose("longitude", "step", ...)
+        data["t"] = data["t"] - 273.15
+        data["t"].attrs["units"] = "degC"
+        data = data.assign_coords(isobaricInhPa=data.isobaricInhPa * 100).assign_coords(longitude=GLOBE[1] - 180)
+        data.isobaricInhPa.attrs["units"] = "Pa"
+        data.to_netcdf(tmp_path / "a.nc")
+        source = open_archive(tmp_path / "a.nc")
+        expected = np.roll(dataset()["t"].values[0, :, :, ::-1], 6, axis=-1)
+        np.testing.assert_allclose(source.read(Part.FORECAST, 0).pressure[:, :, 0], expected, rtol=1e-6)
+        assert source.layout.grid.longitude[0] == 0 and source.layout.levels == (500, 850)
+
+    def test_forecasts_written_along_valid_time(self, tmp_path):
+        data = dataset().isel(time=0, drop=True).rename(step="time")
+        lead = data.time.values
+        start = np.datetime64("2001-01-01", "ns")
+        data = data.assign_coords(time=start + lead, forecast_reference_time=start)
+        data = data.assign_coords(forecast_period=("time", lead / np.timedelta64(1, "h"), {"units": "hours"}))
+        data.to_netcdf(tmp_path / "a.nc")
+        lay = open_archive(tmp_path / "a.nc").layout
+        assert lay.lead_hours == (0, 24) and lay.init_time.tolist() == [start.astype("datetime64[ns]").item()]
+
+    def test_standard_names_and_variables_without_level(self, tmp_path):
+        data = dataset(t="unheard_of").isel(isobaricInhPa=0, drop=True)
+        data["unheard_of"].attrs["standard_name"] = "surface_temperature"
+        data.to_netcdf(tmp_path / "a.nc")
+        assert open_archive(tmp_path / "a.nc").layout.surface == ("skt",)
+
+    @pytest.mark.parametrize(
+        ("ticks", "units", "hours"),
+        [
+            ([0, 24], "hours", (0, 24)),
+            ([0.0, 1.0], "days", (0, 24)),
+            ([60, 120], "minutes", (1, 2)),
+            ([0, 3600], "s", (0, 1)),
+        ],
+    )
+    def test_units_of_lead_time(self, tmp_path, ticks, units, hours):
+        data = dataset(step="lead").assign_coords(lead=("lead", np.array(ticks), {"units": units}))
+        data.to_netcdf(tmp_path / "a.nc")
+        assert open_archive(tmp_path / "a.nc").layout.lead_hours == hours
+
+    @pytest.mark.parametrize(
+        ("name", "ticks", "units", "text"),
+        [
+            ("step", [0, 1], "moons", "step: units 'moons' of lead time"),
+            ("step", [30, 60], "minutes", "step: only whole hours of lead time"),
+            ("isobaricInhPa", [850.5, 500.0], "hPa", "isobaricInhPa: only levels of whole hPa"),
+            ("number", ["a", "b", "c"], "1", "number: members are numbered with integers"),
+            ("time", [0, 1], "1", "a.nc: time: units '1' do not make a date"),
+        ],
+    )
+    def test_axes_that_are_not_understood(self, tmp_path, name, ticks, units, text):
+        data = dataset().assign_coords({name: (name, np.array(ticks), {"units": units})})
+        data.to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=text):
+            open_archive(tmp_path / "a.nc")
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_values_that_are_no_numbers(self, tmp_path, bad):
+        data = dataset()
+        data["t"].values[1, 2, 1, 0, 3, 4] = bad
+        data.to_netcdf(tmp_path / "a.nc")
+        source = open_archive(tmp_path / "a.nc")
+        source.read(Part.FORECAST, 0)
+        with pytest.raises(
+            UserError, match=r"a.nc: t at 850 hPa, member 3, 2001-01-03T00, lead 24 h: 1 of 84 values are NaN"
+        ):
+            source.read(Part.FORECAST, 1)
+
+    @pytest.mark.parametrize(
+        ("spoil", "text"),
+        [
+            (lambda d: d["t"].attrs.update(units="furlong"), "a.nc: t: units 'furlong': cannot be converted"),
+            (lambda d: d["t"].attrs.clear(), "a.nc: t: has no units"),
+            (lambda d: d.isobaricInhPa.attrs.update(units="m"), "units 'm' of pressure level"),
+        ],
+    )
+    def test_what_is_not_understood(self, tmp_path, spoil, text):
+        data = dataset()
+        data = data.assign_coords(longitude=("longitude", GLOBE[1].copy()))
+        spoil(data)
+        data.to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=text):
+            open_archive(tmp_path / "a.nc")
+
+    def test_an_uneven_grid(self, tmp_path):
+        dataset().assign_coords(longitude=GLOBE[1] ** 1.1).to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=r"a.nc: longitude: not evenly spaced"):
+            open_archive(tmp_path / "a.nc")
+
+    def test_an_unknown_axis_is_named(self, tmp_path):
+        dataset().rename(number="colour").drop_vars("colour").to_netcdf(tmp_path / "a.nc")
+        with pytest.raises(UserError, match="t: axis colour is not known; known are init: init_time"):
+            open_archive(tmp_path / "a.nc")
+
+    def test_grib_and_netcdf_make_one_archive(self, tmp_path):
+        dataset().to_netcdf(tmp_path / "a.nc")
+        ensemble(tmp_path / "b.grib", dates=(20010101, 20010103), names=("z",))
+        source = open_archive(tmp_path)
+        assert source.layout.variables == ("t", "z") and find_gaps(source) == []
+        assert np.isfinite(source.read(Part.FORECAST, 1).pressure).all()
