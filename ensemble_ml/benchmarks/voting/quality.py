@@ -1,8 +1,8 @@
 """Validation scores of whole trainings that differ in their exchange alone: same data, seeds, steps and batches.
 
 Every training is that of `experiment=quickstart` with Lion: over ranks that are threads of this process (`trials`), or
-by `ensemble-ml train` over several hosts. Seeds come in turn, every exchange of a seed before the next, so that a
-budget that ends early leaves whole seeds.
+by `ensemble-ml train` over several hosts. Seeds come in turn, every promised exchange of a seed before the next, so
+that a budget that ends early leaves whole seeds.
 """
 
 from __future__ import annotations
@@ -58,21 +58,20 @@ Trainer = Callable[[str, int], Training]  # (name of the variant, seed)
 def train_all(
     trainer: Trainer, names: Sequence[str], *, seeds: int, minutes: float
 ) -> tuple[dict[str, list[Training]], list[str]]:
-    """Trainings of each of `names`, in the order of seeds, and the names of those that the budget did not reach.
+    """Trainings of each of `names`, and the names of those that the budget did not reach.
 
-    What is neither the reference nor `PROMISED` is trained with the first seed alone.
+    The reference and what is `PROMISED` come first, seed by seed; then the others, with the first seed alone.
     """
     until = time.monotonic() + 60 * minutes
     found: dict[str, list[Training]] = {name: [] for name in names}
-    left = []
-    for seed in range(seeds):
-        for name in (n for n in names if not seed or n in (REFERENCE, *PROMISED)):
-            if time.monotonic() > until:
-                left.append(f"{name}, seed {seed}")
-                continue
-            found[name].append(trainer(name, seed))
-            log.info("quality: %s, seed %d: CRPS ratio %.5f", name, seed, found[name][-1].crps)
-    return found, left
+    first = [name for name in names if name in (REFERENCE, *PROMISED)]
+    turns = [(name, seed) for seed in range(seeds) for name in first] + [(n, 0) for n in names if n not in first]
+    for number, (name, seed) in enumerate(turns):
+        if time.monotonic() > until:
+            return found, [f"{name}, seed {seed}" for name, seed in turns[number:]]
+        found[name].append(trainer(name, seed))
+        log.info("quality: %s, seed %d: CRPS ratio %.5f", name, seed, found[name][-1].crps)
+    return found, []
 
 
 def in_threads(store: str, *, ranks: int, steps: int) -> Trainer:
@@ -82,7 +81,6 @@ def in_threads(store: str, *, ranks: int, steps: int) -> Trainer:
     def train(name: str, seed: int) -> Training:
         config = trials.quickstart_config(store, seed=seed, steps=steps, optim=VARIANTS[name], assign=assigned(name))
         if seed not in starts:
-            starts.clear()
             starts[seed] = trials.prepare(config)
         return trials.train(config, starts[seed], ranks)
 
