@@ -2,8 +2,8 @@
 
     python scripts/readme_table.py [--check]
 
-Results to publish stand in scripts/results/NAME.json, copies of runs/benchmark/NAME/results.json. `--check` changes
-nothing and fails where the table is not what the files say.
+Results to publish stand in scripts/results/NAME.json, or NAME-SECTION.json where a section was run alone, copies of
+runs/benchmark/NAME/results.json. `--check` changes nothing and fails where the table is not what the files say.
 """
 
 import json
@@ -21,7 +21,9 @@ def row(name: str, claim: dict) -> str:
     target = claim["target"]
     target = f"{target:.3g}" if isinstance(target, int | float) else str(target)
     held = "yes" if claim["holds"] else "**no**"
-    command = "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={name}"
+    benchmark, _, section = name.partition("-")
+    only = f" only=[{section}]" if section else ""
+    command = "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
     return f"| {claim['claim']} | {shown} {claim['unit']} | {target} | {held} | `{command}` |"
 
 
