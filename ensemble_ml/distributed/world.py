@@ -8,6 +8,7 @@ variables count alone (it may itself stand under srun); where two other launcher
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -123,3 +124,10 @@ def first_host(nodes: str) -> str:
     if not inside:
         return nodes.split(",")[0]
     return inside.group(1) + re.split(r"[,-]", inside.group(2))[0] + inside.group(3)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now, for ranks that are started here to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

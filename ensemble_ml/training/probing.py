@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pickle
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
 from ensemble_ml.distributed.mesh import Members, make_mesh
 from ensemble_ml.distributed.ping import measured_links
+from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
@@ -228,7 +228,7 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "job", Path(folder) / "found"
         given.write_bytes(pickle.dumps(job))
-        common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(processes)}
         command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
         environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
@@ -239,12 +239,6 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
                 last = " | ".join(text.strip().splitlines()[-2:])
                 raise UserError(f"plan: a measuring process ended with status {process.returncode}: {last}")
         return pickle.loads(out.read_bytes())
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -15,12 +14,7 @@ import torch
 
 from ensemble_ml.config import ParallelConfig
 from ensemble_ml.distributed import start
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from ensemble_ml.distributed.world import free_port
 
 
 def run_ranks(function, size, *args, seconds=100, statuses=False, **parallel):

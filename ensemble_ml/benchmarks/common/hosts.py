@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 
 _WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
@@ -41,7 +41,7 @@ class Hosts:
         Raises:
             UserError: one of them failed or took longer than `seconds`.
         """
-        common = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port())} | (environment or {})
+        common = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | (environment or {})
         if self.rate is not None:
             started = [_start(["bash", str(LINKS), "run", str(self.count), *command], common)]
         else:
@@ -99,9 +99,3 @@ def _wait(started: Sequence[subprocess.Popen[str]], command: Sequence[str], seco
         if process.returncode:
             last = " | ".join(text.strip().splitlines()[-3:])
             raise UserError(f"{' '.join(command)}: ended with status {process.returncode}: {last}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

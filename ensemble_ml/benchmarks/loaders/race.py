@@ -6,7 +6,6 @@ import json
 import os
 import selectors
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from ensemble_ml.benchmarks.loaders.lap import Spec
 from ensemble_ml.benchmarks.loaders.storage import Storage
+from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.plan import Traffic
 
@@ -100,7 +100,7 @@ def race(spec: Spec, crew: Crew, probes: np.ndarray, *, timeout: float = 300) ->
     if "python" in spec.options:
         python, module = spec.options["python"], "ensemble_ml.benchmarks.loaders.insitu"
     ranks = [crew.start(python, module, rank) for rank in range(spec.ranks)]
-    port = str(_free_port())
+    port = str(free_port())
     for rank, process in enumerate(ranks):
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.ranks)}
         environment |= {"LOCAL_WORLD_SIZE": str(spec.ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -168,9 +168,3 @@ def _warm_wait(result: dict[str, Any]) -> float:
     """Share of the time after the first epoch in which a batch was waited for; NaN for a single epoch."""
     total = result["ends"][-1] - result["ends"][0]
     return sum(result["waits"][1:]) / total if len(result["ends"]) > 1 and total > 0 else float("nan")
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
