@@ -107,7 +107,8 @@ def _communication(bench: LionBench) -> None:
         _predictions(bench, hosts, found)
         if hosts.rate:
             seconds = {name: statistics.median(values) for name, values in found.items()}
-            words = f"communication alone, {lion.elements} parameters, {hosts.count} hosts at {where}: faster than fp32"
+            words = f"communication alone, {lion.elements} parameters, {hosts.count} hosts at {where}: a vote of packed"
+            words += " ballots faster than fp32"
             bench.claim(words, seconds["fp32 all-reduce"] / seconds[BALLOTS], "times", 15.0)
             bench.notes.append(
                 f"{where}: with packing and unpacking, which all hosts do on this machine's cores, a vote is"
@@ -223,8 +224,9 @@ def _quality_claims(bench: LionBench, found: dict[str, list[quality.Training]]) 
         more = quality.excess(trainings, reference)
         if name != quality.REFERENCE and more:
             bench.figures[f"validation CRPS above uncompressed Lion: {name}"] = Figure.of(more, "%")
-            low, high = quality.interval(more)
-            bench.notes.append(f"{name}: CRPS above uncompressed Lion, 95 % interval {low:.2f} to {high:.2f} %.")
+            if len(more) > 1:
+                low, high = quality.interval(more)
+                bench.notes.append(f"{name}: CRPS above uncompressed Lion, 95 % interval {low:.3f} to {high:.3f} %.")
     for name in (n for n in quality.PROMISED if n in found):
         more = quality.excess(found[name], reference)
         if more:

@@ -47,11 +47,12 @@ def exchange_traffic(
     for p in params:
         p.grad = torch.zeros_like(p)
     exchange.ready()  # the ranks compare their models, once
-    before = len(traffic.messages)
     exchange.begin(0)
-    exchange.finish()
+    sent = []
+    for number in range(len(exchange.buckets)):
+        before = len(traffic.messages)
+        exchange.alone(number)
+        sent.append(traffic.messages[before:])
     exchange.close()
-    sent, count = traffic.messages[before:], len(exchange.buckets)
-    each = len(sent) // count  # every bucket is exchanged by the same collectives
     waits = bool(config.clip) and isinstance(exchange, Vote) and config.clip_by is ClipBy.total
-    return [sent[i * each : (i + 1) * each] for i in range(count)], exchange.overlap and not waits
+    return sent, exchange.overlap and not waits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import Enum
 
@@ -60,6 +60,7 @@ class BucketExchange(Exchange):
         self._arrivals: Arrivals | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
+        self._failed = False
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
@@ -83,6 +84,8 @@ class BucketExchange(Exchange):
     def begin(self, step: int) -> None:
         self.ready()
         assert self._arrivals is not None
+        wait(self._jobs)  # of a step that was given up: what they send must not mix with what follows
+        self._failed = False
         self._arrivals.defer = not self.overlap
         self.step = step
         self._sent = self.bytes_sent
@@ -105,6 +108,7 @@ class BucketExchange(Exchange):
         self._before_flush()
         self._arrivals.flush()
         start = time.perf_counter()
+        wait(self._jobs)
         for job in self._jobs:
             job.result()
         waited = time.perf_counter() - start
@@ -127,9 +131,21 @@ class BucketExchange(Exchange):
 
     @torch.no_grad()
     def _carry_out(self, number: int) -> None:
+        if self._failed:
+            return
+        try:
+            self._exchange(number)
+            if number == len(self.buckets) - 1:
+                self._drain()
+        except BaseException:
+            self._failed = True
+            raise
+
+    @torch.no_grad()
+    def alone(self, number: int) -> None:
+        """Exchange one bucket from beginning to end, for those who ask what it takes."""
         self._exchange(number)
-        if number == len(self.buckets) - 1:
-            self._drain()
+        self._drain()
 
     def _prepare(self) -> None:
         """Make what lasts from step to step."""

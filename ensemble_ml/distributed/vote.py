@@ -157,7 +157,10 @@ Take = Callable[[Tensor, Tensor], object]  # everyone's heads (ranks, h), and th
 
 @dataclass
 class _Flight:
-    """Words under way: ballots (ranks, h + w) to the ranks that count them, or winners (ranks w,) to all."""
+    """Words under way: ballots (ranks, w) to the ranks that count them, or winners (ranks w,) to all.
+
+    `heads` (ranks, h) are what came with the ballots.
+    """
 
     pending: Pending
     words: Tensor

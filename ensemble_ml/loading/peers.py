@@ -39,14 +39,14 @@ class Peers:
 
     def __init__(self, tiers: Tiers, gather: Gather, host: str | None = None, node: str | None = None):
         self._tiers, self._gather = tiers, gather
+        self._slabs: dict[tuple[int, int], Slab | None] = {}
+        self._buffers = threading.local()
+        self._lock = threading.Lock()
         slabs = {str(tier): slab.address for tier, slab in tiers.slabs.items()}
         self._wire = Wire(
             Server(_REQUEST, self._answer), tiers.rank, slabs, tiers.plan.hash, gather, host=host, node=node,
             seconds=_SECONDS,
         )  # fmt: skip
-        self._slabs: dict[tuple[int, int], Slab | None] = {}
-        self._buffers = threading.local()
-        self._lock = threading.Lock()
 
     def _answer(self, connection: socket.socket, sample: int, wanted: bool) -> None:
         try:

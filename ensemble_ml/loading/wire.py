@@ -46,7 +46,8 @@ class Server:
 
     Args:
         request: what a question looks like.
-        answer: called with the connection and the question's values; it sends the answer.
+        answer: called with the connection and the question's values; it sends the answer. Questions may come as soon as
+            the server is made.
     """
 
     def __init__(self, request: struct.Struct, answer: Callable[..., None]):
@@ -131,11 +132,14 @@ class Wire:
     ):
         self._server, self._rank, self._seconds = server, rank, seconds
         mine = Address(node or this_node(), host or socket.gethostname(), server.port, dict(memory), plan)
-        self.addresses = [Address(**json.loads(text)) for text in gather(json.dumps(asdict(mine)).encode())]
-        plans = {address.plan for address in self.addresses}
-        if len(plans) > 1:
+        try:
+            self.addresses = [Address(**json.loads(text)) for text in gather(json.dumps(asdict(mine)).encode())]
+            plans = sorted({address.plan for address in self.addresses})
+            if len(plans) > 1:
+                raise UserError(f"loading: ranks have planned different runs ({', '.join(plans)}); same settings")
+        except BaseException:
             server.close()
-            raise UserError(f"loading: ranks have planned different runs ({', '.join(sorted(plans))}); same settings")
+            raise
         self.dead: set[int] = set()
         self._local = threading.local()
         self._connections: list[socket.socket] = []

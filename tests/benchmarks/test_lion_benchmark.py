@@ -30,7 +30,6 @@ def test_tiny_run(tmp_path):
         assert claim["holds"] and claim["value"] == 1
     sent = {k.split(": ")[1]: v["median"] for k, v in found["figures"].items() if k.startswith("bytes a step and rank")}
     assert len(sent) == 12 and all(value > 0 for value in sent.values())  # the loopback counts other processes, too
-    assert sent["vote, 8 bits"] > sent["vote, 1 bit"]
     names = ("vote, 1 bit", "fp32 all-reduce")
     ahead = [found["figures"][f"predicted, the loopback, 4096 ranks: {name}"]["median"] for name in names]
     assert all(value > 0 for value in ahead)

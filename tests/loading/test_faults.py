@@ -2,9 +2,11 @@
 
 import errno
 import gc
+import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -215,8 +217,6 @@ def test_a_peer_that_answers_nonsense_is_a_miss():
         def gather(self, mine):
             port = self.server.getsockname()[1]
             other = mine.replace(b'"node": "a"', b'"node": "b"')
-            import json
-
             told = json.loads(other) | {"port": port, "host": "localhost"}
             return [mine, json.dumps(told).encode()]
 
@@ -230,6 +230,31 @@ def test_a_peer_that_answers_nonsense_is_a_miss():
         assert loader.tiers.counters.fallback > 0
         assert loader.tiers.counters.peers == 0
     meeting.server.close()
+
+
+def test_a_rank_may_be_asked_before_it_knows_the_others():
+    """Another rank can have all addresses, and ask, before this one has."""
+    asked, answers = [], []
+
+    def gather(mine):
+        told = json.loads(mine)
+        for sample in asked:
+            with socket.create_connection(("localhost", told["port"]), 10) as connection:
+                connection.sendall(struct.pack("!q?", sample, True))
+                size, _ = struct.unpack("!qI", connection.recv(12, socket.MSG_WAITALL))
+                answers.append(connection.recv(size, socket.MSG_WAITALL))
+        return [mine, json.dumps(told | {"node": "b"}).encode()]
+
+    def start():
+        return ClairvoyantLoader(
+            Samples(), BATCH, EPOCHS, 0, ram=F * SIZE, rank=0, ranks=2, gather=gather, node="a", host="localhost"
+        )
+
+    for _ in range(2):
+        with start() as loader:
+            loader._peers.finish = lambda: None
+            asked = np.flatnonzero(loader.plan.placement.owner == 0)[:1].tolist()
+    assert answers == [np.full(SIZE // 4, asked[0], np.float32).tobytes()]
 
 
 @pytest.mark.slow

@@ -192,6 +192,18 @@ def test_bytes_are_those_that_communicators_count(lat, lon, data):
             assert counted == predicted > 0, name
 
 
+@pytest.mark.parametrize("bits", [1, 8])
+def test_every_bucket_has_its_own_messages(bits):
+    """Ballots with their heads to three others, and winners to three others; buckets in the order of backward."""
+    optim = OptimConfig(exchange=ExchangeName.vote, bits=bits, bucket_mb=0.001)
+    shapes = [torch.Size([n]) for n in (20, 3000, 700)]
+    buckets, hidden = exchange_traffic(optim, shapes, Topology(data=4), 1)
+    for messages, elements in zip(buckets, (700, 3000, 20), strict=True):
+        share = -(-elements // 256)
+        assert sum(m.sent for m in messages) == 3 * 8 * ((bits + 1) * share + 2)
+    assert hidden
+
+
 def test_a_traced_step_holds_what_a_real_one_does():
     spec, config = make_spec(17, 16), TrainConfig(run="a")
     for speed in (Speed(), Speed(Precision.float64)):

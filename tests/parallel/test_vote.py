@@ -1,6 +1,8 @@
 """The vote against its definition, counted element by element in float64 and integers."""
 
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from parallel.simulated import on_ranks
 
 from ensemble_ml.config import VoteScale
-from ensemble_ml.distributed import pack
+from ensemble_ml.distributed import pack, pack_host, vote
 from ensemble_ml.distributed.vote import count, majority, sign_allreduce, unit
 
 LENGTHS = [1, 63, 64, 65, 1000, 4096 + 64 + 3]
@@ -103,6 +105,38 @@ def test_equals_the_definition(bits, ranks):
         # A quotient that float32 rounds onto a whole number falls into the code beside it: never for one bit.
         differ = (found[0].numpy() != wanted).sum()
         assert differ == 0 if bits < 8 else differ <= n * ranks * 1e-3, (n, differ)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_pieces_give_what_the_whole_gives(bits, monkeypatch):
+    for ranks, n in ((1, 1349), (2, 64 * 8), (3, 1349), (3, 1)):
+        u = [torch.from_numpy(x) for x in updates(ranks, n)]
+        whole = on_ranks(ranks, lambda c: sign_allreduce(u[c.rank], bits, c, 1))  # noqa: B023
+        with monkeypatch.context() as patch:
+            patch.setattr(vote, "_PIECE", 128)
+            pieces = on_ranks(ranks, lambda c: sign_allreduce(u[c.rank], bits, c, 1))  # noqa: B023
+        assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_threads_pack_what_one_does_and_a_fork_too(monkeypatch):
+    monkeypatch.setattr(pack_host, "_PART", 1 << 9)
+    u = torch.randn(9 * (1 << 9) + 64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        packed = pack.pack_signs(u, 0)
+        signs = pack.unpack_signs(packed, torch.empty_like(u))
+        torch.set_num_threads(2)
+        assert torch.equal(pack.pack_signs(u, 0), packed)
+        assert torch.equal(pack.unpack_signs(packed, torch.empty_like(u)), signs)
+        if child := os.fork():  # which has none of its parent's threads
+            assert os.waitpid(child, 0)[1] == 0
+        else:
+            signal.alarm(20)
+            os._exit(not torch.equal(pack.unpack_signs(packed, torch.empty_like(u)), signs))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(signs, u.sign())
 
 
 @pytest.mark.parametrize("bits", [1, 4])

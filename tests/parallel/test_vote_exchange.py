@@ -1,6 +1,7 @@
 """Exchanges during backward: against one process that knows all ranks' gradients."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from parallel.simulated import on_ranks
 from torch import nn
 
 from ensemble_ml.config import ClipBy, MomentumSync
+from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
 from ensemble_ml.distributed.powersgd import PowerSGD
@@ -63,6 +65,60 @@ def train(make, size, steps=5, use=lambda rank, step: False, batches=batch, befo
 
 def same(found):
     return all(torch.equal(a, b) for weights, *_ in found for a, b in zip(weights, found[0][0], strict=True))
+
+
+def test_a_step_that_was_given_up_ends_before_the_next_begins():
+    """Whenever a rank begins anew, all have sent the same before."""
+
+    class Slow(Vote):
+        def _exchange(self, number):
+            time.sleep(0.05)
+            super()._exchange(number)
+
+    def work(group):
+        net, exchange = Net(), Slow(group, bucket_mb=1e-4)
+        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(group.rank))
+        exchange.begin(0)
+        for number in range(3):  # as backward hands buckets on until it raises
+            exchange._full(number)
+        time.sleep(0.6 * group.rank)
+        for step in range(2):
+            optimizer.zero_grad()
+            exchange.begin(step)
+            net(batch(group.rank, step)).backward()
+            exchange.finish()
+            optimizer.step()
+        exchange.close()
+        return [p.detach() for p in net.parameters()], None
+
+    found = on_ranks(2, work)
+    assert same(found)
+
+
+def test_an_exchange_that_fails_is_told_once_and_the_rest_of_the_step_left_out():
+    done = []
+
+    class Failing(Vote):
+        def _exchange(self, number):
+            done.append(number)
+            if number == 1:
+                raise RuntimeError("bucket 1")
+
+    net = Net()
+    exchange = Failing(NullCommunicator(), bucket_mb=1e-4)
+    Lion(net.parameters(), lr=1e-2, exchange=exchange)
+    for _ in range(2):
+        done.clear()
+        exchange.begin(0)
+        net(batch(0, 0)).backward()
+        with pytest.raises(RuntimeError, match="bucket 1"):
+            exchange.finish()
+        assert done == [0, 1] and len(exchange.buckets) > 2
+        for p in net.parameters():
+            p.grad = None
+    exchange.close()
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-4, 4.0])
