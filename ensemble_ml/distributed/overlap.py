@@ -101,13 +101,13 @@ class _HaloConv(torch.autograd.Function):
             assert found is not None
             pending = [(columns, None, None)] * (columns is not None) + [(rows, columns, across)] * (rows is not None)
             while pending and not (pending[0][0].meets and pending[0][0].comm.size > 1):
-                found = Adjoint(found, *pending.pop(0)).finish()
-            then = Adjoint(found, *pending.pop(0)) if pending else None
+                found = Adjoint(found, *pending.pop(0), own=True).finish()
+            then = Adjoint(found, *pending.pop(0), own=True) if pending else None
         others = gradients(False, ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])[1:]
         if then is not None:
             found = then.finish()
             for rest in pending:
-                found = Adjoint(found, *rest).finish()
+                found = Adjoint(found, *rest, own=True).finish()
         return found, *others, None, None, None, None
 
 

@@ -34,7 +34,7 @@ from ensemble_ml.distributed.mesh import Members, make_mesh
 from ensemble_ml.distributed.ping import measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import ModelSpec, choose
+from ensemble_ml.models import ModelSpec, choose, keep_freed_memory
 from ensemble_ml.models.speed import candidates as speeds
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal
@@ -250,6 +250,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 def main(given: Path, out: Path, threads: int) -> None:
     """One process of `measured_here`."""
     torch.set_num_threads(threads)
+    keep_freed_memory()
     job = pickle.loads(given.read_bytes())
     with start(ParallelConfig(launcher=Launcher.torchrun)) as session:
         found = probe(job, session)

@@ -17,7 +17,7 @@ import torch
 
 from ensemble_ml.config import DataConfig, TrainConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import ModelSpec
+from ensemble_ml.models import ModelSpec, keep_freed_memory
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point
@@ -171,12 +171,15 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int = 1) -> int:
-    """Set torch's threads and return how many; warn where a resumed run had another number.
+    """Settle this process for training: set torch's threads and return how many, and keep freed memory.
+
+    Warns where a resumed run had another number.
 
     `ranks`: processes of this host, which share its cores.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
+    keep_freed_memory()
     if checkpoint is not None and checkpoint.meta["threads"] != threads:
         was = checkpoint.meta["threads"]
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)

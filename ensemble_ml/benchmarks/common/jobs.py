@@ -18,6 +18,7 @@ import torch
 from ensemble_ml.benchmarks.common.hosts import Hosts, python
 from ensemble_ml.config import ParallelConfig
 from ensemble_ml.distributed import Session, start
+from ensemble_ml.models import keep_freed_memory
 
 _FOUND = "results.json"
 
@@ -40,6 +41,7 @@ def take_part(
     """Do this rank's part of the job on the command line, on one thread; rank 0 writes what `work` found."""
     job, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
+    keep_freed_memory()
     with start(config(job)) as session:
         found = work(session, job)
         if session.first:
