@@ -1,124 +1,20 @@
 """Exchanges during backward: against one process that knows all ranks' gradients."""
 
 import copy
-import time
 
 import pytest
 import torch
 from parallel.simulated import on_ranks
+from parallel.small_net import RIVALS, Net, batch, same, train
 from torch import nn
 
 from ensemble_ml.config import ClipBy, MomentumSync
-from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
-from ensemble_ml.distributed.powersgd import PowerSGD
 from ensemble_ml.distributed.vote import sign_allreduce
-from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
+from ensemble_ml.distributed.voting import LionCub, Vote
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
-
-
-class Net(nn.Module):
-    """Odd sizes, one weight with its axes permuted in memory, one that is used only where asked."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.a = nn.Parameter(torch.randn(7, 13, generator=generator))
-        self.b = nn.Parameter(torch.randn(13, 5, 3, generator=generator).permute(2, 0, 1))
-        self.c = nn.Parameter(torch.randn(1, generator=generator))
-        self.unused = nn.Parameter(torch.randn(70, generator=generator))
-        self.never = nn.Parameter(torch.randn(3, generator=generator))
-
-    def forward(self, x, use=False):
-        y = torch.relu(x @ self.a) @ self.b.sum(0) * self.c
-        return y.square().mean() + (self.unused.square().sum() if use else 0)
-
-
-def batch(rank, step):
-    return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train(make, size, steps=5, use=lambda rank, step: False, batches=batch, before=None, dtype=None, stochastic=False):
-    """Weights, momenta and outcomes of each rank after some steps."""
-
-    def work(group):
-        net, exchange = Net().to(dtype), make(group)
-        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange, stochastic=stochastic)
-        outcomes = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            exchange.begin(step)
-            net(batches(group.rank, step).to(dtype), use(group.rank, step)).backward()
-            if before:
-                before(net, group.rank, step)
-            outcomes.append(exchange.finish())
-            if outcomes[-1].finite:
-                optimizer.step()
-                exchange.after_step()
-        exchange.close()
-        return [p.detach() for p in net.parameters()], [optimizer.momentum(p) for p in net.parameters()], outcomes
-
-    return on_ranks(size, work)
-
-
-def same(found):
-    return all(torch.equal(a, b) for weights, *_ in found for a, b in zip(weights, found[0][0], strict=True))
-
-
-def test_a_step_that_was_given_up_ends_before_the_next_begins():
-    """Whenever a rank begins anew, all have sent the same before."""
-
-    class Slow(Vote):
-        def _exchange(self, number):
-            time.sleep(0.05)
-            super()._exchange(number)
-
-    def work(group):
-        net, exchange = Net(), Slow(group, bucket_mb=1e-4)
-        optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
-        for p in net.parameters():
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(group.rank))
-        exchange.begin(0)
-        for number in range(3):  # as backward hands buckets on until it raises
-            exchange._full(number)
-        time.sleep(0.6 * group.rank)
-        for step in range(2):
-            optimizer.zero_grad()
-            exchange.begin(step)
-            net(batch(group.rank, step)).backward()
-            exchange.finish()
-            optimizer.step()
-        exchange.close()
-        return [p.detach() for p in net.parameters()], None
-
-    found = on_ranks(2, work)
-    assert same(found)
-
-
-def test_an_exchange_that_fails_is_told_once_and_the_rest_of_the_step_left_out():
-    done = []
-
-    class Failing(Vote):
-        def _exchange(self, number):
-            done.append(number)
-            if number == 1:
-                raise RuntimeError("bucket 1")
-
-    net = Net()
-    exchange = Failing(NullCommunicator(), bucket_mb=1e-4)
-    Lion(net.parameters(), lr=1e-2, exchange=exchange)
-    for _ in range(2):
-        done.clear()
-        exchange.begin(0)
-        net(batch(0, 0)).backward()
-        with pytest.raises(RuntimeError, match="bucket 1"):
-            exchange.finish()
-        assert done == [0, 1] and len(exchange.buckets) > 2
-        for p in net.parameters():
-            p.grad = None
-    exchange.close()
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-4, 4.0])
@@ -181,26 +77,6 @@ def test_one_voter_is_plain_lion():
     assert all(torch.equal(m, optimizer.momentum(p)) for m, p in zip(momenta, net.parameters(), strict=True))
 
 
-RIVALS = {
-    "vote": lambda g, **k: Vote(g, **k),
-    "cub8": lambda g, **k: LionCub(g, bits=8, **k),
-    "cub1": lambda g, **k: LionCub(g, bits=1, **k),
-    "distributed": lambda g, **k: DistributedLion(g, **k),
-    "fp32": lambda g, **k: GradientAverage(g, **k),
-    "fp16": lambda g, **k: GradientAverage(g, dtype=torch.float16, **k),
-    "powersgd": lambda g, **k: PowerSGD(g, rank=2, **k),
-}
-
-
-@pytest.mark.parametrize("name", RIVALS)
-def test_replicas_stay_equal_and_unused_parameters_do_not_hang(name):
-    found = train(RIVALS[name], 3, use=lambda rank, step: rank == 1 and step % 2 == 0)
-    assert same(found)
-    start = Net()
-    assert torch.equal(found[0][0][4], start.never)  # used by nobody: not even decayed
-    assert not torch.equal(found[0][0][3], start.unused)
-
-
 def test_published_forms_of_one_bit_win_the_same_vote():
     ours, *others = (train(RIVALS[name], 3)[0][0] for name in ("vote", "cub1", "distributed"))
     for other in others:
@@ -213,25 +89,6 @@ def test_published_eight_bits_end_at_127_ranks():
 
     with pytest.raises(UserError, match="128 ranks"):
         LionCub(Many(), bits=8)
-
-
-@pytest.mark.parametrize("name", RIVALS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_known_to_all_and_who_it_was(name, bad):
-    def poison(net, rank, step):
-        if step == 2 and rank == 1:
-            net.a.grad[0, 0] = bad
-
-    deferred = {"overlap": False} if name in ("vote", "fp32", "fp16") else {}
-    found = train(lambda g: RIVALS[name](g, **deferred), 3, before=poison)
-    assert [[o.culprits for o in outcomes] for *_, outcomes in found] == [[(), (), (1,), (), ()]] * 3
-    assert same(found) and all(torch.isfinite(p).all() for p in found[0][0])
-    assert all(torch.isfinite(m).all() for m in found[1][1])
-
-
-def test_poison_found_during_backward():
-    found = train(lambda g: Vote(g), 2, batches=lambda r, s: batch(r, s) * (float("nan") if (r, s) == (0, 3) else 1))
-    assert [o.culprits for o in found[1][2]] == [(), (), (), (0,), ()]
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -298,21 +155,6 @@ def test_gradient_accumulation(bits):
     a, b = on_ranks(2, twice), on_ranks(2, once)
     for x, y in zip(a[0], b[0], strict=True):
         torch.testing.assert_close(x, y)
-
-
-def test_a_second_backward_without_hold_is_refused():
-    def work(group):
-        net, exchange = Net(), Vote(group)
-        Lion(net.parameters(), exchange=exchange)
-        exchange.begin(0)
-        net(batch(0, 0), True).backward()
-        (net.never.sum() + net(batch(0, 0))).backward()  # the bucket is full, and goes
-        with pytest.raises(RuntimeError, match="hold"):
-            net(batch(0, 1)).backward()
-        exchange.finish()
-        exchange.close()
-
-    on_ranks(1, work)
 
 
 @pytest.mark.parametrize("clip_by", list(ClipBy))
