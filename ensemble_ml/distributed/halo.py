@@ -9,9 +9,10 @@ gives exactly its part of the whole result:
 
     convolution(k, stride s, padding p, dilation d)     left = p     right = d (k - 1) - p - s + 1, at the last rank p
 
-where every part starts at a multiple of s. Axes go in sequence, rows first, so corners come free. One
-all_to_all_single an axis carries both sides: no order of sends and receives to get wrong, also where two ranks are each
-other's neighbour on both sides. Its backward is the adjoint: what was copied out is added back in.
+where every part starts at a multiple of s. Axes go in sequence, rows first, so corners come free; where every rank has
+all rows, what comes across the poles brings its corners, and travels together with the columns. One all_to_all_single
+carries both sides: no order of sends and receives to get wrong, also where two ranks are each other's neighbour on both
+sides. Its backward is the adjoint: what was copied out is added back in.
 
 Strips are on their way while the inside is copied; `halo_conv` computes in the meantime.
 """
@@ -28,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from ensemble_ml.distributed.strips import Across, Opposite, Side, Swap, strips
 from ensemble_ml.models.padding import Beyond
 
-__all__ = ["Across", "Adjoint", "Filling", "Side", "halo", "halo_bytes"]
+__all__ = ["Across", "Filling", "Folding", "Side", "halo", "halo_bytes"]
 
 
 def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | None = None) -> Tensor:
@@ -88,12 +89,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        rows, columns, across = ctx.sides
-        if columns is not None:
-            grad = Adjoint(grad, columns, None, None).finish()
-        if rows is not None:
-            grad = Adjoint(grad, rows, columns, across, own=columns is not None).finish()
-        return grad, None, None, None
+        return Folding(grad, *ctx.sides).finish(), None, None, None
 
 
 def begin_padding(
@@ -109,13 +105,25 @@ def begin_padding(
     for dim, (left, _) in enumerate(pads):
         inner = inner.narrow(dim, left, x.shape[dim])
     filling = []
+    at_once = _at_once(rows, columns)
     if rows is not None:
-        filling.append(Filling(padded if columns is None else columns.inside(padded), rows, columns, across))
-        filling[0].begin(x)  # from `x`, so that the copy of the inside runs meanwhile
-    inner.copy_(x)
+        wide = columns is None or at_once
+        filling.append(Filling(padded if wide or columns is None else columns.inside(padded), rows, columns, across))
     if columns is not None:
-        filling.append(Filling(padded, columns, None, None))
+        filling.append(Filling(rows.inside(padded) if at_once and rows is not None else padded, columns, None, None))
+    for one in filling if at_once else filling[: rows is not None]:
+        one.begin(x)  # from `x`, so that the copy of the inside runs meanwhile
+    inner.copy_(x)
     return padded, filling
+
+
+def _at_once(rows: Side | None, columns: Side | None) -> bool:
+    """Whether both axes can be exchanged at the same time: all that lies beyond the rows comes from across a pole, and
+    so can its corners; what neighbours along the columns hold are then rows that this rank has too."""
+    if rows is None or columns is None or rows.comm.size > 1 or columns.comm.size == 1 or rows.crops:
+        return False
+    ends = list(rows.ends())
+    return columns.meets and bool(ends) and all(rule.beyond is Beyond.MIRROR for _, rule, _ in ends)
 
 
 class Filling:
@@ -136,7 +144,8 @@ class Filling:
         if self._mirrors:
             assert self._across is not None and self._columns is not None
             given = [_mirrored(inner, side, *end) for end in self._mirrors]
-            self._opposite = Opposite(given, self._columns, self._across)
+            wide = _at_once(side, self._columns)
+            self._opposite = Opposite(given, self._columns, self._across, wide=wide)
         if side.meets:
             out, self._into = strips(inner.shape[side.dim], side)
             cut = side.pads[0]
@@ -180,12 +189,8 @@ class Adjoint:
     """
 
     def __init__(self, grad: Tensor, side: Side, columns: Side | None, across: Across | None, *, own: bool = False):
-        self.side, self._across = side, across
-        self._mirrors = [(first, rule, width) for first, rule, width in side.ends() if rule.beyond is Beyond.MIRROR]
-        if self._mirrors:
-            assert across is not None and columns is not None
-            gone = [across.turned(side.beyond(grad, first).flip(side.dim)) for first, _, _ in self._mirrors]
-            self._opposite = Opposite(gone, columns, across)
+        self.side = side
+        self._poles = Poles(grad, side, columns, across)
         if side.meets:
             self._own, halos = strips(side.inside(grad).shape[side.dim], side)
             shapes = [(part.rank, part.of(grad, side.dim).shape) for part in self._own]
@@ -203,10 +208,69 @@ class Adjoint:
         if side.meets:
             for part, addend in zip(self._own, self._swap.wait(), strict=True):
                 part.of(inner, side.dim, side.pads[0]).add_(addend)
-        if self._mirrors:
-            for end, addend in zip(self._mirrors, self._opposite.wait(), strict=True):
-                _mirrored(inner, side, *end).add_(addend)
+        self._poles.give_back(inner)
         return inner
+
+
+class Poles:
+    """Rows of `grad` beyond the poles, on their way back to where they came from; there may be none."""
+
+    def __init__(self, grad: Tensor, rows: Side, columns: Side | None, across: Across | None):
+        self._rows = rows
+        self._ends = [end for end in rows.ends() if end[1].beyond is Beyond.MIRROR]
+        if self._ends:
+            assert across is not None and columns is not None
+            gone = [across.turned(rows.beyond(grad, first).flip(rows.dim)) for first, _, _ in self._ends]
+            self._opposite = Opposite(gone, columns, across, wide=_at_once(rows, columns), back=True)
+
+    def give_back(self, inner: Tensor) -> None:
+        """Add them to the rows that they mirror."""
+        if self._ends:
+            for end, addend in zip(self._ends, self._opposite.wait(), strict=True):
+                _mirrored(inner, self._rows, *end).add_(addend)
+
+
+class Folding:
+    """The gradient of a part from that of the padded part: begun as far as goes without waiting for a neighbour.
+
+    Axes go in the reverse order of padding; `own` says whether `grad` may be changed.
+    """
+
+    def __init__(
+        self, grad: Tensor, rows: Side | None, columns: Side | None, across: Across | None, *, own: bool = False
+    ):
+        self._grad, self._own = grad, own
+        self._begun: Adjoint | None = None
+        self._poles: Poles | None = None
+        self._rest: list[tuple[Side, Side | None, Across | None]] = []
+        if columns is not None:
+            self._rest.append((columns, None, None))
+        if rows is not None and _at_once(rows, columns):
+            self._poles = Poles(grad, rows, columns, across)
+            self._grad = rows.inside(grad)
+        elif rows is not None:
+            self._rest.append((rows, columns, across))
+        while self._rest and self._begun is None:
+            self._step(wait=False)
+
+    def _step(self, *, wait: bool) -> None:
+        side, columns, across = self._rest.pop(0)
+        adjoint = Adjoint(self._grad, side, columns, across, own=self._own)
+        self._own = True
+        if wait or not (side.meets and side.comm.size > 1):
+            self._grad = adjoint.finish()
+        else:
+            self._begun = adjoint
+
+    def finish(self) -> Tensor:
+        """Wait for the neighbours."""
+        if self._begun is not None:
+            self._grad = self._begun.finish()
+        while self._rest:
+            self._step(wait=True)
+        if self._poles is not None:
+            self._poles.give_back(self._grad)
+        return self._grad
 
 
 def _mirrored(inner: Tensor, side: Side, is_first: bool, rule: Any, width: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ensemble_ml.distributed.communicator import Communicator
-from ensemble_ml.distributed.halo import Adjoint, Filling, begin_padding, check, halo
+from ensemble_ml.distributed.halo import Filling, Folding, begin_padding, check, halo
 from ensemble_ml.distributed.strips import Across, Side
 
 
@@ -99,15 +99,10 @@ class _HaloConv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             found = gradients(True, False, False)[0]
             assert found is not None
-            pending = [(columns, None, None)] * (columns is not None) + [(rows, columns, across)] * (rows is not None)
-            while pending and not (pending[0][0].meets and pending[0][0].comm.size > 1):
-                found = Adjoint(found, *pending.pop(0), own=True).finish()
-            then = Adjoint(found, *pending.pop(0), own=True) if pending else None
+            then = Folding(found, rows, columns, across, own=True)
         others = gradients(False, ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])[1:]
         if then is not None:
             found = then.finish()
-            for rest in pending:
-                found = Adjoint(found, *rest, own=True).finish()
         return found, *others, None, None, None, None
 
 
@@ -125,7 +120,7 @@ def _forward(
     travelling.finish_ends()
     for is_first, neighbour in zip((True, False), side.neighbours(), strict=True):
         if neighbour is not None:
-            side.beyond(padded, is_first).zero_()  # what the memory held before may be slow to multiply
+            side.beyond(travelling.padded, is_first).zero_()  # what the memory held before may be slow to multiply
     _fill(padded, filling[late + 1 :])
     out = window.of(padded, weight, bias)
     travelling.finish_strips()

@@ -198,41 +198,60 @@ def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
 class Opposite:
     """Each strip's columns half the circle away, from whichever ranks hold them.
 
-    Half the circle there and half the circle back are the same way, so the adjoint is the same exchange.
+    Given are strips of the own columns, found are such strips, or `wide` ones: with the columns that pad them on both
+    sides. `back` is the adjoint: given are what was found, found the sums of what belongs to the own columns.
     """
 
-    def __init__(self, given: Sequence[Tensor], columns: Side, across: Across):
+    def __init__(
+        self, given: Sequence[Tensor], columns: Side, across: Across, *, wide: bool = False, back: bool = False
+    ):
         comm, self._dim = columns.comm, columns.dim
         self._given: Sequence[Tensor] = given
         self._swap: Swap | None = None
         if comm.size == 1:
+            assert not wide, "one rank has no corners to ask for"
             return
+
+        def reach(rank: int) -> tuple[int, int]:
+            left, right = columns.widths(rank) if wide else (0, 0)
+            return max(left, 0), max(right, 0)
+
         out, self._into = [], []
         for rank in range(comm.size):
-            for start, _, length in _pieces(across.parts, comm.rank, rank):
+            ours = _pieces(across.parts, comm.rank, rank, reach(rank))
+            theirs = [(mine, there, n) for there, mine, n in _pieces(across.parts, rank, comm.rank, reach(comm.rank))]
+            for start, _, length in theirs if back else ours:
                 out += [(rank, strip.narrow(self._dim, start, length)) for strip in given]
-            for _, start, length in _pieces(across.parts, rank, comm.rank):
+            for start, _, length in ours if back else theirs:
                 self._into += [(rank, i, start, length) for i in range(len(given))]
-        shapes = [(rank, given[i].narrow(self._dim, 0, length).shape) for rank, i, _, length in self._into]
+        first, last = across.parts[comm.rank]
+        self._width = last - first + (0 if back else sum(reach(comm.rank)))
+        shapes = [(rank, self._shape(given[i], length)) for rank, i, _, length in self._into]
         self._swap = Swap(comm, out, shapes, given[0])
 
     def wait(self) -> list[Tensor]:
         """The strips, rolled by half the circle."""
         if self._swap is None:
             return [strip.roll(strip.shape[self._dim] // 2, self._dim) for strip in self._given]
-        found = [torch.empty_like(strip) for strip in self._given]
+        found = [strip.new_zeros(self._shape(strip, self._width)) for strip in self._given]
         for (_, i, start, length), values in zip(self._into, self._swap.wait(), strict=True):
-            found[i].narrow(self._dim, start, length).copy_(values)
+            found[i].narrow(self._dim, start, length).add_(values)
         return found
 
+    def _shape(self, strip: Tensor, columns: int) -> torch.Size:
+        return torch.Size([*strip.shape[: self._dim], columns, *strip.shape[self._dim + 1 :]])
 
-def _pieces(parts: Sequence[tuple[int, int]], source: int, target: int) -> list[tuple[int, int, int]]:
-    """(start at the source, start at the target, length) of the columns that `target` wants of `source`."""
+
+def _pieces(
+    parts: Sequence[tuple[int, int]], source: int, target: int, reach: tuple[int, int]
+) -> list[tuple[int, int, int]]:
+    """(start at the source, start at the target, length) of the columns that `target` wants of `source`: those half the
+    circle away from its own, and `reach` more before and after them."""
     total = parts[-1][1]
-    first, last = parts[target]
+    first, last = parts[target][0] - reach[0], parts[target][1] + reach[1]
     own = parts[source]
     found = []
-    for turn in (0, total):  # the wanted columns, in [half, total + half), may pass the end of the circle
+    for turn in (0, total):  # the wanted columns, in [half - reach, total + half + reach), may pass the circle's end
         wanted = first + total // 2 - turn, last + total // 2 - turn
         start, stop = max(wanted[0], own[0]), min(wanted[1], own[1])
         if start < stop:

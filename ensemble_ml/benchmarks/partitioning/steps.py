@@ -156,7 +156,8 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
     """Bytes of halos that this rank sends in a step, from the surface of its part alone.
 
     One row to each neighbour in latitude, one column, with the rows beyond its ends, to each in longitude, and a row
-    across each pole where longitude is split; once forward, once backward unless nothing asks for that gradient.
+    across each pole where longitude is split; once forward, once backward unless nothing asks for that gradient. Where
+    latitude is whole, rows across the poles bring their corners, which with two ranks are their own.
     """
     model = network(spec, precision)
     shard = partition_model(model, session.mesh)
@@ -175,9 +176,10 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
         if topology.lon > 1:
             geometry = module.pad.geometry
             inner = 2 if geometry.wraps else (place.lon > 0) + (place.lon < topology.lon - 1)
-            lines += (rows + 2) * inner
             poles = (place.lat == 0, geometry.north), (place.lat == topology.lat - 1, geometry.south)
-            lines += columns * sum(here and rule.beyond.value == "mirror" for here, rule in poles)
+            crossed = sum(here and rule.beyond.value == "mirror" for here, rule in poles)
+            own_corners = 2 * inner if topology.lat == 1 and topology.lon == 2 and crossed == 2 else 0
+            lines += (rows + 2) * inner + columns * crossed - own_corners
         total += lines * batch * channels * planes * itemsize * (1 + x.requires_grad)
 
     for module in model.modules():
