@@ -200,15 +200,16 @@ def _links(bench: SpatialBench) -> None:
     for count in bench.config.spatial.hosts:
         for rate in bench.config.spatial.rates:
             with linked(count, rate) as hosts:
+                slow = rate == "100mbit"  # where a step that gathers takes a minute, and precision matters little
                 for mesh in _LINKED[count]:
-                    _on_links(bench, hosts, mesh)
+                    for precision in ["float32"] if slow else bench.config.spatial.precisions:
+                        _on_links(bench, hosts, mesh, precision, gathering=not slow)
 
 
-def _on_links(bench: SpatialBench, hosts: Hosts, mesh: tuple[int, int]) -> None:
-    where = f"{hosts.count} hosts at {hosts.where}, {mesh[0]}x{mesh[1]}"
-    gathering = hosts.rate != "100mbit"  # minutes a step there
+def _on_links(bench: SpatialBench, hosts: Hosts, mesh: tuple[int, int], precision: str, *, gathering: bool) -> None:
+    where = f"{hosts.count} hosts at {hosts.where}, {mesh[0]}x{mesh[1]}, {precision}"
     entrants = [OURS, OVERLAP] + [GATHER] * gathering
-    found = bench.job("steps", mesh, hosts, entrants=entrants, precision="float32", **bench.network)
+    found = bench.job("steps", mesh, hosts, entrants=entrants, precision=precision, **bench.network)
     _tell_steps(bench, found, where)
     seconds = {name: statistics.median(v) for name, v in found["seconds"].items()}
     gain = seconds[OURS] / seconds[OVERLAP]

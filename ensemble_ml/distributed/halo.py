@@ -111,8 +111,13 @@ def begin_padding(
         filling.append(Filling(padded if wide or columns is None else columns.inside(padded), rows, columns, across))
     if columns is not None:
         filling.append(Filling(rows.inside(padded) if at_once and rows is not None else padded, columns, None, None))
-    for one in filling if at_once else filling[: rows is not None]:
-        one.begin(x)  # from `x`, so that the copy of the inside runs meanwhile
+    # From `x`, so that the copy of the inside runs meanwhile.
+    if at_once:
+        for one in filling:
+            one.prepare(x)
+        filling[0].post(filling[1])
+    elif rows is not None:
+        filling[0].begin(x)
     inner.copy_(x)
     return padded, filling
 
@@ -134,11 +139,21 @@ class Filling:
         self._begun = False
 
     def begin(self, inner: Tensor | None = None) -> None:
-        """Send what others need of the inside; `inner` holds it where `padded` does not yet."""
-        if self._begun:
-            return
-        self._begun = True
-        side = self.side
+        """Send what others need of the inside, unless that was done; `inner` holds it where `padded` does not yet."""
+        if not self._begun:
+            self.prepare(inner)
+            self.post()
+
+    def post(self, together: Filling | None = None) -> None:
+        """Send what was prepared; what comes across the poles travels with the strips of another axis, if asked."""
+        if self._mirrors:
+            self._opposite.post(None if together is None else together._swap)
+        if self.side.meets:
+            self._swap.post()
+
+    def prepare(self, inner: Tensor | None) -> None:
+        """Find what others need of the inside."""
+        self._begun, side = True, self.side
         inner = side.inside(self.padded) if inner is None else inner
         self._mirrors = [(first, rule, width) for first, rule, width in side.ends() if rule.beyond is Beyond.MIRROR]
         if self._mirrors:
@@ -183,18 +198,26 @@ class Filling:
 class Adjoint:
     """What padding along one axis took is given back: halos of `grad` are added to where they came from.
 
-    The gradient of what was padded is dense: layers before this one take much longer over one with gaps (a step of the
-    U-Net on 1 x 2 ranks took a tenth more). It is a copy, made while strips travel, or the inside of `grad` itself
-    where that is dense and `own` says that it may be changed.
+    The gradient of what was padded is dense, as that of a whole field is: a copy, made while strips travel, or the
+    inside of `grad` itself where that is dense and `own` says that it may be changed. `poles` of the other axis travel
+    along.
     """
 
-    def __init__(self, grad: Tensor, side: Side, columns: Side | None, across: Across | None, *, own: bool = False):
+    def __init__(
+        self, grad: Tensor, side: Side, columns: Side | None, across: Across | None, *, own: bool = False,
+        poles: Poles | None = None,
+    ):  # fmt: skip
         self.side = side
         self._poles = Poles(grad, side, columns, across)
+        self._poles.post()
         if side.meets:
             self._own, halos = strips(side.inside(grad).shape[side.dim], side)
             shapes = [(part.rank, part.of(grad, side.dim).shape) for part in self._own]
             self._swap = Swap(side.comm, [(part.rank, part.of(grad, side.dim)) for part in halos], shapes, grad)
+            if poles is None:
+                self._swap.post()
+            else:
+                poles.post(self._swap)
         inner = side.inside(grad)
         self._inner = inner if own and _is_dense(inner) else inner.clone()  # keeps the order of axes in memory
         for is_first, rule, _ in side.ends():
@@ -222,6 +245,11 @@ class Poles:
             assert across is not None and columns is not None
             gone = [across.turned(rows.beyond(grad, first).flip(rows.dim)) for first, _, _ in self._ends]
             self._opposite = Opposite(gone, columns, across, wide=_at_once(rows, columns), back=True)
+
+    def post(self, together: Swap | None = None) -> None:
+        """Send them, in one message with another swap where one is given."""
+        if self._ends:
+            self._opposite.post(together)
 
     def give_back(self, inner: Tensor) -> None:
         """Add them to the rows that they mirror."""
@@ -255,7 +283,7 @@ class Folding:
 
     def _step(self, *, wait: bool) -> None:
         side, columns, across = self._rest.pop(0)
-        adjoint = Adjoint(self._grad, side, columns, across, own=self._own)
+        adjoint = Adjoint(self._grad, side, columns, across, own=self._own, poles=self._poles)
         self._own = True
         if wait or not (side.meets and side.comm.size > 1):
             self._grad = adjoint.finish()

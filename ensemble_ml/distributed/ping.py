@@ -1,4 +1,9 @@
-"""Latency and bandwidth between ranks, measured by short exchanges, all ranks at once."""
+"""Latency and bandwidth between ranks, measured by short exchanges, all ranks at once.
+
+In a step a rank computes between two messages, and its neighbours are not there at the same moment: they wait for each
+other, and where ranks share cores also for their turn on one. So here, too, each computes between exchanges, and what
+an exchange takes is by how much it lengthens the same work.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,9 @@ from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.costs import Link, Links
 from ensemble_ml.distributed.mesh import Mesh
 
-_SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 19  # bytes out of each rank
-_REPEATS = 5
+_SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes out of each rank
+_ROUNDS, _REPEATS = 6, 7
+_WORK = 448  # rows of the matrix that is squared in between: a millisecond or so on one core
 
 Make = Callable[[Communicator, int], Callable[[], object]]
 
@@ -55,17 +61,32 @@ def _fitted(group: Communicator, make: Make, world: Communicator) -> Link:
 
 
 def _seconds(run: Callable[[], object], group: Communicator, world: Communicator) -> float:
-    """Median over repeats of the slowest rank's time."""
-    run()
-    times = []
-    for _ in range(_REPEATS):
-        group.barrier()
-        start = time.perf_counter()
+    """Seconds by which an exchange lengthens the work around it: median over repeats, of the slowest rank."""
+    x = torch.ones(_WORK, _WORK)
+
+    def work() -> None:
+        torch.mm(x, x)
+
+    def both() -> None:
+        work()
         run()
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64)
+
+    both()
+    found = []
+    for _ in range(_REPEATS):
+        busy, all_of_it = _round(work, group), _round(both, group)
+        found.append(max(0.0, all_of_it - busy) / _ROUNDS)
+    slowest = torch.tensor([statistics.median(found)], dtype=torch.float64)
     world.all_reduce(slowest, op="max")
     return float(slowest)
+
+
+def _round(run: Callable[[], object], group: Communicator) -> float:
+    group.barrier()
+    start = time.perf_counter()
+    for _ in range(_ROUNDS):
+        run()
+    return time.perf_counter() - start
 
 
 def _swap(group: Communicator, size: int) -> Callable[[], object]:

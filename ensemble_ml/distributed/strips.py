@@ -1,7 +1,7 @@
 """How one axis is padded, and the strips that ranks give each other for it.
 
-An exchange has two halves: `begin` packs what goes out and posts one all_to_all_single, `finish` waits for it and puts
-what came in into its place. What lies between runs while the strips travel.
+An exchange has two halves: `post` packs what goes out and starts one all_to_all_single, `wait` waits for it and gives
+what came in. What lies between runs while the strips travel.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class Swap:
-    """Strips under way: each rank gives `out` (rank, view) and gets what `shapes` (rank, shape) announce.
+    """Strips that ranks swap: each gives `out` (rank, view) and gets what `shapes` (rank, shape) announce.
 
     Strips of one pair of ranks are matched in the order in which both list them.
     """
@@ -143,19 +143,35 @@ class Swap:
         self, comm: Communicator, out: Sequence[tuple[int, Tensor]], shapes: Sequence[tuple[int, torch.Size]],
         like: Tensor,
     ):  # fmt: skip
-        sent, received = [0] * comm.size, [0] * comm.size
-        for rank, view in out:
+        self._comm, self._out, self._shapes, self._like = comm, out, shapes, like
+        self._joint: tuple[Swap, int] | None = None
+
+    def post(self) -> Swap:
+        """Send; what is given may change from then on."""
+        sent, received = [0] * self._comm.size, [0] * self._comm.size
+        for rank, view in self._out:
             sent[rank] += view.numel()
-        for rank, shape in shapes:
+        for rank, shape in self._shapes:
             received[rank] += shape.numel()
         # Channels last on every rank, whatever the memory order: ranks may not agree on that of a thin part.
-        flat = [view.movedim(1, -1).reshape(-1) for _, view in sorted(out, key=lambda item: item[0])]
-        self._shapes, self._buffer = shapes, like.new_empty(sum(received))
-        self._message = torch.cat(flat) if flat else like.new_empty(0)
-        self._pending = comm.all_to_all_single(self._buffer, self._message, received, sent, async_op=True)
+        flat = [view.movedim(1, -1).reshape(-1) for _, view in sorted(self._out, key=lambda item: item[0])]
+        self._buffer = self._like.new_empty(sum(received))
+        self._message = torch.cat(flat) if flat else self._like.new_empty(0)
+        self._pending = self._comm.all_to_all_single(self._buffer, self._message, received, sent, async_op=True)
+        self._out = []
+        return self
+
+    def post_with(self, other: Swap) -> None:
+        """Send both as one message of the communicator that they share."""
+        joint = Swap(self._comm, [*self._out, *other._out], [*self._shapes, *other._shapes], self._like).post()
+        self._out, other._out = [], []
+        self._joint, other._joint = (joint, 0), (joint, len(self._shapes))
 
     def wait(self) -> list[Tensor]:
         """What came in, in the order of `shapes`."""
+        if self._joint is not None:
+            joint, start = self._joint
+            return joint.wait()[start : start + len(self._shapes)]
         self._pending.wait()
         order = sorted(range(len(self._shapes)), key=lambda i: self._shapes[i][0])
         pieces = dict(zip(order, self._buffer.split([self._shapes[i][1].numel() for i in order]), strict=True))
@@ -228,6 +244,13 @@ class Opposite:
         self._width = last - first + (0 if back else sum(reach(comm.rank)))
         shapes = [(rank, self._shape(given[i], length)) for rank, i, _, length in self._into]
         self._swap = Swap(comm, out, shapes, given[0])
+
+    def post(self, together: Swap | None = None) -> None:
+        """Send what others want, in one message with another swap where one is given."""
+        if self._swap is not None and together is not None:
+            self._swap.post_with(together)
+        elif self._swap is not None:
+            self._swap.post()
 
     def wait(self) -> list[Tensor]:
         """The strips, rolled by half the circle."""
