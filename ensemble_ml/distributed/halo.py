@@ -105,14 +105,14 @@ def begin_padding(
     for dim, (left, _) in enumerate(pads):
         inner = inner.narrow(dim, left, x.shape[dim])
     filling = []
-    at_once = _at_once(rows, columns)
+    together = at_once(rows, columns)
     if rows is not None:
-        wide = columns is None or at_once
+        wide = columns is None or together
         filling.append(Filling(padded if wide or columns is None else columns.inside(padded), rows, columns, across))
     if columns is not None:
-        filling.append(Filling(rows.inside(padded) if at_once and rows is not None else padded, columns, None, None))
+        filling.append(Filling(rows.inside(padded) if together and rows is not None else padded, columns, None, None))
     # From `x`, so that the copy of the inside runs meanwhile.
-    if at_once:
+    if together:
         for one in filling:
             one.prepare(x)
         filling[0].post(filling[1])
@@ -122,7 +122,7 @@ def begin_padding(
     return padded, filling
 
 
-def _at_once(rows: Side | None, columns: Side | None) -> bool:
+def at_once(rows: Side | None, columns: Side | None) -> bool:
     """Whether both axes can be exchanged at the same time: all that lies beyond the rows comes from across a pole, and
     so can its corners; what neighbours along the columns hold are then rows that this rank has too."""
     if rows is None or columns is None or rows.comm.size > 1 or columns.comm.size == 1 or rows.crops:
@@ -159,7 +159,7 @@ class Filling:
         if self._mirrors:
             assert self._across is not None and self._columns is not None
             given = [_mirrored(inner, side, *end) for end in self._mirrors]
-            wide = _at_once(side, self._columns)
+            wide = at_once(side, self._columns)
             self._opposite = Opposite(given, self._columns, self._across, wide=wide)
         if side.meets:
             out, self._into = strips(inner.shape[side.dim], side)
@@ -244,7 +244,7 @@ class Poles:
         if self._ends:
             assert across is not None and columns is not None
             gone = [across.turned(rows.beyond(grad, first).flip(rows.dim)) for first, _, _ in self._ends]
-            self._opposite = Opposite(gone, columns, across, wide=_at_once(rows, columns), back=True)
+            self._opposite = Opposite(gone, columns, across, wide=at_once(rows, columns), back=True)
 
     def post(self, together: Swap | None = None) -> None:
         """Send them, in one message with another swap where one is given."""
@@ -273,7 +273,7 @@ class Folding:
         self._rest: list[tuple[Side, Side | None, Across | None]] = []
         if columns is not None:
             self._rest.append((columns, None, None))
-        if rows is not None and _at_once(rows, columns):
+        if rows is not None and at_once(rows, columns):
             self._poles = Poles(grad, rows, columns, across)
             self._grad = rows.inside(grad)
         elif rows is not None:

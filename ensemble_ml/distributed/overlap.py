@@ -5,7 +5,9 @@ columns) of the result that see them are computed anew once they are there. So t
 it would have anyway: cutting the inside out would copy it, and the result again. Backward: the gradient of the input
 comes first, its halo goes back to the neighbours while the gradient of the weights is computed.
 
-Where both axes are split, rows go first because corners travel with columns; then columns are what is hidden.
+Where both axes are split, rows go first because corners travel with columns; then columns are what is hidden. Where
+longitude alone is, rows from across the poles come with the columns, and forward waits for both: all four sides would
+have to be computed anew.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ensemble_ml.distributed.communicator import Communicator
-from ensemble_ml.distributed.halo import Filling, Folding, begin_padding, check, halo
+from ensemble_ml.distributed.halo import Filling, Folding, at_once, begin_padding, check, halo
 from ensemble_ml.distributed.strips import Across, Side
 
 
@@ -111,6 +113,10 @@ def _forward(
     across: Across | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     padded, filling = begin_padding(x, rows, columns, across)
+    if at_once(rows, columns):
+        for one in filling:
+            one.finish()
+        return padded, window.of(padded, weight, bias)
     late = max(i for i, one in enumerate(filling) if one.side.meets and one.side.comm.size > 1)
     for one in filling[:late]:
         one.begin()
