@@ -5,8 +5,9 @@ import time
 import torch
 from parallel.ranks import run_ranks
 
-from ensemble_ml.distributed.halo import Side
+from ensemble_ml.distributed.halo import Across, Side
 from ensemble_ml.distributed.overlap import Overlap, Window, choose_overlap, halo_conv
+from ensemble_ml.models.padding import Beyond, EdgeRule
 
 
 class Watched:
@@ -30,11 +31,17 @@ class Watched:
         return Pending()
 
 
-def order(session, overlap):
+def order(session, overlap, poles=False):
     events = []
     x = torch.randn(1, 2, 6, 8, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 2, 3, 3, 1, dtype=torch.float64, requires_grad=True)
+    mirror = EdgeRule(Beyond.MIRROR)
     rows = Side(2, 1, 1, comm=Watched(session.mesh.lat, events))
+    columns, across = None, None
+    if poles:
+        rows = Side(2, 1, 1, first=mirror, last=mirror)
+        columns = Side(3, 1, 1, periodic=True, comm=Watched(session.mesh.lon, events))
+        across = Across(((0, 8), (8, 16), (16, 24)))
     window = Window((1, 1, 1), (0, 0, 0), (1, 1, 1))
 
     class Convolution(torch.utils._python_dispatch.TorchDispatchMode):
@@ -45,7 +52,7 @@ def order(session, overlap):
             return function(*args, **(kwargs or {}))
 
     with Convolution():
-        halo_conv(x, weight, None, window, rows, None, overlap=overlap).square().sum().backward()
+        halo_conv(x, weight, None, window, rows, columns, across, overlap=overlap).square().sum().backward()
     return events
 
 
@@ -55,6 +62,11 @@ def test_the_bulk_is_computed_while_strips_travel():
         assert events == [*forward, "compute", "post", "compute", "wait"]  # input, then weights under way
     for events in run_ranks(order, 2, False, lat=2):
         assert events == ["post", "wait", "compute", "compute", "post", "wait"]
+
+
+def test_rows_from_across_the_poles_travel_with_the_columns():
+    for events in run_ranks(order, 3, True, True, lon=3):
+        assert events == ["post", "wait", "compute", "compute", "post", "compute", "wait"]
 
 
 def chosen(session, slow):
