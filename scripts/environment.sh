@@ -23,8 +23,6 @@ stamp=$venv/.ensemble-ml-$(cat "$root/pyproject.toml" "$root/constraints.txt" <(
 if [ ! -e "$stamp" ]; then
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
   [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
-  # Debian 12's pip 23.0 finds no way through the extras of the tests.
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check 'pip>=23.2'
   # torch first and alone: a package that depends on it would otherwise choose its build.
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")"
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]"
