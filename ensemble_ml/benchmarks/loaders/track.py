@@ -125,7 +125,7 @@ class Track:
     def decode_seconds(self) -> float:
         """Seconds in which a thread decodes a sample of the store while all cores do: they share memory's bandwidth."""
         items, turns = self.items(), 3
-        together = Barrier(cores())
+        together = Barrier(cores(), timeout=60)
 
         def work() -> float:
             out = {name: np.empty(one.shape, one.dtype) for name, one in items.arrays.items()}
