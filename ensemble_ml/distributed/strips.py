@@ -145,6 +145,7 @@ class Swap:
     ):  # fmt: skip
         self._comm, self._out, self._shapes, self._like = comm, out, shapes, like
         self._joint: tuple[Swap, int] | None = None
+        self._found: list[Tensor] | None = None
 
     def post(self) -> Swap:
         """Send; what is given may change from then on."""
@@ -172,7 +173,12 @@ class Swap:
         if self._joint is not None:
             joint, start = self._joint
             return joint.wait()[start : start + len(self._shapes)]
-        self._pending.wait()
+        if self._found is None:
+            self._pending.wait()
+            self._found = self._unpacked()
+        return self._found
+
+    def _unpacked(self) -> list[Tensor]:
         order = sorted(range(len(self._shapes)), key=lambda i: self._shapes[i][0])
         pieces = dict(zip(order, self._buffer.split([self._shapes[i][1].numel() for i in order]), strict=True))
         return [_shaped(pieces[i], shape) for i, (_, shape) in enumerate(self._shapes)]
