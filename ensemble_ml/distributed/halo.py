@@ -105,19 +105,18 @@ def begin_padding(
     for dim, (left, _) in enumerate(pads):
         inner = inner.narrow(dim, left, x.shape[dim])
     filling = []
-    together = at_once(rows, columns)
-    if rows is not None:
-        wide = columns is None or together
-        filling.append(Filling(padded if wide or columns is None else columns.inside(padded), rows, columns, across))
-    if columns is not None:
-        filling.append(Filling(rows.inside(padded) if together and rows is not None else padded, columns, None, None))
-    # From `x`, so that the copy of the inside runs meanwhile.
-    if together:
+    # Begun from `x`, so that the copy of the inside runs meanwhile.
+    if rows is not None and columns is not None and at_once(rows, columns):
+        filling = [Filling(padded, rows, columns, across), Filling(rows.inside(padded), columns, None, None)]
         for one in filling:
             one.prepare(x)
         filling[0].post(filling[1])
-    elif rows is not None:
-        filling[0].begin(x)
+    else:
+        if rows is not None:
+            filling.append(Filling(padded if columns is None else columns.inside(padded), rows, columns, across))
+            filling[0].begin(x)
+        if columns is not None:
+            filling.append(Filling(padded, columns, None, None))
     inner.copy_(x)
     return padded, filling
 

@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from ensemble_ml.benchmarks.loaders.track import Rival, Track, cores, rivals
+from ensemble_ml.benchmarks.loaders.track import Rival, Track, rivals
 from ensemble_ml.benchmarks.results import Claim
 from ensemble_ml.config import RaceConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.training.setup import cores
 
 SAME, OWN = "same bytes", "own formats"
 _DATALOADER = "DataLoader, raw files"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.store_items import StoreItems
 from ensemble_ml.store import Part, open_store
+from ensemble_ml.training.setup import cores
 
 log = logging.getLogger(__name__)
 
@@ -216,8 +216,3 @@ def rivals(one: Track, names: Sequence[str], workers: Sequence[int], tools: Path
             blocks = tuple({"block_chunks": BATCH // one.ranks * times} for times in (1, 2))
             found.append(Rival("insitubatch", "insitubatch", options, blocks, True))
     return found
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
