@@ -1,6 +1,6 @@
 """One rank of a training whose first step may take no more than LIMIT bytes beyond what the process held before it.
 
-`python limited_training.py CONFIG LIMIT`: CONFIG a pickled TrainConfig; LIMIT 0 sets none and prints what the step took.
+`python limited_training.py CONFIG LIMIT`: CONFIG a pickled TrainConfig; LIMIT 0 sets none and prints what a step took.
 A program of its own, so that no memory that other tests freed is at hand. What is counted is the kernel's VmData, which
 RLIMIT_DATA limits.
 """
