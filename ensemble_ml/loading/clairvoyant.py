@@ -26,7 +26,7 @@ import torch
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.device import pages
-from ensemble_ml.loading.items import DatasetItems, Items
+from ensemble_ml.loading.items import DatasetItems, Items, Openable
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan
@@ -100,6 +100,13 @@ class ClairvoyantLoader:
         room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign)
+        # Where all samples stay with the ranks that use them, room that is left saves the decompression of later uses.
+        stay = epochs > 1 and (ranks == 1 or assign is Assign.locality)
+        if isinstance(self.items, Openable) and stay and self.plan.holds_all:
+            opened = self.items.opened()
+            plan = Plan(order, epochs, opened.sizes, room, ranks, assign, opened.stored)
+            if plan.holds_all:
+                self.items, self.plan = opened, plan
         self.rank, self.step = rank, start_step
         self._threads, self._ahead = threads, ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
@@ -121,10 +128,11 @@ class ClairvoyantLoader:
 
     @property
     def memory(self) -> int:
-        """Bytes that the loader takes at most: cache in memory, ring of decoded batches, one packed sample a thread."""
+        """Bytes that the loader takes at most: cache in memory, ring of decoded batches, a sample or two a thread."""
         order, ranks = self.plan.order, self.plan.ranks
         batch = -(-min(order.batch_size, order.n) // ranks) * sum(one.bytes for one in self.items.arrays.values())
-        return self.plan.tiers.ram + (self._ahead + 1) * batch + self._threads * int(self.items.sizes.max())
+        packed = 0 if self.plan.stored is None else int(self.plan.stored.max())
+        return self.plan.tiers.ram + (self._ahead + 1) * batch + self._threads * (int(self.items.sizes.max()) + packed)
 
     def __len__(self) -> int:
         return self.steps - self.step

@@ -55,6 +55,20 @@ class Items(Protocol):
         """A short hash of the data, so that a cache on disk is not taken for another's."""
 
 
+@runtime_checkable
+class Openable(Items, Protocol):
+    """Items that can also be kept decompressed, which costs room and saves the decompression of every later use."""
+
+    def opened(self) -> Opened:
+        """The same samples, decompressed as they are read."""
+
+
+class Opened(Items, Protocol):
+    """Items whose `sizes` (F,) are those of decompressed samples, and `stored` (F,) their bytes on slow storage."""
+
+    stored: np.ndarray
+
+
 class DatasetItems:
     """Any map-style dataset (`len` and `[i]`) whose samples are arrays or tensors of fixed shape.
 

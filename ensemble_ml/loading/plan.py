@@ -72,11 +72,12 @@ class Plan:
     Args:
         order: samples of every global batch.
         epochs: E.
-        sizes: (F,) packed bytes of each sample.
+        sizes: (F,) bytes of each sample in a cache.
         tiers: room on each rank.
         ranks: P, those that share the global batch.
         assign: `fixed` gives each rank its own slice of the global batch; `locality` gives a sample to its holder where
             the slices stay as long as they were. The global batch holds the same samples either way.
+        stored: (F,) bytes of each sample on slow storage; None where they are those of a cache.
 
     Raises:
         UserError: sizes do not fit the order, or nothing is to be read.
@@ -88,6 +89,7 @@ class Plan:
     tiers: Tiers
     ranks: int = 1
     assign: Assign = Assign.fixed
+    stored: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.sizes) != self.order.n:
@@ -102,8 +104,19 @@ class Plan:
         """16 hex digits: ranks with equal hashes have planned the same run."""
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes, "<i8").tobytes())
         order = (self.order.seed, self.order.n, self.order.batch_size)
+        digest.update(np.ascontiguousarray(self.on_storage, "<i8").tobytes())
         digest.update(repr((order, self.epochs, self.tiers, self.ranks, self.assign.value)).encode())
         return digest.hexdigest()[:16]
+
+    @property
+    def on_storage(self) -> np.ndarray:
+        """(F,) bytes of each sample on slow storage."""
+        return np.asarray(self.sizes if self.stored is None else self.stored, np.int64)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every sample has a place in memory."""
+        return bool((self.placement.tier == RAM).all())
 
     @cached_property
     def placement(self) -> Placement:
@@ -166,7 +179,7 @@ class Traffic:
     """Bytes of a whole run over all ranks, by where they come from.
 
     `bound` is the least that any policy reads with as much room; `storage` is above it by what does not divide: the
-    ends of caches that are smaller than a sample.
+    ends of caches that are smaller than a sample. `held` and `total` are bytes as they lie on slow storage.
     """
 
     storage: int
@@ -182,7 +195,8 @@ class Traffic:
     def of(cls, plan: Plan) -> Traffic:
         """Count the reads of `plan`."""
         where, sizes = plan.placement, np.asarray(plan.sizes, np.int64)
-        total, held = int(sizes.sum()), int(sizes[where.owner != NOBODY].sum())
+        stored = plan.on_storage
+        total, held = int(stored.sum()), int(stored[where.owner != NOBODY].sum())
         room = plan.ranks * (plan.tiers.ram + plan.tiers.disk)
         moved = dict.fromkeys(("ram", "disk", "peers"), 0)
         there = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
@@ -201,7 +215,9 @@ class Traffic:
         storage, bound = total + repeats * (total - held), total + repeats * max(0, total - room)
         return cls(storage=storage, bound=bound, held=held, total=total, epochs=plan.epochs, **moved)
 
-    def seconds(self, *, storage_rate: float, compute: float, decode: float = 0.0) -> tuple[float, str]:
+    def seconds(
+        self, *, storage_rate: float, compute: float, decode: float = 0.0, again: float | None = None
+    ) -> tuple[float, str]:
         """Predicted length of the run, and what limits most of it: storage, compute or decoding.
 
         An epoch takes as long as the slowest of the three, because look-ahead is short beside an epoch.
@@ -210,10 +226,12 @@ class Traffic:
             storage_rate: bytes a second of slow storage, over all ranks.
             compute: seconds an epoch that the slowest rank computes.
             decode: seconds an epoch that it decodes, with all its threads.
+            again: the same of the epochs after the first, where they differ.
         """
         lasts = {"storage": 0.0, "compute": 0.0, "decoding": 0.0}
-        for count, read in ((1, self.total), (self.epochs - 1, self.total - self.held)):
-            limits = {"storage": read / storage_rate, "compute": compute, "decoding": decode}
+        later = decode if again is None else again
+        for count, read, decoding in ((1, self.total, decode), (self.epochs - 1, self.total - self.held, later)):
+            limits = {"storage": read / storage_rate, "compute": compute, "decoding": decoding}
             slowest = max(limits, key=lambda name: limits[name])
             lasts[slowest] += count * limits[slowest]
         return sum(lasts.values()), max(lasts, key=lambda name: lasts[name])

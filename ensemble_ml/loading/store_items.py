@@ -6,7 +6,8 @@ Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.items import ArrayShape
 from ensemble_ml.store.read import TensorStore
-from ensemble_ml.store.schema import Kind
-from ensemble_ml.store.shard import ShardFile, chunk_spans, runs
+from ensemble_ml.store.schema import ArraySpec, Kind
+from ensemble_ml.store.shard import ShardFile, chunk_spans, read_chunks, runs
 from ensemble_ml.store.source import Part, Selection
 
 _THREADS = 8  # that read indexes: a request of slow storage is mostly waiting
@@ -50,7 +51,8 @@ class StoreItems:
         selection: members, leads, variables, levels and rows; None takes all.
         dates: indices of start dates; None takes all.
 
-    Opening reads the index of every shard, which is kept in memory: 16 bytes a chunk.
+    Opening reads the index of every shard and the factors of every field, which are kept in memory: 16 bytes a chunk
+    and 25 bytes a field.
 
     Raises:
         UserError: the store lacks something selected, or a shard is damaged.
@@ -71,6 +73,7 @@ class StoreItems:
             raise UserError(f"{store.path}: no start date is left; choose others")
         self.arrays = self._shapes()
         with ThreadPoolExecutor(_THREADS) as pool:
+            self.store.keep_factors(self.parts, self.dates.tolist(), pool)
             self._pieces = list(pool.map(self._plan, self.dates.tolist()))
         self.sizes = np.array([sum(piece.bytes for piece in pieces) for pieces in self._pieces], np.int64)
 
@@ -123,17 +126,33 @@ class StoreItems:
             finally:
                 shard.close()
 
+    def shards(self, sample: int, packed: memoryview) -> dict[str, PackedShard]:
+        """The shards of a sample by path, over its packed runs."""
+        data, start, found = np.frombuffer(packed, np.uint8), 0, {}
+        for piece in self._pieces[sample]:
+            found[piece.path] = PackedShard(piece, data[start : start + piece.bytes])
+            start += piece.bytes
+        return found
+
     def decode(self, sample: int, packed: memoryview, out: Mapping[str, np.ndarray]) -> None:
         """Decode the packed runs of a sample into `out`, as `TensorStore.read` would from its files."""
-        data, start, open_shards = np.frombuffer(packed, np.uint8), 0, {}
-        for piece in self._pieces[sample]:
-            open_shards[piece.path] = PackedShard(piece, data[start : start + piece.bytes])
-            start += piece.bytes
-        store = self.store.through(open_shards.__getitem__)
+        self.fill(self.store.through(self.shards(sample, packed).__getitem__), sample, out)
+
+    def fill(self, store: TensorStore, sample: int, out: Mapping[str, np.ndarray]) -> None:
+        """Read a sample's arrays from `store`: this one over other bytes."""
         for part in self.parts:
             kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
             place = {kind: out[name] for kind, name in kinds.items() if name in out}
             store.read(part, int(self.dates[sample]), self.selection, place)
+
+    def chunks(self, sample: int) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
+        """Array, path of the shard and numbers of the chunks of each shard of a sample, as in `TensorStore.chunks`."""
+        for part in self.parts:
+            yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
+
+    def opened(self) -> OpenedItems:
+        """The same samples for a cache that has room to hold them decompressed."""
+        return OpenedItems(self)
 
     def name(self, sample: int) -> str:
         """Path of the sample's largest shard."""
@@ -165,3 +184,104 @@ class PackedShard:
 
     def close(self) -> None:
         """Nothing was opened."""
+
+
+class OpenedItems:
+    """Samples of a store whose chunks are kept decompressed (implements `ensemble_ml.loading.items.Items`).
+
+    They lie one behind the other as stored integers (Z, rows, X), in the order of their files and without the rows
+    that fill up the last block: decoding is then a product and a sum a value. `stored` (F,) are the bytes on slow
+    storage, `sizes` (F,) those kept.
+    """
+
+    def __init__(self, packed: StoreItems):
+        self.packed, self.arrays, self.stored = packed, packed.arrays, packed.sizes
+        self._scratch = threading.local()
+        nothing = memoryview(b"")
+        self._places = [self._place(sample, packed.shards(sample, nothing)) for sample in range(len(self.stored))]
+        self.sizes = np.array([sum(one.size for one in places) for places in self._places], np.int64)
+
+    def _place(self, sample: int, shards: Mapping[str, PackedShard]) -> tuple[Places, ...]:
+        return tuple(
+            Places.of(spec, path, chunk_spans(shards[path], spec, numbers))
+            for spec, path, numbers in self.packed.chunks(sample)
+        )
+
+    def read(self, sample: int, out: memoryview) -> None:
+        """Fill `out` with the chunks of a sample, decompressed.
+
+        Raises:
+            UserError: a file is missing, or a checksum does not fit.
+        """
+        size = int(self.stored[sample])
+        held: bytearray = getattr(self._scratch, "held", bytearray())
+        if len(held) < size:
+            held = self._scratch.held = bytearray(size)
+        data = memoryview(held)[:size]
+        self.packed.read(sample, data)
+        shards, start = self.packed.shards(sample, data), 0
+        for places in self._places[sample]:
+            views = places.views(np.frombuffer(out[start : start + places.size], np.uint8))
+            for number, chunk in read_chunks(places.path, places.spec, places.numbers, shards.__getitem__):
+                assert chunk is not None
+                view = views[number]
+                view[...] = chunk[:, : view.shape[1]]
+            start += places.size
+
+    def decode(self, sample: int, opened: memoryview, out: Mapping[str, np.ndarray]) -> None:
+        """Turn the integers of a sample into values, as `TensorStore.read` would from its files."""
+        start, held = 0, {}
+        for places in self._places[sample]:
+            held[places.path] = places.views(np.frombuffer(opened[start : start + places.size], np.uint8))
+            start += places.size
+
+        def given(path: str, _: ArraySpec, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray | None]]:
+            views = held[path]
+            return ((number, views.get(number)) for number in numbers.tolist())
+
+        self.packed.fill(self.packed.store.over(given), sample, out)
+
+    def name(self, sample: int) -> str:
+        """Path of the sample's largest shard."""
+        return self.packed.name(sample)
+
+    def fingerprint(self) -> str:
+        """That of the packed samples: they are the same data."""
+        return self.packed.fingerprint()
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the chunks of one shard lie once they are opened: their `numbers`, in the order in which they lie."""
+
+    spec: ArraySpec
+    path: str
+    numbers: np.ndarray
+
+    @classmethod
+    def of(cls, spec: ArraySpec, path: str, found: tuple[np.ndarray, np.ndarray]) -> Places:
+        """Those that are there, of what `chunk_spans` says."""
+        numbers, spans = found
+        return cls(spec, path, numbers[: len(spans)].astype(np.int32))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Rows of each chunk that are of the grid."""
+        spec = self.spec
+        return np.minimum(spec.rows, spec.grid[0] - self.numbers % spec.blocks * spec.rows)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all."""
+        levels, _, columns = self.spec.chunk
+        return int(self.rows.sum()) * levels * columns * self.spec.dtype.itemsize
+
+    def views(self, data: np.ndarray) -> dict[int, np.ndarray]:
+        """Each chunk (Z, rows, X) in `data`, by its number."""
+        levels, _, columns = self.spec.chunk
+        flat, found, start = data.view(self.spec.dtype), {}, 0
+        for number, rows in zip(self.numbers.tolist(), self.rows.tolist(), strict=True):
+            stop = start + levels * rows * columns
+            found[number] = flat[start:stop].reshape(levels, rows, columns)
+            start = stop
+        return found

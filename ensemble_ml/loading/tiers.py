@@ -53,6 +53,7 @@ class Tiers:
 
     def __init__(self, plan: Plan, rank: int, items: Items, folder: Path | None = None):
         self.plan, self.rank, self.items = plan, rank, items
+        self._stored = plan.on_storage
         self.counters = Counters()
         self.others: Others = Alone()
         self._copied = frozenset(plan.copies.of(rank)[0].tolist())
@@ -139,7 +140,7 @@ class Tiers:
             self.items.read(sample, out)
         finally:
             del self._reading[me]
-        self.counters.add(storage=len(out))
+        self.counters.add(storage=int(self._stored[sample]))
         return out
 
     def slowest(self) -> tuple[str, float] | None:

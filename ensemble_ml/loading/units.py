@@ -44,7 +44,8 @@ class _Date:
 class Units:
     """The units of `dates` that `reader` needs: numbers `slot * (N + 1) + member`, and N for a date's targets.
 
-    `sizes` (U,) are their packed bytes. Opening reads the index of every shard, which stays in memory.
+    `sizes` (U,) are their packed bytes. Opening reads the index of every shard and the factors of every field, which
+    stay in memory.
 
     Raises:
         UserError: the store lacks something, or a shard is damaged.
@@ -54,7 +55,9 @@ class Units:
         assert isinstance(reader.source, TensorStore), "only a tensor store lies in chunks"
         self.reader, self.store, self.dates = reader, reader.source, np.asarray(dates)
         self.each = reader.full_size + 1
+        self._parts = (Part.FORECAST, *(part for part, _, wanted in target_parts(reader.spec) if wanted))
         with ThreadPoolExecutor(_THREADS) as pool:
+            self.store.keep_factors(self._parts, self.dates.tolist(), pool)
             self._found = list(pool.map(self._date, self.dates.tolist()))
         self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
         self.index_bytes = sum(len(index) for date in self._found for _, _, index in date.shards)
@@ -117,7 +120,7 @@ class Units:
     def _date(self, date: int) -> _Date:
         shards: list[tuple[str, int, np.ndarray]] = []
         members: list[list[Run]] = [[] for _ in range(self.each)]
-        for part in (Part.FORECAST, *(part for part, _, wanted in target_parts(self.reader.spec) if wanted)):
+        for part in self._parts:
             for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
                 shard = ShardFile(path)
                 try:

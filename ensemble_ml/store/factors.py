@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
@@ -69,13 +70,27 @@ def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr
 
 
 class FactorReader:
-    """Reads factors of single dates; keeps the chunks used last. May be used by several threads."""
+    """Reads factors of single dates; keeps the chunks used last, or `keep`s more. May be used by several threads."""
 
     def __init__(self, root: Path, together: int):
         self._root, self._together = root, together
         self._arrays: dict[str, zarr.Array] = {}
+        self._kept: dict[tuple[str, int], np.ndarray] = {}
         self._held: dict[str, OrderedDict[int, np.ndarray]] = {}
         self._lock = Lock()
+
+    def keep(self, specs: Iterable[ArraySpec], dates: Iterable[int], pool: Executor) -> None:
+        """Read the factors of all `dates` now and keep them: 25 bytes a packed field, 1 byte another.
+
+        Raises:
+            UserError: they are damaged.
+        """
+        wanted = [(f"{spec.name}_{key}", spec) for spec in specs for key in empty_factors(spec)]
+        list(pool.map(self._array, [name for name, _ in wanted]))  # each is opened once
+        numbers = sorted({date // self._together for date in dates})
+        chunks = [(name, spec, number) for name, spec in wanted for number in numbers]
+        found = pool.map(lambda one: self._chunk(*one), chunks)
+        self._kept |= {(name, number): values for (name, _, number), values in zip(chunks, found, strict=True)}
 
     def of_date(self, spec: ArraySpec, key: str, date: int) -> np.ndarray:
         """One factor of all fields of a date, (M, T, V, Z).
@@ -84,20 +99,29 @@ class FactorReader:
             UserError: it is damaged.
         """
         name, number = f"{spec.name}_{key}", date // self._together
+        place = date - number * self._together
+        if (name, number) in self._kept:
+            return self._kept[name, number][place]
         with self._lock:
             held = self._held.setdefault(name, OrderedDict())
             if number not in held:
-                held[number] = self._load(name, number).reshape(-1, *spec.fields)
+                held[number] = self._chunk(name, spec, number)
                 while len(held) > _HELD:
                     held.popitem(last=False)
             held.move_to_end(number)
-            return held[number][date - number * self._together]
+            return held[number][place]
 
-    def _load(self, name: str, number: int) -> np.ndarray:
+    def _chunk(self, name: str, spec: ArraySpec, number: int) -> np.ndarray:
+        array, first = self._array(name), number * self._together
+        try:
+            return np.asarray(array[first : first + self._together]).reshape(-1, *spec.fields)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise damaged(self._root / name, str(error)) from error
+
+    def _array(self, name: str) -> zarr.Array:
         try:
             if name not in self._arrays:
                 self._arrays[name] = zarr.open_array(self._root / name, mode="r")
-            first = number * self._together
-            return np.asarray(self._arrays[name][first : first + self._together])
+            return self._arrays[name]
         except (OSError, ValueError, RuntimeError) as error:
             raise damaged(self._root / name, str(error)) from error

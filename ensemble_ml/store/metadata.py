@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,12 @@ def read_metadata(root: Path) -> Metadata:
 
 def _read_layout(group: zarr.Group) -> Layout:
     names = ("init_time", "realization", "lead_time", "level", "latitude", "longitude", "variable", "surface_variable")
-    found = {name: _get(group, name).tolist() if name in group else [] for name in names}
+
+    def read(name: str) -> list[Any]:
+        return _get(group, name).tolist() if name in group else []
+
+    with ThreadPoolExecutor(len(names)) as pool:  # small reads, of which each mostly waits
+        found = dict(zip(names, pool.map(read, names), strict=True))
     return Layout(
         np.asarray(found["init_time"], "datetime64[s]").astype("datetime64[ns]"),
         tuple(found["realization"]),

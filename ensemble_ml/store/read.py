@@ -7,7 +7,8 @@ Reads keep no state but the factors of the dates read last; every read has its o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from ensemble_ml.store.metadata import read_array, read_metadata, read_statistic
 from ensemble_ml.store.packing import dequantise, exact_in_float32
 from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, array_specs
 from ensemble_ml.store.selection import Wanted, position, resolve
-from ensemble_ml.store.shard import Shard, ShardFile, damaged, read_chunks
+from ensemble_ml.store.shard import Shard, damaged, read_chunks
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics, merge_all
+
+ReadChunks = Callable[[str, ArraySpec, np.ndarray], Iterator[tuple[int, np.ndarray | None]]]  # as `read_chunks`
 
 
 class TensorStore:
@@ -49,7 +52,7 @@ class TensorStore:
         self._static_names = meta.static
         specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
         self._specs = {(spec.part, spec.kind): spec for spec in specs}
-        self._open_shard: Callable[[str], Shard] = ShardFile
+        self._read_chunks: ReadChunks = read_chunks
         self._factors = FactorReader(self._root, meta.factor_dates)
         self._held = meta.held
         self.climate_days = meta.climate_days
@@ -116,8 +119,12 @@ class TensorStore:
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
         """The same store, its shards opened by `open_shard`: how a cache stands between the store and its files."""
+        return self.over(lambda path, spec, numbers: read_chunks(path, spec, numbers, open_shard))
+
+    def over(self, read: ReadChunks) -> TensorStore:
+        """The same store, its chunks given by `read`, of which the last rows may be left out where the grid ends."""
         other = object.__new__(TensorStore)  # copy.copy would open it anew, as pickling does
-        other.__dict__ |= {**self.__dict__, "_open_shard": open_shard}
+        other.__dict__ |= {**self.__dict__, "_read_chunks": read}
         return other
 
     def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
@@ -138,6 +145,18 @@ class TensorStore:
             masked = spec.packed and spec.mask.shard(date) in self._files
             for of in (spec, *((spec.mask,) if masked else ())):
                 yield of, self._shard_path(of, date), numbers
+
+    def keep_factors(self, parts: Iterable[Part], dates: Iterable[int], pool: Executor) -> None:
+        """Read what decoding needs besides chunks, for all `dates`, and keep it (see `FactorReader.keep`).
+
+        A loader does so before its first chunk: decoding would else wait for small reads behind large ones.
+
+        Raises:
+            UserError: a file is damaged.
+        """
+        wanted = set(parts)
+        specs = [spec for (part, _), spec in self._specs.items() if part in wanted]
+        self._factors.keep(specs, [int(date) for date in dates], pool)
 
     def _shard_path(self, spec: ArraySpec, date: int) -> str:
         return os.path.join(self._root, spec.shard(date))
@@ -280,7 +299,7 @@ class TensorStore:
 
         def pieces(of: ArraySpec) -> Iterator[tuple[tuple[int, int, int], np.ndarray, np.ndarray | None]]:
             """Place in `factors`, view into `out` and stored values (None: left out) of every chunk wanted."""
-            for number, chunk in read_chunks(self._shard_path(of, date), of, numbers, self._open_shard):
+            for number, chunk in self._read_chunks(self._shard_path(of, date), of, numbers):
                 m, t, v, block = target[number]
                 top = block * of.rows
                 start, stop = max(first, top), min(last, top + of.rows)

@@ -1,13 +1,18 @@
 """Start dates of a store through the clairvoyant loader: the store's own values, and only the bytes that are used."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from synthetic import make_store
+from test_clairvoyant import Gathering, run_ranks
 
+from ensemble_ml.config import Assign, Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
-from ensemble_ml.loading.store_items import StoreItems
-from ensemble_ml.store import Part, Selection
+from ensemble_ml.loading.store_items import OpenedItems, StoreItems
+from ensemble_ml.store import Part, Selection, open_store
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +66,96 @@ def test_fingerprints_tell_selections_apart(store):
     assert len({one.fingerprint() for one in items}) == 3
     with pytest.raises(UserError, match="no start date"):
         StoreItems(store, dates=[])
+
+
+def memory(size):
+    return memoryview(bytearray(int(size)))
+
+
+def decoded(items, sample, packed):
+    out = {name: np.full(one.shape, 7, one.dtype) for name, one in items.arrays.items()}
+    items.decode(sample, packed, out)
+    return out
+
+
+@pytest.mark.parametrize("packing", list(Packing))
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("shape", [(13, 24), (37, 72)])  # a block of rows, and three of which the last is cut short
+def test_opened_samples_hold_the_same_values(tmp_path, packing, narrow, shape):
+    absent = [(Part.FORECAST, 0, 1, "t"), (Part.TRUTH, 1, 0, "t2m")]
+    store = make_store(
+        tmp_path / "s.zarr", dates=2, packing=packing, shape=shape, masked=["t2m"], absent=absent, surface=("t2m", "tp")
+    )
+    items = StoreItems(store, selection=chosen(store) if narrow else None)
+    opened = items.opened()
+    assert opened.fingerprint() == items.fingerprint() and opened.name(0) == items.name(0)
+    for sample in range(2):
+        packed, wide = memory(items.sizes[sample]), memory(opened.sizes[sample])
+        items.read(sample, packed)
+        opened.read(sample, wide)
+        expected, got = decoded(items, sample, packed), decoded(opened, sample, wide)
+        assert expected.keys() == got.keys()
+        for name in expected:
+            np.testing.assert_array_equal(got[name], expected[name])
+    whole = sum(array.bytes for array in items.arrays.values())
+    if packing is Packing.uint16 and not narrow:  # half a float32 value, no rows that fill up; and masks of a byte
+        assert opened.sizes.max() <= whole / 2 + sum(a.bytes for n, a in items.arrays.items() if "surface" in n) / 4
+
+
+@pytest.mark.parametrize("kind", ["forecast_pressure_reference", "forecast_surface_present", "truth_pressure_scale"])
+def test_decoding_reads_nothing_more(tmp_path, kind):
+    """What decoding needs besides chunks is read at the opening: small reads would else wait behind large ones."""
+    store = make_store(tmp_path / "s.zarr", dates=3)
+    expected = store.read(Part.FORECAST, 2)
+    items = StoreItems(open_store(store.path))
+    packed = memory(items.sizes[2])
+    items.read(2, packed)
+    shutil.rmtree(Path(store.path) / kind)
+    np.testing.assert_array_equal(decoded(items, 2, packed)["forecast_pressure"], expected.pressure)
+
+
+def use(items, ranks, room):
+    """What every rank of a run saw and kept, what it read from storage, what was planned, and where it stands."""
+    gathering, told = Gathering(ranks), []
+
+    def body(rank):
+        values = {}
+        with ClairvoyantLoader(
+            items, 2, 3, 0, ram=room, rank=rank, ranks=ranks, gather=gathering.of(rank), assign=Assign.locality
+        ) as loader:
+            for batch in loader:
+                for row, sample in enumerate(batch.samples.tolist()):
+                    values |= {(batch.step, sample, name): value[row].numpy().copy() for name, value in batch.items()}
+            read, planned = loader.tiers.counters.storage, loader.plan.explain().storage
+            told.append((values, loader.items, read, planned, loader.state_dict()))
+
+    run_ranks(ranks, body)
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_room_that_is_left_holds_samples_decompressed(store, ranks):
+    items = StoreItems(store, parts=[Part.FORECAST])
+    packed = int(items.sizes.sum())
+    without, held = use(items, ranks, 0), use(items, ranks, 2 * packed)
+    assert all(one is items for _, one, *_ in without) and all(isinstance(one, OpenedItems) for _, one, *_ in held)
+    expected, got = ({k: v for values, *_ in told for k, v in values.items()} for told in (without, held))
+    assert expected.keys() == got.keys() and len(got) == 3 * len(items.sizes) * len(items.arrays)
+    for key, value in expected.items():
+        np.testing.assert_array_equal(got[key], value)
+    for told, storage in ((without, 3 * packed), (held, packed)):
+        assert sum(read for _, _, read, *_ in told) == told[0][3] == storage
+    assert all(state == without[0][4] for *_, state in held)
+
+
+def test_damage_names_the_file_of_a_sample_that_is_opened(tmp_path):
+    store = make_store(tmp_path / "s.zarr")
+    items = StoreItems(store)
+    shard = items.name(0)
+    with open(shard, "r+b") as file:
+        file.seek(40)
+        file.write(b"\xff\xff\xff\xff")
+    with ClairvoyantLoader(items, 3, 2, 0, ram=10 * int(items.opened().sizes.sum())) as loader:
+        assert isinstance(loader.items, OpenedItems)
+        with pytest.raises(UserError, match=shard):
+            list(loader)

@@ -100,7 +100,7 @@ def ours(spec: Spec, rank: int, packed: bool) -> Batches:
             values = batch["forecast_pressure"][:, :, 0] if packed else batch["0"]
             yield batch.step // loader.plan.order.steps_per_epoch, batch.samples.tolist(), values
         told = loader.plan.explain()
-        facts = {"traffic": asdict(told)} | loader.tiers.counters.snapshot()
+        facts = {"traffic": asdict(told), "opened": loader.plan.stored is not None} | loader.tiers.counters.snapshot()
         (Path(spec.work) / f"facts{rank}.json").write_text(json.dumps(facts))
 
 

@@ -46,6 +46,11 @@ class Outcome:
         """What our plan says of the run."""
         return Traffic(**self.facts[0]["traffic"]) if self.facts else None
 
+    @property
+    def opened(self) -> bool:
+        """Whether our loader kept samples decompressed."""
+        return bool(self.facts) and bool(self.facts[0]["opened"])
+
     def counted(self, name: str) -> float:
         """A counter of our loaders, over all ranks."""
         return sum(fact[name] for fact in self.facts)

@@ -166,15 +166,16 @@ def _waits(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
 
 def _predictions(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
     """Predicted against measured time, at the cache where they differ most."""
-    decode = one.decode_seconds() if kind == OWN else 0.0
-    epoch_decode = one.size.samples * decode / min(cores(), 4 * one.ranks)
+    at_a_time = min(cores(), 4 * one.ranks)
+    decode, again = (one.decode_seconds(opened=opened) if kind == OWN else 0.0 for opened in (False, True))
     compute = one.size.samples / one.ranks * one.compute_ms / 1e3
     worst = 0.0
     for cache in caches:
         found = one.outcomes[_ours(kind, cache)]
         assert found[0].traffic is not None
+        first, later = (one.size.samples * each / at_a_time for each in (decode, again if found[0].opened else decode))
         predicted, limit = found[0].traffic.seconds(
-            storage_rate=one.crew.storage.mb_s * 1e6, compute=compute, decode=epoch_decode
+            storage_rate=one.crew.storage.mb_s * 1e6, compute=compute, decode=first, again=later
         )
         measured = statistics.median(outcome.seconds for outcome in found)
         worst = max(worst, abs(predicted / measured - 1))

@@ -23,6 +23,7 @@ from ensemble_ml.benchmarks.loaders.rivals import insitubatch_python, streaming_
 from ensemble_ml.benchmarks.loaders.storage import Storage
 from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.items import Items
 from ensemble_ml.loading.store_items import StoreItems
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.training.setup import cores
@@ -122,9 +123,10 @@ class Track:
             if not any(map(math.isnan, waits)):
                 yield f"{name}: wait after the first epoch", Figure.of(waits, "% of a step")
 
-    def decode_seconds(self) -> float:
+    def decode_seconds(self, *, opened: bool = False) -> float:
         """Seconds in which a thread decodes a sample of the store while all cores do: they share memory's bandwidth."""
-        items, turns = self.items(), 3
+        turns = 3
+        items: Items = self.items().opened() if opened else self.items()
         together = Barrier(cores(), timeout=60)
 
         def work() -> float:
