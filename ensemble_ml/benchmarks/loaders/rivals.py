@@ -38,8 +38,8 @@ import numpy as np, zarr
 from zarr.codecs import BloscCodec
 shape = {shape!r}
 codecs = [BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle")] if {compress} else None
-array = zarr.create_array({out!r} + "/values", shape=({samples}, *shape), chunks=(1, *shape), dtype="float32",
-                          compressors=codecs)
+group = zarr.open_group({out!r}, mode="w", zarr_format=3)
+array = group.create_array("values", shape=({samples}, *shape), chunks=(1, *shape), dtype="float32", compressors=codecs)
 for sample in range({samples}):
     array[sample] = np.fromfile({raw!r} + f"/{{sample:05d}}.f32", np.float32).reshape(shape)
 """
