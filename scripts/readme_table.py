@@ -1,4 +1,4 @@
-"""Write the table of README.md from the results files of the benchmarks.
+"""Write the tables of README.md from the results files of the benchmarks.
 
     python scripts/readme_table.py [--check]
 
@@ -14,24 +14,35 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -->"
 
 
-def row(name: str, claim: dict) -> str:
-    """One line of the table: what is claimed, what was measured, whether it holds, what shows it."""
-    value = claim["value"]
-    shown = f"{value:.3g}" if isinstance(value, int | float) else str(value)
-    target = claim["target"]
-    target = f"{target:.3g}" if isinstance(target, int | float) else str(target)
-    held = "yes" if claim["holds"] else "**no**"
+HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
+
+
+def row(claim: dict) -> str:
+    """One line: what is claimed, what was measured, what was asked for, whether it holds."""
+    value, target = (f"{v:.3g}" if isinstance(v, int | float) else str(v) for v in (claim["value"], claim["target"]))
+    return f"| {claim['claim']} | {value} {claim['unit']} | {target} | {'yes' if claim['holds'] else '**no**'} |"
+
+
+def command(name: str) -> str:
+    """What was run for a file of results."""
     benchmark, _, section = name.partition("-")
     only = f" only=[{section}]" if section else ""
-    command = "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
-    return f"| {claim['claim']} | {shown} {claim['unit']} | {target} | {held} | `{command}` |"
+    return "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
 
 
 def table() -> str:
-    """The whole table, one row a claim, files in order of their names."""
-    lines = ["| claim | measured | target | holds | shown by |", "|---|---|---|---|---|"]
-    for path in sorted((ROOT / "scripts" / "results").glob("*.json")):
-        lines += [row(path.stem, claim) for claim in json.loads(path.read_text())["claims"]]
+    """The quickstart's claims, how many of each benchmark hold, all that do not, then all; files in order of names."""
+    paths = sorted((ROOT / "scripts" / "results").glob("*.json"))
+    rows = {path.stem: [*dict.fromkeys(map(row, json.loads(path.read_text())["claims"]))] for path in paths}
+    lines = [f"Of `{command('quickstart')}`:", "", *HEAD, *rows.pop("quickstart")]
+    lines += ["", "| shown by | claims that hold |", "|---|---|"]
+    for name, some in rows.items():
+        lines.append(f"| `{command(name)}` | {sum('| yes |' in one for one in some)} of {len(some)} |")
+    lines += ["", "What does not hold:", "", *HEAD]
+    lines += [one for some in rows.values() for one in some if "| yes |" not in one]
+    for name, some in rows.items():
+        lines += ["", f"<details><summary>All claims of <code>{command(name)}</code></summary>", "", *HEAD]
+        lines += [*some, "", "</details>"]
     return "\n".join(lines)
 
 
