@@ -1,7 +1,8 @@
 """What a training step costs: measured local work, and messages over links of known latency and bandwidth.
 
     step      = compute + halo + norm + exposed
-    halo      = sum over convolutions, split axes and passes (forward, backward, recomputed) of 2 alpha + beta * bytes
+    halo      = sum over convolutions, split axes and passes (forward, backward, recomputed) of 2 alpha + beta * bytes;
+                messages along both axes that travel at once have an alpha and a beta of their own
     norm      = 2 alpha log2(S) + beta * bytes for each sum or gather over S ranks (norms, the weights of the loss)
     exposed   = what of the exchange of gradients is left when backward is done
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from ensemble_ml.distributed.echo import Message
 
@@ -38,7 +40,8 @@ class Link:
         return 2 * self.alpha * math.log2(max(ranks, 1)) + self.beta * size
 
 
-Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; () is the one of all others
+# By the axes that messages go along: ("lat", "lon") is that of messages along both at once, () that of all others.
+Links = Mapping[tuple[str, ...], Link]
 
 
 def link_of(links: Links, axes: tuple[str, ...]) -> Link:
@@ -52,6 +55,19 @@ def message_seconds(message: Message, links: Links) -> float:
     if message.kind == "all_to_all":
         return link.exchange(size)
     return link.collective(size, message.ranks)
+
+
+def halo_seconds(messages: Sequence[Message], links: Links) -> float:
+    """Seconds of all exchanges of halos."""
+    total = 0.0
+    for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
+        wave = list(together)
+        link = links.get(tuple(sorted({axis for message in wave for axis in message.axes})))
+        if len(wave) > 1 and link is not None:
+            total += link.exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
+        else:
+            total += sum(message_seconds(message, links) for message in wave)
+    return total
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,7 @@ def step_cost(
         buckets: the messages that exchange each bucket of gradients.
         overlap: whether buckets are exchanged while backward goes on.
     """
-    halo = sum(message_seconds(m, links) for m in messages if m.kind == "all_to_all")
+    halo = halo_seconds(messages, links)
     norm = sum(message_seconds(m, links) for m in messages if m.kind != "all_to_all")
     times = [sum(message_seconds(m, links) for m in bucket) for bucket in buckets]
     ready = piece.ready if overlap else (1.0,)

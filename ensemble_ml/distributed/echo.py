@@ -29,7 +29,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: over which axes of the mesh, by which function, and the bytes that leave and reach this rank."""
+    """One collective: over which axes of the mesh, by which function, and the bytes that leave and reach this rank.
+
+    Those with the same `wave` are on their way at the same time.
+    """
 
     axes: tuple[str, ...]
     kind: str
@@ -37,6 +40,7 @@ class Message:
     sent: int
     received: int
     phase: Phase
+    wave: int = 0
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Traffic:
 
     messages: list[Message] = field(default_factory=list)
     phase: Phase = Phase.forward
+    wave: int = 0
 
     @property
     def sent(self) -> int:
@@ -62,7 +67,18 @@ class Traffic:
 
     def note(self, axes: tuple[str, ...], kind: str, ranks: int, sent: int, received: int) -> None:
         """Write a collective down."""
-        self.messages.append(Message(axes, kind, ranks, sent, received, self.phase))
+        self.messages.append(Message(axes, kind, ranks, sent, received, self.phase, self.wave))
+
+
+class Awaited:
+    """A collective that is complete, but whose time passes when it is waited for."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def wait(self) -> None:
+        """Return; what is sent from now on is sent after it."""
+        self._traffic.wave += 1
 
 
 class Echo:
@@ -97,7 +113,10 @@ class Echo:
             out.copy_(x)
         else:
             out.zero_()
-        return Done()
+        found = Awaited(self._traffic)
+        if not async_op:
+            found.wait()
+        return found
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
         own = self.rank == source

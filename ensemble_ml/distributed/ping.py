@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.communicator import Communicator, Pending
 from ensemble_ml.distributed.costs import Link, Links
 from ensemble_ml.distributed.mesh import Mesh
 
@@ -23,34 +23,38 @@ _ROUNDS, _REPEATS = 6, 7
 _WORK = 448  # rows of the matrix that is squared in between: a millisecond or so on one core
 
 Make = Callable[[Communicator, int], Callable[[], object]]
+Known = dict[tuple[object, ...], Link]  # by what was measured, and the `id` of its communicators
 
 
-def measured_links(mesh: Mesh, known: dict[int, Link] | None = None) -> Links:
-    """The link of halo exchanges on each split axis, and that of sums over all ranks of a model; the same on all ranks.
+def measured_links(mesh: Mesh, known: Known | None = None) -> Links:
+    """The links of halo exchanges on each split axis and on both at once, and that of sums; the same on all ranks.
 
-    `known`: links of communicators (by `id`) that need not be measured again, and where new ones are added.
+    `known`: links that need not be measured again, and where new ones are added.
     """
     known = {} if known is None else known
-    links: dict[tuple[str, ...], Link] = {}
-    for axis in ("lat", "lon"):
-        group = mesh.along(axis)
-        if group.size > 1:
-            links[(axis,)] = _link(group, _swap, mesh.world, known)
+    world, links = mesh.world, dict[tuple[str, ...], Link]()
+
+    def measure(name: str, group: Communicator, make: Make, *of: Communicator) -> Link:
+        key = name, *map(id, of or (group,))
+        if key not in known:
+            known[key] = _fitted(group, make, world)
+        return known[key]
+
+    split = [axis for axis in ("lat", "lon") if mesh.along(axis).size > 1]
+    for axis in split:
+        links[(axis,)] = measure("swap", mesh.along(axis), lambda group, size: _waiting(_swap(group, size)))
+    if len(split) == 2:
+        lat, lon = mesh.along("lat"), mesh.along("lon")
+
+        def swaps(_: Communicator, size: int) -> Callable[[], object]:
+            return _waiting(_swap(lat, size // 2), _swap(lon, size // 2))
+
+        links[("lat", "lon")] = measure("swaps", mesh.along("lat", "lon"), swaps, lat, lon)
     everyone = mesh.model
     if everyone.size == 1:
         return links | {(): Link(0.0, 0.0)}
-    # One rank may be reached by halos and by sums: the key of the latter is negative.
-    key = -id(everyone)
-    if key not in known:
-        found = _fitted(everyone, _sum, mesh.world)
-        known[key] = Link(found.alpha / math.log2(everyone.size), found.beta)
-    return links | {(): known[key]}
-
-
-def _link(group: Communicator, make: Make, world: Communicator, known: dict[int, Link]) -> Link:
-    if id(group) not in known:
-        known[id(group)] = _fitted(group, make, world)
-    return known[id(group)]
+    found = measure("sum", everyone, _sum)
+    return links | {(): Link(found.alpha / math.log2(everyone.size), found.beta)}
 
 
 def _fitted(group: Communicator, make: Make, world: Communicator) -> Link:
@@ -89,13 +93,23 @@ def _round(run: Callable[[], object], group: Communicator) -> float:
     return time.perf_counter() - start
 
 
-def _swap(group: Communicator, size: int) -> Callable[[], object]:
-    """An exchange of halos with both neighbours, `size` bytes out of each rank."""
+def _swap(group: Communicator, size: int) -> Callable[[], Pending]:
+    """Begins an exchange of halos with both neighbours, `size` bytes out of each rank."""
     sent = [0] * group.size
     for neighbour in (group.rank - 1, group.rank + 1):
         sent[neighbour % group.size] += size // 8
     given, taken = torch.zeros(sum(sent)), torch.empty(sum(sent))
-    return lambda: group.all_to_all_single(taken, given, sent, sent)
+    return lambda: group.all_to_all_single(taken, given, sent, sent, async_op=True)
+
+
+def _waiting(*begin: Callable[[], Pending]) -> Callable[[], object]:
+    """Begins all, then waits for all."""
+
+    def run() -> None:
+        for pending in [one() for one in begin]:
+            pending.wait()
+
+    return run
 
 
 def _sum(group: Communicator, size: int) -> Callable[[], object]:

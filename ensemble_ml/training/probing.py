@@ -27,11 +27,11 @@ from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.buckets import Arrivals, make_buckets
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.communicator import Communicator
-from ensemble_ml.distributed.costs import Link, Links, Piece
+from ensemble_ml.distributed.costs import Links, Piece
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
 from ensemble_ml.distributed.mesh import Members, make_mesh
-from ensemble_ml.distributed.ping import measured_links
+from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import ModelSpec, choose, keep_freed_memory
@@ -99,7 +99,7 @@ def probe(job: Job, session: Session) -> Found:
 def _links(job: Job, session: Session) -> dict[int, Links]:
     """Links of each shape's mesh; where other ranks were started than are planned for, those between all of these."""
     meshes: dict[Members, Communicator] = {}
-    known: dict[int, Link] = {}
+    known: Known = {}
     found: dict[int, Links] = {}
     for number, shape in enumerate(job.shapes):
         same = shape.topology.size == session.topology.size

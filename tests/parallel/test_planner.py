@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.costs import Cost, Link, Piece, exposed, step_cost
+from ensemble_ml.distributed.costs import Cost, Link, Piece, exposed, halo_seconds, step_cost
 from ensemble_ml.distributed.echo import Message, Phase
 from ensemble_ml.distributed.echo_exchange import exchange_traffic
 from ensemble_ml.distributed.footprint import Footprint
@@ -67,6 +68,34 @@ def test_cost_of_a_step_by_hand():
     assert cost.exposed == pytest.approx(bucket)
     assert cost.seconds == pytest.approx(0.5 + cost.halo + cost.norm + bucket)
     assert cost.sent == 1000 + 500 + 16 + 2 * 10**8
+
+
+def test_messages_that_travel_at_once_have_a_time_of_their_own():
+    def message(axis, sent, received, wave):
+        return Message((axis,), "all_to_all", 2, sent, received, Phase.forward, wave)
+
+    apart, both = {("lat",): Link(1e-4, 1e-8), ("lon",): Link(3e-4, 1e-8)}, ("lat", "lon")
+    messages = [message("lat", 1000, 3000, 0), message("lon", 500, 0, 0), message("lon", 100, 100, 1)]
+    assert halo_seconds(messages, apart) == pytest.approx(2e-4 + 3e-5 + 6e-4 + 5e-6 + 6e-4 + 1e-6)
+    together = apart | {both: Link(4e-4, 2e-8)}
+    assert halo_seconds(messages, together) == pytest.approx(8e-4 + 3000 * 2e-8 + 6e-4 + 1e-6)
+
+
+def test_a_trace_knows_what_travels_at_once():
+    """Rows of the neighbours and rows across the poles do; with whole latitudes these are one message with columns."""
+
+    def waves(**topology):
+        found = defaultdict(list)
+        for message in trace(
+            TrainConfig(run="a"), make_spec(17, 16), Topology(**topology), 1, Speed()
+        ).traffic.messages:
+            if message.kind == "all_to_all":
+                found[message.wave].append(message.axes)
+        return list(found.values())
+
+    assert {tuple(sorted(wave)) for wave in waves(lat=2, lon=2)} == {(("lat",), ("lon",)), (("lon",),)}
+    assert {tuple(wave) for wave in waves(lon=2)} == {(("lon",),)}
+    assert {tuple(wave) for wave in waves(lat=2)} == {(("lat",),)}
 
 
 def test_what_a_line_takes_unasked_costs_no_time():
@@ -226,6 +255,13 @@ def links_of(session):
 def test_links_are_the_same_on_all_ranks():
     found = run_ranks(links_of, 2, lat=2)
     assert found[0] == found[1] and set(found[0]) == {LAT, ()}
+    assert all(0 < link.alpha < 1 and link.beta >= 0 and math.isfinite(link.free) for link in found[0].values())
+
+
+@pytest.mark.slow
+def test_both_axes_at_once_are_measured():
+    found = run_ranks(links_of, 4, lat=2, lon=2)
+    assert all(links == found[0] for links in found) and set(found[0]) == {LAT, ("lon",), ("lat", "lon"), ()}
     assert all(0 < link.alpha < 1 and link.beta >= 0 and math.isfinite(link.free) for link in found[0].values())
 
 
