@@ -30,19 +30,26 @@ def command(name: str) -> str:
     return "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
 
 
+def rows(claims: list[dict]) -> list[str]:
+    """Lines of claims; what an older file says twice (at least, and at most) is said once."""
+    return list(dict.fromkeys(map(row, claims)))
+
+
 def table() -> str:
     """The quickstart's claims, how many of each benchmark hold, all that do not, then all; files in order of names."""
     paths = sorted((ROOT / "scripts" / "results").glob("*.json"))
-    rows = {path.stem: [*dict.fromkeys(map(row, json.loads(path.read_text())["claims"]))] for path in paths}
-    lines = [f"Of `{command('quickstart')}`:", "", *HEAD, *rows.pop("quickstart")]
+    claims = {path.stem: json.loads(path.read_text())["claims"] for path in paths}
+    lines = [f"Of `{command('quickstart')}`:", "", *HEAD, *rows(claims["quickstart"])]
     lines += ["", "| shown by | claims that hold |", "|---|---|"]
-    for name, some in rows.items():
-        lines.append(f"| `{command(name)}` | {sum('| yes |' in one for one in some)} of {len(some)} |")
-    lines += ["", "What does not hold:", "", *HEAD]
-    lines += [one for some in rows.values() for one in some if "| yes |" not in one]
-    for name, some in rows.items():
+    for name, some in claims.items():
+        held = rows([claim for claim in some if claim["holds"]])
+        lines.append(f"| `{command(name)}` | {len(held)} of {len(rows(some))} |")
+    lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
+    for name, some in claims.items():
+        lines += [f"{one} {name.partition('-')[0]} |" for one in rows([c for c in some if not c["holds"]])]
+    for name, some in claims.items():
         lines += ["", f"<details><summary>All claims of <code>{command(name)}</code></summary>", "", *HEAD]
-        lines += [*some, "", "</details>"]
+        lines += [*rows(some), "", "</details>"]
     return "\n".join(lines)
 
 

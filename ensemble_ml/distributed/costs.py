@@ -40,8 +40,8 @@ class Link:
         return 2 * self.alpha * math.log2(max(ranks, 1)) + self.beta * size
 
 
-# By the axes that messages go along: ("lat", "lon") is that of messages along both at once, () that of all others.
-Links = Mapping[tuple[str, ...], Link]
+Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; () is the one of all others
+AT_ONCE = ("lat and lon",)  # of exchanges along both axes that travel at the same time
 
 
 def link_of(links: Links, axes: tuple[str, ...]) -> Link:
@@ -62,9 +62,8 @@ def halo_seconds(messages: Sequence[Message], links: Links) -> float:
     total = 0.0
     for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
         wave = list(together)
-        link = links.get(tuple(sorted({axis for message in wave for axis in message.axes})))
-        if len(wave) > 1 and link is not None:
-            total += link.exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
+        if AT_ONCE in links and len({message.axes for message in wave}) > 1:
+            total += links[AT_ONCE].exchange(max(sum(m.sent for m in wave), sum(m.received for m in wave)))
         else:
             total += sum(message_seconds(message, links) for message in wave)
     return total

@@ -31,7 +31,7 @@ class Phase(Enum):
 class Message:
     """One collective: over which axes of the mesh, by which function, and the bytes that leave and reach this rank.
 
-    Those with the same `wave` are on their way at the same time.
+    Exchanges of halos with the same `wave` are on their way at the same time.
     """
 
     axes: tuple[str, ...]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ensemble_ml.distributed.communicator import Communicator, Pending
-from ensemble_ml.distributed.costs import Link, Links
+from ensemble_ml.distributed.costs import AT_ONCE, Link, Links
 from ensemble_ml.distributed.mesh import Mesh
 
 _SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes out of each rank
@@ -49,7 +49,7 @@ def measured_links(mesh: Mesh, known: Known | None = None) -> Links:
         def swaps(_: Communicator, size: int) -> Callable[[], object]:
             return _waiting(_swap(lat, size // 2), _swap(lon, size // 2))
 
-        links[("lat", "lon")] = measure("swaps", mesh.along("lat", "lon"), swaps, lat, lon)
+        links[AT_ONCE] = measure("swaps", mesh.along("lat", "lon"), swaps, lat, lon)
     everyone = mesh.model
     if everyone.size == 1:
         return links | {(): Link(0.0, 0.0)}

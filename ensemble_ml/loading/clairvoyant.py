@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan
 from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.tiers import Tiers
-from ensemble_ml.loading.wire import Gather
+from ensemble_ml.loading.wire import Gather, this_node
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class ClairvoyantLoader:
         seed: of the order.
         rank, ranks: this process among those that share the batch.
         gather: brings every rank's bytes to all ranks (an all-gather of objects); needed where ranks > 1.
-        ram, disk: bytes of packed samples to hold on this rank; the same on all. None takes half the free memory.
+        ram, disk: bytes of samples to hold on this rank, the same on all; None takes half the free memory. They are
+            held packed, or decompressed where all fit so and no more travels between nodes for it.
         folder: for the cache on local disk.
         assign: `fixed` or `locality`.
         threads: that fetch and decode.
@@ -99,15 +101,12 @@ class ClairvoyantLoader:
         self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
         room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
-        self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign)
-        # Where all samples stay with the ranks that use them, room that is left saves the decompression of later uses.
-        stay = epochs > 1 and (ranks == 1 or assign is Assign.locality)
-        if isinstance(self.items, Openable) and stay and self.plan.holds_all:
-            opened = self.items.opened()
-            plan = Plan(order, epochs, opened.sizes, room, ranks, assign, opened.stored)
-            if plan.holds_all:
-                self.items, self.plan = opened, plan
+        stored = getattr(self.items, "stored", None)
+        self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored)
         self.rank, self.step = rank, start_step
+        if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
+            together = ranks == 1 or (gather is not None and len(set(gather((node or this_node()).encode()))) == 1)
+            self._open(self.items, together)
         self._threads, self._ahead = threads, ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None
@@ -121,6 +120,14 @@ class ClairvoyantLoader:
             self.close()
             raise
 
+    def _open(self, items: Openable, together: bool) -> None:
+        """Keep samples decompressed if all fit: it saves that work in later epochs. On several nodes (not `together`)
+        no more bytes may travel for it."""
+        opened, plan = items.opened(), self.plan
+        wide = replace(plan, sizes=opened.sizes, stored=opened.stored)
+        if wide.holds_all and (together or wide.explain().peers <= plan.explain().peers):
+            self.items, self.plan = opened, wide
+
     @property
     def steps(self) -> int:
         """Global steps of the whole run."""
@@ -128,11 +135,12 @@ class ClairvoyantLoader:
 
     @property
     def memory(self) -> int:
-        """Bytes that the loader takes at most: cache in memory, ring of decoded batches, a sample or two a thread."""
+        """Bytes that the loader takes at most: cache, ring of decoded batches, a sample or two a thread, peers' too."""
         order, ranks = self.plan.order, self.plan.ranks
         batch = -(-min(order.batch_size, order.n) // ranks) * sum(one.bytes for one in self.items.arrays.values())
         packed = 0 if self.plan.stored is None else int(self.plan.stored.max())
-        return self.plan.tiers.ram + (self._ahead + 1) * batch + self._threads * (int(self.items.sizes.max()) + packed)
+        sample = int(self.items.sizes.max()) + packed
+        return self.plan.tiers.ram + (self._ahead + 1) * batch + ranks * self._threads * sample
 
     def __len__(self) -> int:
         return self.steps - self.step

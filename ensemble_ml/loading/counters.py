@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """Bytes of packed samples by where they came from; `fallback` are those that a peer should have sent.
+    """Bytes of samples, as storage or caches hold them, by where they came from; `fallback`: a peer should have sent.
 
     `samples` counts uses; `waited` are the seconds in which a batch was asked for and not ready.
     """

@@ -29,7 +29,7 @@ class ArrayShape:
 class Items(Protocol):
     """Samples 0 to F-1.
 
-    `sizes` (F,) are their packed bytes; all samples become arrays of the same shapes.
+    `sizes` (F,) are their bytes in a cache, packed; all samples become arrays of the same shapes.
     """
 
     sizes: np.ndarray
@@ -60,7 +60,7 @@ class Openable(Items, Protocol):
     """Items that can also be kept decompressed, which costs room and saves the decompression of every later use."""
 
     def opened(self) -> Opened:
-        """The same samples, decompressed as they are read."""
+        """The same samples, decompressed as they are read; reading them raises UserError where they are damaged."""
 
 
 class Opened(Items, Protocol):

@@ -29,7 +29,7 @@ STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that nobody h
 
 @dataclass(frozen=True)
 class Tiers:
-    """Room for packed bytes on each rank."""
+    """Room for samples on each rank, in bytes."""
 
     ram: int
     disk: int = 0

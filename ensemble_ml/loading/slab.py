@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from ensemble_ml.errors import UserError
 log = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE
+_PIECE = 1 << 20  # bytes of a checksum after which other threads have their turn: it does not let them in by itself
 _MAGIC = 0x454D4C31  # "EML1"
 _FILLED = 1 << 32  # in a header word; the low half is the sample's crc32c
 
@@ -148,7 +150,7 @@ class Slab:
             return None
         start = self.shape.header + int(self.shape.offset[place])
         data = self._all[start : start + int(self.shape.size[place])]
-        if google_crc32c.value(data) == word & 0xFFFFFFFF:
+        if checksum(data.data) == word & 0xFFFFFFFF:
             return data.data.toreadonly()
         log.warning("loading: cached sample %d is damaged and is read anew", sample)
         if self._writable:
@@ -173,7 +175,11 @@ class Slab:
 
 def checksum(data: memoryview) -> int:
     """crc32c of the bytes."""
-    return int(google_crc32c.value(np.frombuffer(data, np.uint8)))  # it refuses memoryviews that can be written to
+    view, found = np.frombuffer(data, np.uint8), 0  # it refuses memoryviews that can be written to
+    for start in range(0, len(view), _PIECE):
+        found = google_crc32c.extend(found, view[start : start + _PIECE])
+        time.sleep(0)
+    return int(found)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

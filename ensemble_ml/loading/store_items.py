@@ -52,7 +52,7 @@ class StoreItems:
         dates: indices of start dates; None takes all.
 
     Opening reads the index of every shard and the factors of every field, which are kept in memory: 16 bytes a chunk
-    and 25 bytes a field.
+    and 8 to 16 bytes a field.
 
     Raises:
         UserError: the store lacks something selected, or a shard is damaged.

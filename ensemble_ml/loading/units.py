@@ -60,7 +60,6 @@ class Units:
             self.store.keep_factors(self._parts, self.dates.tolist(), pool)
             self._found = list(pool.map(self._date, self.dates.tolist()))
         self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
-        self.index_bytes = sum(len(index) for date in self._found for _, _, index in date.shards)
 
     def of(self, draw: Draw) -> np.ndarray:
         """Numbers of the units of a sample."""

@@ -1,7 +1,7 @@
 """One number a field: reference, scale, decimal and whether it is present; written and read some start dates at a time.
 
 They lie in Zarr arrays (D, ...) beside the fields, in chunks of so many dates that one is about 128 KB: whoever reads
-one date of an archive of thousands does not load those of the others.
+one date of an archive of thousands does not load those of the others. A loader, which uses all, keeps all.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class FactorReader:
         self._lock = Lock()
 
     def keep(self, specs: Iterable[ArraySpec], dates: Iterable[int], pool: Executor) -> None:
-        """Read the factors of all `dates` now and keep them: 25 bytes a packed field, 1 byte another.
+        """Read the factors of all `dates` now and keep them: 8 bytes a field of GRIB, 16 where they are no float32.
+
+        That is less than the index of the field's chunks, which a loader keeps as well.
 
         Raises:
             UserError: they are damaged.
@@ -90,7 +92,7 @@ class FactorReader:
         numbers = sorted({date // self._together for date in dates})
         chunks = [(name, spec, number) for name, spec in wanted for number in numbers]
         found = pool.map(lambda one: self._chunk(*one), chunks)
-        self._kept |= {(name, number): values for (name, _, number), values in zip(chunks, found, strict=True)}
+        self._kept |= {(name, number): _small(values) for (name, _, number), values in zip(chunks, found, strict=True)}
 
     def of_date(self, spec: ArraySpec, key: str, date: int) -> np.ndarray:
         """One factor of all fields of a date, (M, T, V, Z).
@@ -101,7 +103,8 @@ class FactorReader:
         name, number = f"{spec.name}_{key}", date // self._together
         place = date - number * self._together
         if (name, number) in self._kept:
-            return self._kept[name, number][place]
+            found = self._kept[name, number][place]
+            return found if found.dtype == bool else found.astype(np.float64)
         with self._lock:
             held = self._held.setdefault(name, OrderedDict())
             if number not in held:
@@ -125,3 +128,14 @@ class FactorReader:
             return self._arrays[name]
         except (OSError, ValueError, RuntimeError) as error:
             raise damaged(self._root / name, str(error)) from error
+
+
+def _small(values: np.ndarray) -> np.ndarray:
+    """The same numbers in less memory: one, where all are equal; float32 where that holds them."""
+    if values.size and (values == values.flat[0]).all():
+        return np.broadcast_to(values.flat[0], values.shape)
+    if values.dtype == bool:
+        return values
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    return narrow if np.array_equal(narrow, values) else values

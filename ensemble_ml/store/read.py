@@ -1,7 +1,7 @@
 """Read a tensor store: only the members, leads, variables and rows that are asked for, straight from the shards.
 
-Reads keep no state but the factors of the dates read last; every read has its own file descriptor and uses
-`preadv`, so any number of threads may read at a time.
+Reads keep no state but factors (of the dates read last, and of those that a loader keeps); every read has its own file
+descriptor and uses `preadv`, so any number of threads may read at a time.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_plan(tmp_path):
 
 @pytest.mark.parametrize("wrong", [dict(covered=False), dict(wrong=1), dict(read=99)])
 def test_disqualified(wrong):
-    good = dict(seconds=1.0, read=100, covered=True, wrong=0, waited=np.nan)
+    good = dict(seconds=1.0, read=100, covered=True, wrong=0, waited=np.nan, peak=0)
     check("entrant", Outcome(**good), 100)
     with pytest.raises(UserError, match="entrant"):
         check("entrant", Outcome(**good | wrong), 100)

@@ -114,15 +114,16 @@ def test_decoding_reads_nothing_more(tmp_path, kind):
     np.testing.assert_array_equal(decoded(items, 2, packed)["forecast_pressure"], expected.pressure)
 
 
-def use(items, ranks, room):
+def use(items, ranks, room, **more):
     """What every rank of a run saw and kept, what it read from storage, what was planned, and where it stands."""
     gathering, told = Gathering(ranks), []
 
     def body(rank):
         values = {}
         with ClairvoyantLoader(
-            items, 2, 3, 0, ram=room, rank=rank, ranks=ranks, gather=gathering.of(rank), assign=Assign.locality
-        ) as loader:
+            items, 2, 3, 0, ram=room, rank=rank, ranks=ranks, gather=gathering.of(rank),
+            **{"assign": Assign.locality} | {name: value[rank] for name, value in more.items()},
+        ) as loader:  # fmt: skip
             for batch in loader:
                 for row, sample in enumerate(batch.samples.tolist()):
                     values |= {(batch.step, sample, name): value[row].numpy().copy() for name, value in batch.items()}
@@ -146,6 +147,17 @@ def test_room_that_is_left_holds_samples_decompressed(store, ranks):
     for told, storage in ((without, 3 * packed), (held, packed)):
         assert sum(read for _, _, read, *_ in told) == told[0][3] == storage
     assert all(state == without[0][4] for *_, state in held)
+
+
+def test_nothing_is_opened_that_would_then_travel_between_nodes(tmp_path):
+    """Decompressed samples would take the room in which packed ones are kept a second time, and be sent every epoch."""
+    store = make_store(tmp_path / "s.zarr", dates=8, shape=(33, 64), masked=["t2m"])
+    items = StoreItems(store, parts=[Part.TRUTH, Part.MEAN, Part.SPREAD])
+    opened = int(items.opened().sizes.sum())
+    assert opened > 1.05 * items.sizes.sum()
+    room, where = opened // 2 + int(items.opened().sizes.max()), ["here", "there"]
+    assert all(one is items for _, one, *_ in use(items, 2, room, node=where, assign=[Assign.fixed] * 2))
+    assert all(isinstance(one, OpenedItems) for _, one, *_ in use(items, 2, room, assign=[Assign.fixed] * 2))
 
 
 def test_damage_names_the_file_of_a_sample_that_is_opened(tmp_path):

@@ -25,10 +25,11 @@ class Largest(threading.Thread):
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.first = self.bytes = held()
-        self.ended = threading.Event()
+        self.begun, self.ended = threading.Event(), threading.Event()
 
     def run(self):
+        self.first = self.bytes = held()  # with this thread's own stack
+        self.begun.set()
         while not self.ended.wait(0.001):
             self.bytes = max(self.bytes, held())
 
@@ -45,6 +46,7 @@ def main(path: Path, limit: int) -> None:
             return step(self, batch, stop)
         largest = Largest()
         largest.start()
+        largest.begun.wait()
         done = step(self, batch, stop)
         largest.ended.set()
         print(largest.bytes - largest.first)

@@ -27,7 +27,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.costs import Cost, Link, Piece, exposed, halo_seconds, step_cost
+from ensemble_ml.distributed.costs import AT_ONCE, Cost, Link, Piece, exposed, halo_seconds, step_cost
 from ensemble_ml.distributed.echo import Message, Phase
 from ensemble_ml.distributed.echo_exchange import exchange_traffic
 from ensemble_ml.distributed.footprint import Footprint
@@ -74,10 +74,10 @@ def test_messages_that_travel_at_once_have_a_time_of_their_own():
     def message(axis, sent, received, wave):
         return Message((axis,), "all_to_all", 2, sent, received, Phase.forward, wave)
 
-    apart, both = {("lat",): Link(1e-4, 1e-8), ("lon",): Link(3e-4, 1e-8)}, ("lat", "lon")
+    apart = {("lat",): Link(1e-4, 1e-8), ("lon",): Link(3e-4, 1e-8)}
     messages = [message("lat", 1000, 3000, 0), message("lon", 500, 0, 0), message("lon", 100, 100, 1)]
     assert halo_seconds(messages, apart) == pytest.approx(2e-4 + 3e-5 + 6e-4 + 5e-6 + 6e-4 + 1e-6)
-    together = apart | {both: Link(4e-4, 2e-8)}
+    together = apart | {AT_ONCE: Link(4e-4, 2e-8)}
     assert halo_seconds(messages, together) == pytest.approx(8e-4 + 3000 * 2e-8 + 6e-4 + 1e-6)
 
 
@@ -261,7 +261,7 @@ def test_links_are_the_same_on_all_ranks():
 @pytest.mark.slow
 def test_both_axes_at_once_are_measured():
     found = run_ranks(links_of, 4, lat=2, lon=2)
-    assert all(links == found[0] for links in found) and set(found[0]) == {LAT, ("lon",), ("lat", "lon"), ()}
+    assert all(links == found[0] for links in found) and set(found[0]) == {LAT, ("lon",), AT_ONCE, ()}
     assert all(0 < link.alpha < 1 and link.beta >= 0 and math.isfinite(link.free) for link in found[0].values())
 
 

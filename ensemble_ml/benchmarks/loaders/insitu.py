@@ -17,7 +17,10 @@ from ensemble_ml.benchmarks.loaders.lap import Batches, Spec, main
 def batches(spec: Spec, rank: int) -> Batches:
     """Each rank draws from its own share of the samples: the library divides nothing between processes.
 
-    Its pool holds read-ahead and cache at once, so that it gets the least it works with, and the cache besides.
+    Its pool, which is read-ahead and cache at once, gets what the race gives to a cache.
+
+    Raises:
+        MemoryError: that is less than it needs with such blocks.
     """
     store = obstore_store((Path(spec.data) / spec.options["zarr"]).resolve().as_uri())
     geometries = open_geometries(store, variables=["values"])
@@ -26,7 +29,9 @@ def batches(spec: Spec, rank: int) -> Batches:
     settings = {"geometries": geometries, "batch_size": spec.batch // spec.ranks}
     settings |= {"block_chunks": spec.options.get("block_chunks", spec.batch // spec.ranks)}
     least = InSituDataset(store, manifest, **settings).cache_budget_bytes
-    data = InSituDataset(store, manifest, cache_budget_bytes=least + spec.ram, **settings)
+    if least > 1.01 * spec.ram:
+        raise MemoryError(f"blocks of {settings['block_chunks']} chunks need {least} bytes, the cache has {spec.ram}")
+    data = InSituDataset(store, manifest, cache_budget_bytes=max(least, spec.ram), **settings)
     for epoch in range(spec.epochs):
         data.set_epoch(epoch)
         for batch in data.train:

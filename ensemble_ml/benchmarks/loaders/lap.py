@@ -97,6 +97,7 @@ def run(spec: Spec, rank: int, batches: Batches) -> None:
     used: list[list[int]] = [[] for _ in range(spec.epochs)]
     waits, ends, wrong = [0.0] * spec.epochs, [0.0] * spec.epochs, 0
     meeting.gather(b"")
+    before = _memory("VmRSS")
     began = asked = time.perf_counter()
     for epoch, samples, values in batches:
         waits[epoch] += time.perf_counter() - asked
@@ -109,7 +110,14 @@ def run(spec: Spec, rank: int, batches: Batches) -> None:
     meeting.gather(b"")
     seconds = time.perf_counter() - began
     result = {"seconds": seconds, "used": used, "wrong": wrong, "ends": ends, "waits": waits}
+    result["peak"] = _memory("VmHWM") - before
     (Path(spec.work) / f"result{rank}.json").write_text(json.dumps(result))
+
+
+def _memory(name: str) -> int:
+    """Bytes of this process that /proc calls `name`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def serve(batches: Callable[[Spec, int], Batches]) -> None:

@@ -34,6 +34,7 @@ class Outcome:
     covered: bool
     wrong: int
     waited: float  # of the slowest rank after the first epoch: its wait for batches, as a share of a step; NaN for one
+    peak: int  # bytes by which the largest rank grew, its workers and local disk aside
     facts: tuple[dict[str, Any], ...] = ()  # of each of our ranks: what was planned, and what its loader counted
 
     @property
@@ -165,6 +166,7 @@ def outcome(spec: Spec, storage: Storage) -> Outcome:
         covered=all(samples == every for samples in used),
         wrong=sum(r["wrong"] for r in results),
         waited=max(_warm_wait(r) for r in results),
+        peak=max(r["peak"] for r in results),
         facts=tuple(json.loads(path.read_text()) for path in facts if path.exists()),
     )
 

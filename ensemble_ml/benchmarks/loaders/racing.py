@@ -122,15 +122,10 @@ def _enter(one: Track, race: RaceConfig, tools: Path, kind: str) -> None:
 
 
 def _race_rival(one: Track, race: RaceConfig, kind: str, rival: Rival) -> None:
-    caches = [c for c in race.caches if c >= 0.25] if rival.cached else [0.0]
-    try:
-        best = one.tuned(rival.name, rival.settings, rival.spec(one, max(1.0, *caches)))
-    except UserError as error:
-        one.notes.append(f"{kind}: {error}.")
-        return
-    for cache in caches:
+    for cache in [c for c in race.caches if c >= 0.25] if rival.cached else [0.0]:
         name = f"{kind}, cache {cache:g}: {rival.name}" if rival.cached else rival.name
         try:
+            best = one.tuned(name, rival.settings, rival.spec(one, cache))
             one.run(name, one.spec(**rival.spec(one, cache), **best))
         except UserError as error:
             one.notes.append(f"{name}: did not finish ({error}).")

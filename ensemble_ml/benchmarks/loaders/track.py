@@ -113,12 +113,14 @@ class Track:
         return Figure.of([one.seconds for one in self.outcomes[name]], "s")
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Of all runs: length, datasets read, wait after the first epoch."""
+        """Of all runs: length, datasets read, wait after the first epoch; memory where one process has all of it."""
         for name, outcomes in self.outcomes.items():
             if not outcomes:
                 continue
             yield name, self.seconds(name)
             yield f"{name}: read", Figure.of([one.read / self.raw for one in outcomes], "datasets of raw bytes")
+            if name.endswith((": ours", ": insitubatch")):  # what others have in workers or on local disk is not seen
+                yield f"{name}: peak memory of a rank", Figure.of([one.peak / 1e6 for one in outcomes], "MB")
             waits = [100 * one.waited for one in outcomes]
             if not any(map(math.isnan, waits)):
                 yield f"{name}: wait after the first epoch", Figure.of(waits, "% of a step")
@@ -215,6 +217,6 @@ def rivals(one: Track, names: Sequence[str], workers: Sequence[int], tools: Path
         else:
             zarr = write_zarr(python, data, one.size, compress=not same_bytes)
             options = {"python": str(python), "zarr": zarr}
-            blocks = tuple({"block_chunks": BATCH // one.ranks * times} for times in (1, 2))
+            blocks = tuple({"block_chunks": chunks} for chunks in (1, BATCH // one.ranks, 2 * BATCH // one.ranks))
             found.append(Rival("insitubatch", "insitubatch", options, blocks, True))
     return found
