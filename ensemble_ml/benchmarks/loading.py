@@ -29,8 +29,8 @@ _SIZES = {
     BenchmarkSize.small: Size(16, 10, (181, 360)),
     BenchmarkSize.tiny: Size(16, 2, (19, 36)),
 }
-_MANY = {  # small samples, so that caches end where samples do
-    BenchmarkSize.full: Size(480, 1, (19, 36)),
+_MANY = {  # small samples: what is left over where caches end weighs little
+    BenchmarkSize.full: Size(2400, 1, (9, 18)),
     BenchmarkSize.small: Size(320, 1, (19, 36)),
     BenchmarkSize.tiny: Size(80, 1, (9, 18)),
 }

@@ -34,6 +34,7 @@ from ensemble_ml.loading.plan import Plan
 from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
+from ensemble_ml.models import cores
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class ClairvoyantLoader:
             held packed, or decompressed where all fit so and no more travels between nodes for it.
         folder: for the cache on local disk.
         assign: `fixed` or `locality`.
-        threads: that fetch and decode.
+        threads: that fetch and decode; None takes two to four, by this rank's share of the cores of its node.
         ahead: batches of look-ahead.
         start_step: the first global step; `load_state_dict` sets it.
         host: name under which other nodes reach this one.
@@ -90,37 +91,41 @@ class ClairvoyantLoader:
         disk: int = 0,
         folder: str | Path | None = None,
         assign: Assign = Assign.fixed,
-        threads: int = 4,
+        threads: int | None = None,
         ahead: int = 3,
         start_step: int = 0,
         host: str | None = None,
         node: str | None = None,
     ):
-        if batch_size < 1 or threads < 1 or ahead < 1:
+        if batch_size < 1 or ahead < 1 or (threads is not None and threads < 1):
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
+        if ranks > 1 and gather is None:
+            raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
         self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
         room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
+        name = (node or this_node()).encode()
+        nodes = [name] if gather is None else gather(name)
         stored = getattr(self.items, "stored", None)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored)
         self.rank, self.step = rank, start_step
         if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
-            together = ranks == 1 or (gather is not None and len(set(gather((node or this_node()).encode()))) == 1)
-            self._open(self.items, together)
-        self._threads, self._ahead = threads, ahead
+            self._open(self.items, together=len(set(nodes)) == 1)
+        # More threads than cores only keep the step itself waiting for its turn on one.
+        here = max(1, cores() // nodes.count(nodes[rank]))
+        self._threads, self._ahead = threads or min(4, max(2, here)), ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None
         self._engine: Engine | None = None
         try:
             if ranks > 1:
-                if gather is None:
-                    raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
+                assert gather is not None
                 self.tiers.others = self._peers = Peers(self.tiers, gather, host, node)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, items: Openable, together: bool) -> None:
+    def _open(self, items: Openable, *, together: bool) -> None:
         """Keep samples decompressed if all fit: it saves that work in later epochs. On several nodes (not `together`)
         no more bytes may travel for it."""
         opened, plan = items.opened(), self.plan

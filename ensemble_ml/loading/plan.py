@@ -190,6 +190,7 @@ class Traffic:
     held: int
     total: int
     epochs: int
+    steps: int  # an epoch
 
     @classmethod
     def of(cls, plan: Plan) -> Traffic:
@@ -213,14 +214,23 @@ class Traffic:
             moved["peers"] += int(size[(owner != NOBODY) & (owner != user) & ~again].sum())
         repeats = plan.epochs - 1
         storage, bound = total + repeats * (total - held), total + repeats * max(0, total - room)
-        return cls(storage=storage, bound=bound, held=held, total=total, epochs=plan.epochs, **moved)
+        return cls(
+            storage=storage,
+            bound=bound,
+            held=held,
+            total=total,
+            epochs=plan.epochs,
+            steps=plan.order.steps_per_epoch,
+            **moved,
+        )
 
     def seconds(
         self, *, storage_rate: float, compute: float, decode: float = 0.0, again: float | None = None
     ) -> tuple[float, str]:
         """Predicted length of the run, and what limits most of it: storage, compute or decoding.
 
-        An epoch takes as long as the slowest of the three, because look-ahead is short beside an epoch.
+        An epoch takes as long as the slowest of the three, because look-ahead is short beside an epoch; the batch that
+        storage gives last has then to be decoded and computed.
 
         Args:
             storage_rate: bytes a second of slow storage, over all ranks.
@@ -229,12 +239,14 @@ class Traffic:
             again: the same of the epochs after the first, where they differ.
         """
         lasts = {"storage": 0.0, "compute": 0.0, "decoding": 0.0}
-        later = decode if again is None else again
+        later, behind = decode if again is None else again, 0.0
         for count, read, decoding in ((1, self.total, decode), (self.epochs - 1, self.total - self.held, later)):
             limits = {"storage": read / storage_rate, "compute": compute, "decoding": decoding}
             slowest = max(limits, key=lambda name: limits[name])
             lasts[slowest] += count * limits[slowest]
-        return sum(lasts.values()), max(lasts, key=lambda name: lasts[name])
+            if slowest == "storage" and count:
+                behind = (compute + decoding) / self.steps
+        return sum(lasts.values()) + behind, max(lasts, key=lambda name: lasts[name])
 
 
 def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:

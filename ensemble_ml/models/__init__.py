@@ -6,7 +6,7 @@ from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, ensemble_input
 from ensemble_ml.models.model import EnsembleModel
 from ensemble_ml.models.registry import MODELS, AnyModel, build_model
-from ensemble_ml.models.speed import Speed, choose, keep_freed_memory
+from ensemble_ml.models.speed import Speed, choose, cores, keep_freed_memory
 
 __all__ = [
     "MODELS",
@@ -23,6 +23,7 @@ __all__ = [
     "climate_shapes",
     "crps",
     "ensemble_input",
+    "cores",
     "keep_freed_memory",
     "moments",
     "quantile",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ log = logging.getLogger(__name__)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SECONDS = 3.0  # for all trials together
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

@@ -17,7 +17,7 @@ import torch
 
 from ensemble_ml.config import DataConfig, TrainConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import ModelSpec, keep_freed_memory
+from ensemble_ml.models import ModelSpec, cores, keep_freed_memory
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point
@@ -184,11 +184,6 @@ def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int =
         was = checkpoint.meta["threads"]
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)
     return threads
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plain_config(config: Any) -> dict[str, Any]:
