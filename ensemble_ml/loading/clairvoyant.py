@@ -34,7 +34,6 @@ from ensemble_ml.loading.plan import Plan
 from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
-from ensemble_ml.models import cores
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class ClairvoyantLoader:
             held packed, or decompressed where all fit so and no more travels between nodes for it.
         folder: for the cache on local disk.
         assign: `fixed` or `locality`.
-        threads: that fetch and decode; None takes two to four, by this rank's share of the cores of its node.
+        threads: that fetch and decode.
         ahead: batches of look-ahead.
         start_step: the first global step; `load_state_dict` sets it.
         host: name under which other nodes reach this one.
@@ -91,13 +90,13 @@ class ClairvoyantLoader:
         disk: int = 0,
         folder: str | Path | None = None,
         assign: Assign = Assign.fixed,
-        threads: int | None = None,
+        threads: int = 4,
         ahead: int = 3,
         start_step: int = 0,
         host: str | None = None,
         node: str | None = None,
     ):
-        if batch_size < 1 or ahead < 1 or (threads is not None and threads < 1):
+        if batch_size < 1 or threads < 1 or ahead < 1:
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
         if ranks > 1 and gather is None:
             raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
@@ -111,9 +110,7 @@ class ClairvoyantLoader:
         self.rank, self.step = rank, start_step
         if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
             self._open(self.items, together=len(set(nodes)) == 1)
-        # More threads than cores only keep the step itself waiting for its turn on one.
-        here = max(1, cores() // nodes.count(nodes[rank]))
-        self._threads, self._ahead = threads or min(4, max(2, here)), ahead
+        self._threads, self._ahead = threads, ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None
         self._engine: Engine | None = None

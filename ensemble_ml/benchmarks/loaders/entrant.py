@@ -94,7 +94,7 @@ def ours(spec: Spec, rank: int, packed: bool) -> Batches:
     with ClairvoyantLoader(
         source, spec.batch, spec.epochs, 0, rank=rank, ranks=spec.ranks, gather=meeting.gather, ram=spec.ram,
         disk=spec.disk, folder=Path(spec.work) / f"disk{rank}", assign=Assign(options.get("assign", "locality")),
-        threads=options.get("threads"), host=options["hosts"][rank] if "hosts" in options else "localhost",
+        threads=options.get("threads", 4), host=options["hosts"][rank] if "hosts" in options else "localhost",
     ) as loader:  # fmt: skip
         for batch in loader:
             values = batch["forecast_pressure"][:, :, 0] if packed else batch["0"]
