@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -->"
 
 
+LOST = "Lost: "  # how a benchmark's note begins that tells where a rival is faster
 HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
 
@@ -36,9 +37,10 @@ def rows(claims: list[dict]) -> list[str]:
 
 
 def table() -> str:
-    """The quickstart's claims, how many of each benchmark hold, all that do not, then all; files in order of names."""
+    """The quickstart's claims, how many of each benchmark hold, all that do not, losses, then all; by file names."""
     paths = sorted((ROOT / "scripts" / "results").glob("*.json"))
-    claims = {path.stem: json.loads(path.read_text())["claims"] for path in paths}
+    found = {path.stem: json.loads(path.read_text()) for path in paths}
+    claims = {name: content["claims"] for name, content in found.items() if content["claims"]}
     lines = [f"Of `{command('quickstart')}`:", "", *HEAD, *rows(claims["quickstart"])]
     lines += ["", "| shown by | claims that hold |", "|---|---|"]
     for name, some in claims.items():
@@ -47,6 +49,10 @@ def table() -> str:
     lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
     for name, some in claims.items():
         lines += [f"{one} {name.partition('-')[0]} |" for one in rows([c for c in some if not c["holds"]])]
+    lines += ["", "Where another is faster:", ""]
+    for name, content in found.items():
+        lost = [note.removeprefix(LOST) for note in content.get("notes", []) if note.startswith(LOST)]
+        lines += [f"- {note} (`{command(name)}`)" for note in lost]
     for name, some in claims.items():
         lines += ["", f"<details><summary>All claims of <code>{command(name)}</code></summary>", "", *HEAD]
         lines += [*rows(some), "", "</details>"]
