@@ -103,13 +103,12 @@ class ClairvoyantLoader:
         self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
         room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
-        name = (node or this_node()).encode()
-        nodes = [name] if gather is None else gather(name)
         stored = getattr(self.items, "stored", None)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored)
         self.rank, self.step = rank, start_step
         if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
-            self._open(self.items, together=len(set(nodes)) == 1)
+            nodes = {b""} if gather is None else set(gather((node or this_node()).encode()))
+            self._open(self.items, together=len(nodes) == 1)
         self._threads, self._ahead = threads, ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None

@@ -29,7 +29,7 @@ class ArrayShape:
 class Items(Protocol):
     """Samples 0 to F-1.
 
-    `sizes` (F,) are their bytes in a cache, packed; all samples become arrays of the same shapes.
+    `sizes` (F,) are their bytes in a cache; all samples become arrays of the same shapes.
     """
 
     sizes: np.ndarray

@@ -50,15 +50,19 @@ def test_only_the_chunks_that_are_used_are_read(store):
     assert share == pytest.approx(1 / len(store.layout.realization), rel=0.05)
 
 
-def test_damage_names_the_file(tmp_path):
+@pytest.mark.parametrize(("epochs", "room"), [(1, 0), (2, 10)])
+def test_damage_names_the_file(tmp_path, epochs, room):
+    """Of samples that are decoded at every use, and of those that are opened."""
     store = make_store(tmp_path / "s.zarr")
     items = StoreItems(store)
     shard = items.name(0)
     with open(shard, "r+b") as file:
         file.seek(40)
         file.write(b"\xff\xff\xff\xff")
-    with ClairvoyantLoader(items, 3, 1, 0, ram=0) as loader, pytest.raises(UserError, match=shard):
-        list(loader)
+    with ClairvoyantLoader(items, 3, epochs, 0, ram=room * int(items.opened().sizes.sum())) as loader:
+        assert isinstance(loader.items, OpenedItems) == (room > 0)
+        with pytest.raises(UserError, match=shard):
+            list(loader)
 
 
 def test_fingerprints_tell_selections_apart(store):
@@ -158,16 +162,3 @@ def test_nothing_is_opened_that_would_then_travel_between_nodes(tmp_path):
     room, where = opened // 2 + int(items.opened().sizes.max()), ["here", "there"]
     assert all(one is items for _, one, *_ in use(items, 2, room, node=where, assign=[Assign.fixed] * 2))
     assert all(isinstance(one, OpenedItems) for _, one, *_ in use(items, 2, room, assign=[Assign.fixed] * 2))
-
-
-def test_damage_names_the_file_of_a_sample_that_is_opened(tmp_path):
-    store = make_store(tmp_path / "s.zarr")
-    items = StoreItems(store)
-    shard = items.name(0)
-    with open(shard, "r+b") as file:
-        file.seek(40)
-        file.write(b"\xff\xff\xff\xff")
-    with ClairvoyantLoader(items, 3, 2, 0, ram=10 * int(items.opened().sizes.sum())) as loader:
-        assert isinstance(loader.items, OpenedItems)
-        with pytest.raises(UserError, match=shard):
-            list(loader)

@@ -11,13 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
+from ensemble_ml.benchmarks.common.status import process_bytes
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import setup, train, trainer
 
 
 def held() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData"))
+    return process_bytes("VmData")
 
 
 class Largest(threading.Thread):

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ensemble_ml.benchmarks.common.status import process_bytes
+
 Batches = Iterator[tuple[int, list[int], Any]]  # epoch, samples, values (b, M, V, Z, Y, X)
 N_VARIABLES, N_LEVELS = 2, 4
 
@@ -97,7 +99,7 @@ def run(spec: Spec, rank: int, batches: Batches) -> None:
     used: list[list[int]] = [[] for _ in range(spec.epochs)]
     waits, ends, wrong = [0.0] * spec.epochs, [0.0] * spec.epochs, 0
     meeting.gather(b"")
-    before = _memory("VmRSS")
+    before = process_bytes("VmRSS")
     began = asked = time.perf_counter()
     for epoch, samples, values in batches:
         waits[epoch] += time.perf_counter() - asked
@@ -110,14 +112,8 @@ def run(spec: Spec, rank: int, batches: Batches) -> None:
     meeting.gather(b"")
     seconds = time.perf_counter() - began
     result = {"seconds": seconds, "used": used, "wrong": wrong, "ends": ends, "waits": waits}
-    result["peak"] = _memory("VmHWM") - before
+    result["peak"] = process_bytes("VmHWM") - before
     (Path(spec.work) / f"result{rank}.json").write_text(json.dumps(result))
-
-
-def _memory(name: str) -> int:
-    """Bytes of this process that /proc calls `name`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def serve(batches: Callable[[Spec, int], Batches]) -> None:

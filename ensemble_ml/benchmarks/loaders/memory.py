@@ -13,6 +13,7 @@ import sys
 
 import numpy as np
 
+from ensemble_ml.benchmarks.common.status import process_bytes
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 
 _SAMPLE = 1 << 20
@@ -33,8 +34,7 @@ class Arrays:
 
 def taken(loader: ClairvoyantLoader | None = None) -> int:
     """Bytes of this process, and those of the loader's cache, which lie in shared memory and count once."""
-    with open("/proc/self/status") as file:
-        resident = next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
+    resident = process_bytes("VmRSS")
     if loader is None:
         return resident
     return resident - _mapped_cache() + sum(os.fstat(s.fd).st_blocks * 512 for s in loader.tiers.slabs.values())

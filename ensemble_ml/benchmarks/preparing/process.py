@@ -15,6 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
+from ensemble_ml.benchmarks.common.status import process_bytes
 from ensemble_ml.errors import UserError
 
 _PACKAGE = "ensemble_ml.benchmarks.preparing"
@@ -38,8 +39,7 @@ def run(module: str, function: str, *, cores: int = 2, **arguments: Any) -> dict
 def peak_bytes() -> int:
     """Largest resident memory so far of this process or of a finished child."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    with open("/proc/self/status") as file:  # ru_maxrss of the process itself counts what its parent had, too
-        own = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    own = process_bytes("VmHWM")  # ru_maxrss of the process itself counts what its parent had, too
     return max(own, children)
 
 
