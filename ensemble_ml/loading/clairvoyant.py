@@ -32,6 +32,7 @@ from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan
 from ensemble_ml.loading.plan import Tiers as Room
+from ensemble_ml.loading.threads import start
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
 
@@ -225,10 +226,7 @@ class Engine:
         self._error: BaseException | None = None
         self._tasks = self._list_tasks()
         self._take = threading.Lock()
-        names = (f"loading-{number}" for number in range(loader._threads))
-        self._workers = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for worker in self._workers:
-            worker.start()
+        self._workers = start(loader._threads, self._work)
 
     def _list_tasks(self) -> Iterator[tuple[int, int, int]]:
         """Yield (number of the batch, place in it, sample); waits where the ring is full."""

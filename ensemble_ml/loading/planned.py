@@ -20,6 +20,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.batches import Arrays, Batch, Draw, join, read_sample
 from ensemble_ml.loading.device import Device, pages
 from ensemble_ml.loading.schedule import Schedule, Turn
+from ensemble_ml.loading.threads import start
 from ensemble_ml.loading.unit_cache import UnitCache
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,7 @@ class Engine:
         self._tasks, self._take = self._list_tasks(), threading.Lock()
         self._current: _Job | None = None
         self._passed, self._since = -1, 0.0
-        names = (f"loading-{number}" for number in range(threads))
-        self._workers = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]
-        for worker in self._workers:
-            worker.start()
+        self._workers = start(threads, self._work)
 
     def next(self, validation: bool, step: int | None = None) -> Batch | None:
         """The next batch of this rank, in memory that is used again after the next call; None where another kind comes.
