@@ -27,7 +27,7 @@ import torch
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.device import pages
-from ensemble_ml.loading.items import DatasetItems, Items, Openable
+from ensemble_ml.loading.items import DatasetItems, Divisible, Items, Openable
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan
@@ -105,7 +105,8 @@ class ClairvoyantLoader:
         room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
         stored = getattr(self.items, "stored", None)
-        self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored)
+        heads = isinstance(self.items, Divisible)
+        self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored, heads)
         self.rank, self.step = rank, start_step
         if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
             nodes = {b""} if gather is None else set(gather((node or this_node()).encode()))
@@ -126,7 +127,7 @@ class ClairvoyantLoader:
         """Keep samples decompressed if all fit: it saves that work in later epochs. On several nodes (not `together`)
         no more bytes may travel for it."""
         opened, plan = items.opened(), self.plan
-        wide = replace(plan, sizes=opened.sizes, stored=opened.stored)
+        wide = replace(plan, sizes=opened.sizes, stored=opened.stored, heads=False)
         if wide.holds_all and (together or wide.explain().peers <= plan.explain().peers):
             self.items, self.plan = opened, wide
 

@@ -56,6 +56,14 @@ class Items(Protocol):
 
 
 @runtime_checkable
+class Divisible(Items, Protocol):
+    """Items that can be read from any place on: a cache may hold the head of one, and only the rest is read again."""
+
+    def read_from(self, start: int, sample: int, out: memoryview) -> None:
+        """Fill `out` with bytes of the packed sample from `start` on, from slow storage; any thread may call it."""
+
+
+@runtime_checkable
 class Openable(Items, Protocol):
     """Items that can also be kept decompressed, which costs room and saves the decompression of every later use."""
 

@@ -50,7 +50,7 @@ class Peers:
 
     def _answer(self, connection: socket.socket, sample: int, wanted: bool) -> None:
         try:
-            data = self._tiers.own(sample, self._buffer(int(self._tiers.plan.sizes[sample])))
+            data = self._tiers.own(sample, self._buffer(int(self._tiers.plan.placement.kept[sample])))
         except UserError as error:  # the asker reads slow storage itself, and says what is wrong with it
             log.warning("loading: sample %d cannot be served: %s", sample, error)
             connection.sendall(_REPLY.pack(-1, 0))

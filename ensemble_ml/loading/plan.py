@@ -3,8 +3,9 @@
 With each sample used once an epoch, a cache of K samples over all ranks cannot save more than K reads an epoch, so no
 policy reads less than F + (E-1)(F-K) samples from slow storage (F samples, E epochs). Holding any K samples for good,
 each on one rank, reaches that bound: there is nothing to evict. A sample that is held is read from slow storage by its
-holder alone, once; another rank that needs it asks the holder. NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181)
-places rank by rank instead, and holds duplicates.
+holder alone, once; another rank that needs it asks the holder. Where samples can be read from any place on, the end of
+a cache holds the head of one more, and the bound is reached to the byte (if a sample is left for each end). NoPFS
+(Dryden et al. 2021, doi:10.1145/3458817.3476181) places rank by rank instead, and holds duplicates.
 
 Axes: F samples, P ranks.
 """
@@ -42,11 +43,15 @@ class Tiers:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank holds each sample (NOBODY: none), in which tier, and at which offset there: arrays (F,)."""
+    """Which rank holds each sample (NOBODY: none), in which tier, at which offset there, and how many bytes of it.
+
+    Arrays (F,); `kept` is less than a sample's size where only its head is held.
+    """
 
     owner: np.ndarray
     tier: np.ndarray
     offset: np.ndarray
+    kept: np.ndarray
 
     def held(self, rank: int, tier: int) -> np.ndarray:
         """Samples that `rank` holds in `tier`, ascending."""
@@ -78,6 +83,7 @@ class Plan:
         assign: `fixed` gives each rank its own slice of the global batch; `locality` gives a sample to its holder where
             the slices stay as long as they were. The global batch holds the same samples either way.
         stored: (F,) bytes of each sample on slow storage; None where they are those of a cache.
+        heads: whether a sample can be read from any place on, so that its head alone may be held.
 
     Raises:
         UserError: sizes do not fit the order, or nothing is to be read.
@@ -90,8 +96,10 @@ class Plan:
     ranks: int = 1
     assign: Assign = Assign.fixed
     stored: np.ndarray | None = None
+    heads: bool = False
 
     def __post_init__(self) -> None:
+        assert not self.heads or self.stored is None, "a head is as many bytes in a cache as on slow storage"
         if len(self.sizes) != self.order.n:
             raise UserError(f"plan: {len(self.sizes)} sizes for {self.order.n} samples; one each is needed")
         if self.ranks < 1 or self.epochs < 1 or self.order.n < 1:
@@ -105,7 +113,8 @@ class Plan:
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes, "<i8").tobytes())
         order = (self.order.seed, self.order.n, self.order.batch_size)
         digest.update(np.ascontiguousarray(self.on_storage, "<i8").tobytes())
-        digest.update(repr((order, self.epochs, self.tiers, self.ranks, self.assign.value)).encode())
+        said = (order, self.epochs, self.tiers, self.ranks, self.assign.value, self.heads)
+        digest.update(repr(said).encode())
         return digest.hexdigest()[:16]
 
     @property
@@ -116,23 +125,25 @@ class Plan:
     @property
     def holds_all(self) -> bool:
         """Whether every sample has a place in memory."""
-        return bool((self.placement.tier == RAM).all())
+        where = self.placement
+        return bool(((where.tier == RAM) & (where.kept == self.sizes)).all())
 
     @cached_property
     def placement(self) -> Placement:
         """Who holds what, for the whole run."""
-        return place(self.order, self.ranks, self.sizes, self.tiers)
+        return place(self.order, self.ranks, self.sizes, self.tiers, heads=self.heads)
 
     @cached_property
     def copies(self) -> Copies:
         """Samples of other ranks that each rank keeps besides, in memory that its own leave free."""
         where, sizes = self.placement, np.asarray(self.sizes, np.int64)
-        own = np.where(where.tier == RAM, where.offset + sizes, 0)
+        own = np.where(where.tier == RAM, where.offset + where.kept, 0)
         used = np.zeros(self.ranks, np.int64)
         held = where.owner != NOBODY
         np.maximum.at(used, where.owner[held], own[held])
         epochs = self.epochs if self.ranks > 1 else 0
-        return choose(self.users, epochs, where.owner, sizes, used, self.tiers.ram)
+        whole = np.where(where.kept == sizes, where.owner, NOBODY)
+        return choose(self.users, epochs, whole, sizes, used, self.tiers.ram)
 
     def reads(self, epoch: int, rank: int, *, start_step: int = 0) -> Reads:
         """What `rank` uses in `epoch`, from the global step `start_step` on."""
@@ -195,15 +206,15 @@ class Traffic:
     @classmethod
     def of(cls, plan: Plan) -> Traffic:
         """Count the reads of `plan`."""
-        where, sizes = plan.placement, np.asarray(plan.sizes, np.int64)
-        stored = plan.on_storage
-        total, held = int(stored.sum()), int(stored[where.owner != NOBODY].sum())
+        where, stored = plan.placement, plan.on_storage
+        saved = where.kept if plan.heads else np.where(where.owner != NOBODY, stored, 0)
+        total, held = int(stored.sum()), int(saved.sum())
         room = plan.ranks * (plan.tiers.ram + plan.tiers.disk)
         moved = dict.fromkeys(("ram", "disk", "peers"), 0)
         there = np.zeros(max(1, len(plan.copies.keys)), bool)  # copies that have been made
         for epoch in range(plan.epochs):
             samples, user = plan.users(epoch)
-            owner, tier, size = where.owner[samples], where.tier[samples], sizes[samples]
+            owner, tier, size = where.owner[samples], where.tier[samples], where.kept[samples]
             mine = (owner == user) & (epoch > 0)  # the first use of what a rank holds fills its cache
             for name, chosen in (("ram", mine & (tier == RAM)), ("disk", mine & (tier == DISK))):
                 moved[name] += int(size[chosen].sum())
@@ -276,10 +287,11 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
     return out
 
 
-def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers) -> Placement:
+def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers, *, heads: bool = False) -> Placement:
     """Fill the caches without duplicates: each rank with what it uses first, spare room with what is left over.
 
-    A sample goes to RAM before disk. Samples larger than the room that is left are passed over.
+    A sample goes to RAM before disk. Samples larger than the room that is left are passed over; with `heads`, what is
+    left of each RAM in the end holds the head of one that nobody has.
     """
     count = order.n
     owner, tier = np.full(count, NOBODY, np.int32), np.full(count, STORAGE, np.uint8)
@@ -320,4 +332,10 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers) -> Placemen
         if not room or not len(left):
             continue
         fill(left, rank, which)
-    return Placement(owner, tier, offset)
+    kept = np.where(owner != NOBODY, sizes, 0)
+    for rank in sorted(range(ranks), key=lambda rank: -free[rank, RAM]) if heads else ():
+        left, room = np.flatnonzero(owner[samples] == NOBODY), free[rank, RAM]
+        if room and len(left):
+            one = samples[left[np.argmax(first_user[left] == rank)]]  # of its own the first, else of all
+            owner[one], tier[one], offset[one], kept[one] = rank, RAM, used[rank, RAM], min(room, sizes[one])
+    return Placement(owner, tier, offset, kept)

@@ -114,15 +114,23 @@ class StoreItems:
 
     def read(self, sample: int, out: memoryview) -> None:
         """Fill `out` with the runs of all shards of a sample, one behind the other."""
-        start = 0
+        self.read_from(0, sample, out)
+
+    def read_from(self, start: int, sample: int, out: memoryview) -> None:
+        """Fill `out` with what `read` would give from byte `start` on."""
+        done, skip = 0, start
         for piece in self._pieces[sample]:
-            if not piece.runs:
+            if skip >= piece.bytes or done == len(out):
+                skip -= min(skip, piece.bytes)
                 continue
             shard = ShardFile(piece.path)
             try:
                 for offset, size in piece.runs:
-                    shard.read_into(offset, out[start : start + size])
-                    start += size
+                    wanted = min(size - skip, len(out) - done)
+                    if wanted > 0:
+                        shard.read_into(offset + skip, out[done : done + wanted])
+                        done += wanted
+                    skip = max(0, skip - size)
             finally:
                 shard.close()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.counters import Counters
-from ensemble_ml.loading.items import Items
+from ensemble_ml.loading.items import Divisible, Items
 from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan
 from ensemble_ml.loading.slab import Shape, Slab
 
@@ -80,10 +80,20 @@ class Tiers:
         """
         owner = int(self.plan.placement.owner[sample])
         self.counters.add(samples=1)
-        if owner == self.rank:
-            return self.own(sample, scratch)
         if owner == NOBODY:
             return self._read(sample, scratch)
+        kept = int(self.plan.placement.kept[sample])
+        if kept < len(scratch):
+            head = self._held(owner, sample, scratch[:kept])
+            scratch[:kept] = head
+            self._read(sample, scratch[kept:], kept)
+            return scratch
+        return self._held(owner, sample, scratch)
+
+    def _held(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
+        """What `owner` holds of a sample."""
+        if owner == self.rank:
+            return self.own(sample, scratch)
         if sample not in self._copied:
             return self._from(owner, sample, scratch)
         with self._once(sample):
@@ -105,7 +115,7 @@ class Tiers:
         return self._read(sample, scratch)
 
     def own(self, sample: int, scratch: memoryview) -> memoryview:
-        """A sample that this rank holds, as `fetch` gives it; read from slow storage the first time."""
+        """What this rank holds of a sample, in place or in `scratch`; read from slow storage the first time."""
         tier = int(self.plan.placement.tier[sample])
         slab = self.slabs[tier]
         with self._once(sample):
@@ -133,14 +143,18 @@ class Tiers:
             with self._lock:
                 self._busy.pop(sample).set()
 
-    def _read(self, sample: int, out: memoryview) -> memoryview:
-        me = threading.get_ident()
+    def _read(self, sample: int, out: memoryview, start: int = 0) -> memoryview:
+        me, whole = threading.get_ident(), len(out) == int(self.plan.sizes[sample])
         self._reading[me] = sample, time.monotonic()
         try:
-            self.items.read(sample, out)
+            if whole:
+                self.items.read(sample, out)
+            else:
+                assert isinstance(self.items, Divisible)
+                self.items.read_from(start, sample, out)
         finally:
             del self._reading[me]
-        self.counters.add(storage=int(self._stored[sample]))
+        self.counters.add(storage=int(self._stored[sample]) if whole else len(out))
         return out
 
     def slowest(self) -> tuple[str, float] | None:
@@ -165,8 +179,8 @@ def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
         held, offset = held[order], offset[order]
     said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
     key = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
-    sizes = np.asarray(plan.sizes, np.int64)
-    return Shape(held, offset, sizes[held], key)
+    kept = plan.placement.kept[held]  # of copies, which are made of whole samples alone, all bytes
+    return Shape(held, offset, kept, key)
 
 
 def _remove_stale(folder: Path, key: int) -> None:

@@ -14,10 +14,10 @@ from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan, Tiers, to_holders
 F, E = 37, 4
 
 
-def make(ranks=1, share=0.5, assign=Assign.fixed, disk=0.0, sizes=None, batch=8):
+def make(ranks=1, share=0.5, assign=Assign.fixed, disk=0.0, sizes=None, batch=8, heads=False):
     sizes = np.full(F, 10) if sizes is None else sizes
     room = [int(part * sizes.sum() / ranks) for part in (share, disk)]
-    return Plan(Order(5, F, batch), E, sizes, Tiers(*room), ranks, assign)
+    return Plan(Order(5, F, batch), E, sizes, Tiers(*room), ranks, assign, heads=heads)
 
 
 CASES = [(p, c, a) for p in (1, 2, 3, 4, 8) for c in (0, 0.1, 0.5, 1, 2) for a in Assign]
@@ -69,6 +69,38 @@ def test_caches_hold_no_duplicate_and_are_not_overfilled(seed):
             assert not ends or ends[-1] <= limit
 
 
+@pytest.mark.parametrize("ranks, share, assign", CASES)
+def test_heads_reach_the_bound_to_the_byte(ranks, share, assign):
+    sizes = np.arange(F) * 7 % 13 + 4
+    plan = make(ranks, share, assign, sizes=sizes, heads=True)
+    where, told, most = plan.placement, plan.explain(), ranks * plan.tiers.ram
+    short = min(most, int(sizes.sum())) - int(where.kept.sum())
+    assert short == 0 or (0 < short < (ranks - 1) * 16 and not (where.owner == NOBODY).any())
+    assert told.storage == told.bound + (E - 1) * short
+    assert told.bound == sizes.sum() + (E - 1) * max(0, sizes.sum() - most)
+    heads = np.flatnonzero((where.kept > 0) & (where.kept < sizes))
+    assert len(set(where.owner[heads].tolist())) == len(heads)  # no rank holds two
+    for rank in range(ranks):
+        held = where.held(rank, RAM)
+        ends = np.sort(where.offset[held] + where.kept[held])
+        assert np.array_equal(ends, np.cumsum(where.kept[held][np.argsort(where.offset[held])]))
+        assert not len(ends) or ends[-1] <= plan.tiers.ram
+        assert not np.isin(heads, plan.copies.of(rank)[0]).any()
+    # Replay: the first use reads the whole, later ones what is not kept.
+    read, seen = 0, set()
+    for epoch in range(E):
+        for sample in np.concatenate([plan.reads(epoch, rank).sample for rank in range(ranks)]).tolist():
+            read += int(sizes[sample] - (where.kept[sample] if sample in seen else 0))
+            seen.add(sample)
+    assert read == told.storage
+
+
+def test_one_sample_larger_than_all_memory_is_held_by_its_head():
+    plan = Plan(Order(0, 3, 1), 5, np.full(3, 100), Tiers(40), heads=True)
+    assert sorted(plan.placement.kept.tolist()) == [0, 0, 40] and not plan.holds_all
+    assert plan.explain().storage == 300 + 4 * 260
+
+
 def test_locality_computes_where_samples_lie():
     fixed, local = make(4, 1.0).explain(), make(4, 1.0, Assign.locality).explain()
     assert local.peers < fixed.peers / 3
@@ -94,7 +126,8 @@ def test_resume_on_other_ranks_gives_the_same_global_batches():
 def test_hash_is_of_what_decides():
     assert make().hash == make().hash
     others = {make(2).hash, make(share=0.6).hash, make(assign=Assign.locality).hash, make(sizes=np.arange(F) + 1).hash}
-    assert len(others) == 4 and make().hash not in others
+    others.add(make(heads=True).hash)
+    assert len(others) == 5 and make().hash not in others
 
 
 @pytest.mark.parametrize("n, batch, ranks", [(1, 8, 4), (5, 8, 2), (9, 4, 3)])

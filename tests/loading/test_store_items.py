@@ -43,6 +43,60 @@ def test_batches_hold_what_the_store_reads(store, narrow, held):
         assert loader.tiers.counters.storage == loader.plan.explain().storage
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("assign", list(Assign))
+def test_heads_of_samples_fill_the_ends_of_caches(store, ranks, apart, assign):
+    """Every byte beyond the bound F + (E-1)(F-K) is one too many: through shared memory, and over TCP."""
+    items = StoreItems(store, parts=[Part.FORECAST])
+    ram = int(items.sizes.sum() * 0.55 / ranks) + 3
+    meeting, counters = Gathering(ranks), [None] * ranks
+
+    def body(rank):
+        with ClairvoyantLoader(
+            items, 4, 3, 1, rank=rank, ranks=ranks, ram=ram, gather=meeting.of(rank), assign=assign, threads=2,
+            node=f"host{rank}" if apart else "one", host="localhost",
+        ) as loader:  # fmt: skip
+            heads = (loader.plan.placement.kept < items.sizes) & (loader.plan.placement.kept > 0)
+            assert 1 <= heads.sum() <= ranks and loader.plan.explain().storage == loader.plan.explain().bound
+            for batch in loader:
+                for row, sample in enumerate(batch.samples.tolist()):
+                    expected = store.read(Part.FORECAST, sample)
+                    np.testing.assert_array_equal(batch["forecast_pressure"][row].numpy(), expected.pressure)
+                    np.testing.assert_array_equal(batch["forecast_surface"][row].numpy(), expected.surface)
+            counters[rank] = loader.tiers.counters.snapshot(), loader.plan.explain()
+
+    run_ranks(ranks, body)
+    told = counters[0][1]
+    for name in ("storage", "peers"):
+        assert sum(int(count[name]) for count, _ in counters) == getattr(told, name), name
+    assert not any(count["fallback"] for count, _ in counters)
+
+
+def test_a_sample_can_be_read_from_any_place_on(store):
+    items = StoreItems(store)
+    whole = memory(items.sizes[1])
+    items.read(1, whole)
+    rng = np.random.default_rng(0)
+    for start, stop in [(0, len(whole)), (len(whole), len(whole)), *np.sort(rng.integers(0, len(whole), (50, 2)))]:
+        part = memory(stop - start)
+        items.read_from(int(start), 1, part)
+        assert part == whole[start:stop]
+
+
+def test_a_damaged_head_is_read_anew(store, caplog):
+    items = StoreItems(store, parts=[Part.FORECAST])
+    with ClairvoyantLoader(items, 1, 3, 0, ram=int(items.sizes[0] // 2), threads=1, ahead=1) as loader:
+        one = int(np.flatnonzero(loader.plan.placement.kept)[0])
+        slab = loader.tiers.slabs[1]
+        for batch in loader:
+            expected = store.read(Part.FORECAST, int(batch.samples[0])).pressure
+            np.testing.assert_array_equal(batch["forecast_pressure"][0].numpy(), expected)
+            if slab.filled:
+                slab._all[slab.shape.header] ^= 255
+    assert f"cached sample {one} is damaged" in caplog.text
+
+
 def test_only_the_chunks_that_are_used_are_read(store):
     whole = StoreItems(store, parts=[Part.FORECAST]).sizes.sum()
     members = Selection(realization=store.layout.realization[:1])
