@@ -11,6 +11,7 @@ from test_clairvoyant import Gathering, run_ranks
 from ensemble_ml.config import Assign, Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
+from ensemble_ml.loading.plan import RAM
 from ensemble_ml.loading.store_items import OpenedItems, StoreItems
 from ensemble_ml.store import Part, Selection, open_store
 
@@ -86,14 +87,21 @@ def test_a_sample_can_be_read_from_any_place_on(store):
 
 def test_a_damaged_head_is_read_anew(store, caplog):
     items = StoreItems(store, parts=[Part.FORECAST])
-    with ClairvoyantLoader(items, 1, 3, 0, ram=int(items.sizes[0] // 2), threads=1, ahead=1) as loader:
-        one = int(np.flatnonzero(loader.plan.placement.kept)[0])
-        slab = loader.tiers.slabs[1]
-        for batch in loader:
-            expected = store.read(Part.FORECAST, int(batch.samples[0])).pressure
-            np.testing.assert_array_equal(batch["forecast_pressure"][0].numpy(), expected)
-            if slab.filled:
-                slab._all[slab.shape.header] ^= 255
+    with ClairvoyantLoader(items, 1, 3, 0, ram=int(items.sizes[0] // 2)) as loader:
+        tiers, [one] = loader.tiers, np.flatnonzero(loader.plan.placement.kept).tolist()
+        expected, size = memory(items.sizes[one]), int(items.sizes[one])
+        items.read(one, expected)
+        head = int(loader.plan.placement.kept[one])
+        for read in (size, size - head):
+            before = tiers.counters.storage
+            assert tiers.fetch(one, memory(size)) == expected
+            assert tiers.counters.storage - before == read
+        slab = tiers.slabs[RAM]
+        slab._all[slab.shape.header] ^= 255
+        for read in (size, size - head):  # the head is kept anew
+            before = tiers.counters.storage
+            assert tiers.fetch(one, memory(size)) == expected
+            assert tiers.counters.storage - before == read
     assert f"cached sample {one} is damaged" in caplog.text
 
 

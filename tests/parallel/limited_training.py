@@ -9,6 +9,7 @@ import pickle
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 
 from ensemble_ml.benchmarks.common.status import process_bytes
@@ -18,6 +19,15 @@ from ensemble_ml.training import setup, train, trainer
 
 def held() -> int:
     return process_bytes("VmData")
+
+
+def settle() -> None:
+    """Wait until the loading threads have what they read ahead: their memory is not the step's."""
+    last, since = held(), time.monotonic()
+    while time.monotonic() - since < 1:
+        time.sleep(0.02)
+        if (now := held()) != last:
+            last, since = now, time.monotonic()
 
 
 class Largest(threading.Thread):
@@ -41,6 +51,7 @@ def main(path: Path, limit: int) -> None:
     def first(self, batch, stop=None):
         if self.state.step:
             return step(self, batch, stop)
+        settle()
         if limit:
             resource.setrlimit(resource.RLIMIT_DATA, (held() + limit, resource.RLIM_INFINITY))
             return step(self, batch, stop)

@@ -15,6 +15,8 @@ from ensemble_ml.distributed.world import free_port
 from ensemble_ml.training import load_checkpoint
 
 PROGRAM = Path(__file__).with_name("limited_training.py")
+# What is freed goes back at once: what glibc keeps for later differs from run to run by a third of a step's memory.
+EXACT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def start_ranks(config, ranks, limit=0):
@@ -24,7 +26,7 @@ def start_ranks(config, ranks, limit=0):
     for rank in range(ranks):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
         command = [sys.executable, str(PROGRAM), str(path), str(limit)]
-        env = os.environ | env | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        env = os.environ | env | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"} | EXACT
         children.append(subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     try:
         told = [child.communicate(timeout=200) for child in children]
