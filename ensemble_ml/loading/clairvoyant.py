@@ -108,9 +108,10 @@ class ClairvoyantLoader:
         heads = isinstance(self.items, Divisible)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored, heads)
         self.rank, self.step = rank, start_step
-        if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
+        if isinstance(self.items, Openable):  # on every rank, so all gather, also those that have planned differently
             nodes = {b""} if gather is None else set(gather((node or this_node()).encode()))
-            self._open(self.items, together=len(nodes) == 1)
+            if epochs > 1 and self.plan.holds_all:
+                self._open(self.items, together=len(nodes) == 1)
         self._threads, self._ahead = threads, ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None

@@ -74,6 +74,23 @@ def test_heads_of_samples_fill_the_ends_of_caches(store, ranks, apart, assign):
     assert not any(count["fallback"] for count, _ in counters)
 
 
+@pytest.mark.parametrize("differ", [dict(ram=[10**9, 0]), dict(epochs=[1, 2])])
+def test_ranks_that_differ_are_told_on_all(store, differ):
+    """Also where one of them would keep samples decompressed, and the other not."""
+    items, meeting, told = StoreItems(store), Gathering(2), [""] * 2
+    ram, epochs = differ.get("ram", [10**9] * 2), differ.get("epochs", [2] * 2)
+
+    def body(rank):
+        with pytest.raises(UserError, match="ranks have planned different runs") as error:
+            ClairvoyantLoader(
+                items, 2, epochs[rank], 0, rank=rank, ranks=2, ram=ram[rank], gather=meeting.of(rank), host="localhost"
+            )
+        told[rank] = str(error.value)
+
+    run_ranks(2, body)
+    assert told[0] == told[1]
+
+
 def test_a_sample_can_be_read_from_any_place_on(store):
     items = StoreItems(store)
     whole = memory(items.sizes[1])
