@@ -300,6 +300,7 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers, *, heads: b
     index = np.arange(count)
     first_user = shares(order, ranks, index // order.batch_size, index % order.batch_size)
     sizes = np.asarray(sizes, np.int64)
+    smallest = int(sizes.min())
     free = {(rank, which): size for which, size in ((RAM, tiers.ram), (DISK, tiers.disk)) for rank in range(ranks)}
     used = dict.fromkeys(free, 0)
 
@@ -315,6 +316,8 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers, *, heads: b
                 owner[taken], tier[taken] = rank, which
                 used[rank, which] += int(ends[fits - 1])
                 room -= int(ends[fits - 1])
+            if room < smallest:
+                break
             wanted = wanted[fits:]
             wanted = wanted[sizes[wanted] <= room]
             if not len(wanted):
@@ -328,14 +331,16 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers, *, heads: b
         fill(mine, rank, RAM)
         fill(mine[owner[mine] == NOBODY], rank, DISK)
     for (rank, which), room in list(free.items()):
-        left = samples[owner[samples] == NOBODY] if room else samples[:0]
-        if not room or not len(left):
-            continue
-        fill(left, rank, which)
+        if room and room >= smallest:  # few are: to search all samples for each of a thousand ranks takes long
+            fill(samples[owner[samples] == NOBODY], rank, which)
     kept = np.where(owner != NOBODY, sizes, 0)
-    for rank in sorted(range(ranks), key=lambda rank: -free[rank, RAM]) if heads else ():
-        left, room = np.flatnonzero(owner[samples] == NOBODY), free[rank, RAM]
+    left = np.flatnonzero(owner[samples] == NOBODY) if heads else index[:0]
+    own = np.unique(first_user[left], return_index=True)[1]  # each rank's first, and enough for those that have none
+    left = left[np.union1d(own, index[: min(ranks, len(left))])]
+    for rank in sorted(range(ranks), key=lambda rank: -free[rank, RAM]):
+        room = free[rank, RAM]
         if room and len(left):
-            one = samples[left[np.argmax(first_user[left] == rank)]]  # of its own the first, else of all
+            first = np.argmax(first_user[left] == rank)
+            one, left = samples[left[first]], np.delete(left, first)
             owner[one], tier[one], offset[one], kept[one] = rank, RAM, used[rank, RAM], min(room, sizes[one])
     return Placement(owner, tier, offset, kept)

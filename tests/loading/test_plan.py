@@ -9,7 +9,7 @@ import pytest
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order
-from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan, Tiers, to_holders
+from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan, Tiers, place, to_holders
 
 F, E = 37, 4
 
@@ -151,6 +151,16 @@ def test_plans_a_thousand_ranks_fast():
     used = sum(len(plan.reads(epoch, 7).sample) for epoch in range(20))
     assert used == pytest.approx(20 * 100_000 / 1024, rel=0.05)
     assert time.perf_counter() - began < 6
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_a_thousand_ranks_find_place_for_samples_of_all_sizes_fast(heads):
+    # Where sizes differ every cache has an end that fits none: a search through all samples for each took 6 s.
+    sizes = np.random.default_rng(0).integers(900, 1100, 200_000)
+    began = time.perf_counter()
+    where = place(Order(0, len(sizes), 8192), 1024, sizes, Tiers(100_000), heads=heads)
+    assert time.perf_counter() - began < 2
+    assert (where.kept.sum() == 1024 * 100_000) == heads
 
 
 @pytest.mark.parametrize("ranks, share", [(2, 2.0), (3, 1.7), (4, 4.0), (2, 1.0)])
