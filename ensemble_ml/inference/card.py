@@ -40,10 +40,18 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
         ("network", f"{spec.config.name}, {spec.config.hidden} to {spec.config.max_hidden} channels"),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
+        ("calibration", _calibration(meta.get("widths"))),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
+
+
+def _calibration(widths: Sequence[Sequence[float]] | None) -> str:
+    found = [one for row in widths or () for one in row]
+    if not found:
+        return "none: there was no validation date with a truth"
+    return f"scale of each lead, variable and level times {min(found):.3f} to {max(found):.3f}, by the validation dates"
 
 
 def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:

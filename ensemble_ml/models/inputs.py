@@ -176,6 +176,16 @@ class Prediction:
     scale_s: Tensor | None = None
     spread_s: Tensor | None = None
 
+    def widened(self, widths_TF: Tensor) -> Prediction:
+        """The same with the scale of each lead and field (variables and levels, then surface variables) widened."""
+        parts = [None if s is None else s.shape[2:-2] for s in (self.scale_p, self.scale_s)]
+        sizes = [0 if shape is None else shape.numel() for shape in parts]
+        wide = [
+            None if scale is None or shape is None else scale * part.view(len(part), *shape, 1, 1).to(scale)
+            for scale, shape, part in zip((self.scale_p, self.scale_s), parts, widths_TF.split(sizes, 1), strict=True)
+        ]
+        return replace(self, scale_p=wide[0], scale_s=wide[1])
+
 
 def ensemble_input(
     members_p: Tensor,

@@ -98,12 +98,17 @@ def load_spec(path: str | Path) -> ModelSpec:
 def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """Return the model of a checkpoint, ready to predict, and the checkpoint's `meta`.
 
+    What it predicts is calibrated by the widths that the validation dates gave (`validation`), where there were any.
+
     Raises:
         UserError: as `load_checkpoint`.
     """
     checkpoint = load_checkpoint(path)
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     load_weights(model, checkpoint)
+    if checkpoint.meta.get("widths") is not None:
+        widths = torch.tensor(checkpoint.meta["widths"])
+        model.register_forward_hook(lambda _, __, prediction: prediction.widened(widths))
     return model.eval(), checkpoint.meta
 
 

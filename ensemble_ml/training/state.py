@@ -61,7 +61,8 @@ class Average:
 
 @dataclass(eq=False)
 class State:
-    """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation."""
+    """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation;
+    `scores` and `widths` are those of the latest one."""
 
     model: AnyModel
     optimizer: Optimizer
@@ -73,6 +74,7 @@ class State:
     step: int = 0
     best: dict[str, Any] | None = None
     scores: dict[str, float] = field(default_factory=dict)
+    widths: list[list[float]] | None = None
 
     @contextmanager
     def predicting(self) -> Iterator[AnyModel]:
@@ -100,7 +102,7 @@ class State:
 
     def meta(self) -> dict[str, Any]:
         """The numbers beside the tensors."""
-        return {"steps": self.steps, "best": self.best, "scores": self.scores}
+        return {"steps": self.steps, "best": self.best, "scores": self.scores, "widths": self.widths}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
@@ -112,6 +114,7 @@ class State:
                 p.data.copy_(checkpoint.training[f"{_RAW}{name}"])
         self.step = checkpoint.meta["step"]
         self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]
+        self.widths = checkpoint.meta.get("widths")
 
     def _restore_optimizer(self, training: dict[str, Tensor]) -> None:
         plain = self.optimizer.state_dict()

@@ -39,7 +39,7 @@ from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.signals import StopRequest
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
-from ensemble_ml.training.validation import validate
+from ensemble_ml.training.validation import Validation, validate
 
 log = logging.getLogger(__name__)
 
@@ -266,18 +266,19 @@ class Trainer:
 
     def _validated(self, tracker: Tracker | Silent) -> bool:
         """Score the validation dates, and say whether no score before was as good."""
-        state, scores = self.state, self._scores()
+        state, found = self.state, self._scores()
+        scores = found.scores
         if not scores:
             return False
         better = state.best is None or scores["score"] < state.best["score"]
-        state.scores = scores
+        state.scores, state.widths = scores, found.widths
         if better:
             state.best = {"step": state.step, **scores}
         tracker.validation(state.step, scores, best=better)
         tracker.restart_clock()
         return better
 
-    def _scores(self) -> dict[str, float]:
+    def _scores(self) -> Validation:
         run = self.setup
         with self.state.predicting() as model:
             batches, size = self._validation_batches(), run.reader.full_size

@@ -8,12 +8,17 @@ Axes: B date, T lead, F field (variables and levels, then surface variables), Y 
     score         the geometric mean of those that there are; lower is better
 
 Each is a mean over dates and area for every lead, variable and level, then a geometric mean over these.
+
+Beside them the widths: by how much the predicted standard deviation of a field has to be multiplied for its mean square
+to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
+Training by the CRPS leaves them above one where errors have heavier tails than the family.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,10 +36,22 @@ def c4(n: int) -> float:
     return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
 
 
+_WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
+
+
+@dataclass(frozen=True)
+class Validation:
+    """`scores`: `crps_ratio`, `spread_ratio` and `score`, as far as there are targets, empty where there are none;
+    `widths` (T, F): factors of the predicted scales, None without a truth."""
+
+    scores: dict[str, float]
+    widths: list[list[float]] | None = None
+
+
 @torch.no_grad()
 def validate(
     model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor, mesh: Mesh | None = None
-) -> dict[str, float]:
+) -> Validation:
     """Score `model` on `batches`.
 
     Args:
@@ -43,26 +60,24 @@ def validate(
         area: (Y, X) weights of the cells.
         mesh: of the ranks that share samples and dates; all get the same scores.
 
-    Returns:
-        `crps_ratio`, `spread_ratio` and `score`, as far as there are targets; empty where there are none.
-
     Raises:
         UserError: a prediction is NaN or infinite.
     """
     spec, mesh = model.spec, mesh or Mesh()
     fields = len(spec.leads_out), len(spec.variables) * len(spec.levels) + len(spec.surface)
-    crps_sums, spread_sums = _Sums(area, fields, mesh), _Sums(area, fields, mesh)
+    crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
     for batch in batches:
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
             crps_sums.add(*_crps(model, batch, prediction))
+            width_sums.add(*_squares(model, batch, prediction))
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
     found = {"crps_ratio": crps_sums.ratio(), "spread_ratio": spread_sums.ratio(0.5)}
     scores = {name: ratio for name, ratio in found.items() if ratio is not None}
     if scores:
         scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
-    return scores
+    return Validation(scores, width_sums.roots())
 
 
 class _Sums:
@@ -85,16 +100,48 @@ class _Sums:
 
     def ratio(self, power: float = 1.0) -> float | None:
         """Geometric mean over fields of (ours / raw)^power; None where no field can be scored."""
-        total = torch.cat([self.sums.flatten(), self.sums.new_tensor([self.dates])])
-        self.mesh.data.all_reduce(total)
-        if not total[-1]:
+        found = self._over_ranks()
+        if found is None:
             return None
-        ours, raw = total[:-1].view(self.sums.shape)
+        ours, raw = found
         if not bool(torch.isfinite(ours).all()):
             raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
         scored = (raw > 0) & (ours > 0)
         logs = power * (torch.log(ours[scored]) - torch.log(raw[scored]))
         return math.exp(logs.mean().item()) if logs.numel() else None
+
+    def roots(self) -> list[list[float]] | None:
+        """sqrt(ours / raw) of every field, one where it cannot be told; None where no field has a target."""
+        found = self._over_ranks()
+        if found is None:
+            return None
+        ours, raw = found
+        roots = torch.where((raw > 0) & (ours > 0), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0)
+        return roots.clamp(1 / _WIDEST, _WIDEST).tolist()
+
+    def _over_ranks(self) -> Tensor | None:
+        """The sums of all dates, (2, T, F); None where there is none."""
+        total = torch.cat([self.sums.flatten(), self.sums.new_tensor([self.dates])])
+        self.mesh.data.all_reduce(total)
+        return total[:-1].view(self.sums.shape) if total[-1] else None
+
+
+def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
+    """Squared error of the predicted mean, predicted variance, and the truth: (B, T, F, Y, X)."""
+    errors, variances, truths = [], [], []
+    for suffix, families in _kinds(model):
+        truth, location, scale = (
+            _of(batch, "truth", suffix),
+            *(_of(prediction, k, suffix) for k in ("location", "scale")),
+        )
+        mean, deviation = torch.empty_like(location), torch.empty_like(scale)
+        for position, family in enumerate(families):
+            at = slice(None), slice(None), position
+            mean[at], deviation[at] = distributions.moments(family, location[at], scale[at])
+        errors.append((mean - truth) ** 2)
+        variances.append(deviation**2)
+        truths.append(truth)
+    return _join(errors), _join(variances), _join(truths)
 
 
 def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:

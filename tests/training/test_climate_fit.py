@@ -99,7 +99,7 @@ def test_error_is_the_crps_on_unseen_dates(wrong, fit):
             crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p, batch.truth_p)
             scores.append((crps * area).mean((-2, -1))[0])
     np.testing.assert_allclose(torch.stack(scores).mean(0), fit.climate.error_p, rtol=0.12)
-    found = validate(model, fixed_batches(reader, TEST, range(5)), full_size=10, area=area)
+    found = validate(model, fixed_batches(reader, TEST, range(5)), full_size=10, area=area).scores
     assert found["crps_ratio"] < 0.9 and found["spread_ratio"] < 0.95
 
 

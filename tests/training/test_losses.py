@@ -9,8 +9,9 @@ import torch
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction
+from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction, distributions
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.validation import c4, validate
 
@@ -125,7 +126,7 @@ class Fixed(EnsembleModel):
 def test_scores_against_an_independent_sum():
     prediction, batch = case(count=(4.0, 4.0, 4.0))
     # Truth never below zero, so the truncated normal needs no special case here.
-    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA)
+    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
     ours, raw = [], []
     mean, spread = (x[:, 1:] for x in (batch.inputs.mean_p, batch.inputs.spread_p))
     for v, z in np.ndindex(2, 2):
@@ -155,7 +156,7 @@ def test_scores_against_an_independent_sum():
 def test_scores_do_not_depend_on_the_batches():
     prediction, batch = case(count=(4.0, 4.0, 4.0))
     model = Fixed(prediction)
-    whole = validate(model, [batch], full_size=10, area=AREA)
+    whole = validate(model, [batch], full_size=10, area=AREA).scores
 
     def parts():
         for row in range(3):
@@ -164,14 +165,14 @@ def test_scores_do_not_depend_on_the_batches():
             targets = {k: v[[row]] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
             yield Batch(inputs, [], **targets)
 
-    assert validate(model, parts(), full_size=10, area=AREA) == pytest.approx(whole, rel=1e-6)
+    assert validate(model, parts(), full_size=10, area=AREA).scores == pytest.approx(whole, rel=1e-6)
 
 
 def test_one_member_is_compared_with_the_climate():
     prediction, batch = case(count=(1.0, 1.0, 1.0))
     batch.inputs.spread_p.zero_()
     batch.inputs.spread_s.zero_()
-    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA)
+    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
     ours = ((prediction.spread_p - batch.target_spread_p) ** 2 * AREA).mean((0, -2, -1))
     assert found["spread_ratio"] > 0 and torch.isfinite(ours).all() and np.isfinite(found["crps_ratio"])
 
@@ -179,11 +180,11 @@ def test_one_member_is_compared_with_the_climate():
 def test_no_target_gives_no_score():
     prediction, batch = case()
     bare = Batch(batch.inputs, batch.init_time)
-    assert validate(Fixed(prediction), [bare], full_size=10, area=AREA) == {}
-    assert validate(Fixed(prediction), [], full_size=10, area=AREA) == {}
+    assert validate(Fixed(prediction), [bare], full_size=10, area=AREA).scores == {}
+    assert validate(Fixed(prediction), [], full_size=10, area=AREA).scores == {}
     all_in = replace(batch, truth_p=None, truth_s=None, target_spread_p=batch.target_spread_p * torch.nan,
                      target_spread_s=batch.target_spread_s * torch.nan)  # fmt: skip
-    assert validate(Fixed(prediction), [all_in], full_size=10, area=AREA) == {}
+    assert validate(Fixed(prediction), [all_in], full_size=10, area=AREA).scores == {}
 
 
 def test_a_broken_prediction_is_no_good_score():
@@ -191,3 +192,32 @@ def test_a_broken_prediction_is_no_good_score():
     prediction.location_p[0, 0, 0, 0, 3, 3] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         validate(Fixed(prediction), [batch], full_size=10, area=AREA)
+
+
+def test_widths_make_the_mean_variance_that_of_the_errors():
+    """Of every field; the same factors whatever the batches, and one where nothing is known."""
+    prediction, batch = case(count=(4.0, 4.0, 4.0))
+    batch.truth_s[:] = torch.nan
+    model = Fixed(prediction)
+    widths = torch.tensor(validate(model, [batch], full_size=10, area=AREA).widths)
+    assert widths.shape == (1, 5) and widths[0, 4] == 1
+    model.prediction = prediction.widened(widths)
+    mean, deviation = torch.empty_like(batch.truth_p), torch.empty_like(batch.truth_p)
+    for v, family in enumerate(SPEC.families[0]):
+        found = distributions.moments(family, model.prediction.location_p[:, :, v], model.prediction.scale_p[:, :, v])
+        mean[:, :, v], deviation[:, :, v] = found
+    normal = [v for v, family in enumerate(SPEC.families[0]) if family is Family.NORMAL]
+    assert normal and len(normal) < len(SPEC.families[0])
+    variance, error = ((x * AREA).mean((0, -2, -1)) for x in (deviation**2, (mean - batch.truth_p) ** 2))
+    torch.testing.assert_close(variance[:, normal], error[:, normal], rtol=1e-4, atol=0)
+    torch.testing.assert_close(model.prediction.location_p, prediction.location_p)
+    again = torch.tensor(validate(model, [batch], full_size=10, area=AREA).widths)
+    torch.testing.assert_close(again[:, : 2 * len(normal)], torch.ones(1, 2 * len(normal)), rtol=1e-4, atol=0)
+
+
+def test_widths_are_bounded():
+    prediction, batch = case()
+    prediction.scale_p *= 1e-4
+    prediction.scale_s *= 1e4
+    [found] = validate(Fixed(prediction), [batch], full_size=10, area=AREA).widths
+    assert found == pytest.approx([3, 3, 3, 3, 1 / 3])

@@ -14,9 +14,14 @@ from synthetic import make_store
 
 from ensemble_ml.config import LoaderName, OptimName, Precision
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
+from ensemble_ml.loading import Reader, fixed_batches
+from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training import load_checkpoint, load_model, train, trainer
+from ensemble_ml.training.checkpoint import load_weights
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.tracking import Tracker, read_log
+from ensemble_ml.training.validation import validate
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
@@ -81,6 +86,26 @@ def test_it_learns(config_of):
     assert best["best"]["score"] == min(scores) == best["scores"]["score"]
     model, _ = load_model(run / "checkpoints" / "best")
     assert not model.training
+
+
+def test_a_loaded_model_is_calibrated_on_the_validation_dates(config_of, store):
+    """Widths are those of `best`, and what is loaded needs none any more (of normal variables: to rounding)."""
+    run = train(config_of(steps=20, validate_every=10, average=0.9))
+    model, meta = load_model(run / "checkpoints" / "best")
+    plain = EnsembleModel(model.spec, Climate.default(model.spec)).eval()
+    load_weights(plain, weights(run, "best"))
+    reader, area = Reader(store, model.spec), torch.from_numpy(model.spec.grid.area_weights()).float()
+
+    def widths(model):
+        batches = fixed_batches(reader, range(16, 20), range(3))
+        return torch.tensor(validate(model, batches, full_size=6, area=area).widths)
+
+    torch.testing.assert_close(widths(plain), torch.tensor(meta["widths"]), rtol=1e-5, atol=0)
+    assert (torch.tensor(meta["widths"]) - 1).abs().max() > 0.01
+    names = [n for n in model.spec.variables for _ in model.spec.levels] + list(model.spec.surface)
+    normal = [at for at, name in enumerate(names) if model.spec.family(name) is Family.NORMAL]
+    left = widths(model)[:, normal]
+    torch.testing.assert_close(left, torch.ones_like(left), rtol=1e-4, atol=0)
 
 
 def test_two_runs_are_equal(config_of):

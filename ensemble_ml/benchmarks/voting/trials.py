@@ -121,7 +121,7 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
         losses.append(trainer._step(trainer._moved(batch))["loss"])
         momentum_bytes += trainer._noted.get("bytes", 0)
     work = (time.thread_time() - began) / state.steps
-    scores = trainer._scores()
+    scores = trainer._scores().scores
     state.exchange.close()
     sent = (getattr(state.exchange, "bytes_sent", 0) - momentum_bytes) / state.steps
     kept = range(every, len(losses) + 1, every)
