@@ -3,7 +3,8 @@
 All have the same cores, the same compressor (bitshuffle, lz4 at level 5) and the same chunks (one member, lead and
 variable, all levels, 16 rows), and are timed from the first byte read to the last written, index included, with the
 file in the page cache. Ours writes packed integers, checksums, and the members' mean, spread and statistics as well.
-The others write decoded float32 values alone. Axes: M member, T lead, V variable, Z level, Y latitude, X longitude.
+The others write decoded float32 values alone, or with `derive` their mean and spread too, of what they have
+decoded for the members. Axes: M member, T lead, V variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ def copy(source: str, output: str) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "bytes": (target / "copy").stat().st_size}
 
 
-def cfgrib(source: str, output: str, chunks: str = "ours", way: str = "threads") -> dict[str, float]:
-    """cfgrib, xarray and `to_zarr`, on Dask's threads or processes."""
+def cfgrib(
+    source: str, output: str, chunks: str = "ours", way: str = "threads", derive: bool = False
+) -> dict[str, float]:
+    """cfgrib, xarray and `to_zarr`, on Dask's threads or processes; all that is written in one graph."""
     import dask
     import xarray as xr
     import zarr
@@ -78,11 +81,21 @@ def cfgrib(source: str, output: str, chunks: str = "ours", way: str = "threads")
         data = xr.open_dataset(
             source, engine="cfgrib", backend_kwargs=options, chunks={"number": 1, "step": 1}, decode_timedelta=True
         )
-        encoding: dict[str, Any] = {}
-        for name, values in data.data_vars.items():
-            block = (1, 1, *values.shape[2:])
-            encoding[str(name)] = {"compressors": [_codec(4)], **_layout(block, chunks)}
-        data.to_zarr(output, zarr_format=3, encoding=encoding, consolidated=False)
+        written = {"members": data}
+        if derive:
+            written |= {"mean": data.mean("number"), "spread": data.std("number", ddof=1)}
+        lazy = []
+        for group, part in written.items():
+            encoding: dict[str, Any] = {}
+            for name, values in part.data_vars.items():
+                block = (1,) * (values.ndim - 3) + values.shape[-3:]
+                encoding[str(name)] = {"compressors": [_codec(4)], **_layout(block, chunks)}
+            lazy.append(
+                part.to_zarr(
+                    output, group=group, zarr_format=3, encoding=encoding, consolidated=False, compute=False, mode="a"
+                )
+            )
+        dask.compute(*lazy)
     return {"seconds": time.perf_counter() - start}
 
 
@@ -101,8 +114,11 @@ def _layout(block: tuple[int, ...], chunks: str) -> dict[str, Any]:
     return {"chunks": inner, "shards": (*block[:-2], -(-block[-2] // rows) * rows, block[-1])}
 
 
-def eccodes(source: str, output: str, shape: dict, chunks: str = "ours", way: str = "threads") -> dict[str, float]:
-    """ecCodes to float32 and zarr-python: one pass for the keys, then a worker a core takes whole blocks."""
+def eccodes(
+    source: str, output: str, shape: dict, chunks: str = "ours", way: str = "threads", derive: bool = False
+) -> dict[str, float]:
+    """ecCodes to float32 and zarr-python: one pass for the keys, then a worker a core takes one member, lead and
+    variable after the other, or all members of a lead and variable where mean and spread are wanted."""
     import zarr
 
     extent = Shape(**shape)
@@ -114,13 +130,17 @@ def eccodes(source: str, output: str, shape: dict, chunks: str = "ours", way: st
     for name in extent.variables:
         layout = _layout((1, 1, *whole[2:]), chunks)
         group.create_array(name, shape=whole, dtype="float32", compressors=[_codec(4)], **layout)
+        for part in ("mean", "spread") if derive else ():
+            layout = _layout((1, *whole[2:]), chunks)
+            group.create_array(f"{part}/{name}", shape=whole[1:], dtype="float32", compressors=[_codec(4)], **layout)
     places = _index(source)
+    everyone = range(extent.members)
     jobs = []
-    for m in range(extent.members):
+    for members in [everyone] if derive else [[m] for m in everyone]:
         for t, lead in enumerate(extent.leads):
             for name in extent.variables:
-                offsets = [places[name, m + 1, lead, level] for level in extent.levels]
-                jobs.append((source, output, name, m, t, offsets, whole[2:]))
+                spans = {m: [places[name, m + 1, lead, level] for level in extent.levels] for m in members}
+                jobs.append((source, output, name, t, spans, whole[2:], derive))
     if way == "threads":
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(_block, jobs))
@@ -148,13 +168,18 @@ def _index(source: str) -> dict[tuple[str, int, int, int], tuple[int, int]]:
 def _block(job: tuple) -> None:
     import zarr
 
-    source, output, name, m, t, offsets, shape = job
-    values = np.empty(shape, np.float32)
+    source, output, name, t, spans, shape, derive = job
+    values = np.empty((len(spans), *shape), np.float32)
     handle = os.open(source, os.O_RDONLY)
-    for z, (offset, length) in enumerate(offsets):
-        values[z] = decode_message(os.pread(handle, length, offset)).reshape(shape[1:])
+    members = zarr.open_array(f"{output}/{name}", mode="r+")
+    for out, (m, offsets) in zip(values, spans.items(), strict=True):
+        for z, (offset, length) in enumerate(offsets):
+            out[z] = decode_message(os.pread(handle, length, offset)).reshape(shape[1:])
+        members[m, t] = out
     os.close(handle)
-    zarr.open_array(f"{output}/{name}", mode="r+")[m, t] = values
+    if derive:
+        zarr.open_array(f"{output}/mean/{name}", mode="r+")[t] = values.mean(0)
+        zarr.open_array(f"{output}/spread/{name}", mode="r+")[t] = values.std(0, ddof=1)
 
 
 def decode_message(message: bytes) -> np.ndarray:
