@@ -2,8 +2,9 @@
 
     ensemble-ml benchmark benchmark=planner [planner.rates=[none,1gbit,100mbit]] [planner.ranks=4] [repeats=5]
 
-Hosts are network namespaces joined by links of a rate (scripts/links.sh; `none` is unshaped; needs root); they share
-this machine's cores, one thread a rank, and so the local part of a step is measured with all of them busy.
+Hosts are network namespaces joined by links of a rate (scripts/links.sh; `none` is unshaped; needs root), one thread a
+rank. Where the machine has fewer cores than hosts, each host gets its share of them by a control group: what it leaves
+while it waits for a message is lost, as on hosts of their own, and not lent to another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
+from ensemble_ml.benchmarks.common.hosts import Hosts, available, fair_share, linked
 from ensemble_ml.benchmarks.common.jobs import hand_out
 from ensemble_ml.benchmarks.common.sections import Bench
 from ensemble_ml.benchmarks.results import Figure
@@ -89,8 +90,9 @@ def _hosts(config: BenchmarkConfig) -> Iterator[tuple[Hosts, str]]:
         yield Hosts(ranks), f"Loopback instead of links ({why}): times say nothing of networks."
         return
     for rate in config.planner.rates:
-        with linked(ranks, rate) as hosts:
-            yield hosts, ""
+        with linked(ranks, rate, fair_share(ranks)) as hosts:
+            told = f"Each host has {hosts.cores:g} of a core to itself." if hosts.cores else ""
+            yield hosts, told if rate == config.planner.rates[0] else ""
 
 
 def _where(hosts: Hosts) -> str:
@@ -100,7 +102,8 @@ def _where(hosts: Hosts) -> str:
 def _rows(config: BenchmarkConfig, hosts: Hosts, scratch: Path) -> list[dict[str, Any]]:
     job = {
         "cases": cases(config), "repeats": config.repeats, "seconds": config.planner.seconds,
-        "cache": str(scratch / "times"),
+        "cache": str(scratch / (hosts.rate or "loopback")),  # measured anew at each rate: the machine's pace changes
+        "followed": str(scratch),
     }  # fmt: skip
     return hand_out(hosts, "ensemble_ml.benchmarks.planning.worker", job, scratch, seconds=900)
 

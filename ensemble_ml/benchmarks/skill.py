@@ -101,7 +101,7 @@ def _contest(
     counts = np.vstack([np.ones(len(test)), draw_dates(blocks, skill.bootstrap, 0)])
     board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, int(blocks.max()) + 1)
     labels = {name: {size: tuple(part) for size, part in sizes.items()} for name, sizes in forecasts.items()}
-    return Contest(board, labels, skill.members, data.full, lead)
+    return Contest(board, labels, skill.members, data.full, lead, len(train))
 
 
 def _split_in_words(dates: Dates, store: TensorStore) -> str:

@@ -51,7 +51,7 @@ class PlannerBenchmark:
     rates: list[str] = opt(lambda: ["none", "1gbit", "100mbit"], "rates of the links, as tc writes them, none: unshaped; [] uses the loopback")
     hidden: list[int] | None = opt(None, "channels of the models; null takes those of the size")
     batches: list[int] | None = opt(None, "batch sizes; null takes those of the size")
-    seconds: float = opt(12.0, "for measuring the local part of a step, each model and batch size")
+    seconds: float = opt(40.0, "for measuring the local part of a step, each model and batch size")
 
     def __post_init__(self) -> None:
         require("planner.ranks", self.ranks, self.ranks >= 2, "must be 2 or more")

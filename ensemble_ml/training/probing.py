@@ -39,7 +39,8 @@ from ensemble_ml.models.speed import candidates as speeds
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal
 
-_LEAST, _MOST = 3, 9  # counted steps
+_VISITS = 3  # of every shape, in turn: where others use the machine, its pace changes from one minute to the next
+_LEAST, _MOST = 2, 4  # counted steps of a visit
 _PROCESS = (
     "import sys, pathlib; from ensemble_ml.training.probing import main;"
     " main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
@@ -79,20 +80,20 @@ class Found:
 def probe(job: Job, session: Session) -> Found:
     """Do a job on the ranks of `session`; every rank gets the same."""
     deadline = time.perf_counter() + job.seconds
-    pieces: dict[int, Piece] = {}
-    for number, shape in enumerate(() if job.gflops else job.shapes):
-        path = _kept(job, shape, session)
-        kept = session.once(lambda path=path: _load(path))  # type: ignore[misc]
-        if kept is None:
-            if pieces and session.once(lambda: [time.perf_counter() > deadline])[0]:
-                continue
-            kept = _timed(job, _own(shape, session), session)
-            if session.first and path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(f".{os.getpid()}")
-                partial.write_text(json.dumps(asdict(kept)))
-                partial.replace(path)
-        pieces[number] = kept
+    shapes = () if job.gflops else job.shapes
+    paths = [_kept(job, shape, session) for shape in shapes]
+    known = [session.once(lambda path=path: _load(path)) for path in paths]  # type: ignore[misc]
+    steps: dict[int, list[list[float]]] = {number: [] for number, piece in enumerate(known) if piece is None}
+    for _ in range(_VISITS):
+        for number, found in steps.items():
+            late = session.once(lambda: [time.perf_counter() > deadline])[0]
+            if not late or not (any(known) or any(steps.values())):
+                found += _timed(job, _own(shapes[number], session), session, job.seconds / len(steps) / _VISITS)
+    pieces = {number: piece for number, piece in enumerate(known) if piece is not None}
+    for number, found in steps.items():
+        if found:
+            pieces[number] = _piece(found)
+            _keep(pieces[number], paths[number] if session.first else None)
     return Found(pieces, _links(job, session) if job.links else {})
 
 
@@ -117,7 +118,8 @@ def _own(shape: Shape, session: Session) -> Shape:
     return Shape(shape.topology.at(session.topology.rank), shape.samples)
 
 
-def _timed(job: Job, shape: Shape, session: Session) -> Piece:
+def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[list[float]]:
+    """What `stepper` says of a few steps, of the slowest rank."""
     traffic = Traffic()
     speed = speeds(session.device, job.config.model.precision)[0]
     rehearsal = Rehearsal(
@@ -135,12 +137,24 @@ def _timed(job: Job, shape: Shape, session: Session) -> Piece:
         session.mesh.world.all_reduce(slowest, op="max")
         found.append(slowest.tolist())
         if len(found) == 2:  # the first prepares kernels
-            count = min(_MOST, max(count, int(job.seconds / len(job.shapes) / max(found[1][0], 1e-6))))
+            count = min(_MOST + 1, max(count, int(seconds / max(found[1][0], 1e-6))))
     exchange.close()
     del rehearsal, step, exchange
     gc.collect()  # hooks make cycles, which hold a whole model
-    seconds, backward, *ready = (statistics.median(values) for values in zip(*found[1:], strict=True))
+    return found[1:]
+
+
+def _piece(steps: Sequence[Sequence[float]]) -> Piece:
+    seconds, backward, *ready = (statistics.median(values) for values in zip(*steps, strict=True))
     return Piece(seconds, backward, tuple(min(1.0, r / backward) for r in ready))
+
+
+def _keep(piece: Piece, path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(asdict(piece)))
+        partial.replace(path)
 
 
 def _fastest(rehearsal: Rehearsal, session: Session) -> None:

@@ -56,7 +56,7 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
     assert len(claims) == len(content["claims"]) == 16
     assert all(np.isfinite(claim["value"]) for claim in claims.values())
     figures = {name: figure["median"] for name, figure in content["figures"].items()}
-    whole = figures["CRPS from 3 of 6 members at 48 h: emos below raw 6"]
+    whole = figures["CRPS from 3 of 6 members at 48 h, 10 training dates: emos below raw 6"]
     assert whole > 5  # the ensemble is biased and under-dispersive
     assert "DOES NOT HOLD" in capsys.readouterr().out  # four steps win nothing
 

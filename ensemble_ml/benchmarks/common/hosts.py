@@ -25,10 +25,12 @@ LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"
 
 @dataclass(frozen=True)
 class Hosts:
-    """`count` hosts; `rate` of their links as tc writes it, None for the loopback."""
+    """`count` hosts; `rate` of their links as tc writes it, None for the loopback; `cores`: how much processor each has
+    of its own, None where they share what there is."""
 
     count: int
     rate: str | None = None
+    cores: float | None = None
 
     @property
     def where(self) -> str:
@@ -42,6 +44,8 @@ class Hosts:
             UserError: one of them failed or took longer than `seconds`.
         """
         common = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | (environment or {})
+        if self.cores is not None:
+            common["CORES"] = f"{self.cores:g}"
         if self.rate is not None:
             started = [_start(["bash", str(LINKS), "run", str(self.count), *command], common)]
         else:
@@ -62,12 +66,23 @@ def available() -> str:
     return "" if LINKS.exists() else f"{LINKS} is absent: run from a checkout"
 
 
+def fair_share(count: int) -> float | None:
+    """Cores for each of `count` hosts where there are fewer than hosts, so that none works while another waits; None
+    where there are enough, or where control groups cannot be made."""
+    cores = len(os.sched_getaffinity(0))
+    if cores >= count:
+        return None
+    old, new = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cgroup.controllers")
+    able = os.access(old, os.W_OK) if old.is_dir() else new.exists() and "cpu" in new.read_text().split()
+    return cores / count if able else None
+
+
 @contextmanager
-def linked(count: int, rate: str) -> Iterator[Hosts]:
+def linked(count: int, rate: str, cores: float | None = None) -> Iterator[Hosts]:
     """Hosts joined by links of `rate`, gone at the end."""
     subprocess.run(["bash", str(LINKS), "up", str(count), rate], check=True, capture_output=True)
     try:
-        yield Hosts(count, rate)
+        yield Hosts(count, rate, cores)
     finally:
         subprocess.run(["bash", str(LINKS), "down", str(count)], check=False, capture_output=True)
 

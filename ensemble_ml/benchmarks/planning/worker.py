@@ -1,13 +1,16 @@
 """One rank of the benchmark of the planner: `python -m ensemble_ml.benchmarks.planning.worker JOB FOLDER`.
 
-JOB is a JSON object: `cases` (name, shape, model settings, batch), `repeats`, `seconds`, `cache`. Rank 0 writes the
-predictions and the measured steps of every partition of every case to FOLDER/results.json.
+JOB is a JSON object: `cases` (name, shape, model settings, batch), `repeats`, `seconds`, `cache` for times and
+`followed` for messages of a step. Rank 0 writes the predictions and the measured steps of every partition of every case
+to FOLDER/results.json.
 """
 
 from __future__ import annotations
 
 import gc
 import pickle
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ from ensemble_ml.training.plan import Planner
 from ensemble_ml.training.probing import stepper
 from ensemble_ml.training.rehearsal import Rehearsal
 
+_TURN = 3  # steps of a partition before the next has its turn; the first of them brings its memory back
+
 
 def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Predicted and measured seconds of a step, for all partitions of all cases."""
@@ -42,7 +47,7 @@ def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
             parallel=ParallelConfig(data="auto", lat="auto", lon="auto"),
         )
         settings = PlanSettings(seconds=job["seconds"], cache=job["cache"])
-        followed = Path(job["cache"]) / f"{case['name']}.pickle"  # what a step sends does not depend on the rate
+        followed = Path(job["followed"]) / f"{case['name']}.pickle"  # what a step sends does not depend on the rate
         known = pickle.loads(followed.read_bytes()) if session.first and followed.exists() else {}
         planner = Planner(config, spec, settings, session, session.world.size, known)
         planned = planner.candidates()
@@ -50,8 +55,9 @@ def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
             followed.parent.mkdir(parents=True, exist_ok=True)
             followed.write_bytes(pickle.dumps(planner.known))
         best = pick(planned)
-        for candidate in (c for c in planned if not c.why):
-            seconds = measured(config, spec, candidate, session, meshes, job["repeats"])
+        fitting = [candidate for candidate in planned if not candidate.why]
+        times = measured(config, spec, fitting, session, meshes, job["repeats"])
+        for candidate, seconds in zip(fitting, times, strict=True):
             assert candidate.cost is not None
             row = {"case": case["name"], "data": candidate.data, "lat": candidate.lat, "lon": candidate.lon}
             row |= asdict(candidate.cost) | {"predicted": candidate.cost.seconds, "measured": seconds}
@@ -62,28 +68,45 @@ def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
 def measured(
     config: TrainConfig,
     spec: ModelSpec,
-    candidate: Candidate,
+    candidates: Sequence[Candidate],
     session: Session,
     meshes: dict[Members, Communicator],
     repeats: int,
-) -> list[float]:
-    """Seconds of the slowest rank in each step of a partition."""
-    topology = candidate.topology.at(session.topology.rank)
-    mesh = make_mesh(topology, meshes)
-    torch.manual_seed(0)  # the ranks start from the same weights
-    rehearsal = Rehearsal(config, spec, mesh, candidate.samples, Speed(spec.config.precision), session.device)
-    exchange = make_exchange(config.optim, topology, local_size=1)
-    step = stepper(config.optim, rehearsal, exchange)
-    times = []
-    for _ in range(repeats + 2):
-        session.mesh.world.barrier()
-        slowest = torch.tensor(step()[:1], dtype=torch.float64)
-        session.mesh.world.all_reduce(slowest, op="max")
-        times.append(float(slowest))
-    exchange.close()
-    del rehearsal, step
+) -> list[list[float]]:
+    """Seconds of the slowest rank in each step of each partition; they take turns: the machine's pace changes."""
+    entrants = [_Entrant(config, spec, candidate, session, meshes) for candidate in candidates]
+    times: list[list[float]] = [[] for _ in entrants]
+    for _ in range(repeats + 1):
+        for entrant, found in zip(entrants, times, strict=True):
+            for _ in range(_TURN):
+                session.mesh.world.barrier()
+                slowest = torch.tensor(entrant.step()[:1], dtype=torch.float64)
+                session.mesh.world.all_reduce(slowest, op="max")
+                found.append(float(slowest))
+    for entrant in entrants:
+        entrant.exchange.close()
+    del entrants, entrant
     gc.collect()
-    return times[2:]
+    return [[statistics.median(found[i + 1 : i + _TURN]) for i in range(_TURN, len(found), _TURN)] for found in times]
+
+
+class _Entrant:
+    """A partition that is ready to step."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: ModelSpec,
+        candidate: Candidate,
+        session: Session,
+        meshes: dict[Members, Communicator],
+    ):
+        topology = candidate.topology.at(session.topology.rank)
+        mesh = make_mesh(topology, meshes)
+        torch.manual_seed(0)  # the ranks start from the same weights
+        rehearsal = Rehearsal(config, spec, mesh, candidate.samples, Speed(spec.config.precision), session.device)
+        self.exchange = make_exchange(config.optim, topology, local_size=1)
+        self.step = stepper(config.optim, rehearsal, self.exchange)
 
 
 if __name__ == "__main__":

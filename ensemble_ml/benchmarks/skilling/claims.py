@@ -22,13 +22,15 @@ _NAMES = {"emos": "EMOS", "drn": "DRN", "ens10_unet": "ENS-10's U-Net", "poet": 
 
 @dataclass(frozen=True, eq=False)
 class Contest:
-    """Who was scored: labels of each model by ensemble size (all seeds at `members`, the first one elsewhere)."""
+    """Who was scored: labels of each model by ensemble size (all seeds at `members`, the first one elsewhere); `dates`
+    that all were trained on."""
 
     board: Board
     labels: dict[str, dict[int, tuple[str, ...]]]
     members: int
     full: int
     lead: int
+    dates: int
 
     def of(self, name: str, members: int | None = None) -> tuple[str, ...]:
         """Labels of one model."""
@@ -68,7 +70,7 @@ def _two(claims: list[Claim], text: str, found: Interval, target: float) -> None
 def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
     board, m, n = contest.board, contest.members, contest.full
     ours, raw = contest.of(OURS), [f"raw_{n}"]
-    where = f"from {m} of {n} members at {contest.lead} h"
+    where = f"from {m} of {n} members at {contest.lead} h, {contest.dates} training dates"
     for name in contest.labels:
         _put(figures, f"CRPS {where}: {name} below raw {n}", board.gain("crps", contest.of(name), raw))
         seeds = [board.gain("crps", [label], raw).value for label in contest.of(name)]
