@@ -52,7 +52,8 @@ def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
     np.testing.assert_array_equal(made[0].t_mean, made[1].t_mean)
     card = (folder / "MODEL_CARD.md").read_text()
     for words in (
-        "# Model card: tiny", "| `tp` | total precipitation | m | surface | csgamma |", "| test | 2 | 2001-01-12 |",
+        "# Model card: tiny", "| `tp` | total precipitation | m | surface | csgamma |",
+        "| calibration | scale of each lead, variable and level times ", "| test | 2 | 2001-01-12 |",
         "- At 48 h: CRPS 3 % lower.", "| CRPS lower | 3 % | none | **no** |", "- Only one year.",
         "Worse than raw_10 (tropics, 48 h): CRPS x 1.100.", "Range of the inputs in training",
     ):  # fmt: skip

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
+from ensemble_ml.models.speed import cores
 
 _WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
 LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"
@@ -69,12 +70,11 @@ def available() -> str:
 def fair_share(count: int) -> float | None:
     """Cores for each of `count` hosts where there are fewer than hosts, so that none works while another waits; None
     where there are enough, or where control groups cannot be made."""
-    cores = len(os.sched_getaffinity(0))
-    if cores >= count:
+    if cores() >= count:
         return None
     old, new = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cgroup.controllers")
     able = os.access(old, os.W_OK) if old.is_dir() else new.exists() and "cpu" in new.read_text().split()
-    return cores / count if able else None
+    return cores() / count if able else None
 
 
 @contextmanager
