@@ -1,12 +1,12 @@
 """benchmark=planner, small enough for a test: its figures hang together."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from ensemble_ml.benchmarks import planner
+from ensemble_ml.benchmarks.common import hosts
 from ensemble_ml.benchmarks.common.hosts import available, fair_share, linked, python
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, PlannerBenchmark
 
@@ -30,13 +30,15 @@ def test_two_ranks_on_the_loopback(tmp_path):
     assert found["claims"][0]["value"] == pytest.approx(max(abs(r["difference, %"]) for r in rows), abs=0.1)
 
 
-def test_hosts_share_out_the_cores_only_where_there_are_too_few(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(os, "access", lambda *_: True)
-    monkeypatch.setattr(Path, "is_dir", lambda _: True)
-    assert fair_share(2) is None and fair_share(4) == 0.5
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert fair_share(4) is None
+def test_hosts_share_out_the_cores_only_where_there_are_too_few(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "cores", lambda: 2)
+    for able in (True, False):
+        monkeypatch.setattr(hosts, "_control_groups", lambda able=able: able)
+        assert fair_share(2) is None and fair_share(4) == (0.5 if able else None)
+    monkeypatch.undo()
+    assert not hosts._control_groups(tmp_path / "nothing")
+    (tmp_path / "cpu").mkdir()
+    assert hosts._control_groups(tmp_path)
 
 
 @pytest.mark.skipif(bool(available()), reason=f"hosts of their own cannot be made: {available()}")
@@ -49,8 +51,8 @@ def test_a_host_has_its_share_of_a_core_and_no_more(tmp_path):
         "while os.environ['RANK'] == '0' and time.monotonic() - start < 2: pass\n"
         "(pathlib.Path(sys.argv[1]) / os.environ['RANK']).write_text(str(time.process_time()))"
     )
-    with linked(2, "none", 0.25) as hosts:
-        hosts.run(python("-c", spin, str(tmp_path)), seconds=60)
+    with linked(2, "none", 0.25) as two:
+        two.run(python("-c", spin, str(tmp_path)), seconds=60)
     busy, idle = (float((tmp_path / rank).read_text()) for rank in "01")
     assert idle < 0.25 < busy < 0.75  # start-up included
     assert not list(Path("/sys/fs/cgroup").glob("eml*")) + list(Path("/sys/fs/cgroup/cpu").glob("eml*"))

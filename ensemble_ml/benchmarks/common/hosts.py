@@ -72,9 +72,18 @@ def fair_share(count: int) -> float | None:
     where there are enough, or where control groups cannot be made."""
     if cores() >= count:
         return None
-    old, new = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/cgroup.controllers")
-    able = os.access(old, os.W_OK) if old.is_dir() else new.exists() and "cpu" in new.read_text().split()
-    return cores() / count if able else None
+    return cores() / count if _control_groups() else None
+
+
+def _control_groups(root: Path = Path("/sys/fs/cgroup")) -> bool:
+    """Whether groups that limit the processor can be made, of the first version or the second."""
+    if (root / "cpu").is_dir():
+        return os.access(root / "cpu", os.W_OK)
+    try:
+        (root / "cgroup.subtree_control").write_text("+cpu")
+    except OSError:  # none, not root, or a container whose processes stand in the root group
+        return False
+    return os.access(root, os.W_OK)
 
 
 @contextmanager
