@@ -178,13 +178,14 @@ class Prediction:
 
     def widened(self, widths_TF: Tensor) -> Prediction:
         """The same with the scale of each lead and field (variables and levels, then surface variables) widened."""
-        parts = [None if s is None else s.shape[2:-2] for s in (self.scale_p, self.scale_s)]
-        sizes = [0 if shape is None else shape.numel() for shape in parts]
-        wide = [
-            None if scale is None or shape is None else scale * part.view(len(part), *shape, 1, 1).to(scale)
-            for scale, shape, part in zip((self.scale_p, self.scale_s), parts, widths_TF.split(sizes, 1), strict=True)
-        ]
-        return replace(self, scale_p=wide[0], scale_s=wide[1])
+        found, left = {}, widths_TF
+        for name in ("scale_p", "scale_s"):
+            scale = getattr(self, name)
+            if scale is not None:
+                fields = scale.shape[2:-2]
+                own, left = left.tensor_split([fields.numel()], 1)
+                found[name] = scale * own.unflatten(1, fields)[..., None, None].to(scale)
+        return replace(self, **found)
 
 
 def ensemble_input(

@@ -30,13 +30,12 @@ from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, Prediction, distributions
 from ensemble_ml.training.losses import crps
 
+_WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
+
 
 def c4(n: int) -> float:
     """E[s] / sigma of n independent normal values, s with ddof = 1: sqrt(2 / (n-1)) Gamma(n/2) / Gamma((n-1)/2)."""
     return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
-
-
-_WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,8 @@ def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Ten
     """Squared error of the predicted mean, predicted variance, and the truth: (B, T, F, Y, X)."""
     errors, variances, truths = [], [], []
     for suffix, families in _kinds(model):
-        truth, location, scale = (
-            _of(batch, "truth", suffix),
-            *(_of(prediction, k, suffix) for k in ("location", "scale")),
-        )
+        truth = _of(batch, "truth", suffix)
+        location, scale = _of(prediction, "location", suffix), _of(prediction, "scale", suffix)
         mean, deviation = torch.empty_like(location), torch.empty_like(scale)
         for position, family in enumerate(families):
             at = slice(None), slice(None), position

@@ -59,15 +59,18 @@ def test_archive_is_made_once_and_anew_for_another_shape(files, tmp_path):
 def test_all_entrants_write_the_same_values(files, store, tmp_path, chunks, derive):
     conversion.cfgrib(str(files.forecast), str(tmp_path / "cfgrib"), chunks, derive=derive)
     conversion.eccodes(str(files.forecast), str(tmp_path / "eccodes"), asdict(SHAPE), chunks, derive=derive)
+    theirs = xr.open_zarr(tmp_path / "cfgrib", group="members", consolidated=False)
     group = zarr.open_group(tmp_path / "eccodes")
-    ours = {"": (Part.FORECAST, 0.0), "mean": (Part.MEAN, 1e-6), "spread": (Part.SPREAD, 1e-4)}
-    for part, (kept, off) in ours.items() if derive else [("", ours[""])]:
-        theirs = xr.open_zarr(tmp_path / "cfgrib", group=part or "members", consolidated=False)
-        field = store.read(kept, 0).pressure
-        field = field if kept is Part.FORECAST else field[0]
+    ours = store.read(Part.FORECAST, 0).pressure
+    for v, name in enumerate(store.layout.variables):
+        np.testing.assert_array_equal(ours[:, :, v], group[name][...])
+        np.testing.assert_array_equal(ours[:, :, v], theirs[name].sortby("isobaricInhPa").values)
+    for part, off in ((Part.MEAN, 1e-6), (Part.SPREAD, 1e-4)) if derive else ():
+        theirs = xr.open_zarr(tmp_path / "cfgrib", group=part.value, consolidated=False)
+        ours = store.read(part, 0).pressure[0]
         for v, name in enumerate(store.layout.variables):
-            mine = np.moveaxis(field, -4, 0)[v]
-            for values in (group[f"{part}/{name}".strip("/")][...], theirs[name].sortby("isobaricInhPa").values):
+            mine = ours[:, v]
+            for values in (group[f"{part.value}/{name}"][...], theirs[name].sortby("isobaricInhPa").values):
                 np.testing.assert_allclose(values, mine, rtol=off, atol=off * np.abs(mine).mean())
 
 

@@ -26,8 +26,8 @@ LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"
 
 @dataclass(frozen=True)
 class Hosts:
-    """`count` hosts; `rate` of their links as tc writes it, None for the loopback; `cores`: how much processor each has
-    of its own, None where they share what there is."""
+    """`count` hosts; `rate` of their links as tc writes it, None for the loopback; `cores`: how much processor each
+    linked host has of its own, None where they share what there is."""
 
     count: int
     rate: str | None = None
@@ -45,9 +45,8 @@ class Hosts:
             UserError: one of them failed or took longer than `seconds`.
         """
         common = {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | (environment or {})
-        if self.cores is not None:
-            common["CORES"] = f"{self.cores:g}"
         if self.rate is not None:
+            common |= {} if self.cores is None else {"HOST_CORES": f"{self.cores:g}"}
             started = [_start(["bash", str(LINKS), "run", str(self.count), *command], common)]
         else:
             common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(self.count)}

@@ -52,7 +52,6 @@ def compare(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
         planner = Planner(config, spec, settings, session, session.world.size, known)
         planned = planner.candidates()
         if session.first:
-            followed.parent.mkdir(parents=True, exist_ok=True)
             followed.write_bytes(pickle.dumps(planner.known))
         best = pick(planned)
         fitting = [candidate for candidate in planned if not candidate.why]
@@ -73,7 +72,7 @@ def measured(
     meshes: dict[Members, Communicator],
     repeats: int,
 ) -> list[list[float]]:
-    """Seconds of the slowest rank in each step of each partition; they take turns: the machine's pace changes."""
+    """Seconds of a step of each partition, on the slowest rank, one figure a turn: the machine's pace changes."""
     entrants = [_Entrant(config, spec, candidate, session, meshes) for candidate in candidates]
     times: list[list[float]] = [[] for _ in entrants]
     for _ in range(repeats + 1):
