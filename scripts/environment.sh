@@ -3,7 +3,7 @@
 #   . scripts/environment.sh EXTRAS      e.g. simulate,tracking
 #
 # ENSEMBLE_ML_VENV names another place than .venv. A finished installation is recognised by a stamp, so that a second
-# call costs nothing until pyproject.toml or constraints.txt change.
+# call costs nothing until pyproject.toml, constraints.txt or native.c change.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${ENSEMBLE_ML_VENV:-$root/.venv}
@@ -19,7 +19,7 @@ find_python() {
   return 1
 }
 
-stamp=$venv/.ensemble-ml-$(cat "$root/pyproject.toml" "$root/constraints.txt" <(echo "$extras") | cksum | cut -d' ' -f1)
+stamp=$venv/.ensemble-ml-$(cat "$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" <(echo "$extras") | cksum | cut -d' ' -f1)
 if [ ! -e "$stamp" ]; then
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
   [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"

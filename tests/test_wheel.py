@@ -1,6 +1,7 @@
 """The wheel works away from the checkout: configuration, entry points and the second package travel in it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -60,3 +61,11 @@ def test_both_packages_and_the_xarray_engine_are_there(installed):
     done = run(installed, "-c", code)
     assert done.returncode == 0, done.stderr
     assert str(installed) in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or "CC" in os.environ, reason="without cc, no loops are compiled")
+def test_compiled_loops_travel_and_are_used(installed):
+    assert [wheel.name.split("-", 2)[2][:9] for wheel in installed.parent.glob("*.whl")] == ["py3-none-"]
+    code = "from ensemble_ml.store import native; print(native.__file__, native.available())"
+    done = run(installed, "-c", code)
+    assert done.stdout.split() == [str(installed / "ensemble_ml" / "store" / "native.py"), "True"], done.stderr

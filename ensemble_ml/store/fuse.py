@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ensemble_ml.store import native
 from ensemble_ml.store.statistics import Moments, moments_of
 
 _local = threading.local()
@@ -68,30 +69,31 @@ def fuse(members: Members) -> Fused:
     """
     levels, rows, columns = members.values.shape[1:]
     shape = levels, rows * columns
-    first, apart, mean, spread = (scratch(name, shape, np.float32) for name in ("first", "apart", "mean", "spread"))
+    mean, spread = scratch("mean", shape, np.float32), scratch("spread", shape, np.float32)
+    sums, ends = np.zeros((levels, native.SUMS)), np.zeros((levels, 4), np.float32)
+    compiled = _compiled(members, mean, spread, sums, ends)
     count = members.present.sum(0)
     found: list[tuple[float, float] | Moments] = []  # extremes of a level, or all its moments where points are missing
     for level in range(levels):
+        if compiled:
+            found.append(_extremes(members, level, members.values[:, level]))
+            continue
         values = _decoded(members, level)
         found.append(_extremes(members, level, values))
         if count[level]:
-            first[level] = values[0]
-            _sums(values, apart[level], spread[level])
+            lost = _mean_and_spread(values, mean[level], spread[level])
+            sums[level], ends[level] = _sums(mean[level], spread[level], lost)
     few = count < 2
-    share = (1 / np.maximum(count, 1)).astype(np.float32)[:, None]
-    _spread(apart, spread, share, (1 / np.maximum(count - 1, 1)).astype(np.float32)[:, None])
-    apart *= share
-    np.add(first, apart, out=mean)
-    first -= mean
-    first += apart  # what rounding took from the mean: too little for a point, but not for an average over many
-    rounded = first.mean(1).astype(np.float64)
     mean[few], spread[few] = np.nan, np.nan
     holes = np.array([isinstance(one, Moments) for one in found]) | few
-    both = _field(mean, holes), _field(spread, holes)
+    both = (
+        _field(mean, sums[:, 0:2], ends[:, 0:2], holes),
+        _field(spread, sums[:, 2:4], ends[:, 2:4], holes),
+    )
     moments = [
         one
         if isinstance(one, Moments)
-        else _joint(int(count[level]), one, both[0].at(level), both[1].at(level), rounded[level])
+        else _joint(int(count[level]), one, both[0].at(level), both[1].at(level), sums[level, 4] / mean.shape[1])
         for level, one in enumerate(found)
     ]
     columns_of = zip(*(one.arrays().values() for one in moments), strict=True)
@@ -134,6 +136,14 @@ def _decoded(members: Members, level: int) -> np.ndarray:
     return out
 
 
+def _compiled(members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray) -> bool:
+    """Do `_mean_and_spread` and `_sums` of all levels in one pass, where all members have all points of all levels."""
+    if members.extremes is None or members.mask is not None or not members.present.all():
+        return False
+    factors = [members.reference, members.scale, members.decimal]
+    return native.fuse(members.values, factors, members.exact.all(0), mean, spread, sums, ends)
+
+
 def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, float] | Moments:
     """Smallest and largest value of a level; all its moments where points are missing, or all members but one."""
     if members.extremes is not None and len(values) > 1:
@@ -144,21 +154,57 @@ def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, 
     return moments_of(values[None]).at(0)
 
 
-def _sums(values: np.ndarray, total: np.ndarray, squares: np.ndarray) -> None:
-    """Sums over members of what `values` (M, points) differ from the first, and of its square; `values` are used up."""
-    if len(values) == 1:
-        total[...], squares[...] = 0, 0
-        return
-    apart = values[1:]
-    apart -= values[0]
-    square = scratch("square", apart.shape, np.float32)
+def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    """Of `values` (M, points), which are used up; return what rounding took from the mean."""
+    share = np.float32(1 / len(values))
+    freedom = np.float32(1 / max(len(values) - 1, 1))
+    first, apart, square = values[0], values[1:], scratch("square", values[1:].shape, np.float32)
+    total = scratch("total", first.shape, np.float32)
+    apart -= first
     np.multiply(apart, apart, out=square)
     _pairs(apart, total)
-    _pairs(square, squares)
+    _pairs(square, spread)
+    np.multiply(total, total, out=mean)
+    mean *= share
+    spread -= mean  # s^2 = (sum d^2 - (sum d)^2 / M) / (M - 1)
+    np.maximum(spread, 0, out=spread)
+    spread *= freedom
+    np.sqrt(spread, out=spread)
+    total *= share
+    np.add(first, total, out=mean)
+    first -= mean
+    first += total
+    return first
+
+
+def _sums(mean: np.ndarray, spread: np.ndarray, lost: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Sums and extremes of a level (points,).
+
+    Sums of the mean's differences from its first point and of their squares, the same of the spread, and of `lost`,
+    too little for a point, but not for an average over many; least and largest mean and spread. Every 256th point is
+    added to one partial sum, and these by halves: an order that no processor changes.
+    """
+    wide = [field - np.float64(field[0]) for field in (mean, spread)]
+    terms = [term for field in wide for term in (field, field * field)]
+    return [_in_lanes(term) for term in (*terms, lost)], [end() for f in (mean, spread) for end in (f.min, f.max)]
+
+
+def _in_lanes(values: np.ndarray) -> np.ndarray:
+    """Sum of `values` (points,) in float64, in the order that `_sums` tells."""
+    lanes, whole = np.zeros(native.TILE), len(values) // native.TILE * native.TILE
+    values[:whole].reshape(-1, native.TILE).sum(0, np.float64, lanes)
+    lanes[: len(values) - whole] += values[whole:]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0]
 
 
 def _pairs(rows: np.ndarray, out: np.ndarray) -> None:
     """Sum of `rows` (N, points) by pairs of halves: few calls, each long enough to let other threads run."""
+    if not len(rows):
+        out[...] = 0
+        return
     count = len(rows)
     while count > 2:
         half = count // 2
@@ -170,29 +216,15 @@ def _pairs(rows: np.ndarray, out: np.ndarray) -> None:
         out[...] = rows[0]
 
 
-def _spread(total: np.ndarray, squares: np.ndarray, share: np.ndarray, freedom: np.ndarray) -> None:
-    """Make the sums of squares the spread: s^2 = (sum d^2 - (sum d)^2 / M) / (M - 1)."""
-    square = scratch("squared", total.shape, np.float32)
-    np.multiply(total, total, out=square)
-    square *= share
-    squares -= square
-    np.maximum(squares, 0, out=squares)
-    squares *= freedom
-    np.sqrt(squares, out=squares)
-
-
-def _field(values: np.ndarray, holes: np.ndarray) -> Moments:
-    """Moments (Z,) of a field (Z, points); levels of `holes` may lack points."""
+def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.ndarray) -> Moments:
+    """Moments (Z,) of a field (Z, points) by its `sums` and `ends` (Z, 2) of `_sums`; levels of `holes` lack points."""
     count = np.full(len(values), float(values.shape[1]))
-    wide = scratch("wide", values.shape, np.float64)
-    np.copyto(wide, values)
-    middle = wide.sum(1) / count
-    wide -= middle[:, None]
+    away, squares = sums.T
     found = Moments(
         count,
-        middle,
-        np.einsum("zp,zp->z", wide, wide),
-        *(end(1).astype(np.float64) for end in (values.min, values.max)),
+        values[:, 0] + away / count,
+        np.maximum(squares - away * away / count, 0),
+        *ends.T.astype(np.float64),
     )
     for level in np.flatnonzero(holes):
         for name, number in moments_of(values[None, level]).at(0).arrays().items():

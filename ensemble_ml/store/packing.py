@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store import native
 
 Where = Callable[[tuple[int, ...]], str]  # leading index of a field -> the phrase that names it in a message
 
@@ -125,6 +126,8 @@ def dequantise(codes: np.ndarray, factors: Sequence[np.ndarray], out: np.ndarray
     `exact_in_float32` holds.
     """
     reference, scale, decimal = factors
+    if native.decode(codes, factors, scale.dtype == np.float32, out):
+        return
     if scale.dtype == np.float32:
         np.copyto(out, codes)  # a cast of its own is faster than one inside the product
         out *= scale

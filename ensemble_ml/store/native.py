@@ -1,0 +1,93 @@
+"""Loops that are compiled where the package was installed with a C compiler at hand: see `native.c`.
+
+Each function says whether it did the work. Without the library, or for arrays that it is not made for, it does
+nothing, and the caller makes the same bits with NumPy. ENSEMBLE_ML_NATIVE=0 leaves the library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+_SOURCE = Path(__file__).with_name("native.c")
+_LIBRARY = Path(__file__).with_name("_native.so")
+
+
+def _load() -> ctypes.CDLL | None:
+    if os.environ.get("ENSEMBLE_ML_NATIVE") == "0":
+        return None
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+        source = zlib.crc32(_SOURCE.read_bytes())
+    except OSError:
+        return None
+    library.eml_source.restype = ctypes.c_uint32
+    if library.eml_source() != source:  # the checkout moved on since it was installed
+        return None
+    address, size, step = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t
+    factors = [address, address, address, ctypes.c_int]
+    library.eml_decode.argtypes = [address, step, address, step, size, size, *factors]
+    library.eml_fuse.argtypes = [address, step, step, size, size, size, *[address] * 10]
+    library.eml_decode.restype = library.eml_fuse.restype = None
+    return library
+
+
+_library = _load()
+
+TILE, SUMS = 256, 5  # as in `native.c`
+
+
+def available() -> bool:
+    """Whether there is a library, compiled from the text that lies beside it."""
+    return _library is not None
+
+
+def decode(codes: np.ndarray, factors: list[np.ndarray], exact: bool, out: np.ndarray) -> bool:
+    """Decode `codes` (..., Y, X) uint16 into `out` of that shape, float32, with one factor of each kind a field.
+
+    `factors`: reference, scale and decimal. `exact`: whether `packing.exact_in_float32` holds.
+    """
+    if _library is None or not codes.size or codes.dtype != np.uint16 or codes.ndim > 3:
+        return False
+    if not (_rows_follow(codes) and _rows_follow(out)):
+        return False
+    apart = [array.strides[0] // array.itemsize if array.ndim == 3 else 0 for array in (codes, out)]
+    fields = len(codes) if codes.ndim == 3 else 1
+    held = [np.ascontiguousarray(factor, np.float64) for factor in factors]
+    if any(factor.size != fields for factor in held):
+        return False
+    points = codes.shape[-2] * codes.shape[-1]
+    addresses = [factor.ctypes.data for factor in held]
+    _library.eml_decode(codes.ctypes.data, apart[0], out.ctypes.data, apart[1], fields, points, *addresses, exact)
+    return True
+
+
+def fuse(
+    codes: np.ndarray, factors: list[np.ndarray], exact: np.ndarray, mean: np.ndarray, spread: np.ndarray,
+    sums: np.ndarray, ends: np.ndarray,
+) -> bool:  # fmt: skip
+    """Mean and spread (ddof = 1) over the members of `codes` (M, Z, R, X) uint16, which all have all points.
+
+    `factors`: reference, scale and decimal, (M, Z); `exact` (Z,): whether `packing.exact_in_float32` holds. Out: `mean`
+    and `spread` (Z, R * X) float32, `sums` (Z, SUMS) float64 and `ends` (Z, 4) float32 as in `ensemble_ml.store.fuse`.
+    """
+    if _library is None or codes.dtype != np.uint16 or len(codes) < 2 or not _rows_follow(codes):
+        return False
+    (members, levels), points = codes.shape[:2], mean.shape[1]
+    held = [np.ascontiguousarray(factor, np.float64) for factor in factors]
+    held += [np.ascontiguousarray(exact, np.uint8), mean, spread, sums, ends]
+    held += [np.empty(2 * members * TILE, np.float32), np.empty(SUMS * TILE)]
+    steps = [step // codes.itemsize for step in codes.strides[:2]]
+    _library.eml_fuse(codes.ctypes.data, *steps, members, levels, points, *(array.ctypes.data for array in held))
+    return True
+
+
+def _rows_follow(array: np.ndarray) -> bool:
+    """Whether the points of each field (Y, X) lie one after the other, in whole elements from field to field."""
+    size = array.itemsize
+    together = array.strides[-2:] == (array.shape[-1] * size, size)
+    return together and not any(step % size for step in (array.ctypes.data, *array.strides))

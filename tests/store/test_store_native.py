@@ -1,0 +1,154 @@
+"""Compiled loops give NumPy's bits, and are left alone where they cannot be used."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ensemble_ml.store import native
+from ensemble_ml.store.fuse import Members, fuse
+from ensemble_ml.store.packing import PackedBlock, decode, exact_fields, quantise
+
+ROOT = Path(__file__).parents[2]
+
+
+def build_hook():
+    pytest.importorskip("hatchling", reason="hatchling builds the package")
+    place = importlib.util.spec_from_file_location("hatch_build", ROOT / "scripts" / "hatch_build.py")
+    hook = importlib.util.module_from_spec(place)
+    place.loader.exec_module(hook)
+    return hook
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A root with the text alone, compiled as an installation does it."""
+    compiler = os.environ.get("CC") or "cc"
+    if shutil.which(compiler.split()[0]) is None:
+        pytest.skip(f"no C compiler: {compiler} is not there")
+    root = tmp_path_factory.mktemp("native")
+    (root / "ensemble_ml" / "store").mkdir(parents=True)
+    shutil.copy(native._SOURCE, root / "ensemble_ml" / "store")
+    assert build_hook().compile_library(root) == ""
+    return root / "ensemble_ml" / "store"
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_LIBRARY", folder / "_native.so")
+        patch.delenv("ENSEMBLE_ML_NATIVE", raising=False)
+        loaded = native._load()
+    assert loaded is not None
+    return loaded
+
+
+def both_ways(library, work):
+    """What `work` returns with the library and without."""
+    found = []
+    for one in (library, None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "_library", one)
+            found.append(work())
+    return found
+
+
+def drawn(seed, shape, decimal=1.0, constant=False):
+    rng = np.random.default_rng(seed)
+    centre, spread = rng.choice([0.0, 280.0, 5e4, -3e-5]), 10 ** rng.uniform(-6, 3)
+    values = np.full(shape, centre) if constant else rng.normal(centre, spread, shape)
+    block = quantise(values.astype(np.float32))
+    return PackedBlock(block.values, block.reference, block.scale, block.decimal / decimal, block.present)
+
+
+def fused(block):
+    exact = exact_fields(block.reference, block.scale, block.decimal)
+    codes = np.stack([block.values.min((2, 3)), block.values.max((2, 3))])
+    ends = ((codes * block.scale + block.reference) * block.decimal).astype(np.float32)
+    found = fuse(Members(block.values, block.reference, block.scale, block.decimal, block.present, exact, ends))
+    moments = [found.moments, found.of_mean, found.of_spread]
+    return [found.mean.copy(), found.spread.copy(), *(a for one in moments for a in one.arrays().values())]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.tuples(st.integers(2, 51), st.integers(1, 4), st.integers(1, 9), st.integers(1, 160)),
+    decimal=st.sampled_from([1.0, 1e2]),
+    constant=st.booleans(),
+)
+def test_mean_spread_and_moments_are_numpys_bit_for_bit(library, seed, shape, decimal, constant):
+    block = drawn(seed, shape, decimal, constant)
+    for compiled, plain in zip(*both_ways(library, lambda: fused(block)), strict=True):
+        np.testing.assert_array_equal(compiled.view(f"u{compiled.itemsize}"), plain.view(f"u{plain.itemsize}"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 9), st.integers(2, 300)),
+    decimal=st.sampled_from([1.0, 1e2]),
+)
+def test_values_are_numpys_bit_for_bit(library, seed, shape, decimal):
+    block = drawn(seed, shape, decimal)
+    compiled, plain = both_ways(library, lambda: decode(block))
+    np.testing.assert_array_equal(compiled.view("u4"), plain.view("u4"))
+
+
+def test_the_library_does_the_work(library, monkeypatch):
+    """Else the tests above compare NumPy with itself."""
+    monkeypatch.setattr(native, "_library", library)
+    block, out = drawn(1, (4, 2, 6, 40)), np.empty((2, 6, 40), np.float32)
+    factors = [part[0] for part in (block.reference, block.scale, block.decimal)]
+    assert native.decode(block.values[0], factors, True, out)
+    np.testing.assert_array_equal(out, decode(block)[0])
+    assert native.decode(block.values[0, :, 2:5], factors, True, out[:, 2:5])  # rows of a chunk
+    asked = []
+    monkeypatch.setattr(
+        native, "fuse", lambda *arguments, real=native.fuse: asked.append(real(*arguments)) or asked[-1]
+    )
+    fused(block)
+    assert asked == [True]
+
+
+def test_arrays_that_it_is_not_made_for_are_left_to_numpy(library, monkeypatch):
+    monkeypatch.setattr(native, "_library", library)
+    block, out = drawn(1, (4, 2, 6, 40)), np.empty((2, 6, 40), np.float32)
+    one = [np.ones(2)] * 3
+    assert not native.decode(block.values[0, :, :, ::2], one, True, out[:, :, ::2])
+    assert not native.decode(block.values[0].astype(">u2"), one, True, out)
+    assert not native.decode(block.values[0], [np.ones(1)] * 3, True, out)  # one factor for two fields
+    apart = np.zeros(2 * 6 * 40 * 2 + 1, np.uint8)[1:].view(np.uint16).reshape(2, 6, 40)  # at an odd address
+    assert not native.decode(apart, one, True, out)
+
+
+def test_another_text_than_was_compiled_is_not_called(folder, monkeypatch, tmp_path):
+    monkeypatch.delenv("ENSEMBLE_ML_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_LIBRARY", folder / "_native.so")
+    assert native._load() is not None
+    changed = tmp_path / "native.c"
+    changed.write_bytes(native._SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native, "_SOURCE", changed)
+    assert native._load() is None
+
+
+def test_it_can_be_switched_off(folder, monkeypatch):
+    monkeypatch.setattr(native, "_LIBRARY", folder / "_native.so")
+    monkeypatch.setenv("ENSEMBLE_ML_NATIVE", "0")
+    assert native._load() is None
+
+
+@pytest.mark.parametrize(("compiler", "said"), [("no-such-compiler", "No such file"), ("false", "false failed")])
+def test_without_a_compiler_the_build_goes_on_and_no_old_library_stays(monkeypatch, tmp_path, compiler, said):
+    store = tmp_path / "ensemble_ml" / "store"
+    store.mkdir(parents=True)
+    shutil.copy(native._SOURCE, store)
+    (store / "_native.so").write_bytes(b"of an earlier build")
+    monkeypatch.setenv("CC", compiler)
+    assert said in build_hook().compile_library(tmp_path)
+    assert [path.name for path in store.iterdir()] == ["native.c"]
