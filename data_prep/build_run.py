@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from ensemble_ml.store.build import Build
 log = logging.getLogger(__name__)
 
 _LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
+_SEEN_WITHIN = 60.0  # seconds until what a worker has written is seen here; NFS keeps what it knows for some
 _LOOK_AGAIN = 0.5  # seconds between looks at what another builder has under way
 
 
@@ -66,10 +68,11 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
 def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None:
     """Build `todo`; dates that another builder has are looked at again until they are done or given up."""
     with workers_of(config, job, build) as workers, _progress(len(todo)) as tick:
-        waiting = False
+        waiting, built = False, dict[int, float]()
         while todo:
-            _each(workers, job, todo, tick)
+            _each(workers, job, todo, tick, built)
             todo = build.missing(todo) if build.work.is_dir() else []
+            _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])
             if todo and not waiting:
                 log.info("waiting for %d start dates that another builder has under way", len(todo))
                 waiting = True
@@ -77,8 +80,17 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
                 time.sleep(_LOOK_AGAIN)
 
 
-def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm) -> None:
-    """Hand out `todo`, so many at a time."""
+def _check_seen(build: Build, lost: list[int]) -> None:
+    """Raise a UserError where workers have built dates that are not to be found."""
+    if lost:
+        raise UserError(
+            f"output={build.path}: workers have built {len(lost)} start dates that are not seen here; give a folder"
+            " that this process and all workers share"
+        )
+
+
+def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm, built: dict[int, float]) -> None:
+    """Hand out `todo`, so many at a time; `built` notes when a worker first had one built."""
     queue, running = iter(todo), dict[Future[bool], int]()
     try:
         while True:
@@ -90,7 +102,10 @@ def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm) -> None:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 date = running.pop(future)
-                tick.update(bool(_result(future, job, [date, *running.values()])))
+                done = bool(_result(future, job, [date, *running.values()]))
+                if done:
+                    built.setdefault(date, time.monotonic())
+                tick.update(done)
     except BaseException:
         workers.stop()
         for future in running:

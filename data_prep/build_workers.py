@@ -7,13 +7,15 @@ serves them. A worker in another process opens the archives itself, once; all th
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing import get_context
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
@@ -57,7 +59,11 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         threads = max(1, cores() // count) if config.executor is Executor.processes else 0
         if isinstance(pool, ProcessPoolExecutor):
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        yield Workers(lambda date: pool.submit(build_date, config, threads, date), 2 * count, lambda: None)
+        # Whatever folder a worker stands in, it builds in ours.
+        sent = replace(config, output=str(Path(config.output).absolute()))
+        yield Workers(
+            lambda date: pool.submit(build_date, sent, threads, date, job.plan.digest), 2 * count, lambda: None
+        )
 
 
 def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
@@ -74,10 +80,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build_date(config: PrepareConfig, threads: int, date: int) -> bool:
-    """Build one start date in a worker process; `threads` compress (0: as many as the process may use)."""
+def build_date(config: PrepareConfig, threads: int, date: int, plan: str) -> bool:
+    """Build one start date in a worker process; `threads` compress (0: as many as the process may use).
+
+    Raises:
+        UserError: what this process finds makes another plan than `plan`, the digest of whoever sends the start dates.
+    """
     with _opening:
-        job, build, pool = _opened(repr(config), threads, _Held(config))
+        job, build, pool = _opened(f"{config!r} {plan}", threads, _Held(config))
+    if job.plan.digest != plan:
+        raise UserError(
+            f"output={config.output}: a worker on {socket.gethostname()} finds other archives than are seen here; give"
+            " paths that mean the same everywhere, and leave the archives alone while they are read"
+        )
     return job.run(build, date, pool, lambda: False)
 
 

@@ -24,6 +24,7 @@ from ensemble_ml.store.packing import grib_factors
 
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
 _scratch = Scratch()
+_HOLE = -1e30  # what ecCodes is to give for a point without a value
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -137,9 +138,17 @@ class _Message:
         """Values as ecCodes decodes them."""
         message = self._read(0, int(self.record["length"])).tobytes()
         codes = eccodes_module()
+        hidden = None
         with opened(message, self._where()) as handle:
+            if self.record["masked"]:
+                codes.codes_set(handle, "missingValue", _HOLE)  # 9999 may be a value
             values = codes.codes_get_array(handle, "values")
-            hidden = codes.codes_get_array(handle, "bitmap") == 0 if self.record["bitmap"] else None
+            if self.record["bitmap"]:
+                hidden = codes.codes_get_array(handle, "bitmap") == 0
+            elif self.record["masked"]:
+                hidden = values == _HOLE
+        if hidden is not None:
+            values[hidden] = 0
         if len(values) != self.points:
             raise UserError(f"{self._where()}: ecCodes finds {len(values)} values for {self.points} points")
         factor, shift = float(self.record["decimal"]), float(self.record["reference"])
@@ -291,7 +300,8 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
     points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts
-    records["masked"] = (records["bitmap"] > 0) & (counts != points)
+    holes = np.array([kind.holes for kind, *_ in rows])
+    records["masked"] = ((records["bitmap"] > 0) & (counts != points)) | holes
     simple = records["simple"]
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)
     records["scale"] = np.ldexp(records["scale"], np.where(simple, [head.binary_scale for head in heads], 0))

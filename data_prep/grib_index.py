@@ -25,7 +25,7 @@ from ensemble_ml.fields import FIELDS
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 # What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
 

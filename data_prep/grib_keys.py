@@ -43,6 +43,7 @@ class Kind:
     decimal_scale: int = 0
     factor: float = 1.0
     shift: float = 0.0
+    holes: bool = False  # whether points without a value may stand among the values, and not in a bitmap
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ def _kind(get: Get) -> Kind:
         raise UserError(
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
-    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
+    holes = get("missingValueManagementUsed", 0) in (1, 2)  # GRIB 2, complex packing
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, holes)
 
 
 def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int] | None:

@@ -223,13 +223,22 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
 
 
 def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str, np.ndarray]:
-    """Hours that each value covers, from the bounds of the lead axis or, for truth, of the time axis."""
+    """Hours that each value covers, from the bounds of the lead axis or, for truth, of the time axis.
+
+    Raises:
+        UserError: an interval does not end at its coordinate.
+    """
     for role in ("lead", "init"):
         axis = axes[role]
         name = "" if axis is None else axis.attrs.get("bounds", axis.encoding.get("bounds", ""))
         if axis is None or not axis.ndim or name not in data or data[name].ndim != 2:
             continue
         bounds = data[name].values
+        if not np.array_equal(bounds[:, 1], axis.values):
+            raise UserError(
+                f"{axis.name}: its bounds {name} end elsewhere than at the coordinate; only values of an interval that"
+                " ends there are read: let the coordinate be the end of each interval"
+            )
         hours = to_hours(bounds, axis) if role == "lead" else (bounds - bounds[:1, :1]) / np.timedelta64(1, "h")
         return {role: np.rint(np.diff(hours, axis=1)[:, 0]).astype(np.int32)}
     return {}

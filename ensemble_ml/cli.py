@@ -341,7 +341,8 @@ def _on_sigterm(*_: object) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1 would end the process at once
+        signal.signal(number, _on_sigterm)
     try:
         return _dispatch(sys.argv[1:] if arguments is None else arguments)
     except UserError as error:
@@ -349,7 +350,9 @@ def main(arguments: list[str] | None = None) -> int:
         return STATUS_USER
     except KeyboardInterrupt as error:
         print("ensemble-ml: interrupted", file=sys.stderr)
-        return STATUS_REQUEUE if isinstance(error, Stopped) and error.requeue else STATUS_INTERRUPTED
+        if isinstance(error, Stopped) and error.requeue:
+            return STATUS_REQUEUE if error.first else 0
+        return STATUS_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -13,8 +13,11 @@ class UserError(ValueError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that stopped as a signal asked, its state kept; `requeue` where it asked to be started again."""
+    """A run that stopped as a signal asked, its state kept; `requeue` where it asked to be started again.
 
-    def __init__(self, requeue: bool = False):
+    `first`: whether this is the rank that says so by its status; srun ends all tasks at the first that is not 0.
+    """
+
+    def __init__(self, requeue: bool = False, first: bool = True):
         super().__init__()
-        self.requeue = requeue
+        self.requeue, self.first = requeue, first

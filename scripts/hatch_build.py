@@ -8,47 +8,74 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
+import sys
 import sysconfig
+import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import platform_tags
 
-SOURCE = Path("ensemble_ml/store/native.c")
-LIBRARY = Path("ensemble_ml/store/_native.so")
+SOURCE = "ensemble_ml/store/native.c"
+LIBRARY = "ensemble_ml/store/_native.so"
 FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared"]
 
 
 class NativeLoops(BuildHookInterface):
-    """Adds the library to wheels, editable ones too."""
+    """Puts the library into wheels, and beside its source where the package is installed in place."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and make the wheel one of this platform; called by hatchling."""
-        failure = compile_library(Path(self.root))
-        if failure:
+        """Compile; called by hatchling."""
+        root = Path(self.root)
+        self._folder = Path(tempfile.mkdtemp(prefix="ensemble-ml-"))
+        library = self._folder / Path(LIBRARY).name
+        try:
+            compile_library(root / SOURCE, library)
+            if version == "editable":
+                put(library, root / LIBRARY)
+        except RuntimeError as failure:
             self.app.display_warning(f"{SOURCE} was not compiled ({failure}); NumPy does its work")
             return
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["artifacts"].append(f"/{LIBRARY}")
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
+        if version != "editable":
+            build_data["force_include"][str(library)] = LIBRARY
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{_platform()}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Clear up; called by hatchling."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def compile_library(root: Path) -> str:
-    """Make `root`/LIBRARY; return why not, or nothing. Renamed into place: another process may have it loaded."""
+def compile_library(source: Path, library: Path) -> None:
+    """Compile `source`; RuntimeError says why that cannot be."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
-    draft = (root / LIBRARY).with_suffix(f".{os.getpid()}")
-    source = zlib.crc32((root / SOURCE).read_bytes())
-    command = [*compiler, *FLAGS, f"-DSOURCE={source}u", "-o", str(draft), str(root / SOURCE), "-lm"]
-    (root / LIBRARY).unlink(missing_ok=True)
+    digest = zlib.crc32(source.read_bytes())
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*compiler, *FLAGS, f"-DSOURCE={digest}u", "-o", str(library), str(source), "-lm"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
     except OSError as error:
-        return f"{compiler[0]}: {error.strerror}"
+        raise RuntimeError(f"{compiler[0]}: {error.strerror}") from error
     if done.returncode:
-        draft.unlink(missing_ok=True)
-        return (done.stderr.strip().splitlines() or [f"{compiler[0]} failed"])[0]
-    draft.rename(root / LIBRARY)
-    return ""
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"{compiler[0]} failed"])[0])
+
+
+def put(library: Path, place: Path) -> None:
+    """Move `library` to `place` in one step, for processes that have the old one loaded; RuntimeError where refused."""
+    draft = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        shutil.copy(library, draft)
+        draft.rename(place)
+    except OSError as error:
+        raise RuntimeError(f"{place}: {error.strerror}") from error
+
+
+def _platform() -> str:
+    if sys.platform == "darwin":  # what Python was built for need not be what pip installs there
+        return next(iter(platform_tags()))
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")

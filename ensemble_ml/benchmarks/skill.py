@@ -16,7 +16,7 @@ import numpy as np
 
 from ensemble_ml.benchmarks.results import summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
-from ensemble_ml.benchmarks.skilling.entrants import Dates, Trained, forecast, split, train_entrant
+from ensemble_ml.benchmarks.skilling.entrants import Dates, Trained, forecast, split, start_of_ours, train_entrant
 from ensemble_ml.benchmarks.skilling.scoring import Data, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board
 from ensemble_ml.config import BenchmarkConfig, SkillConfig
@@ -42,6 +42,7 @@ def run(config: BenchmarkConfig) -> Path:
     store = _store(skill)
     dates = split(skill, store.layout.init_time)
     trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size) for name in skill.models]
+    trained.append(start_of_ours(skill, dates, store, folder / "runs", config.size))
     forecasts = _forecasts(trained, skill, dates, store, folder / "forecasts")
     contest = _contest(forecasts, skill, dates, store)
     figures, claims, notes = report(contest)
@@ -68,7 +69,20 @@ def _store(skill: SkillConfig) -> TensorStore:
     most = max(4, *skill.sizes)
     if len(store.layout.realization) < most:
         raise UserError(f"skill.store={path}: {len(store.layout.realization)} members; {most} are needed")
+    lacking = [date for date in range(len(store.layout.init_time)) if not _whole(store, date)]
+    if store.masked or lacking:
+        what = f"masked points of {', '.join(store.masked)}" if store.masked else f"gaps on {len(lacking)} start dates"
+        raise UserError(
+            f"skill.store={path}: has {what}, which are not scored here; prepare it with gaps=skip, without"
+        )
     return store
+
+
+def _whole(store: TensorStore, date: int) -> bool:
+    """Whether all members, and the truth, have all fields of a start date beyond its first hour (rain has none)."""
+    later = np.array([hour > 0 for hour in store.layout.lead_hours])
+    parts = (there for part in (Part.FORECAST, Part.TRUTH) for there in store.present(part, date))
+    return all(there[:, later].all() for there in parts)
 
 
 def _forecasts(
@@ -77,7 +91,7 @@ def _forecasts(
     """Folders by model, ensemble size and label: all seeds from `members`, the first seed from every size."""
     found: dict[str, dict[int, dict[str, Path]]] = {}
     for one in trained:
-        for size in skill.sizes:
+        for size in skill.sizes if one.trials else [skill.members]:
             for run_folder in one.runs if size == skill.members else one.runs[:1]:
                 path = forecast(run_folder, size, skill, dates, store, folder)
                 found.setdefault(one.name, {}).setdefault(size, {})[path.name] = path

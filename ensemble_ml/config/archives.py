@@ -142,6 +142,8 @@ class PrepareConfig:
         require("workers", self.workers, self.workers >= 1 or self.executor is not Executor.slurm, "say how many SLURM jobs are to work")
         require("scheduler", self.scheduler, (self.scheduler is None) == (self.executor is not Executor.distributed), "belongs to executor=distributed, which needs it")
         require("parts", self.parts, self.parts is None or _part(self.parts) is not None, "write i/n with 1 <= i <= n, e.g. parts=3/20")
+        alone = not self.restart or self.parts is None
+        require("restart", self.restart, alone, "with parts= each share would throw the others' away: remove OUTPUT.building instead")
         self._check_grid()
 
     @property

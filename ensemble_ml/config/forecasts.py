@@ -81,7 +81,8 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         self.regions = dict(self.regions or {})
         for name, box in self.regions.items():
-            good = isinstance(box, list | tuple) and len(box) == 4 and float(box[0]) > float(box[2])
+            numbers = isinstance(box, list | tuple) and all(isinstance(edge, int | float) for edge in box)
+            good = numbers and len(box) == 4 and box[0] > box[2]
             require(f"regions.{name}", box, good, "give [north, west, south, east]")
         require("climate_days", self.climate_days, self.climate_days >= 0, "must be 0 or more")
         require("members_in", self.members_in, self.members_in >= 1, "must be 1 or more")

@@ -18,7 +18,7 @@ class SkillConfig:
     test: list[str] | None = opt(None, "start dates to score; null takes the last quarter of the years, one at least")
     models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "who takes part; unet3d is ours")
     seeds: int = opt(3, "trainings of each network in its best setting")
-    trials: int = opt(2, "settings tried for each network, compared on the validation dates")
+    trials: int = opt(3, "settings tried for each network, compared on the validation dates")
     minutes: float = opt(1.2, "length of each training; 0 takes `steps`")
     steps: int = opt(700, "optimizer steps of each training, at most")
     members: int = opt(5, "size of the reduced ensemble that claims are made for")
@@ -30,6 +30,7 @@ class SkillConfig:
     def __post_init__(self) -> None:
         for key in ("seeds", "trials", "steps"):
             require(f"skill.{key}", getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
+        require("skill.members", self.members, self.members >= 2, "must be 2 or more: one member has no spread")
         unknown = [name for name in self.models if name not in NETWORKS]
         good = not unknown and "unet3d" in self.models and len(self.models) > 1
         require("skill.models", self.models, good, f"unet3d and others of {', '.join(NETWORKS)}")

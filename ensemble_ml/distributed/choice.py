@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ensemble_ml.config import ExchangeName, MomentumKept, OptimConfig
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, TorchCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, GradientAverage, Reduction
+from ensemble_ml.distributed.mesh import new_group
 from ensemble_ml.distributed.momentum import MomentumPlan
 from ensemble_ml.distributed.powersgd import PowerSGD
 from ensemble_ml.distributed.topology import Topology
@@ -31,7 +31,7 @@ Connect = Callable[[tuple[int, ...], Topology], Communicator | None]
 
 def process_group(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
     """A communicator of `ranks`, None on the others; all ranks of the job call this."""
-    group = dist.new_group(list(ranks))
+    group = new_group(ranks)
     return TorchCommunicator(group) if topology.rank in ranks else None
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ensemble_ml.config import Backend, Launcher, ParallelConfig
-from ensemble_ml.distributed.mesh import Mesh, make_mesh
+from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import Stopped, UserError
@@ -39,7 +39,9 @@ T = TypeVar("T")
 
 STATUS_ABORTED = 70  # left because another rank failed
 _PERIOD = 0.5  # seconds between looks at the store
+_SOON = 0.05  # the same for who waits for the last to leave
 _GRACE = 3.0  # seconds beyond `silence` that a failed exchange waits for word of the rank that caused it
+_LAST = 3.0  # launchers end the others at the first status that is not 0: rank 0, which has one, comes last
 _FAREWELL = 2 * _PERIOD + 0.5  # the store dies with rank 0: the others read first
 _MEETING = timedelta(seconds=120)
 
@@ -103,24 +105,33 @@ class Session:
     def __enter__(self) -> Self:
         if self.world.size == 1:
             return self
-        host, port, server = _meet(self.world)
+        host, port = self.world.host, self.world.port
         try:
+            host, port, server = _meet(self.world)
             store = server or dist.TCPStore(host, port, self.world.size, False, _MEETING, wait_for_workers=False)
             self._watch = _Watch(self, host, port)
             _check_agreement(store, self.topology)
+            backend = _backend(self.config.backend, self.world, _gpus_apart(store, self.world, self.device))
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
+            be_patient(self.config.timeout)
             dist.init_process_group(
-                _backend(self.config.backend, self.world),
+                backend,
                 store=dist.PrefixStore("group", store),
                 rank=self.world.rank,
                 world_size=self.world.size,
                 timeout=timedelta(seconds=self.config.timeout),
+                device_id=self.device if backend == "nccl" else None,
             )
             self._store = store
             self.mesh = make_mesh(self.topology)
         except BaseException as error:
             self._fail(error)
             if isinstance(error, dist.DistError):
-                raise UserError(f"rank {self.world.rank}: cannot meet the others at {host}:{port}: {error}") from error
+                raise UserError(
+                    f"rank {self.world.rank}: cannot meet the others at {host}:{port}: {error}; where the port is"
+                    " taken, set MASTER_PORT to a free one on all ranks"
+                ) from error
             raise
         return self
 
@@ -132,6 +143,8 @@ class Session:
             return
         self._watch.leave()
         dist.destroy_process_group()
+        if isinstance(error, Stopped) and error.requeue and self.first:
+            time.sleep(_LAST)
 
     def _fail(self, error: BaseException) -> None:
         """Tell the others; where the failure only echoes another rank's, that rank is named and this one leaves."""
@@ -149,7 +162,7 @@ class _Watch:
         self._store = dist.TCPStore(host, port, self._size, False, _MEETING, wait_for_workers=False)
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
-        self._end = threading.Event()
+        self._end, self._leaving = threading.Event(), False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -174,28 +187,36 @@ class _Watch:
             pass  # the store is gone, and with it rank 0: nobody is left to be told
 
     def leave(self) -> None:
-        """Clean end: rank 0, which serves the store, leaves last."""
+        """Clean end: rank 0, which serves the store, leaves last; the others may be at work for as long as they like
+        (forecasts are shared out), and are watched meanwhile."""
+        self._leaving = True
         self._end.set()
         self._thread.join()
-        self._store.set(f"done/{self._rank}", "1")
-        if self._rank == 0:
-            self._store.wait([f"done/{rank}" for rank in range(self._size)], timedelta(seconds=60))
 
     def _run(self) -> None:
         beat = 0
-        while not self._end.wait(_PERIOD):
+        while not self._end.wait(_PERIOD) or self._leaving:
             beat += 1
             try:
                 self._store.set(f"beat/{self._rank}", f"{beat} {self._session.step}")
                 if self._rank == 0:
                     self._find_silent()
                 told = self._told()
+                if self._leaving and told is None and self._all_done():
+                    return
             except dist.DistError:
-                if not self._end.is_set():
+                if self._leaving or not self._end.is_set():
                     self._leave({"rank": 0, "host": "", "step": self._session.step, "cause": "no longer answers"})
                 return
             if told is not None and told["rank"] != self._rank:
                 self._leave(told)
+            if self._leaving:
+                time.sleep(_SOON)
+
+    def _all_done(self) -> bool:
+        """Say that this rank has come to its end; whether it may go."""
+        self._store.set(f"done/{self._rank}", "1")
+        return self._rank > 0 or self._store.check([f"done/{rank}" for rank in range(self._size)])
 
     def _leave(self, told: dict[str, Any]) -> None:
         _leave(told, wait=_FAREWELL if self._rank == 0 else 0.0)
@@ -254,17 +275,27 @@ def _device(world: World) -> torch.device:
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
-def _backend(wanted: Backend, world: World) -> str:
-    """The library: NCCL needs a GPU for each rank of a node.
+def _gpus_apart(store: Any, world: World, device: torch.device) -> bool:
+    """Whether each rank has a GPU of its own: as many as ranks on each host, or one that its launcher lets it see."""
+    mine = f"no GPU for {world.rank}"
+    if device.type == "cuda":
+        mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"gpu/{world.rank}", mine)
+    every = {store.get(f"gpu/{rank}").decode() for rank in range(world.size)}
+    return len(every) == world.size and not any(gpu.startswith("no GPU") for gpu in every)
+
+
+def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
+    """The library: NCCL needs a GPU for each rank.
 
     Raises:
         UserError: NCCL is asked for and cannot be had.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
-    enough = gpus >= world.local_size and gpus > 0
+    enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:
         raise UserError(
-            f"parallel.backend=nccl: {world.local_size} ranks on this host and {gpus} GPUs; one GPU holds one rank;"
+            f"parallel.backend=nccl: {world.local_size} ranks on this host and {torch.cuda.device_count()} GPUs to see;"
+            " one GPU holds one rank;"
             " start fewer ranks, or use parallel.backend=gloo"
         )
     if wanted is Backend.auto:

@@ -69,9 +69,15 @@ def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
             if why:
                 raise UserError(f"layer {name or 'model'} ({type(module).__name__}): {why}")
             return kind
-    if isinstance(module, _POINTWISE) or next(module.children(), None) is not None:
+    if type(module) in (*_POINTWISE, nn.Sequential, nn.ModuleList, nn.ModuleDict):
         return None
-    if not list(module.parameters(recurse=False)) and isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+    if hasattr(module, "parametrizations"):
+        raise UserError(
+            f"layer {name or 'model'} ({type(module).__name__}): its weights are parametrised; settle them first by"
+            " torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    own = not type(module).__module__.startswith("torch.") and not isinstance(module, (*_KINDS, *_POINTWISE))
+    if own and next(module.children(), None) is not None:  # somebody's arrangement of layers, which are looked at
         return None
     known = ", ".join(stock.__name__ for stock in _KINDS)
     raise UserError(

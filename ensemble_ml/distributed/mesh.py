@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 
@@ -90,10 +93,23 @@ def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = No
     return Mesh(topology, groups)
 
 
+_patience: list[timedelta] = []  # of exchanges, once a job has begun; process groups belong to the process
+
+
+def be_patient(seconds: float) -> None:
+    """How long exchanges of groups made from now on wait for a rank; torch's own default differs by backend."""
+    _patience[:] = [timedelta(seconds=seconds)]
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    """A process group of `ranks`; all ranks of the job call this."""
+    return dist.new_group(list(ranks), timeout=_patience[0] if _patience else None)
+
+
 def _own_group(members: tuple[tuple[int, ...], ...], rank: int) -> object:
     own = None
     for ranks in members:
-        group = dist.new_group(list(ranks))
+        group = new_group(ranks)
         if rank in ranks:
             own = group
     return own

@@ -77,17 +77,23 @@ class PartGroupNorm(nn.GroupNorm):
     part_mesh: Mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = x.reshape(x.shape[0], self.num_groups, -1)
+        grouped = _wide(x).reshape(x.shape[0], self.num_groups, -1)
         scaled = _scaled(grouped, moments(grouped, (2,), self.part_mesh.spatial), self.eps)
-        return _affine(scaled.view(x.shape), self.weight, self.bias)
+        return _affine(scaled.view(x.shape), self.weight, self.bias).to(x.dtype)
 
 
 def _normalised(self: Any, x: Tensor, dims: Sequence[int], comm: Communicator) -> Tensor:
     """Batch or instance norm by the statistics at hand, which are also kept where the layer tracks them."""
+    kind, x = x.dtype, _wide(x)
     found = moments(x, dims, comm)
     if self.training and self.track_running_stats and self.running_mean is not None:
         _track(self, found)
-    return _affine(_scaled(x, found, self.eps), self.weight, self.bias)
+    return _affine(_scaled(x, found, self.eps), self.weight, self.bias).to(kind)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 at least: a count above 65,504 is infinite in float16, and bfloat16 has three digits for a mean."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @torch.no_grad()

@@ -91,9 +91,22 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
     if not 0 <= rank < size:
         raise UserError(f"{names.rank}={rank}: must lie from 0 to {names.size}-1={size - 1}")
     local_rank = _number(env, names.local_rank, rank)
-    local_size = _number(env, names.local_size, size)
+    local_size = _tasks_here(env) if launcher is Launcher.slurm else None
+    local_size = local_size or _number(env, names.local_size, size)
     host, port = _meeting(env, launcher)
     return World(rank, size, local_rank, local_size, launcher, host, port)
+
+
+def _tasks_here(env: Mapping[str, str]) -> int | None:
+    """Tasks of this step on this node: `4(x2),3` is 4, 4 and 3. SLURM_NTASKS_PER_NODE need not be set."""
+    counts: list[int] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _number(env, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else None
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -57,7 +57,7 @@ class Build:
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._source_changed = False
         if restart:
-            shutil.rmtree(self.work, ignore_errors=True)
+            self._throw_away()
         if named_already(self.work, self.path):
             plan_file = self.work / "plan.json"
             self.complete = plan_file.exists() and plan.differs(read_facts(plan_file)) is None
@@ -115,13 +115,15 @@ class Build:
         return self.work / "entries" / f"{date:06d}.npz"
 
     def done(self, date: int) -> bool:
-        """Whether a start date is finished: its entry is there, all its shards with their sizes, no source changed."""
+        """Whether a start date is finished: an entry of this plan, all shards with their sizes, no source changed."""
         file = self.entry_file(date)
         if not file.exists():
             return False
         try:
-            files, stamps = DateEntry.files_of(file)
+            files, stamps, plan = DateEntry.files_of(file)
         except UserError:
+            return False
+        if plan != self.plan.of_date(date):
             return False
         others = list(changed(stamps, self._stamps, lost=self._source_changed))
         for path in others:
@@ -151,6 +153,7 @@ class Build:
         try:
             yield writer
             entry = writer.close()
+            entry.plan = self.plan.of_date(date)
             entry.save(self.entry_file(date))
         except OSError as error:
             raise refused(self.store, error.filename or f"start date {date}", error) from error
@@ -211,6 +214,22 @@ class Build:
                 return
             if all(claims) and not any((self.work / "entries").glob("*.npz")):
                 self.remove()
+
+    def _throw_away(self) -> None:
+        """Remove an unfinished build, whatever is done of it.
+
+        Raises:
+            UserError: another builder is at work on it; it would write into ours.
+        """
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive(self.work / "lock"))
+                claims = [stack.enter_context(claimed(path)) for path in (self.work / "claims").iterdir()]
+            except FileNotFoundError:
+                claims = []
+            if not all(claims):
+                raise UserError(f"output={self.path}: another builder is at work on it; stop it before restart=true")
+            self.remove()
 
     def remove(self) -> None:
         """Remove the work folder; what says that the store has its name goes last."""

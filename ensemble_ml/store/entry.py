@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class DateEntry:
     `files` shards by name; `factors` by array and factor, (M, T, V, Z); `moments` of the forecast by kind, (T, V, Z);
     `derived` of the ensemble's mean and spread as fields of their own, by part and kind;
     `errors` largest error of quantising by variable; `masked` variables with points that have no value; `masks` names
-    of mask arrays with a shard; `sources` what each part was read from.
+    of mask arrays with a shard; `sources` what each part was read from; `plan` what it was built for.
     """
 
     files: dict[str, Entry] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class DateEntry:
     masked: set[str] = field(default_factory=set)
     masks: set[str] = field(default_factory=set)
     sources: dict[str, Sources] = field(default_factory=dict)
+    plan: str = ""
 
     def add(self, other: DateEntry) -> None:
         """Take in what is known of other parts of the same start date."""
@@ -60,6 +62,7 @@ class DateEntry:
             "errors": dict(sorted(self.errors.items())),
             "masked": sorted(self.masked),
             "masks": sorted(self.masks),
+            "plan": self.plan,
             "sources": {part: [one.checksum, one.files] for part, one in self.sources.items()},
         }
         arrays = {"json": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
@@ -89,12 +92,12 @@ class DateEntry:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return cls._from(dict(arrays))
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise damaged(path, str(error)) from error
 
     @classmethod
-    def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps]:
-        """The files of an entry alone: those written and those read.
+    def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps, str]:
+        """The files of an entry alone, those written and those read; and what it was built for.
 
         Raises:
             UserError: it is damaged.
@@ -103,8 +106,9 @@ class DateEntry:
             with np.load(path, allow_pickle=False) as arrays:
                 facts = json.loads(arrays["json"].tobytes())
             stamps = {path: stamp for _, files in facts["sources"].values() for path, stamp in files.items()}
-            return {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}, stamps
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
+            return files, stamps, str(facts["plan"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise damaged(path, str(error)) from error
 
     @classmethod
@@ -112,6 +116,7 @@ class DateEntry:
         facts = json.loads(arrays.pop("json").tobytes())
         files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
         entry = cls(files, errors=facts["errors"], masked=set(facts["masked"]), masks=set(facts["masks"]))
+        entry.plan = facts["plan"]
         found: dict[Kind, dict[str, np.ndarray]] = {}
         derived: dict[str, dict[str, np.ndarray]] = {}
         for key, values in arrays.items():

@@ -141,7 +141,7 @@ def _compiled(members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.n
     if members.extremes is None or members.mask is not None or not members.present.all():
         return False
     factors = [members.reference, members.scale, members.decimal]
-    return native.fuse(members.values, factors, members.exact.all(0), mean, spread, sums, ends)
+    return native.fuse(members.values, factors, np.asarray(members.exact.all(0)), mean, spread, sums, ends)
 
 
 def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, float] | Moments:

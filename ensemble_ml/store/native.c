@@ -15,7 +15,15 @@
 #define SUMS 5
 #define TILE 256 /* points at a time: what ten members need of them lies in the innermost cache */
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
+#if defined(__FAST_MATH__) || defined(__INTEL_COMPILER) || defined(__INTEL_LLVM_COMPILER)
+#error "sums would be taken in another order than NumPy's"
+#endif
+
+/* One version for each level of x86-64; others compile what their flags say. */
+#if defined(__clang__) ? __clang_major__ >= 18 : __GNUC__ >= 12
+#define KNOWS_LEVELS 1
+#endif
+#if defined(KNOWS_LEVELS) && defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EACH_PROCESSOR
@@ -72,11 +80,11 @@ void eml_decode(const uint16_t *restrict codes, ptrdiff_t codes_step, float *res
 INLINE void fuse_level(const uint16_t *codes, ptrdiff_t codes_step, size_t members, size_t points,
                        const double *reference, const double *scale, const double *decimal, size_t factor_step,
                        int exact, float *restrict mean, float *restrict spread, double *restrict sums,
-                       float *restrict ends, float *restrict rows, double *restrict lanes)
+                       float *restrict ends, float *restrict rows, double *lanes)
 {
     const float share = (float)(1.0 / (double)members), freedom = (float)(1.0 / (double)(members - 1));
     float *restrict apart = rows, *restrict squares = rows + members * TILE;
-    double *restrict of_mean = lanes, *restrict of_spread = lanes + 2 * TILE, *restrict lost = lanes + 4 * TILE;
+    double *of_mean = lanes, *of_spread = lanes + 2 * TILE, *lost = lanes + 4 * TILE;
     double mean_0 = 0, spread_0 = 0;
     float lowest = INFINITY, highest = -INFINITY, least = INFINITY, most = -INFINITY;
     for (size_t i = 0; i < SUMS * TILE; i++)
@@ -122,7 +130,7 @@ INLINE void fuse_level(const uint16_t *codes, ptrdiff_t codes_step, size_t membe
         }
     }
     for (size_t sum = 0; sum < SUMS; sum++) {
-        double *restrict lane = lanes + sum * TILE;
+        double *lane = lanes + sum * TILE;
         for (size_t half = TILE / 2; half; half /= 2)
             for (size_t i = 0; i < half; i++)
                 lane[i] += lane[half + i];
@@ -139,7 +147,7 @@ FOR_EACH_PROCESSOR
 void eml_fuse(const uint16_t *codes, ptrdiff_t member_step, ptrdiff_t level_step, size_t members, size_t levels,
               size_t points, const double *reference, const double *scale, const double *decimal, const uint8_t *exact,
               float *restrict mean, float *restrict spread, double *restrict sums, float *restrict ends,
-              float *restrict rows, double *restrict lanes)
+              float *restrict rows, double *lanes)
 {
     for (size_t z = 0; z < levels; z++)
         fuse_level(codes + (ptrdiff_t)z * level_step, member_step, members, points, reference + z, scale + z,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +30,8 @@ def _load() -> ctypes.CDLL | None:
     if library.eml_source() != source:  # the checkout moved on since it was installed
         return None
     address, size, step = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t
-    factors = [address, address, address, ctypes.c_int]
-    library.eml_decode.argtypes = [address, step, address, step, size, size, *factors]
-    library.eml_fuse.argtypes = [address, step, step, size, size, size, *[address] * 10]
+    library.eml_decode.argtypes = [address, step, address, step, size, size, address, address, address, ctypes.c_int]
+    library.eml_fuse.argtypes = (address, step, step, size, size, size, *[address] * 10)
     library.eml_decode.restype = library.eml_fuse.restype = None
     return library
 
@@ -46,7 +46,7 @@ def available() -> bool:
     return _library is not None
 
 
-def decode(codes: np.ndarray, factors: list[np.ndarray], exact: bool, out: np.ndarray) -> bool:
+def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: np.ndarray) -> bool:
     """Decode `codes` (..., Y, X) uint16 into `out` of that shape, float32, with one factor of each kind a field.
 
     `factors`: reference, scale and decimal. `exact`: whether `packing.exact_in_float32` holds.

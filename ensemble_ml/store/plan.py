@@ -92,6 +92,15 @@ class BuildPlan:
         """16 hex digits that name the plan."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
 
+    def of_date(self, date: int) -> str:
+        """16 hex digits that name what is to be built for a start date, whatever the files hold by now."""
+        text = f"{self._settled} {self.layout.init_time[date]}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def _settled(self) -> str:
+        return json.dumps({key: value for key, value in self.facts.items() if key != FINGERPRINT}, sort_keys=True)
+
     def differs(self, other: dict[str, Any]) -> str | None:
         """What differs from the plan whose `facts` are `other`, in words; None where nothing does.
 

@@ -110,13 +110,15 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str]) -> np.ndarray:
     """Return the indices of the start dates within any of `periods` (YYYY[-MM[-DD[THH]]] or start/end, both inclusive).
 
     Raises:
-        UserError: a period matches no start date.
+        UserError: a period is no date, or matches no start date.
     """
     chosen = np.zeros(len(init_time), bool)
     for period in periods:
         first, _, last = str(period).partition("/")
-        start = np.datetime64(first).astype("datetime64[ns]")
-        end_period = np.datetime64(last or first)
+        try:
+            start, end_period = np.datetime64(first).astype("datetime64[ns]"), np.datetime64(last or first)
+        except ValueError as error:
+            raise UserError(f"dates {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
         end = (end_period + 1).astype("datetime64[ns]")  # the whole of the last year, month, day or hour
         inside = (init_time >= start) & (init_time < end)
         if not inside.any():

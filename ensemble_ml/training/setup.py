@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -127,7 +127,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
         log.info("resume: %s holds no checkpoint, so the run starts anew", run)
         return run, None
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
-    _refuse_other_settings(config, checkpoint)
+    refuse_other_settings(config, checkpoint)
     best = checkpoint.meta["best"]
     if not tidy:
         return run, checkpoint
@@ -141,9 +141,10 @@ def _requeued() -> bool:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
-def _refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint) -> None:
+def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
+    """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
-    fixed = [k for k in {**ours, **theirs} if k not in _FREE and not k.startswith(_FREE_GROUPS)]
+    fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:

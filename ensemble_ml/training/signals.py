@@ -1,6 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the step that is under way is finished and kept.
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGUSR2: the step that is under way is finished and kept.
 
-SLURM sends SIGUSR1 ahead of the time limit where a job asks for it; such a run exits with a status that says so.
+SLURM sends SIGUSR1 ahead of the time limit where a job asks for it, submitit SIGUSR2; such a run exits with a status
+that says so.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import signal
 import threading
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_REQUEUE = 1000
+_AHEAD = (signal.SIGUSR1, signal.SIGUSR2)  # of the time limit: as sbatch is asked to, and as submitit does
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_AHEAD)
+_REQUEUE = 1_000_000  # more than ranks can say otherwise
 
 
 class StopRequest:
@@ -42,7 +44,7 @@ class StopRequest:
         """This rank's word on stopping; words of ranks are added."""
         if self.requested is None:
             return 0.0
-        return float(_REQUEUE) if self.requested == signal.SIGUSR1.name else 1.0
+        return float(_REQUEUE) if self.requested in [number.name for number in _AHEAD] else 1.0
 
     @staticmethod
     def requeue(votes: float) -> bool:

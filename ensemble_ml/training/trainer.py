@@ -182,7 +182,7 @@ class Trainer:
                 self.keeper.finish()
                 who = stop.requested or "another rank"
                 tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
-                raise Stopped(requeue=stop.requeue(stopped))
+                raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
 
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
         """One optimizer step; returns the loss and its parts, `samples` of the batch, and whether to `stop`."""

@@ -1,7 +1,11 @@
 """Confidence intervals from a block bootstrap over start dates.
 
 Dates that follow each other are alike, so whole blocks are drawn. All scores, forecasts and differences use the same
-draws, which makes differences paired. Künsch (1989), doi:10.1214/aos/1176347265; percentile intervals.
+draws, which makes differences paired. Künsch (1989), doi:10.1214/aos/1176347265.
+
+Percentiles of the draws alone are too narrow where blocks are few (84 % of intervals of five blocks hold the truth, not
+95): they are taken further out, as far as Student's t lies beyond the normal law. Hesterberg (2015), "expanded
+percentile interval", doi:10.1080/00031305.2015.1089789.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import norm
+from scipy.stats import t as student
 
-FEWEST_BLOCKS = 5  # with fewer, percentile intervals are far too narrow, and the report says so
+FEWEST_BLOCKS = 5  # with fewer, an interval says little, and the report says so
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,11 @@ def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
 
 
 def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) -> Interval:
-    """Percentile interval of the draws (B,) of a figure; NaN ends where one block leaves nothing to draw from."""
+    """Expanded percentile interval of the draws (B,) of a figure; NaN ends where one block leaves nothing to draw."""
     finite = draws[np.isfinite(draws)]
     if blocks < 2 or not len(finite) or not np.isfinite(value):
         return Interval(float(value), np.nan, np.nan)
-    tail = 50 * (1 - confidence)
+    deviations = student.isf((1 - confidence) / 2, blocks - 1) * np.sqrt(blocks / (blocks - 1))
+    tail = 100 * norm.sf(deviations)
     low, high = np.percentile(finite, [tail, 100 - tail])
     return Interval(float(value), float(low), float(high))

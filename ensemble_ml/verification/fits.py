@@ -20,6 +20,7 @@ class Fit:
 
     corrections: dict[int, dict[str, base.Correction]] = field(default_factory=dict)
     spread: base.SpreadFit | None = None
+    start: base.SpreadFit | None = None  # by the spread at lead 0
     held_out: base.SpreadFit | None = None
     climatology: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -29,7 +30,7 @@ def fit_group(setting: Setting, group: Group) -> Fit:
     shape = (len(group.levels), *setting.weights.shape[1:])
     sizes = sorted({setting.reduced, setting.full})
     by_size = {size: base.CellSums.zeros(shape) for size in sizes}
-    spread, truth = base.CellSums.zeros(shape), base.CellSums.zeros(shape)
+    spread, start, truth = (base.CellSums.zeros(shape) for _ in range(3))
     for date, half in zip(setting.fit.tolist(), setting.halves.tolist(), strict=True):
         sample = read_sample(setting, group, date)
         moments = {size: ensemble_moments(sample.members[:size]) for size in sizes}
@@ -38,16 +39,27 @@ def fit_group(setting: Setting, group: Group) -> Fit:
             held = held_out_spread(sample.members, setting.reduced)
             terms = base.spread_terms(deviations[setting.reduced], deviations[setting.full], held)
             spread.record(half, terms, sample.whole)
+            if sample.start is not None:
+                terms = base.spread_terms(sample.start, deviations[setting.full], None)
+                start.record(half, terms, sample.whole & np.isfinite(sample.start))
         if sample.truth is None:
             continue
         truth.record(half, {"y": sample.truth, "yy": sample.truth**2}, sample.verified)
         for size, (mean, variance) in moments.items():
             by_size[size].record(half, base.error_terms(mean, variance, sample.truth), sample.verified)
-    return _solve(setting, by_size, spread, truth)
+    return _solve(setting, by_size, spread, start, truth)
 
 
-def _solve(setting: Setting, by_size: dict[int, base.CellSums], spread: base.CellSums, truth: base.CellSums) -> Fit:
+def _solve(
+    setting: Setting,
+    by_size: dict[int, base.CellSums],
+    spread: base.CellSums,
+    start: base.CellSums,
+    truth: base.CellSums,
+) -> Fit:
     area, found = setting.weights[0], Fit()
+    if start.sums and start.count.any():
+        found.start = base.fit_spread(start, area)
     if spread.sums:
         found.spread = base.fit_spread(spread, area)
         if setting.held_out > 1:

@@ -51,6 +51,8 @@ class ForecastSet:
     names: frozenset[str]
     members_in: tuple[str, ...]
     training_dates: np.ndarray
+    validation_dates: np.ndarray  # they chose the checkpoint
+    checkpoints: tuple[str, ...]  # sha256 of those that made the files
     lead_hours: tuple[int, ...]
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
     grid: Grid
@@ -143,10 +145,18 @@ def _open_folder(folder: Path) -> ForecastSet:
         raise UserError(f"forecast={folder}: holds no NetCDF file; make forecasts with ensemble-ml predict")
     files: dict[np.datetime64, Path] = {}
     made_of: set[tuple[str, str]] = set()
+    axes: list[tuple[str, np.ndarray]] | None = None
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
             made_of.add((str(data.attrs.get("members_in")), str(data.attrs.get("checkpoint_sha256"))))
+            found = [(name, data[name].values) for name in ("latitude", "longitude", "level") if name in data.dims]
+        axes = axes or found
+        if [name for name, _ in axes] != [name for name, _ in found]:
+            raise UserError(f"{path}: other dimensions than {paths[0].name}; keep forecasts of one kind in a folder")
+        for (name, first_values), (_, values) in zip(axes, found, strict=True):
+            if not np.array_equal(first_values, values):
+                raise UserError(f"{path}: other {name} than {paths[0].name}; keep forecasts of one kind in a folder")
         if start in files:
             raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
         files[start] = path
@@ -158,7 +168,9 @@ def _open_folder(folder: Path) -> ForecastSet:
             files=files,
             names=frozenset(str(name) for name in first.data_vars),
             members_in=tuple(str(first.attrs.get("members_in", "")).split()),
-            training_dates=_dates(first, paths[0]),
+            training_dates=_dates(first, paths[0], "training_dates"),
+            validation_dates=_dates(first, paths[0], "validation_dates"),
+            checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),
             lead_hours=tuple(_lead_hours(first, paths[0])),
             variables=_variables(first),
             grid=grid,
@@ -212,12 +224,12 @@ def _grid(data: xr.Dataset, path: Path) -> tuple[Grid, np.ndarray, np.ndarray]:
     return canonical(data["latitude"].values, data["longitude"].values)
 
 
-def _dates(data: xr.Dataset, path: Path) -> np.ndarray:
-    text = str(data.attrs.get("training_dates", ""))
+def _dates(data: xr.Dataset, path: Path, name: str) -> np.ndarray:
+    text = str(data.attrs.get(name, ""))
     try:
         return np.array(text.split(), "datetime64[ns]")
     except ValueError as error:
-        raise UserError(f"{path}: training_dates is no list of ISO dates ({error}); give fit=[...]") from error
+        raise UserError(f"{path}: {name} is no list of ISO dates ({error}); give fit=[...]") from error
 
 
 def _listed(values) -> str:

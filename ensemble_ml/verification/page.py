@@ -17,7 +17,8 @@ DEFINITIONS = {
     "spread": """Sample standard deviation of the members with ddof = 1. The size-corrected spread of M
         members is s_M c4(N)/c4(M), where E[s] = c4 sigma for normal members. The spread regression is a + b s_M + c
         s_clim for each lead, variable and level, fitted by area-weighted least squares; s_clim is the root of the
-        full ensemble's mean variance over the fit dates at each grid point, and stands alone as climatology.""",
+        full ensemble's mean variance over the fit dates at each grid point, and stands alone as climatology. The
+        start regression has the spread of the M members at lead 0 instead of s_M.""",
     "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
         shares members with the input; these do not.""",
     "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw
@@ -42,8 +43,8 @@ DEFINITIONS = {
     "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds);
         unweighted stands beside it. Means over variables and levels are geometric means of score ratios.""",
     "intervals": """Block bootstrap over start dates, in blocks of block_days or more that never cross a
-        year's end; the same draws for all; percentiles. Better means that the whole interval of a difference is on
-        the good side.""",
+        year's end; the same draws for all; percentiles, taken further out where blocks are few (Student's t).
+        Better means that the whole interval of a difference is on the good side.""",
     "masks": """A point counts where all members, the truth and all forecasts are there; what is left out is
         counted.""",
 }

@@ -82,12 +82,15 @@ def _test_dates(
     times = source.layout.init_time
     offered = sorted({start for forecast in forecasts for start in forecast.files})
     trained = {start for forecast in forecasts for start in forecast.training_dates}
+    chosen = {start for forecast in forecasts for start in forecast.validation_dates}
     test, dropped = [], []
     for start in offered:
         found = np.flatnonzero(times == start)
         reason = _why_not(source, forecasts, found, start, truth)
         if reason is None and start in trained:
             reason = "seen in training"
+        if reason is None and start in chosen:
+            reason = "chose the checkpoint"
         if reason is None and found[0] in fit:
             reason = "used to fit the baselines"
         if reason is None:

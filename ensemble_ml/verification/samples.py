@@ -5,7 +5,7 @@ Axes: M member, Z level, Y latitude, X longitude.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,12 +63,16 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole."""
+    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole.
+
+    `start` (Z, Y, X): spread of the reduced ensemble at lead 0, None where there is none.
+    """
 
     members: np.ndarray
     truth: np.ndarray | None
     whole: np.ndarray
     verified: np.ndarray
+    start: np.ndarray | None = None
 
 
 def read_sample(setting: Setting, group: Group, date: int) -> Sample:
@@ -76,14 +80,25 @@ def read_sample(setting: Setting, group: Group, date: int) -> Sample:
     members = read_group(setting.source, Part.FORECAST, date, group)
     whole = np.isfinite(members).all(0)
     if not setting.truth:
-        return Sample(members, None, whole, np.zeros_like(whole))
+        return Sample(members, None, whole, np.zeros_like(whole), _start(setting, group, date))
     truth = read_group(setting.source, Part.TRUTH, date, group)[0]
-    return Sample(members, truth, whole, whole & np.isfinite(truth))
+    return Sample(members, truth, whole, whole & np.isfinite(truth), _start(setting, group, date))
 
 
-def read_group(source: Source, part: Part, date: int, group: Group) -> np.ndarray:
+def _start(setting: Setting, group: Group, date: int) -> np.ndarray | None:
+    layout = setting.source.layout
+    if group.lead_hours == 0 or 0 not in layout.lead_hours or setting.reduced < 2:
+        return None
+    given = tuple(int(number) for number in layout.realization[: setting.reduced])
+    members = read_group(setting.source, Part.FORECAST, date, replace(group, lead_hours=0), given)
+    return np.sqrt(ensemble_moments(members)[1])
+
+
+def read_group(
+    source: Source, part: Part, date: int, group: Group, members: tuple[int, ...] | None = None
+) -> np.ndarray:
     """(M, Z, Y, X) float64; truth has M = 1."""
-    fields = source.read(part, date, group.selection)
+    fields = source.read(part, date, replace(group.selection, realization=members))
     values = fields.surface[:, 0, 0, None] if group.levels == (None,) else fields.pressure[:, 0, 0]
     return np.asarray(values, np.float64)
 

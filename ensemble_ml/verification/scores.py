@@ -60,9 +60,13 @@ class Scores:
             self._cache[metric, entrant] = found
         return self._cache[metric, entrant]
 
-    def interval(self, value: float, draws: np.ndarray) -> Interval:
-        """A figure and its draws as an interval at the level asked for."""
-        return interval(value, draws, self.confidence, self.blocks)
+    def interval(self, value: float, draws: np.ndarray, blocks: int | None = None) -> Interval:
+        """A figure and its draws as an interval at the level asked for; `blocks` that it depends on, all by default."""
+        return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
+
+    def blocks_among(self, dates: np.ndarray) -> int:
+        """How many blocks `dates` (D,) bool lie in: the dates of a block are drawn together."""
+        return len(np.unique(self.counts[:, dates], axis=1).T) if dates.any() else 0
 
     def at_lead(self, lead: int) -> np.ndarray:
         """Columns of a lead."""

@@ -11,6 +11,7 @@ from ensemble_ml.verification.probability import flatness
 from ensemble_ml.verification.regions import SEASONS, season_of
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME
+from ensemble_ml.verification.statistics import Key
 
 
 def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> list[dict]:
@@ -34,20 +35,22 @@ def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> 
         for forecast in scores.forecasts:
             for metric, reference in dict.fromkeys(pairs):
                 for kind, name, weighting, dates in parts:
-                    ratio = stratum_ratio(scores, metric, forecast, reference, lead, weighting, dates)
+                    ratio, there = stratum_ratio(scores, metric, forecast, reference, lead, weighting, dates)
                     if ratio is not None:
                         found.append(
                             {"kind": kind, "stratum": name, "lead_hours": lead, "forecast": forecast,
                              "reference": reference, "metric": metric, "ratio": ratio.value, "low": ratio.low,
-                             "high": ratio.high, "better": ratio.below(1.0), "dates": int(dates.sum())}
+                             "high": ratio.high, "better": ratio.below(1.0), "dates": int(there.sum()),
+                             "blocks": scores.blocks_among(there)}
                         )  # fmt: skip
     return found
 
 
 def stratum_ratio(
     scores: Scores, metric: str, forecast: str, reference: str, lead: int, weighting: str, dates: np.ndarray
-) -> Interval | None:
-    """Geometric mean over variables and levels of score ratios in a stratum; None where it is empty.
+) -> tuple[Interval | None, np.ndarray]:
+    """Geometric mean over variables and levels of score ratios in a stratum, None where it is empty; and on which dates
+    the stratum has points (D,) bool: what lies in one block has no interval.
 
     Args:
         scores: of all dates.
@@ -57,12 +60,16 @@ def stratum_ratio(
     """
     rule, state = METRICS[metric], scores.state
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
-        return None
+        return None, np.zeros(len(dates), bool)
+    weight = state.weight[Key(forecast, rule.needs[0])][:, state.weightings.index(weighting), scores.at_lead(lead)]
+    there = (weight.sum(1) > 0) & (dates > 0)
     draws = np.vstack([dates, scores.counts * dates])
     first, second = (rule(state, entrant, weighting=weighting, draws=draws) for entrant in (forecast, reference))
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = geometric_mean(first / second, scores.at_lead(lead))
-    return scores.interval(mean[0], mean[1:]) if np.isfinite(mean[0]) else None
+    if not np.isfinite(mean[0]):
+        return None, there
+    return scores.interval(mean[0], mean[1:], scores.blocks_among(there)), there
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:

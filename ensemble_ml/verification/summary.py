@@ -128,7 +128,7 @@ def certainty(blocks: int, dates: int) -> str:
     if blocks < 2:
         return f"{counted}: too few for any interval."
     if blocks < FEWEST_BLOCKS:
-        return f"{counted}: fewer than {FEWEST_BLOCKS}, so the intervals are too narrow; treat them as a rough guide."
+        return f"{counted}: fewer than {FEWEST_BLOCKS}, so the intervals say little; treat them as a rough guide."
     return f"{counted}."
 
 
@@ -139,6 +139,7 @@ def describe(entrant: str) -> str:
         "raw": "the raw {} members",
         "size_corrected": "the size-corrected spread of {} members",
         "spread_regression": "the spread regression on {} members",
+        "start_regression": "the regression of the spread on that of {} members at the start",
         "held_out_regression": "the regression of the held-out spread on {} members",
         "global": "global bias-and-inflation of {} members",
         "local": "per-grid-point bias-and-inflation of {} members",
@@ -181,7 +182,7 @@ def summary_rows(scores: Scores) -> list[dict]:
     m, n = scores.reduced, scores.full
     references = {
         "crps": (f"raw_{n}", f"raw_{m}"),
-        "spread_rmse": (f"raw_{m}", f"size_corrected_{m}", f"spread_regression_{m}"),
+        "spread_rmse": (f"raw_{m}", f"size_corrected_{m}", f"spread_regression_{m}", f"start_regression_{m}"),
         "held_out_rmse": (f"raw_{m}", f"size_corrected_{m}", f"spread_regression_{m}", f"held_out_regression_{m}"),
         "rmse": (f"raw_{n}", f"raw_{m}"),
     }

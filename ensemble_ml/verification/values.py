@@ -42,6 +42,8 @@ def spread_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pr
     if m > 1:
         entrants[f"raw_{m}"] = given
         entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
+    if fit.start is not None and sample.start is not None:
+        entrants[f"start_regression_{m}"] = fit.start(sample.start)
     if fit.spread is not None:
         entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate

@@ -49,6 +49,7 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
         mine = {r for r in runs if r.startswith(name)}
         assert len(mine) == 3 and {f"{name}-trial0-seed0", f"{name}-trial1-seed0"} < mine
     assert {r for r in runs if r.startswith("emos")} == {"emos-trial0-seed0"}
+    assert {r for r in runs if r.startswith("start")} == {"start-trial0-seed0"}
     rows = content["tables"]["Trials, on the validation dates"]
     assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
     assert next(row for row in rows if row["model"] == "emos")["emos"]["form"]
@@ -58,6 +59,9 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
     figures = {name: figure["median"] for name, figure in content["figures"].items()}
     whole = figures["CRPS from 3 of 6 members at 48 h, 10 training dates: emos below raw 6"]
     assert whole > 5  # the ensemble is biased and under-dispersive
+    begun = figures["CRPS from 3 of 6 members at 48 h, 10 training dates: start below raw 6"]
+    ours = figures["CRPS from 3 of 6 members at 48 h, 10 training dates: unet3d below raw 6"]
+    assert begun == pytest.approx(ours, abs=2)  # four steps change little
     assert "DOES NOT HOLD" in capsys.readouterr().out  # four steps win nothing
 
     def never(*_, **__):
@@ -66,6 +70,22 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(entrants, "train", never)
     monkeypatch.setattr(entrants, "predict", never)
     assert json.loads(skill.run(config(store, tmp_path)).read_text())["figures"] == content["figures"]
+
+
+def test_years_are_split_as_the_archive_has_them():
+    times = np.array([f"{year}-01-07" for year in range(2001, 2008)], "datetime64[ns]")
+    found = entrants.split(SkillConfig(), times)
+    assert found == entrants.Dates([str(y) for y in range(2001, 2005)], ["2005"], ["2006", "2007"])
+    with pytest.raises(UserError, match=r"skill.train, skill.test: share 1 start dates \(first 2007"):
+        entrants.split(SkillConfig(train=["2001/2003", "2007"]), times)
+
+
+def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):
+    skill.run(config(store, tmp_path, models=["unet3d", "emos"], seeds=1, trials=1))
+    with pytest.raises(UserError, match="steps=5 "):
+        skill.run(config(store, tmp_path, models=["unet3d", "emos"], seeds=1, trials=1, steps=5))
+    with pytest.raises(UserError, match=r"skill.trials=9: there are 5 settings"):
+        skill.run(config(store, tmp_path, trials=9))
 
 
 def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):

@@ -15,6 +15,7 @@ import building
 import numpy as np
 import pytest
 
+import data_prep.build_run as building_run
 import data_prep.build_workers as workers
 import ensemble_ml.store.finish as finish
 from data_prep import prepare
@@ -165,6 +166,7 @@ def test_a_shard_that_was_lost_or_cut_is_built_again(archive, whole, tmp_path):
     shard = build.store / "forecast_pressure" / "c.2.0.0.0.0.0.0"
     shard.write_bytes(shard.read_bytes()[:-1])
     build.entry_file(1).write_bytes(b"no entry")
+    build.entry_file(3).write_bytes(build.entry_file(3).read_bytes()[:-30])
     assert build.missing() == list(range(DATES))
     assert building.contents(prepare(settings)) == whole
 
@@ -187,6 +189,43 @@ def test_an_unfinished_build_is_not_mixed_with_another(archive, tmp_path, change
     assert not target.exists()
     made = open_store(prepare(config(archive, target, restart=True, **changes)))
     assert building.names(tmp_path) == ["s.zarr"] and made.has(Part.FORECAST)
+
+
+def test_an_entry_of_another_plan_is_not_taken(archive, whole, tmp_path):
+    """As a worker that outlived its archive would leave it."""
+    settings = config(archive, tmp_path / "s.zarr")
+    build = begin(settings, range(DATES))
+    assert not build.missing()
+    entry = DateEntry.load(build.entry_file(3))
+    entry.plan = "0" * 16
+    entry.save(build.entry_file(3))
+    build.entry_file(5).write_bytes(build.entry_file(4).read_bytes())  # of another start date
+    assert build.missing() == [3, 5]
+    assert building.contents(prepare(settings)) == whole
+
+
+def test_a_worker_that_finds_another_archive_says_so(archive, tmp_path):
+    settings = config(archive, tmp_path / "s.zarr")
+    with pytest.raises(UserError, match="finds other archives than are seen here"):
+        workers.build_date(settings, 1, 0, "0" * 16)
+
+
+def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkeypatch):
+    settings = config(archive, tmp_path / "s.zarr", workers=1)
+    monkeypatch.setattr(building_run, "_SEEN_WITHIN", 0.2)
+    monkeypatch.setattr(Job, "run", lambda *_: True)  # as one does whose folder is another machine's
+    with pytest.raises(UserError, match=f"workers have built {DATES} start dates that are not seen here"):
+        prepare(settings)
+
+
+def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
+    settings = config(archive, tmp_path / "s.zarr")
+    build = begin(settings, [0])
+    with claimed(build.work / "claims" / "000001"), pytest.raises(UserError, match="another builder is at work"):
+        prepare(config(archive, tmp_path / "s.zarr", restart=True))
+    assert not build.missing([0])
+    with pytest.raises(UserError, match=r"with parts= each share would throw"):
+        config(archive, tmp_path / "s.zarr", restart=True, parts="1/2")
 
 
 def test_two_builders_share_the_work(archive, whole, tmp_path):

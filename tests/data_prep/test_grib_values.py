@@ -112,6 +112,29 @@ def test_second_order_packing(tmp_path_factory, edition, bits, share, seed):
     assert not raw.packed
 
 
+@pytest.mark.parametrize("packing", ["grid_complex", "grid_complex_spatial_differencing"])
+def test_missing_points_inside_complex_packing_become_a_mask(tmp_path, packing):
+    """They stand among the values, without a bitmap; ecCodes gives 9999 for them unless told otherwise."""
+    grid = np.linspace(60, 0, 30), np.arange(0.0, 40.0)
+    values = noise(grid, 3).cumsum(0)
+    values[20, 20] = 9999  # a value like any other
+    hidden = np.zeros(values.shape, bool)
+    hidden[3:6, 4:9] = True
+    handle = eccodes.codes_new_from_message(message("sst", values, grid=grid, edition=2))
+    eccodes.codes_set(handle, "packingType", packing)
+    eccodes.codes_set(handle, "missingValueManagementUsed", 1)
+    eccodes.codes_set(handle, "missingValue", -5e4)
+    eccodes.codes_set_values(handle, np.where(hidden, -5e4, values).ravel())
+    made = eccodes.codes_get_message(handle)
+    eccodes.codes_release(handle)
+    file = GribFile(str(write(tmp_path / "a.grib", [made])))
+    assert file.records["masked"].all() and not file.records["bitmap"].any()
+    raw = next(file.fields(file.records))
+    np.testing.assert_array_equal(raw.mask, hidden)
+    assert np.isnan(raw.values[hidden]).all()
+    np.testing.assert_allclose(raw.values[~hidden], values[~hidden], rtol=1e-3, atol=1)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([1, 2]),

@@ -59,6 +59,20 @@ class TestXarray:
         lay = open_archive(tmp_path / "a.nc").layout
         assert lay.lead_hours == (0, 24) and lay.init_time.tolist() == [start.astype("datetime64[ns]").item()]
 
+    @pytest.mark.parametrize("first", [0, -6])
+    def test_an_interval_ends_at_its_coordinate(self, tmp_path, first):
+        data = dataset()
+        step = data.step.values
+        hours = step / np.timedelta64(1, "h") if np.issubdtype(step.dtype, np.timedelta64) else step.astype(float)
+        data = data.assign_coords(step=("step", hours, {"units": "hours", "bounds": "step_bnds"}))
+        data["step_bnds"] = ("step", "two"), np.stack([hours + first, hours + first + 6], 1)
+        data.to_netcdf(tmp_path / "a.nc")
+        if first == -6:
+            open_archive(tmp_path / "a.nc")
+            return
+        with pytest.raises(UserError, match="step_bnds end elsewhere than at the coordinate"):
+            open_archive(tmp_path / "a.nc")
+
     def test_standard_names_and_variables_without_level(self, tmp_path):
         data = dataset(t="unheard_of").isel(isobaricInhPa=0, drop=True)
         data["unheard_of"].attrs["standard_name"] = "surface_temperature"

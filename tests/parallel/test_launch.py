@@ -88,6 +88,33 @@ def slow(session):
     return x.item()
 
 
+def shares_out(session, fails):
+    """Ranks that never meet, as in a forecast of many dates: the first is done long before the last."""
+    if session.topology.rank == 1:
+        time.sleep(2.5)
+        if fails:
+            raise ValueError("the disk is full")
+    return session.topology.rank
+
+
+def test_who_is_done_waits_for_the_others():
+    assert run_ranks(shares_out, 3, False, silence=2) == [0, 1, 2]
+
+
+def test_a_rank_that_fails_after_others_are_done_is_named():
+    ends = run_ranks(shares_out, 2, True, statuses=True, silence=2)
+    assert ends[0][0] == 70 and "rank 1" in ends[0][2] and "ValueError: the disk is full" in ends[0][2]
+    assert ends[0][1] < 15
+
+
+def test_exchanges_are_as_patient_as_the_settings_say():
+    def patience(session):
+        backend = session.mesh.world._group._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+
+    assert run_ranks(patience, 2, timeout=123) == [123, 123]
+
+
 def test_a_slow_rank_is_not_a_dead_one():
     assert run_ranks(slow, 2, silence=2) == [2, 2]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from parallel.ranks import run_ranks
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ensemble_ml.distributed import Mesh
@@ -201,11 +202,27 @@ def test_dropout_drops_its_share():
         (nn.Sequential(nn.MaxPool3d(3, 2, 1)), r"layer 0 \(MaxPool3d\): padding=1 cannot be shared out"),
         (nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True), "align_corners=True cannot be shared out"),
         (nn.LayerNorm(3), r"layer model \(LayerNorm\): cannot"),
+        (nn.Sequential(nn.MultiheadAttention(4, 2)), r"layer 0 \(MultiheadAttention\): cannot be shared out"),
+        (weight_norm(nn.Conv3d(2, 2, 3)), r"\(ParametrizedConv3d\): its weights are parametrised"),
+        (type("Own", (nn.Conv3d,), {})(2, 2, 3), r"layer model \(Own\): cannot be shared out"),
     ],
 )
 def test_layers_that_cannot_be_shared_out(layer, text):
     with pytest.raises(UserError, match=text):
         partition(layer, Mesh())
+
+
+def half_norm(session):
+    whole = torch.randn(1, 4, 8, 64, 128, generator=torch.Generator().manual_seed(0)).add(20)
+    part = whole.chunk(2, 3)[session.topology.place.lat].half()
+    layer = partition(nn.GroupNorm(1, 4, dtype=torch.float16), session.mesh, axes=(3, 4))
+    return layer(part).float(), nn.GroupNorm(1, 4)(whole).detach().chunk(2, 3)[session.topology.place.lat]
+
+
+def test_norms_of_half_precision_count_beyond_its_range():
+    for found, wanted in run_ranks(half_norm, 2, lat=2):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted, atol=2e-2, rtol=1e-2)
 
 
 def odd(session):

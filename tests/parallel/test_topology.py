@@ -106,6 +106,14 @@ def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
+@pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 3)])
+def test_tasks_of_a_node_under_slurm(node, tasks):
+    env = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": str(node),
+           "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a[1-3]"}  # fmt: skip
+    assert read_world(env).local_size == tasks
+    assert read_world({**env, "SLURM_STEP_TASKS_PER_NODE": "odd"}).local_size == 11
+
+
 def test_the_batch_script_itself_is_no_rank():
     assert read_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}).size == 1
 

@@ -140,6 +140,17 @@ def test_block_intervals_cover_what_single_dates_miss():
     assert coverage(by_block=False) < 0.7
 
 
+@pytest.mark.parametrize("blocks", [5, 12])
+def test_intervals_of_few_blocks_hold_the_truth_as_often_as_they_say(blocks):
+    rng, hits, tries = np.random.default_rng(0), 0, 600
+    counts = draw_dates(np.arange(blocks), 500, seed=1)
+    for _ in range(tries):
+        x = rng.normal(size=blocks)
+        found = interval(x.mean(), counts @ x / blocks, 0.9, blocks)
+        hits += found.low <= 0 <= found.high
+    assert hits / tries > 0.82  # percentiles alone: 0.77 and 0.85
+
+
 def test_one_block_has_no_interval():
     found = interval(1.0, np.ones(10), 0.95, 1)
     assert found.value == 1 and np.isnan(found.low) and not found.excludes(0)

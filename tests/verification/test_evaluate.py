@@ -6,6 +6,7 @@ import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import netCDF4
 import numpy as np
 import pytest
 import scoringrules
@@ -141,7 +142,7 @@ def test_nobody_is_left_out(result):
     content, _ = result
     kinds = ("raw", "global", "local", "local_constant", "shrunk", "local_blend", "blend")
     expected = {f"{kind}_{size}" for kind in kinds for size in (5, 10)} | {"forecast", "climatology"}
-    expected |= {"size_corrected_5", "spread_regression_5", "held_out_regression_5"}
+    expected |= {"size_corrected_5", "spread_regression_5", "start_regression_5", "held_out_regression_5"}
     assert set(content["entrants"]) == expected
     assert (
         set(content["families"]["local_5"]) >= {"q500 48 h", "tp 24 h"}
@@ -342,6 +343,36 @@ def test_mistakes_of_the_forecasts(store, tmp_path, made, match):
     with pytest.raises(UserError, match=match):
         evaluate(settings(folder, store, tmp_path / "r"), store)
     assert not (tmp_path / "r").exists()
+
+
+def test_validation_dates_are_not_scored(store, tmp_path, plain):
+    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
+    for path in folder.glob("*.nc"):
+        with netCDF4.Dataset(path, "a") as data:
+            data.validation_dates = " ".join(f"{DATES[d]}T00" for d in TEST[:2])
+    evaluate(settings(folder, store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[2:]]
+    assert [d["reason"] for d in content["dates"]["dropped"]] == ["chose the checkpoint"] * 2
+
+
+def test_the_spread_at_the_start_is_a_predictor(tmp_path, plain):
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(0, 24), variables=("t",), surface=())
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), names=("t",), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert content["entrants"]["start_regression_5"] == "the regression of the spread on that of 5 members at the start"
+    rows = {row["entrant"]: row["spread_rmse"]["value"] for row in content["scores"] if "spread_rmse" in row}
+    # The members of this store are drawn anew at each lead: their spread at the start tells no more than the climate.
+    assert rows["spread_regression_5"] < rows["start_regression_5"] < 1.2 * rows["climatology"]
+
+
+def test_all_files_of_a_folder_lie_on_one_grid(store, tmp_path):
+    folder = write_forecasts(tmp_path / "f", store, TEST[:2], corrected(), train=TRAIN)
+    with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
+        data["latitude"][:] = data["latitude"][::-1]
+    with pytest.raises(UserError, match="other latitude than"):
+        evaluate(settings(folder, store, tmp_path / "r"), store)
 
 
 def test_fit_dates_must_be_in_the_ensemble(store, forecast, tmp_path):

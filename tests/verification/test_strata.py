@@ -62,6 +62,15 @@ def test_strata_find_where_the_gain_is():
     assert mean(EFI_WEIGHTED) == pytest.approx(0.9 * polar * mean(EXTREME))  # EECRPS: the mean of |EFI| CRPS
 
 
+def test_what_lies_in_one_block_has_no_interval():
+    scores, times, regions = make_scores()
+    scores.counts, scores.blocks = draw_dates(np.arange(24) // 12, 200, seed=0), 2  # halves of the year
+    rows = {row["stratum"]: row for row in strata_rows(scores, times, regions) if row["reference"] == "raw_10"}
+    assert rows["tropics"]["blocks"] == 2 and rows["tropics"]["better"]
+    assert [rows[name]["blocks"] for name in ("DJF", "MAM", "JJA", "SON")] == [2, 1, 2, 1]
+    assert all(np.isnan(rows[name]["low"]) and not rows[name]["better"] for name in ("MAM", "SON"))
+
+
 def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
     rng, dates = np.random.default_rng(1), 30
     found = Calibration(dates, 1, AREA)

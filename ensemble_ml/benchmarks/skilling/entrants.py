@@ -7,7 +7,8 @@ training or a forecast that is whole is not made again, and one that was broken 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from ensemble_ml.store import TensorStore
 from ensemble_ml.store.source import select_dates
 from ensemble_ml.training import load_checkpoint, train
 from ensemble_ml.training.checkpoint import META
+from ensemble_ml.training.setup import check_same_data, refuse_other_settings
 
 log = logging.getLogger(__name__)
 
 OURS = "unet3d"
+START = "start"  # our network before its first step: a statistical correction in closed form
 CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
 # As in conf/model, with our network at the size of the quickstart, which its sixty training dates can feed.
 NETS: dict[str, dict[str, Any]] = {
@@ -47,9 +50,11 @@ NETS: dict[str, dict[str, Any]] = {
 TRIALS: tuple[dict[str, Any], ...] = (
     {"lr": 1e-3, "weight_decay": 0.05},
     {"lr": 3e-3, "weight_decay": 0.05},
+    {"lr": 1e-2, "weight_decay": 0.05},
     {"lr": 3e-4, "weight_decay": 0.05},
     {"lr": 1e-3, "weight_decay": 0.5},
 )
+_NO_STEP = {"lr": 1e-12, "weight_decay": 0.0}
 _TINY = {"hidden": 8, "max_hidden": 8, "depth": 1}
 
 
@@ -74,27 +79,41 @@ class Trained:
 def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
     """The dates as configured, or by years: the last quarter to test, the year before to validate, the rest to train.
 
+    A quarter is rounded up: two years of seven.
+
     Raises:
-        UserError: the store has fewer than three years and no periods are given.
+        UserError: the store has fewer than three years and no periods are given, or a date has two uses.
     """
     years = [str(y) for y in np.unique(init_time.astype("datetime64[Y]"))]
     given = (config.train, config.validation, config.test)
-    if all(part is not None for part in given):
-        return Dates(*(list(part or ()) for part in given))
-    if len(years) < 3:
+    if len(years) < 3 and any(part is None for part in given):
         raise UserError(f"skill.train, validation, test: the store holds {', '.join(years)}; name the dates of each")
-    tests = max(1, len(years) // 4)
+    tests = -(-len(years) // 4)
     found = years[: -tests - 1], years[-tests - 1 : -tests], years[-tests:]
-    return Dates(*(list(part or years_) for part, years_ in zip(given, found, strict=True)))
+    dates = Dates(*(list(years_ if part is None else part) for part, years_ in zip(given, found, strict=True)))
+    parts = {name: set(select_dates(init_time, part)) for name, part in asdict(dates).items()}
+    for one, other in combinations(parts, 2):
+        if both := sorted(parts[one] & parts[other]):
+            raise UserError(
+                f"skill.{one}, skill.{other}: share {len(both)} start dates (first {str(init_time[both[0]])[:13]}); "
+                "give each start date one use"
+            )
+    return dates
 
 
 def train_entrant(
     name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize
 ) -> Trained:
-    """Run the trials of `name` with seed 0, then the best of them with the other seeds."""
+    """Run the trials of `name` with seed 0, then the best of them with the other seeds.
+
+    Raises:
+        UserError: more trials than there are settings; a run of that name was made with other settings or dates.
+    """
+    if config.trials > len(TRIALS):
+        raise UserError(f"skill.trials={config.trials}: there are {len(TRIALS)} settings to try; give {len(TRIALS)}")
     count = 1 if name in CLOSED_FORM else config.trials
     rows = []
-    for trial in range(min(count, len(TRIALS))):
+    for trial in range(count):
         run = _train(name, trial, 0, config, dates, store, folder, size)
         best = load_checkpoint(run / "checkpoints" / "best").meta
         scores = best["best"] or {}
@@ -109,6 +128,11 @@ def train_entrant(
     return Trained(name, runs, tuple(row | {"taken": row["trial"] == chosen} for row in rows))
 
 
+def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize) -> Trained:
+    """Our network as its fits leave it, which tells what training adds."""
+    return Trained(START, (_train(START, 0, 0, config, dates, store, folder, size),), ())
+
+
 def _emos(meta: dict[str, Any]) -> dict[str, Any]:
     return {"emos": meta["emos"]} if "emos" in meta else {}
 
@@ -119,26 +143,29 @@ def _train(
 ) -> Path:  # fmt: skip
     run = f"{name}-trial{trial}-seed{seed}"
     last = folder / run / "checkpoints" / "last"
+    tiny = size is BenchmarkSize.tiny
+    network, optimizer = (OURS, _NO_STEP) if name == START else (name, TRIALS[trial])
+    steps = 1 if name == START else config.steps
+    settings = TrainConfig(
+        run=run, output=str(folder), seed=seed, steps=steps, batch_size=2 if tiny else 4,
+        validate_every=max(1, min(50, steps // 2)), checkpoint_every=200, max_minutes=config.minutes,
+        spread_weight=0.3, average=0.98, threads=config.threads, resume=last.exists(),
+        data=DataConfig(
+            store=store.path, train=dates.train, validation=dates.validation, validation_members=config.members,
+            members=sorted({*config.sizes, 8}),
+        ),
+        model=ModelConfig(name=network, **(NETS[network] | (_TINY if tiny else {}))),
+        optim=OptimConfig(name=OptimName.adamw, beta2=0.999, **optimizer),
+        tracking=TrackingConfig(tensorboard=False, log_every=50),
+    )  # fmt: skip
     if (last / META).is_file():
-        meta = load_checkpoint(last).meta
-        if meta["step"] >= meta["steps"]:
+        checkpoint = load_checkpoint(last)
+        refuse_other_settings(settings, checkpoint, also=("max_minutes",))
+        check_same_data(store, checkpoint)
+        if checkpoint.meta["step"] >= checkpoint.meta["steps"]:
             return folder / run
     log.info("skill: training %s", run)
-    tiny = size is BenchmarkSize.tiny
-    return train(
-        TrainConfig(
-            run=run, output=str(folder), seed=seed, steps=config.steps, batch_size=2 if tiny else 4,
-            validate_every=max(1, min(50, config.steps // 2)), checkpoint_every=200, max_minutes=config.minutes,
-            spread_weight=0.3, average=0.98, threads=config.threads, resume=last.exists(),
-            data=DataConfig(
-                store=store.path, train=dates.train, validation=dates.validation, validation_members=config.members,
-                members=sorted({*config.sizes, 8}),
-            ),
-            model=ModelConfig(name=name, **(NETS[name] | (_TINY if tiny else {}))),
-            optim=OptimConfig(name=OptimName.adamw, beta2=0.999, **TRIALS[trial]),
-            tracking=TrackingConfig(tensorboard=False, log_every=50),
-        )
-    )  # fmt: skip
+    return train(settings)
 
 
 def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path) -> Path:
@@ -147,7 +174,8 @@ def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: 
     output = folder / f"{run.name}-from{members}"
     times = store.layout.init_time
     paths = [output / file_name(times[date]) for date in select_dates(times, dates.test)]
-    if not (all(path.is_file() for path in paths) and _made_by(paths[0], load_checkpoint(checkpoint).sha256)):
+    # The last file is written last: where another checkpoint made it, all are made again.
+    if not (all(path.is_file() for path in paths) and _made_by(paths[-1], load_checkpoint(checkpoint).sha256)):
         predict(
             PredictConfig(
                 checkpoint=str(checkpoint), input=store.path, output=str(output), members_in=members,
