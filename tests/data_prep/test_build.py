@@ -165,9 +165,10 @@ def test_a_shard_that_was_lost_or_cut_is_built_again(archive, whole, tmp_path):
     (build.store / "mean_pressure" / "c.0.0.0.0.0.0").unlink()
     shard = build.store / "forecast_pressure" / "c.2.0.0.0.0.0.0"
     shard.write_bytes(shard.read_bytes()[:-1])
-    build.entry_file(1).write_bytes(b"no entry")
-    build.entry_file(3).write_bytes(build.entry_file(3).read_bytes()[:-30])
-    assert build.missing() == list(range(DATES))
+    whole_entry = build.entry_file(1).read_bytes()
+    for spoiled in (b"no entry", whole_entry[:-30]):
+        build.entry_file(1).write_bytes(spoiled)
+        assert build.missing() == list(range(DATES))
     assert building.contents(prepare(settings)) == whole
 
 

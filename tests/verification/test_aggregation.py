@@ -148,7 +148,7 @@ def test_intervals_of_few_blocks_hold_the_truth_as_often_as_they_say(blocks):
         x = rng.normal(size=blocks)
         found = interval(x.mean(), counts @ x / blocks, 0.9, blocks)
         hits += found.low <= 0 <= found.high
-    assert hits / tries > 0.82  # percentiles alone: 0.77 and 0.85
+    assert hits / tries > 0.82  # percentiles alone: 0.79 and 0.84
 
 
 def test_one_block_has_no_interval():
