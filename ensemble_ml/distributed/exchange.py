@@ -10,7 +10,7 @@ A parameter that no rank used stays as it is; one that some ranks used counts as
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import Enum
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ensemble_ml.distributed.buckets import Arrivals, Bucket, make_buckets
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.fingerprint import check_same_model
+from ensemble_ml.distributed.shard import own_part
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
 
@@ -74,6 +75,7 @@ class BucketExchange(Exchange):
         """
         if self._arrivals is not None:
             return
+        self._set_apart()
         check_same_model(self.params, self.group)
         self.buckets = make_buckets(self.params, self._limit)
         self._prepare()
@@ -147,6 +149,9 @@ class BucketExchange(Exchange):
         self._exchange(number)
         self._drain()
 
+    def _set_apart(self) -> None:
+        """Move what need not be exchanged from `params` to `apart`."""
+
     def _prepare(self) -> None:
         """Make what lasts from step to step."""
 
@@ -173,11 +178,31 @@ class GradientAverage(BucketExchange):
 
     `clip` bounds the norm of the averaged gradient, so nothing but the clipping waits for the end of backward. A number
     that is not finite on one rank is so on all: the ranks' flags travel with the last elements of each bucket.
+
+    Where all ranks share one sample, terms of one cell each are left to the rank that has the cell: sums with the
+    others' zeros would be most of what is sent.
     """
 
     def __init__(self, group: Communicator, *, dtype: torch.dtype = torch.float32, **settings: object):
         super().__init__(group, **settings)  # type: ignore[arg-type]
         self.dtype = dtype
+
+    def _set_apart(self) -> None:
+        def alone(p: Tensor) -> bool:
+            shard = own_part(p)
+            return shard is not None and shard.topology.spatial == self.group.size
+
+        self.apart += [p for p in self.params if alone(p)]
+        self.params = [p for p in self.params if not alone(p)]
+
+    @torch.no_grad()
+    def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
+        shard = own_part(p)
+        assert shard is not None
+        for tensor in held:
+            own = shard.cut(tensor).clone()
+            shard.cut(tensor.zero_()).copy_(own)
+            self.group.all_reduce(tensor)
 
     def _prepare(self) -> None:
         # Behind the gradients: one number a parameter that says how many ranks used it, one a rank for its health.
@@ -206,11 +231,10 @@ class GradientAverage(BucketExchange):
         self._reduce(flat)
         for slot, view, used in zip(bucket.slots, views, tail[: len(grads)].tolist(), strict=True):
             p = self.params[slot.index]
-            if used and p.grad is None:
-                p.grad = torch.empty_like(p)
-            if used:
-                assert p.grad is not None
-                p.grad.copy_(view)
+            if used and view.dtype == p.dtype:
+                p.grad = view  # until the next step's gradients take its place
+            elif used:
+                p.grad = view.to(p.dtype)
 
     def _reduce(self, flat: Tensor) -> None:
         if self.dtype in (flat.dtype, torch.float32):
@@ -222,11 +246,28 @@ class GradientAverage(BucketExchange):
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         health = torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)
-        culprits = tuple(torch.nonzero(health).flatten().tolist())
         norm = total_norm(self.params)
+        if self.apart:
+            norm, sick = self._with_apart(norm)
+            health = health + sick
+        culprits = tuple(torch.nonzero(health).flatten().tolist())
         if self.clip and not culprits:
-            torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
+            torch.nn.utils.clip_grads_with_norm_([*self.params, *self.apart], self.clip, norm)
         value = float(norm)
         if not culprits and not torch.isfinite(norm):  # the sum itself left the type's range, on all ranks alike
             culprits = tuple(range(self.group.size))
         return value, culprits
+
+    @torch.no_grad()
+    def _with_apart(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm with what is left to each rank, and one number a rank that says whether that is not finite."""
+        if self.reduction is Reduction.mean:
+            for p in self.apart:
+                if p.grad is not None:
+                    p.grad /= self.group.size
+        words = norm.new_zeros(1 + self.group.size)
+        square = total_norm(self.apart).to(norm.dtype) ** 2
+        words[1 + self.group.rank] = (~torch.isfinite(square)).to(words.dtype)
+        words[0] = square
+        self.group.all_reduce(words)
+        return torch.sqrt(norm**2 + words[0]), words[1:]

@@ -7,6 +7,8 @@ halo exchange (`halo`), pooling and upsampling never cross a border (`shard`), t
 rank the model stays as it is.
 
 Gradients of parameters are this rank's share: their sum over the ranks of `mesh.model` is the gradient of the whole.
+Terms of one cell each have a gradient on the rank of that cell alone; an exchange may leave them there
+(`shard.own_part`), and then other ranks' values of them are stale until they are brought together (`State.complete`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from ensemble_ml.config import Vertical
 from ensemble_ml.distributed.halo import Across, Side, halo
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
-from ensemble_ml.distributed.shard import Shard, make_shard
+from ensemble_ml.distributed.shard import Shard, make_shard, mark_own
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.blocks.unet3d import Convolution
@@ -27,6 +29,7 @@ from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
 
+PER_CELL = ("local_location", "local_scale", "local_spread")  # parameters; the rest is not learned
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 
 
@@ -52,6 +55,9 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartConvolution, overlap=overlap or Overlap())
         elif isinstance(module, Heads):
             _swap(module, PartHeads, shard=shard)
+            for name in PER_CELL:
+                if (p := module._parameters.get(name)) is not None:
+                    mark_own(p, shard)
         elif isinstance(module, Features):
             _swap(module, PartFeatures, shard=shard)
     _swap(model, PartModel, shard=shard)

@@ -69,3 +69,13 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
             f" {columns}, or a smaller model.depth"
         )
     return Shard(topology, rows, bands(shape[1], topology.lon, 2**depth))
+
+
+def mark_own(p: Tensor, shard: Shard) -> None:
+    """Note that each rank of `shard` uses its own cells of `p` (..., Y, X) alone; copies of `p` know nothing of it."""
+    p.own_part = shard  # type: ignore[attr-defined]
+
+
+def own_part(p: Tensor) -> Shard | None:
+    """What `mark_own` noted."""
+    return getattr(p, "own_part", None)

@@ -75,9 +75,10 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     chosen = (
         "The validation dates chose the checkpoint; " if meta["validation_dates"] else "No date chose the checkpoint; "
     )
-    return (
-        f"## Split\n\n{_table(('', 'start dates', 'from', 'to'), rows)}\n\n{chosen}test dates had no part in training."
-    )
+    seen = {str(date)[:13] for name in ("training_dates", "validation_dates") for date in meta[name]}
+    tested = [] if scores is None else [date for date in scores["dates"]["test"] if str(date)[:13] in seen]
+    apart = f"{len(tested)} test dates had a part in training" if tested else "test dates had no part in training"
+    return f"## Split\n\n{_table(('', 'start dates', 'from', 'to'), rows)}\n\n{chosen}{apart}."
 
 
 def _span(dates: list[str]) -> tuple[str, str, str]:

@@ -19,12 +19,18 @@ def export(config: ExportConfig) -> Path:
     """Write `config.output`/{model.safetensors, checkpoint.json, MODEL_CARD.md}; the folder appears when it is whole.
 
     Raises:
-        UserError: the checkpoint is absent or damaged, the output exists, or the scores cannot be read.
+        UserError: the checkpoint is absent or damaged, the output exists, or the scores cannot be read or are of other
+            checkpoints.
     """
     output = Path(config.output)
     require("output", output, config.overwrite or not output.exists(), "exists; set overwrite=true or choose another")
     checkpoint = load_checkpoint(config.checkpoint)
-    card = model_card(checkpoint.spec, checkpoint.meta, _scores(config.scores))
+    scores = _scores(config.scores)
+    if scores is not None and not any(checkpoint.sha256 in one.get("checkpoints", ()) for one in scores["forecasts"]):
+        raise UserError(
+            f"scores={config.scores}: no forecast there was made by {config.checkpoint}; evaluate forecasts of it"
+        )
+    card = model_card(checkpoint.spec, checkpoint.meta, scores)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -47,7 +53,7 @@ def _scores(path: str | None) -> dict | None:
         return None
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        missing = [key for key in ("headline", "claims", "dates", "notes") if key not in found]
+        missing = [key for key in ("headline", "claims", "dates", "notes", "forecasts") if key not in found]
     except (OSError, ValueError) as error:
         raise UserError(f"scores={path}: cannot be read ({error}); give the scores.json that evaluate wrote") from error
     if missing:

@@ -53,6 +53,7 @@ class Exchange:
     def __init__(self, clip: float = 0.0):
         self.clip = clip
         self.params: list[Tensor] = []
+        self.apart: list[Tensor] = []  # of which each rank steps its own cells alone
 
     def attach(self, optimizer: Optimizer) -> None:
         """Serve the parameters of `optimizer`."""
@@ -83,6 +84,9 @@ class Exchange:
     def after_step(self) -> dict[str, Any]:
         """Follow the optimizer's step; returns what the log should tell of it."""
         return {}
+
+    def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
+        """Bring the ranks' parts of `held`, each in the shape of `p` of `apart`, together on all of them."""
 
     def local_state(self) -> dict[str, Tensor]:
         """Tensors that differ between ranks and that a resumed run needs."""

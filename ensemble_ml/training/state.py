@@ -89,6 +89,15 @@ class State:
         finally:
             self.model.train()
 
+    def complete(self) -> None:
+        """Bring together what each rank steps of its own cells alone; all ranks call this before any reads it whole."""
+        names = {id(p): name for name, p in learned(self.model)}
+        for p in self.exchange.apart:
+            held = [p.data, *(v for v in self.optimizer.state[p].values() if torch.is_tensor(v) and v.shape == p.shape)]
+            if self.average is not None:
+                held.append(self.average.weights[names[id(p)]])
+            self.exchange.complete(p, held)
+
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the state_dict that predicts, and of the other tensors that a resumed run needs, on the CPU."""
         training = {_SPREAD_ERROR: self.spread_error}

@@ -299,6 +299,7 @@ class Trainer:
 
     def _save(self, tracker: Tracker | Silent, *, best: bool) -> None:
         before = self.keeper.held
+        self.state.complete()
         own = own_state(self.state.exchange, self.config.optim.momentum_kept)  # all ranks
         if self.session.first:
             state_dict, training = self.state.tensors()

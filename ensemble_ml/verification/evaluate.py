@@ -5,16 +5,18 @@ scores.json holds
 - `format` 1; `settings` (the configuration); `definitions` (what each score is);
 - `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
-- `forecasts`: {label, path, members_in, dates, baseline};
+- `forecasts`: {label, path, members_in, checkpoints, dates, baseline};
 - `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline};
 - `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, forecast, reference};
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
-  dates}: geometric mean of ratios over variables and levels in a part of the world, of the year, or where the raw full
-  ensemble's extreme forecast index is large;
+  dates, blocks}: geometric mean of ratios over variables and levels in a part of the world, of the year, or where the
+  raw full ensemble's extreme forecast index is large;
 - `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness};
+- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, value, value_low, value_high,
+  over_ENTRANT, ...}: members over all variables and levels, where forecasts hold members;
 - `case`: the test date with the largest mean |EFI|: {date, lead_hours, variable, level, efi, latitude, longitude, ...};
 - `left_out`: points that a mask left out, with their share of the area, by entrant and field;
 - `notes`: sentences a reader should know; `headline`.
@@ -38,7 +40,7 @@ from tqdm import tqdm
 
 from ensemble_ml.config import EvaluateConfig, as_list, require
 from ensemble_ml.store.source import Source
-from ensemble_ml.verification import summary
+from ensemble_ml.verification import summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
@@ -51,12 +53,13 @@ from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, iso, make_plan
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
-from ensemble_ml.verification.samples import Setting, check_members
+from ensemble_ml.verification.samples import Group, Setting, check_members
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
+from ensemble_ml.verification.vectors import Known, score_vectors
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
     content |= {
         "strata": strata_rows(scores, source.layout.init_time[plan.test], tuple(regions)),
         "calibration": calibration_rows(scores, tables.calibration),
+        "vectors": vectors.rows(scores, tables.vectors),
         "case": None if case is None else case.as_dict(),
     }
     _write(output, content, scores, tables, case, source)
@@ -125,6 +129,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
 def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray) -> Tables:
     dates, columns = len(plan.test), len(plan.columns)
     headline = _headline_columns(plan.columns)
+    known: list[tuple[Group, Known]] = []
     tables = Tables(
         AggregationState(dates, columns, (*WEIGHTINGS, *regions, EXTREME, EFI_WEIGHTED)),
         Calibration(dates, columns, setting.weights[0]),
@@ -132,7 +137,13 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
     )
     with tqdm(plan.groups, desc="evaluate", unit="field", disable=not sys.stderr.isatty()) as bar:
         for group in bar:
-            score_group(setting, group, fit_group(setting, group), plan.test, tables)
+            fit = fit_group(setting, group)
+            score_group(setting, group, fit, plan.test, tables)
+            if (kept := Known.of(setting, fit)) is not None:
+                known.append((group, kept))
+    leads = sorted({group.lead_hours for group in plan.groups})
+    found = (score_vectors(setting, known, plan.test, lead) for lead in leads)
+    tables.vectors.extend(one for one in found if one is not None)
     return tables
 
 
@@ -189,6 +200,7 @@ def _content(
                 "label": f.label,
                 "path": f.path,
                 "members_in": list(f.members_in),
+                "checkpoints": list(f.checkpoints),
                 "dates": len(f.files),
                 "baseline": f.label in scores.baselines,
             }

@@ -67,11 +67,7 @@ class ForecastSet:
         Raises:
             UserError: the file lacks the lead, or cannot be read.
         """
-        path = self.files[init_time]
-        file = self._file(path)
-        if lead not in file.hours:
-            raise UserError(f"{path}: no lead of {lead} h; it has {_listed(file.hours)}. Make the forecast again")
-        step = file.hours.index(lead)
+        file, step = self._file(self.files[init_time]), self._step(init_time, lead)
         parts = {part: self._field(file, f"{name}_{part}", step, levels) for part in _PARTS}
         location, scale, family = parts["location"], parts["scale"], registered(name).family
         if location is None or scale is None:
@@ -81,6 +77,22 @@ class ForecastSet:
         mean = parts["mean"] if parts["mean"] is not None else location
         stddev = parts["stddev"] if parts["stddev"] is not None else scale
         return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
+
+    def has_members(self, name: str) -> bool:
+        """Whether the files hold members of a variable."""
+        return f"{name}_member" in self.names
+
+    def members(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> np.ndarray:
+        """Members (M, Z, Y, X) float64 of one variable at one lead.
+
+        Raises:
+            UserError: the file lacks the lead or the members, or cannot be read.
+        """
+        file = self._file(self.files[init_time])
+        step = self._step(init_time, lead)
+        found = self._field(file, f"{name}_member", step, levels, leading="realization")
+        assert found is not None
+        return found
 
     def fields(self) -> list[tuple[str, int | None]]:
         """Names and levels of all fields."""
@@ -100,7 +112,17 @@ class ForecastSet:
             self._open[path] = _File(data, _lead_hours(data, path), _levels(data), time)
         return self._open[path]
 
-    def _field(self, file: _File, name: str, step: int, levels: tuple[int | None, ...]) -> np.ndarray | None:
+    def _step(self, init_time: np.datetime64, lead: int) -> int:
+        path = self.files[init_time]
+        file = self._file(path)
+        if lead not in file.hours:
+            raise UserError(f"{path}: no lead of {lead} h; it has {_listed(file.hours)}. Make the forecast again")
+        return file.hours.index(lead)
+
+    def _field(
+        self, file: _File, name: str, step: int, levels: tuple[int | None, ...], leading: str = ""
+    ) -> np.ndarray | None:
+        """(Z, Y, X), with a `leading` axis before these if asked."""
         if name not in self.names:
             return None  # or it would be scored on some dates only
         data = file.data
@@ -110,7 +132,10 @@ class ForecastSet:
         found = found.isel({file.time: step}) if file.time in found.dims else found
         if "level" in found.dims:
             found = found.isel(level=[file.levels.index(level) for level in levels if level is not None])
-            found = found.transpose("level", "latitude", "longitude")
+        elif leading:
+            found = found.set_dims(("level", *found.dims))
+        if "level" in found.dims:
+            found = found.transpose(*filter(None, [leading]), "level", "latitude", "longitude")
         try:
             values = np.asarray(found.values, np.float64)
         except (OSError, RuntimeError) as error:

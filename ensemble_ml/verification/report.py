@@ -34,6 +34,7 @@ def write_report(
     parts += [rankings.where(scores), sections.strata(content, scores), charts.maps(scores, pictures, grid, land)]
     parts += [rankings.entrants(scores), charts.curves(scores), sections.by_members(content, scores)]
     parts += [charts.bins(scores, pictures), sections.calibration(scores, tables.calibration, pictures.headline)]
+    parts += [sections.together(content, scores)]
     parts += [sections.extreme(case, scores, grid, land), _background(content)]
     return page("Forecast evaluation", "\n".join(parts))
 

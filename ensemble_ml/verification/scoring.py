@@ -6,7 +6,7 @@ Axes: Z level, Y latitude, X longitude.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.samples import Group, Sample, Setting, predictions, read_sample
 from ensemble_ml.verification.statistics import ensemble_moments
 from ensemble_ml.verification.values import spread_values, truth_values
+from ensemble_ml.verification.vectors import Vectors
 
 EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # weightings of the strata
 _EXTREME_ABOVE = 0.7
@@ -33,6 +34,7 @@ class Tables:
     state: AggregationState
     calibration: Calibration
     pictures: Pictures
+    vectors: list[Vectors] = field(default_factory=list)
 
 
 def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tables: Tables) -> None:

@@ -47,6 +47,32 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
     return f"<h2>Where and when: regions, seasons, extremes</h2>{''.join(parts)}" if parts else ""
 
 
+def together(content: dict[str, Any], scores: Scores) -> str:
+    """Scores of members as vectors over variables and levels, at the headline lead; empty without members."""
+    found = [row for row in content["vectors"] if row["lead_hours"] == scores.headline_lead]
+    if not found:
+        return ""
+    words = {"crps_members": "CRPS of members", "energy": "energy score", "variogram": "variogram score"}
+    others = f"ecc_{scores.reduced}", f"raw_{scores.full}"
+    lines, marks = [], []
+    for entrant in dict.fromkeys(row["entrant"] for row in found):
+        mine = {row["metric"]: row for row in found if row["entrant"] == entrant}
+        gains = [
+            Interval(row[f"over_{o}"], row[f"over_{o}_low"], row[f"over_{o}_high"]).map(lambda r: 100 * (1 - r))
+            if f"over_{o}" in row else None
+            for row in mine.values() for o in others
+        ]  # fmt: skip
+        lines.append([escape(short_name(entrant)), *("" if gain is None else number(gain) for gain in gains)])
+        marks.append([None, *(_mark(gain) for gain in gains)])
+    heads = [f"{words[metric]} vs {short_name(other)}" for metric in words for other in others]
+    paired = next(row["paired"] for row in found if row["metric"] == "variogram")
+    caption = (
+        f"gain in % at {scores.headline_lead} h over {found[0]['fields']} fields, each by the deviation of its climate;"
+        f" variogram over {len(paired)} of them"
+    )
+    return f"<h2>Members together</h2>{table(['members', *heads], lines, caption=caption, classes=marks)}"
+
+
 def _mark(gain: Interval | None) -> str | None:
     if gain is None or not gain.excludes(0):
         return None

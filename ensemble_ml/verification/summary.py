@@ -139,6 +139,7 @@ def describe(entrant: str) -> str:
         "raw": "the raw {} members",
         "size_corrected": "the size-corrected spread of {} members",
         "spread_regression": "the spread regression on {} members",
+        "ecc": "ensemble copula coupling of {} corrected members",
         "start_regression": "the regression of the spread on that of {} members at the start",
         "held_out_regression": "the regression of the held-out spread on {} members",
         "global": "global bias-and-inflation of {} members",

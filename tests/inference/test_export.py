@@ -40,7 +40,9 @@ SCORES = {
 
 def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
     checkpoint, store = trained
-    (tmp_path / "scores.json").write_text(json.dumps(SCORES))
+    made_by = json.loads((checkpoint / "checkpoint.json").read_text())["sha256"]
+    content = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": [made_by]}]}
+    (tmp_path / "scores.json").write_text(json.dumps(content))
     given = ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json"))
     folder = export(given)
     assert sorted(path.name for path in folder.iterdir()) == ["MODEL_CARD.md", "checkpoint.json", "model.safetensors"]
@@ -55,7 +57,8 @@ def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
         "# Model card: tiny", "| `tp` | total precipitation | m | surface | csgamma |",
         "| calibration | scale of each lead, variable and level times ", "| test | 2 | 2001-01-12 |",
         "- At 48 h: CRPS 3 % lower.", "| CRPS lower | 3 % | none | **no** |", "- Only one year.",
-        "Worse than raw_10 (tropics, 48 h): CRPS x 1.100.", "Range of the inputs in training",
+        "test dates had no part in training", "Worse than raw_10 (tropics, 48 h): CRPS x 1.100.",
+        "Range of the inputs in training",
     ):  # fmt: skip
         assert words in card, words
 
@@ -73,4 +76,8 @@ def test_scores_that_are_none_of_ours(trained, tmp_path):
     for name, match in (("other.json", "lacks headline"), ("absent.json", "cannot be read")):
         with pytest.raises(UserError, match=match):
             export(ExportConfig(str(trained[0]), str(tmp_path / "model"), scores=str(tmp_path / name)))
+    content = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": ["of another"]}]}
+    (tmp_path / "another.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="no forecast there was made by"):
+        export(ExportConfig(str(trained[0]), str(tmp_path / "model"), scores=str(tmp_path / "another.json")))
     assert not (tmp_path / "model").exists()

@@ -1,7 +1,10 @@
 """Training over several ranks against one process: losses, scores and weights, float64; and what a rank reads."""
 
 import dataclasses
+import os
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import numpy as np
@@ -22,6 +25,7 @@ from ensemble_ml.config import (
     TrackingConfig,
     TrainConfig,
 )
+from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.training import load_checkpoint, train, trainer
@@ -109,6 +113,26 @@ def test_equal_to_one_process(store, serial, tmp_path, lat, lon, data):
     assert np.all(np.array(samples) > 0)
 
 
+def left_alone(session, config):
+    """How many parameters the exchanges of a run leave to the ranks whose cells they are."""
+    counts, told = [], GradientAverage._set_apart
+
+    def noted(self):
+        told(self)
+        counts.append(len(self.apart))
+
+    GradientAverage._set_apart = noted
+    joined(session, config)
+    return max(counts)
+
+
+@pytest.mark.parametrize(("lat", "data", "count"), [(2, 1, 3), (1, 2, 0)])
+def test_terms_of_one_cell_are_not_exchanged_where_ranks_share_a_sample(store, tmp_path, lat, data, count):
+    parallel = ParallelConfig(lat=lat, data=data)
+    config = config_of(store, tmp_path, steps=2, validate_every=2, parallel=parallel)
+    assert run_ranks(left_alone, 2, config, lat=lat, data=data) == [count] * 2
+
+
 def stopped_at(session, config, steps):
     """Train until a rank that is not the first is told to stop after `steps`."""
     told = trainer.Trainer._step
@@ -125,6 +149,42 @@ def stopped_at(session, config, steps):
     except Stopped as stopped:
         return stopped.requeue
     return False
+
+
+def test_a_checkpoint_of_four_parts_goes_on_as_one_and_as_four_bands(tmp_path):
+    """Ten steps more than the four before, on 2x2, then on 1x1 and on 4x1; 20 rows are bands of 8, 4, 4 and 4."""
+    store = make_store(tmp_path / "a.zarr", dates=12, members=5, shape=(20, 16), bias=0.6, dispersion=0.6).path
+    config = config_of(store, tmp_path / "parts", steps=14)
+    train(config_of(store, tmp_path / "serial", steps=14))
+    assert run_ranks(stopped_at, 4, config, 4, lat=2, lon=2) == [True] * 4
+    shutil.copytree(tmp_path / "parts", tmp_path / "bands", symlinks=True)
+    train(dataclasses.replace(config, resume=True))
+    run_ranks(joined, 4, dataclasses.replace(config, output=str(tmp_path / "bands"), resume=True), lat=4)
+    for name in ("parts", "bands"):
+        assert_same(tmp_path / "serial" / "a", tmp_path / name / "a")
+        assert len(logged(tmp_path / name / "a")[0]) == 14
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher):
+    if launcher == "mpiexec":
+        pytest.importorskip("mpi4py")
+    started = {
+        "alone": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "mpiexec": [os.path.join(os.path.dirname(sys.executable), "mpiexec"), "-n", "2", sys.executable],
+    }
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    for name, more in (("alone", []), (launcher, ["parallel.lat=2"])):
+        settings = [
+            "run=a", f"output={tmp_path / name}", f"data.store={store}", "data.train=[2001]", "data.members=[2]",
+            "model.hidden=4", "model.max_hidden=4", "model.depth=1", "model.precision=float64", "steps=4", "threads=1",
+            "tracking.tensorboard=false", "tracking.log_every=1", "validate_every=4",
+        ]  # fmt: skip
+        command = [*started[name], "-m", "ensemble_ml", "train", *settings, *more]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
+        assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "alone" / "a", tmp_path / launcher / "a")
 
 
 def test_goes_on_under_another_partition(store, serial, tmp_path):

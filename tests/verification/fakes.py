@@ -59,6 +59,8 @@ def write_forecasts(
                 values = fields.surface[:, steps, layout.surface.index(name)]
             numbers = rule(name, values.astype(np.float64))
             outputs += [Output(name, kind, value[..., rows, :]) for kind, value in numbers.items()]
-        header = Header(layout.init_time[date], leads, layout.levels, places, attributes=attributes)
+        many = next((value.shape[0] for o in outputs if o.kind is Kind.MEMBER for value in [o.values]), 0)
+        members = tuple(range(1, many + 1))
+        header = Header(layout.init_time[date], leads, layout.levels, places, members=members, attributes=attributes)
         write_forecast(folder / file_name(layout.init_time[date]), header, outputs)
     return folder

@@ -1,0 +1,169 @@
+"""Members as vectors over variables and levels: scores of forecasts that hold members.
+
+A distribution at each point does not say whether variables, levels and places fit together; members do. Those of a
+forecast (`predict members_out=true`: raw members moved to the predicted distribution) stand beside the raw ensembles
+and beside ensemble copula coupling of the corrected reduced ensemble (quantiles of N(mu, sigma^2) in the rank order of
+the raw members; Schefzik et al. 2013, doi:10.1214/13-STS443). Scores are ordinary, not fair: members that were moved
+are not independent. Fields are brought to one scale by the global mean of their climate's variance on the fit dates.
+
+Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory,
+M x V x Y x X.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.stats import norm
+
+from ensemble_ml.fields import Family
+from ensemble_ml.fields import field as registered
+from ensemble_ml.verification.baselines import Correction
+from ensemble_ml.verification.fits import Fit
+from ensemble_ml.verification.members import crps_members, energy_score, variogram_score
+from ensemble_ml.verification.samples import Group, Setting, read_sample
+from ensemble_ml.verification.scores import Scores
+from ensemble_ml.verification.statistics import ensemble_moments
+
+CORRECTED = "blend"  # what is coupled, of `baselines.CORRECTIONS`
+METRICS = ("crps_members", "energy", "variogram")
+_MOST_FIELDS = 16  # of a variogram, whose pairs grow with the square
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is kept of the fits of one group: its correction, and the scale of each level (Z,)."""
+
+    correction: Correction
+    scale: np.ndarray
+
+    @classmethod
+    def of(cls, setting: Setting, fit: Fit) -> Known | None:
+        """None where there were too few dates, or one member alone."""
+        corrections = fit.corrections.get(setting.reduced, {})
+        if CORRECTED not in corrections or fit.climatology is None or setting.reduced < 2:
+            return None
+        area = setting.weights[0]
+        variance = (area * fit.climatology[1] ** 2).sum((-2, -1)) / area.sum()
+        return cls(corrections[CORRECTED], np.sqrt(np.maximum(variance, np.finfo(float).tiny)))
+
+
+@dataclass(eq=False)
+class Vectors:
+    """Means over the sphere of one lead: `means` (D,) by entrant and metric; NaN where a date has no whole point."""
+
+    lead: int
+    dates: int
+    fields: int = 0
+    paired: tuple[str, ...] = ()  # fields of the variogram
+    means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
+
+    def put(self, entrant: str, metric: str, date: int, values: np.ndarray, weight: np.ndarray) -> None:
+        """Take in a score (Y, X) of one start date."""
+        found = self.means.setdefault((entrant, metric), np.full(self.dates, np.nan))
+        if weight.any():
+            found[date] = (np.where(weight > 0, values, 0.0) * weight).sum() / weight.sum()
+
+
+def score_vectors(
+    setting: Setting, groups: Sequence[tuple[Group, Known]], dates: np.ndarray, lead: int
+) -> Vectors | None:
+    """Score all members of a lead on the test dates; None where no forecast has members of all fields."""
+    mine = [(group, known) for group, known in groups if group.lead_hours == lead]
+    labels = [one.label for one in setting.forecasts if all(one.has_members(group.variable) for group, _ in mine)]
+    if not mine or not labels or not setting.truth:
+        return None
+    names = [f"{group.variable}{'' if level is None else level}" for group, _ in mine for level in group.levels]
+    pairs = _paired([group for group, _ in mine], names)
+    found = Vectors(lead, len(dates), len(names), tuple(names[i] for i in pairs))
+    for position, date in enumerate(dates.tolist()):
+        given, truth, whole = _date(setting, mine, labels, date)
+        weight = np.where(whole, setting.weights[0], 0.0)
+        y = np.where(whole, truth, 0.0)
+        for entrant, members in given.items():
+            x = np.where(whole, members, 0.0)
+            each = [crps_members(x[:, v], y[v], fair=False) for v in range(len(y))]
+            found.put(entrant, "crps_members", position, np.mean(each, 0), weight)
+            found.put(entrant, "energy", position, energy_score(x, y), weight)
+            found.put(entrant, "variogram", position, variogram_score(x[:, pairs], y[pairs]), weight)
+    return found
+
+
+def _paired(groups: Sequence[Group], names: Sequence[str]) -> list[int]:
+    """Fields of the variogram: all, or where they are many those of one level and the surface."""
+    if len(names) <= _MOST_FIELDS:
+        return list(range(len(names)))
+    every = [level for group in groups for level in group.levels]
+    upper = sorted({level for level in every if level is not None}, key=lambda level: abs(level - 500))
+    return [i for i, level in enumerate(every) if level in (None, *upper[:1])][:_MOST_FIELDS]
+
+
+def _date(
+    setting: Setting, groups: Sequence[tuple[Group, Known]], labels: Sequence[str], date: int
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Members (M, V, Y, X) of every entrant and the truth (V, Y, X), over their scales; where all are whole (Y, X)."""
+    m, n = setting.reduced, setting.full
+    parts: dict[str, list[np.ndarray]] = {}
+    truths = []
+    start = setting.source.layout.init_time[date]
+    for group, known in groups:
+        sample, scale = read_sample(setting, group, date), known.scale[:, None, None]
+        for size in sorted({m, n}):
+            parts.setdefault(f"raw_{size}", []).append(sample.members[:size] / scale)
+        law = known.correction(*ensemble_moments(sample.members[:m]))
+        parts.setdefault(f"ecc_{m}", []).append(_coupled(sample.members[:m], *law, group.variable) / scale)
+        for one in setting.forecasts:
+            if one.label in labels:
+                found = one.members(start, group.variable, group.lead_hours, group.levels)
+                parts.setdefault(one.label, []).append(found / scale)
+        truths.append(np.asarray(sample.truth) / scale)
+    members = {entrant: np.concatenate(fields, 1) for entrant, fields in parts.items()}
+    truth = np.concatenate(truths)
+    whole = np.isfinite(truth).all(0)
+    for values in members.values():
+        whole &= np.isfinite(values).all((0, 1))
+    return members, truth, whole
+
+
+def _coupled(members: np.ndarray, location: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
+    """Quantiles at i / (M + 1) of N(location, scale^2), put where raw members of the same rank stand."""
+    count = len(members)
+    levels = norm.ppf(np.arange(1, count + 1) / (count + 1))[:, None, None, None]
+    drawn = location + levels * scale
+    if registered(name).family is not Family.NORMAL:
+        drawn = np.maximum(drawn, 0.0)
+    ranks = members.argsort(0, kind="stable").argsort(0, kind="stable")
+    return np.take_along_axis(drawn, ranks, 0)
+
+
+def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
+    """The `vectors` of scores.json: each entrant's mean score and its ratio to the coupled and the raw ensemble."""
+    made = []
+    for one in found:
+        every = dict.fromkeys(entrant for entrant, _ in one.means)
+        for entrant in every:
+            for metric in METRICS:
+                mine = _mean(one.means[entrant, metric], scores.counts)
+                row: dict = {"lead_hours": one.lead, "entrant": entrant, "metric": metric, "fields": one.fields}
+                row |= {"paired": list(one.paired)} if metric == "variogram" else {}
+                row |= _ends(scores, mine, "value")
+                for other in (f"ecc_{scores.reduced}", f"raw_{scores.full}"):
+                    if other != entrant:
+                        row |= _ends(scores, mine / _mean(one.means[other, metric], scores.counts), f"over_{other}")
+                made.append(row)
+    return made
+
+
+def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(1 + B,): the mean over dates, then that of each draw."""
+    draws = np.vstack([np.ones(len(values)), counts])
+    there = np.isfinite(values)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (draws @ np.where(there, values, 0.0)) / (draws @ there.astype(float))
+
+
+def _ends(scores: Scores, values: np.ndarray, name: str) -> dict[str, float]:
+    ends = scores.interval(values[0], values[1:])
+    return {name: ends.value, f"{name}_low": ends.low, f"{name}_high": ends.high}
