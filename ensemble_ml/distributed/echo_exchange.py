@@ -12,6 +12,7 @@ from ensemble_ml.distributed.choice import Connect, make_exchange
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.echo import Echo, Message, Phase, Traffic
 from ensemble_ml.distributed.exchange import BucketExchange
+from ensemble_ml.distributed.shard import Shard, mark_own
 from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.optim import build
@@ -31,9 +32,15 @@ def echoes(traffic: Traffic) -> Connect:
 
 
 def exchange_traffic(
-    config: OptimConfig, shapes: Sequence[torch.Size], topology: Topology, local_size: int
+    config: OptimConfig,
+    shapes: Sequence[torch.Size],
+    topology: Topology,
+    local_size: int,
+    parts: Sequence[Shard | None] | None = None,
 ) -> tuple[list[list[Message]], bool]:
     """The messages that exchange each bucket of gradients of parameters of `shapes`, and whether backward hides them.
+
+    `parts`: what `shard.own_part` says of each parameter; None where all are used whole.
 
     Raises:
         UserError: the settings do not fit the ranks.
@@ -43,6 +50,9 @@ def exchange_traffic(
     if not isinstance(exchange, BucketExchange):
         return [], False
     params: list[Tensor] = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    for p, part in zip(params, parts or [], strict=False):
+        if part is not None:
+            mark_own(p, part)
     build(config, params, 1, exchange)
     for p in params:
         p.grad = torch.zeros_like(p)

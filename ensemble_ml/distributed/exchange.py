@@ -148,6 +148,8 @@ class BucketExchange(Exchange):
         """Exchange one bucket from beginning to end, for those who ask what it takes."""
         self._exchange(number)
         self._drain()
+        if self.apart and number == len(self.buckets) - 1:
+            self._conclude()
 
     def _set_apart(self) -> None:
         """Move what need not be exchanged from `params` to `apart`."""

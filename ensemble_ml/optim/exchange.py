@@ -59,6 +59,7 @@ class Exchange:
         """Serve the parameters of `optimizer`."""
         self.optimizer = optimizer
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.apart = []
 
     def begin(self, step: int) -> None:
         """Prepare for the backward pass of `step`."""

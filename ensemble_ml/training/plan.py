@@ -173,7 +173,7 @@ class Planner:
     def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
         """A candidate with its cost."""
         local = self.session.world.local_size if self.session.world.size > 1 else self.local
-        buckets, overlap = exchange_traffic(self.config.optim, traced.parameters, c.topology, local)
+        buckets, overlap = exchange_traffic(self.config.optim, traced.parameters, c.topology, local, traced.parts)
         messages = [_between(m, c.topology) for m in traced.traffic.messages]
         cost = step_cost(piece, messages, buckets, links, overlap=overlap)
         return replace(c, cost=cost)

@@ -22,6 +22,7 @@ from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
 from ensemble_ml.distributed.footprint import Footprint
 from ensemble_ml.distributed.partition import partition_model
+from ensemble_ml.distributed.shard import Shard, own_part
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Speed
 from ensemble_ml.training.losses import Loss
@@ -89,6 +90,7 @@ class Tracing:
     state: int
     batch: int
     parameters: tuple[torch.Size, ...]
+    parts: tuple[Shard | None, ...]  # of the parameters, `shard.own_part`
 
     @property
     def memory(self) -> int:
@@ -109,11 +111,12 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         resident = sum(values) + sum(b.element_size() * b.numel() for b in model.buffers())
         held = _bytes_of(batch) + _bytes_of(batch.inputs)
         shapes = tuple(p.shape for p in model.parameters())
+        parts = tuple(own_part(p) for p in model.parameters())
     several = topology.data * topology.spatial > 1
     copies = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average) + several
     return Tracing(
         rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident, copies * sum(values), held,
-        shapes,
+        shapes, parts,
     )  # fmt: skip
 
 

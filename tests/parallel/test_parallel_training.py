@@ -126,8 +126,9 @@ def left_alone(session, config):
     return max(counts)
 
 
-@pytest.mark.parametrize(("lat", "data", "count"), [(2, 1, 3), (1, 2, 0)])
+@pytest.mark.parametrize(("lat", "data", "count"), [(2, 1, 6), (1, 2, 0)])
 def test_terms_of_one_cell_are_not_exchanged_where_ranks_share_a_sample(store, tmp_path, lat, data, count):
+    """Location, scale and spread, of pressure levels and of the surface."""
     parallel = ParallelConfig(lat=lat, data=data)
     config = config_of(store, tmp_path, steps=2, validate_every=2, parallel=parallel)
     assert run_ranks(left_alone, 2, config, lat=lat, data=data) == [count] * 2

@@ -33,7 +33,7 @@ from ensemble_ml.distributed.echo_exchange import exchange_traffic
 from ensemble_ml.distributed.footprint import Footprint
 from ensemble_ml.distributed.ping import measured_links
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, degrees, pick, reasons
-from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.distributed.shard import make_shard, own_part
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.optim import build
@@ -207,8 +207,9 @@ def count_bytes(session, spec):
         before = exchange.bytes_sent
         exchange.begin(0)
         exchange.finish()
-        shapes = [p.shape for group in rehearsal.model.param_groups() for p in group["params"]]
-        buckets, _ = exchange_traffic(optim, shapes, topology, 1)
+        params = [p for group in rehearsal.model.param_groups() for p in group["params"]]
+        parts = [own_part(p) for p in params]
+        buckets, _ = exchange_traffic(optim, [p.shape for p in params], topology, 1, parts)
         found[name] = exchange.bytes_sent - before, sum(m.sent for bucket in buckets for m in bucket)
         exchange.close()
     return found

@@ -83,7 +83,8 @@ def test_emos_is_fitted_at_once(config_of, caplog):
 
 @pytest.mark.parametrize("name", ["emos", *LEARNED])
 def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
-    run = train(config_of(**settings(name, steps=4, validate_every=4)))
+    dates = {"data__train": ["2001-01-01/2001-01-20"], "data__validation": ["2001-01-21/2001-01-31"]}
+    run = train(config_of(**settings(name, steps=4, validate_every=4, **dates)))
     source = open_store(store.path)
     for members in (1, 3, 6):
         folder = tmp_path / f"forecast_{members}"
