@@ -143,11 +143,8 @@ class _Message:
             if self.record["masked"]:
                 codes.codes_set(handle, "missingValue", _HOLE)  # 9999 may be a value
             values = codes.codes_get_array(handle, "values")
-            if self.record["bitmap"]:
-                hidden = codes.codes_get_array(handle, "bitmap") == 0
-            elif self.record["masked"]:
-                hidden = values == _HOLE
-        if hidden is not None:
+        if self.record["masked"]:
+            hidden = values == _HOLE
             values[hidden] = 0
         if len(values) != self.points:
             raise UserError(f"{self._where()}: ecCodes finds {len(values)} values for {self.points} points")
@@ -300,8 +297,7 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
     points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts
-    holes = np.array([kind.holes for kind, *_ in rows])
-    records["masked"] = ((records["bitmap"] > 0) & (counts != points)) | holes
+    records["masked"] |= (records["bitmap"] > 0) & (counts != points)
     simple = records["simple"]
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)
     records["scale"] = np.ldexp(records["scale"], np.where(simple, [head.binary_scale for head in heads], 0))

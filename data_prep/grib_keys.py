@@ -43,7 +43,6 @@ class Kind:
     decimal_scale: int = 0
     factor: float = 1.0
     shift: float = 0.0
-    holes: bool = False  # whether points without a value may stand among the values, and not in a bitmap
 
 
 @dataclass(frozen=True)
@@ -232,6 +231,7 @@ def _kind(get: Get) -> Kind:
         "lead": end,
         "bounded": bounded,
         "bits": bits,
+        "masked": get("missingValueManagementUsed", 0) in (1, 2),  # among the values of complex packing
         "simple": packing == "grid_simple" and bits <= MOST_BITS and get("unitsFactor", 1.0) == 1.0,
     }
     absent = [key for key, value in row.items() if not isinstance(value, int)]
@@ -239,8 +239,7 @@ def _kind(get: Get) -> Kind:
         raise UserError(
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
-    holes = get("missingValueManagementUsed", 0) in (1, 2)  # GRIB 2, complex packing
-    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, holes)
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
 
 
 def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int] | None:

@@ -111,7 +111,9 @@ class Session:
             store = server or dist.TCPStore(host, port, self.world.size, False, _MEETING, wait_for_workers=False)
             self._watch = _Watch(self, host, port)
             _check_agreement(store, self.topology)
-            backend = _backend(self.config.backend, self.world, _gpus_apart(store, self.world, self.device))
+            wanted = self.config.backend
+            apart = wanted is not Backend.gloo and _gpus_apart(store, self.world, self.device)
+            backend = _backend(wanted, self.world, apart)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
             be_patient(self.config.timeout)
@@ -277,12 +279,12 @@ def _device(world: World) -> torch.device:
 
 def _gpus_apart(store: Any, world: World, device: torch.device) -> bool:
     """Whether each rank has a GPU of its own: as many as ranks on each host, or one that its launcher lets it see."""
-    mine = f"no GPU for {world.rank}"
-    if device.type == "cuda":
-        mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-    store.set(f"gpu/{world.rank}", mine)
-    every = {store.get(f"gpu/{rank}").decode() for rank in range(world.size)}
-    return len(every) == world.size and not any(gpu.startswith("no GPU") for gpu in every)
+    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "none"
+    store.set(f"gpu/{world.rank}", gpu)
+    if world.rank == 0:  # one asks for all, or a large job would begin with a question for each pair of ranks
+        every = {store.get(f"gpu/{rank}") for rank in range(world.size)}
+        store.set("gpus apart", str(len(every) == world.size and b"none" not in every))
+    return bool(store.get("gpus apart") == b"True")
 
 
 def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:

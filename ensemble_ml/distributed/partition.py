@@ -29,7 +29,6 @@ from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
 
-PER_CELL = ("local_location", "local_scale", "local_spread")  # parameters; the rest is not learned
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 
 
@@ -55,8 +54,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartConvolution, overlap=overlap or Overlap())
         elif isinstance(module, Heads):
             _swap(module, PartHeads, shard=shard)
-            for name in PER_CELL:
-                if (p := module._parameters.get(name)) is not None:
+            for name, p in module.named_parameters(recurse=False):
+                if isinstance(vars(PartHeads).get(name), property):
                     mark_own(p, shard)
         elif isinstance(module, Features):
             _swap(module, PartFeatures, shard=shard)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ensemble_ml.verification import baselines as base
-from ensemble_ml.verification.samples import Group, Setting, held_out_spread, read_sample
+from ensemble_ml.verification.samples import Group, Setting, held_out_spread, read_sample, start_spread
 from ensemble_ml.verification.statistics import ensemble_moments
 
 
@@ -39,9 +39,10 @@ def fit_group(setting: Setting, group: Group) -> Fit:
             held = held_out_spread(sample.members, setting.reduced)
             terms = base.spread_terms(deviations[setting.reduced], deviations[setting.full], held)
             spread.record(half, terms, sample.whole)
-            if sample.start is not None:
-                terms = base.spread_terms(sample.start, deviations[setting.full], None)
-                start.record(half, terms, sample.whole & np.isfinite(sample.start))
+            begun = start_spread(setting, group, date)
+            if begun is not None:
+                terms = base.spread_terms(begun, deviations[setting.full], None)
+                start.record(half, terms, sample.whole & np.isfinite(begun))
         if sample.truth is None:
             continue
         truth.record(half, {"y": sample.truth, "yy": sample.truth**2}, sample.verified)

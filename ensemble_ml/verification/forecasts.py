@@ -170,17 +170,15 @@ def _open_folder(folder: Path) -> ForecastSet:
         raise UserError(f"forecast={folder}: holds no NetCDF file; make forecasts with ensemble-ml predict")
     files: dict[np.datetime64, Path] = {}
     made_of: set[tuple[str, str]] = set()
-    axes: list[tuple[str, np.ndarray]] | None = None
+    axes: dict[str, np.ndarray] = {}
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
             made_of.add((str(data.attrs.get("members_in")), str(data.attrs.get("checkpoint_sha256"))))
-            found = [(name, data[name].values) for name in ("latitude", "longitude", "level") if name in data.dims]
+            found = {name: data[name].values for name in ("latitude", "longitude", "level") if name in data.dims}
         axes = axes or found
-        if [name for name, _ in axes] != [name for name, _ in found]:
-            raise UserError(f"{path}: other dimensions than {paths[0].name}; keep forecasts of one kind in a folder")
-        for (name, first_values), (_, values) in zip(axes, found, strict=True):
-            if not np.array_equal(first_values, values):
+        for name in axes | found:
+            if name not in axes or name not in found or not np.array_equal(axes[name], found[name]):
                 raise UserError(f"{path}: other {name} than {paths[0].name}; keep forecasts of one kind in a folder")
         if start in files:
             raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")

@@ -63,16 +63,12 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole.
-
-    `start` (Z, Y, X): spread of the reduced ensemble at lead 0, None where there is none.
-    """
+    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole."""
 
     members: np.ndarray
     truth: np.ndarray | None
     whole: np.ndarray
     verified: np.ndarray
-    start: np.ndarray | None = None
 
 
 def read_sample(setting: Setting, group: Group, date: int) -> Sample:
@@ -80,12 +76,13 @@ def read_sample(setting: Setting, group: Group, date: int) -> Sample:
     members = read_group(setting.source, Part.FORECAST, date, group)
     whole = np.isfinite(members).all(0)
     if not setting.truth:
-        return Sample(members, None, whole, np.zeros_like(whole), _start(setting, group, date))
+        return Sample(members, None, whole, np.zeros_like(whole))
     truth = read_group(setting.source, Part.TRUTH, date, group)[0]
-    return Sample(members, truth, whole, whole & np.isfinite(truth), _start(setting, group, date))
+    return Sample(members, truth, whole, whole & np.isfinite(truth))
 
 
-def _start(setting: Setting, group: Group, date: int) -> np.ndarray | None:
+def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None:
+    """Spread of the reduced ensemble at lead 0 (Z, Y, X); None where there is none, or the group is of lead 0."""
     layout = setting.source.layout
     if group.lead_hours == 0 or 0 not in layout.lead_hours or setting.reduced < 2:
         return None

@@ -6,6 +6,7 @@ Axes: B draw of the bootstrap, C column (a lead, variable and level).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -65,8 +66,13 @@ class Scores:
         return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
 
     def blocks_among(self, dates: np.ndarray) -> int:
-        """How many blocks `dates` (D,) bool lie in: the dates of a block are drawn together."""
-        return len(np.unique(self.counts[:, dates], axis=1).T) if dates.any() else 0
+        """How many blocks `dates` (D,) bool lie in."""
+        return len(np.unique(self._block[dates]))
+
+    @cached_property
+    def _block(self) -> np.ndarray:
+        # (D,): the dates of a block are drawn together
+        return np.unique(self.counts, axis=1, return_inverse=True)[1].reshape(-1)
 
     def at_lead(self, lead: int) -> np.ndarray:
         """Columns of a lead."""

@@ -18,7 +18,7 @@ from ensemble_ml.verification.extremes import efi
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
 from ensemble_ml.verification.pictures import Pictures
-from ensemble_ml.verification.samples import Group, Sample, Setting, predictions, read_sample
+from ensemble_ml.verification.samples import Group, Sample, Setting, predictions, read_sample, start_spread
 from ensemble_ml.verification.statistics import ensemble_moments
 from ensemble_ml.verification.values import spread_values, truth_values
 from ensemble_ml.verification.vectors import Vectors
@@ -45,7 +45,8 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
         index = None if climate is None else extreme_forecast_index(climate, group, int(date), sample.members)
         strata = {} if index is None else _strata(index, setting.weights[0])
         said = predictions(setting, group, int(date))
-        spread = spread_values(setting, fit, sample, said)
+        begun = None if fit.start is None else start_spread(setting, group, int(date))
+        spread = spread_values(setting, fit, sample, said, begun)
         mask = sample.whole & _finite(one.spread for one in said.values())
         state.record(position, group.columns, spread, mask, setting.weights, strata)
         verified, values = np.zeros_like(mask), {}

@@ -30,8 +30,11 @@ Values = dict[Key, np.ndarray]
 CLIMATOLOGY = "climatology"
 
 
-def spread_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted]) -> Values:
-    """Of the spread: each entrant against the full ensemble's, and against the held-out members'."""
+def spread_values(
+    setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], start: np.ndarray | None = None
+) -> Values:
+    """Of the spread: each entrant against the full ensemble's, and against the held-out members'; `start`: the reduced
+    ensemble's at lead 0."""
     m, n = setting.reduced, setting.full
     if n < 2:
         return {}
@@ -42,8 +45,8 @@ def spread_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pr
     if m > 1:
         entrants[f"raw_{m}"] = given
         entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
-    if fit.start is not None and sample.start is not None:
-        entrants[f"start_regression_{m}"] = fit.start(sample.start)
+    if fit.start is not None and start is not None:
+        entrants[f"start_regression_{m}"] = fit.start(start)
     if fit.spread is not None:
         entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
