@@ -43,6 +43,13 @@ def test_longitude_wraps_on_a_globe_only():
     torch.testing.assert_close(Scales(REGION).smooth(constant), constant)
 
 
+def test_no_product_of_a_far_weight_is_denormal():
+    z = torch.zeros(25, 48)
+    z[0, 0] = 1e-6
+    smooth = Scales(GLOBE).smooth(z)
+    assert smooth[2, 2] > 0 and not smooth[:, 20:30].any()  # 20 widths away, exp(-200) of it
+
+
 def test_noise_is_removed_and_signal_kept():
     wide = torch.from_numpy(np.cos(np.deg2rad(GLOBE.longitude)) * np.ones((25, 1))).float().expand(1, 2, 25, 48)
     for signal, smallest, largest in ((0 * wide, 0.0, 0.02), (wide, 0.9, 1.02)):
