@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ensemble_ml.fields import Family
+from ensemble_ml.verification.families import quantile
 from ensemble_ml.verification.statistics import c4
 
 FEWEST_DATES = 5  # a bias and a variance of fewer dates are noise
@@ -178,6 +180,28 @@ def _share_of_flow(
     variance = _quotient(sums.total("vv"), s_mean**2) - n
     share = _quotient((w * covariance).sum((-2, -1), keepdims=True), (w * variance).sum((-2, -1), keepdims=True))
     return np.broadcast_to(np.clip(share, 0.0, 1.0), bias.shape)
+
+
+def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family: Family = Family.NORMAL) -> np.ndarray:
+    """Ensemble copula coupling: quantiles at i / (M + 1) of a law, put where raw members of the same rank stand.
+
+    Schefzik et al. (2013), doi:10.1214/13-STS443, ECC-Q.
+
+    Args:
+        members: (M, ...) raw members, two or more; equal ones keep their order.
+        location, scale: (...) of the law.
+
+    Returns:
+        (M, ...) in the units of `location`.
+
+    Raises:
+        ValueError: there is only one member.
+    """
+    if len(members) < 2:
+        raise ValueError(f"ensemble copula coupling of {len(members)} member: two or more are needed")
+    drawn = np.stack([quantile(family, location, scale, i / (len(members) + 1)) for i in range(1, len(members) + 1)])
+    ranks = members.argsort(0, kind="stable").argsort(0, kind="stable")
+    return np.take_along_axis(drawn, ranks, 0)
 
 
 def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | None) -> dict[str, np.ndarray]:

@@ -77,11 +77,11 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
 def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
     """The value that is not exceeded with probability `level`, which broadcasts."""
     location, scale, p = (np.asarray(a, np.float64) for a in (location, scale, level))
-    x = location / scale
     if family is Family.NORMAL:
         return location + scale * ndtri(p)
     if family is Family.CENSORED_NORMAL:
         return np.maximum(location + scale * ndtri(p), 0)
+    x = location / scale
     if family is Family.TRUNCATED_NORMAL:
         return location + scale * stats.truncnorm.ppf(p, -x, np.inf)
     if family is Family.LOGNORMAL:

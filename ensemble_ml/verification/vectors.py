@@ -2,9 +2,9 @@
 
 A distribution at each point does not say whether variables, levels and places fit together; members do. Those of a
 forecast (`predict members_out=true`: raw members moved to the predicted distribution) stand beside the raw ensembles
-and beside ensemble copula coupling of the corrected reduced ensemble (quantiles of N(mu, sigma^2) in the rank order of
-the raw members; Schefzik et al. 2013, doi:10.1214/13-STS443). Scores are ordinary, not fair: members that were moved
-are not independent. Fields are brought to one scale by the global mean of their climate's variance on the fit dates.
+and beside ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`, of N(mu, sigma^2), censored
+at zero where the variable cannot be negative). Scores are ordinary, not fair: members that were moved are not
+independent. Fields are brought to one scale by the global mean of their climate's variance on the fit dates.
 
 Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory,
 M x V x Y x X.
@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.stats import norm
 
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
-from ensemble_ml.verification.baselines import Correction
+from ensemble_ml.verification.baselines import Correction, couple
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.members import crps_members, energy_score, variogram_score
 from ensemble_ml.verification.samples import Group, Setting, read_sample
@@ -113,7 +112,8 @@ def _date(
         for size in sorted({m, n}):
             parts.setdefault(f"raw_{size}", []).append(sample.members[:size] / scale)
         law = known.correction(*ensemble_moments(sample.members[:m]))
-        parts.setdefault(f"ecc_{m}", []).append(_coupled(sample.members[:m], *law, group.variable) / scale)
+        family = Family.NORMAL if registered(group.variable).family is Family.NORMAL else Family.CENSORED_NORMAL
+        parts.setdefault(f"ecc_{m}", []).append(couple(sample.members[:m], *law, family) / scale)
         for one in setting.forecasts:
             if one.label in labels:
                 found = one.members(start, group.variable, group.lead_hours, group.levels)
@@ -125,17 +125,6 @@ def _date(
     for values in members.values():
         whole &= np.isfinite(values).all((0, 1))
     return members, truth, whole
-
-
-def _coupled(members: np.ndarray, location: np.ndarray, scale: np.ndarray, name: str) -> np.ndarray:
-    """Quantiles at i / (M + 1) of N(location, scale^2), put where raw members of the same rank stand."""
-    count = len(members)
-    levels = norm.ppf(np.arange(1, count + 1) / (count + 1))[:, None, None, None]
-    drawn = location + levels * scale
-    if registered(name).family is not Family.NORMAL:
-        drawn = np.maximum(drawn, 0.0)
-    ranks = members.argsort(0, kind="stable").argsort(0, kind="stable")
-    return np.take_along_axis(drawn, ranks, 0)
 
 
 def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
@@ -31,6 +32,23 @@ def corrections_of(x, y, **kw):
 def score(correction, x, y):
     found = [crps(Family.NORMAL, *correction(*ensemble_moments(x[:, d])), y[d]) for d in range(len(y))]
     return np.average(np.mean(found, 0)[0], weights=AREA)
+
+
+def test_coupled_quantiles_stand_in_raw_order():
+    members = np.array([[3.0, -1.0], [1.0, 0.0], [2.0, 5.0]])
+    found = base.couple(members, np.array([10.0, 20.0]), np.array([2.0, 1.0]))
+    wanted = stats.norm.ppf([0.25, 0.5, 0.75])
+    np.testing.assert_allclose(found[:, 0], 10 + 2 * wanted[[2, 0, 1]])
+    np.testing.assert_allclose(found[:, 1], 20 + wanted)
+    with pytest.raises(ValueError, match="two or more"):
+        base.couple(members[:1], np.zeros(2), np.ones(2))
+
+
+def test_coupled_members_of_a_censored_law_are_never_negative_and_keep_ranks():
+    members = np.random.default_rng(0).random((7, 30))
+    found = base.couple(members, np.zeros(30), np.ones(30), Family.CENSORED_NORMAL)
+    assert (found >= 0).all() and (found == 0).any()
+    assert (np.diff(np.take_along_axis(found, members.argsort(0), 0), axis=0) >= 0).all()
 
 
 def test_bias_and_inflation_are_found():
