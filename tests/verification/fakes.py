@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from synthetic import make_store
 
+from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Header, Kind, Output, Places, file_name, write_forecast
 from ensemble_ml.store import Part, TensorStore
 
+TRAIN, TEST = list(range(12)), list(range(12, 30))
+DATES = [str(np.datetime64(year, "D") + 3 * i) for year, n in (("2001", 12), ("2003", 18)) for i in range(n)]
 Numbers = dict[Kind, np.ndarray]
 Rule = Callable[[str, np.ndarray], Numbers]
 
@@ -64,3 +69,28 @@ def write_forecasts(
         header = Header(layout.init_time[date], leads, layout.levels, places, members=members, attributes=attributes)
         write_forecast(folder / file_name(layout.init_time[date]), header, outputs)
     return folder
+
+
+def known_store(path: Path) -> TensorStore:
+    """Under-dispersive and biased; 12 dates to fit on, 18 to test on."""
+    return make_store(
+        path,
+        dates=DATES,
+        members=10,
+        variables=("t", "q"),
+        levels=(500, 850),
+        surface=("tp",),
+        bias=0.6,
+        dispersion=0.7,
+    )
+
+
+def known_forecast(folder: Path, store: TensorStore) -> Path:
+    """Wider than raw by what the ensemble lacks; also made for two dates of training."""
+    return write_forecasts(folder, store, TRAIN[-2:] + TEST, corrected(inflate=1 / 0.7), train=TRAIN)
+
+
+def settings(forecast: Path | list[str], store: TensorStore, output: Path, **kw: Any) -> EvaluateConfig:
+    """Few draws, unless told."""
+    given = forecast if isinstance(forecast, list) else str(forecast)
+    return EvaluateConfig(forecast=given, ensemble=store.path, output=str(output), **({"bootstrap": 100} | kw))

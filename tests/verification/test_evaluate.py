@@ -11,40 +11,23 @@ import numpy as np
 import pytest
 import scoringrules
 import xarray as xr
-from fakes import corrected, write_forecasts
+from fakes import DATES, TEST, TRAIN, corrected, known_forecast, known_store, settings, write_forecasts
 from synthetic import make_store
 
-from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.verification import evaluate
 
-TRAIN, TEST = list(range(12)), list(range(12, 30))
-DATES = [str(np.datetime64(year, "D") + 3 * i) for year, n in (("2001", 12), ("2003", 18)) for i in range(n)]
-
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Under-dispersive and biased; 12 dates to fit on, 18 to test on."""
-    path = tmp_path_factory.mktemp("store") / "store.zarr"
-    return make_store(
-        path,
-        dates=DATES,
-        members=10,
-        variables=("t", "q"),
-        levels=(500, 850),
-        surface=("tp",),
-        bias=0.6,
-        dispersion=0.7,
-    )
+    return known_store(tmp_path_factory.mktemp("store") / "store.zarr")
 
 
 @pytest.fixture(scope="module")
 def forecast(store, tmp_path_factory):
-    """Wider than raw by what the ensemble lacks; also made for two dates of training."""
-    folder = tmp_path_factory.mktemp("made") / "forecast"
-    return write_forecasts(folder, store, TRAIN[-2:] + TEST, corrected(inflate=1 / 0.7), train=TRAIN)
+    return known_forecast(tmp_path_factory.mktemp("made") / "forecast", store)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +36,6 @@ def result(store, forecast, tmp_path_factory):
     found = evaluate(settings(forecast, store, output), store)
     assert found == output
     return json.loads((output / "scores.json").read_text()), (output / "report.html").read_text()
-
-
-def settings(forecast, store, output, **kw):
-    given = forecast if isinstance(forecast, list) else str(forecast)
-    return EvaluateConfig(forecast=given, ensemble=store.path, output=str(output), **({"bootstrap": 100} | kw))
 
 
 @pytest.fixture
@@ -304,47 +282,6 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
 
 
-def truncate(folder):
-    path = sorted(folder.glob("*.nc"))[0]
-    path.write_bytes(path.read_bytes()[:500])
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"forecast": "nowhere"}, "forecast=nowhere: no such folder"),
-        ({"members_in": 11}, "members_in=11: .* has 10 members"),
-        ({"fit": ["1999"]}, "dates 1999: no start date lies there"),
-        ({"fit": ["2003"]}, r"none of 20 start dates can be scored \(seen in training, used to fit"),
-    ],
-)
-def test_mistakes_of_the_configuration(store, forecast, tmp_path, change, match):
-    config = settings(forecast, store, tmp_path / "r")
-    for key, value in change.items():
-        setattr(config, key, value)
-    with pytest.raises(UserError, match=match):
-        evaluate(config, store)
-    assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize(
-    ("made", "match"),
-    [
-        ({"rows": slice(2, 9)}, "its grid .* is not that of"),
-        ({"train": []}, "records no training_dates; say with fit"),
-        ({"leads": (24,), "names": ("t",), "broken": True}, "not a readable NetCDF file"),
-    ],
-)
-def test_mistakes_of_the_forecasts(store, tmp_path, made, match):
-    broken = made.pop("broken", False)
-    folder = write_forecasts(tmp_path / "f", store, TEST[:2], corrected(), **({"train": TRAIN} | made))
-    if broken:
-        truncate(folder)
-    with pytest.raises(UserError, match=match):
-        evaluate(settings(folder, store, tmp_path / "r"), store)
-    assert not (tmp_path / "r").exists()
-
-
 def test_validation_dates_are_not_scored(store, tmp_path, plain):
     folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
     for path in folder.glob("*.nc"):
@@ -405,42 +342,6 @@ def test_members_are_scored_as_vectors(store, tmp_path):
     assert "Members together" in html and "ecc 5" in html
 
 
-def test_all_files_of_a_folder_lie_on_one_grid(store, tmp_path):
-    folder = write_forecasts(tmp_path / "f", store, TEST[:2], corrected(), train=TRAIN)
-    with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
-        data["latitude"][:] = data["latitude"][::-1]
-    with pytest.raises(UserError, match="other latitude than"):
-        evaluate(settings(folder, store, tmp_path / "r"), store)
-
-
-def test_fit_dates_must_be_in_the_ensemble(store, forecast, tmp_path):
-    small = make_store(tmp_path / "s.zarr", dates=DATES[10:], members=10, variables=("t",), surface=())
-    with pytest.raises(UserError, match="lacks 10 of the 12 training dates"):
-        evaluate(settings(forecast, small, tmp_path / "r"), small)
-
-
-def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no NetCDF file"):
-        evaluate(settings(tmp_path / "empty", store, tmp_path / "r"), store)
-    with pytest.raises(UserError, match="named twice"):
-        evaluate(settings([str(forecast)] * 2, store, tmp_path / "r"), store)
-    folder = write_forecasts(tmp_path / "f", store, TEST[:1], corrected(), train=TRAIN)
-    write_forecasts(folder, store, TEST[1:2], corrected(), names=("q", "tp"), train=TRAIN)
-    with pytest.raises(UserError, match="lacks t_location, which other files hold"):
-        evaluate(settings(folder, store, tmp_path / "r"), store)
-
-
-def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
-    (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(UserError, match=r"report\.html exists there; set overwrite=true"):
-        evaluate(settings(forecast, store, tmp_path), store)
-    assert (tmp_path / "report.html").read_text() == "mine"
-    evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
-
-
 def test_strata_calibration_and_the_extreme_case_are_in_the_files(result):
     content, html = result
     kinds = {row["kind"] for row in content["strata"]}
@@ -452,3 +353,13 @@ def test_strata_calibration_and_the_extreme_case_are_in_the_files(result):
     assert {"raw_10", "raw_5", "forecast"} == set(content["case"]["forecasts"])
     raw = entry(content, "raw_5", "t", 850)
     assert 0 < raw["brier"]["value"] < 0.25 and raw["spread_rmse_0"]["value"] > raw["spread_rmse"]["value"] * 0.8
+
+
+def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UserError, match=r"report\.html exists there; set overwrite=true"):
+        evaluate(settings(forecast, store, tmp_path), store)
+    assert (tmp_path / "report.html").read_text() == "mine"
+    evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]

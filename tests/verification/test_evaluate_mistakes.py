@@ -1,0 +1,86 @@
+"""What cannot be scored is refused in one line, before anything is written."""
+
+import netCDF4
+import pytest
+from fakes import DATES, TEST, TRAIN, corrected, known_forecast, known_store, settings, write_forecasts
+from synthetic import make_store
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.verification import evaluate
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return known_store(tmp_path_factory.mktemp("store") / "store.zarr")
+
+
+@pytest.fixture(scope="module")
+def forecast(store, tmp_path_factory):
+    return known_forecast(tmp_path_factory.mktemp("made") / "forecast", store)
+
+
+def truncate(folder):
+    path = sorted(folder.glob("*.nc"))[0]
+    path.write_bytes(path.read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"forecast": "nowhere"}, "forecast=nowhere: no such folder"),
+        ({"members_in": 11}, "members_in=11: .* has 10 members"),
+        ({"fit": ["1999"]}, "dates 1999: no start date lies there"),
+        ({"fit": ["2003"]}, r"none of 20 start dates can be scored \(seen in training, used to fit"),
+    ],
+)
+def test_mistakes_of_the_configuration(store, forecast, tmp_path, change, match):
+    config = settings(forecast, store, tmp_path / "r")
+    for key, value in change.items():
+        setattr(config, key, value)
+    with pytest.raises(UserError, match=match):
+        evaluate(config, store)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "match"),
+    [
+        ({"rows": slice(2, 9)}, "its grid .* is not that of"),
+        ({"train": []}, "records no training_dates; say with fit"),
+        ({"leads": (24,), "names": ("t",), "broken": True}, "not a readable NetCDF file"),
+    ],
+)
+def test_mistakes_of_the_forecasts(store, tmp_path, made, match):
+    broken = made.pop("broken", False)
+    folder = write_forecasts(tmp_path / "f", store, TEST[:2], corrected(), **({"train": TRAIN} | made))
+    if broken:
+        truncate(folder)
+    with pytest.raises(UserError, match=match):
+        evaluate(settings(folder, store, tmp_path / "r"), store)
+    assert not (tmp_path / "r").exists()
+
+
+def test_all_files_of_a_folder_lie_on_one_grid(store, tmp_path):
+    folder = write_forecasts(tmp_path / "f", store, TEST[:2], corrected(), train=TRAIN)
+    with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
+        data["latitude"][:] = data["latitude"][::-1]
+    with pytest.raises(UserError, match="other latitude than"):
+        evaluate(settings(folder, store, tmp_path / "r"), store)
+
+
+def test_fit_dates_must_be_in_the_ensemble(store, forecast, tmp_path):
+    small = make_store(tmp_path / "s.zarr", dates=DATES[10:], members=10, variables=("t",), surface=())
+    with pytest.raises(UserError, match="lacks 10 of the 12 training dates"):
+        evaluate(settings(forecast, small, tmp_path / "r"), small)
+
+
+def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no NetCDF file"):
+        evaluate(settings(tmp_path / "empty", store, tmp_path / "r"), store)
+    with pytest.raises(UserError, match="named twice"):
+        evaluate(settings([str(forecast)] * 2, store, tmp_path / "r"), store)
+    folder = write_forecasts(tmp_path / "f", store, TEST[:1], corrected(), train=TRAIN)
+    write_forecasts(folder, store, TEST[1:2], corrected(), names=("q", "tp"), train=TRAIN)
+    with pytest.raises(UserError, match="lacks t_location, which other files hold"):
+        evaluate(settings(folder, store, tmp_path / "r"), store)
