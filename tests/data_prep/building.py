@@ -8,10 +8,18 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gribfiles import ensemble
 
+from data_prep.build_job import Job
+from ensemble_ml.config import PrepareConfig
+from ensemble_ml.store.build import Build
+
+DATES = 12
 SCRIPT = """
 import json, logging, os, sys
 sys.path.insert(0, {tests!r})
@@ -30,10 +38,25 @@ except UserError as error:
 """
 
 
-def archive(folder: Path, dates: int = 12) -> Path:
+def archive(folder: Path, dates: int = DATES) -> Path:
     """A GRIB file of so many start dates, five members, two leads and two variables on two levels."""
     days = [20010100 + day for day in range(1, dates + 1)]
     return ensemble(folder / "a.grib", dates=days, names=("t", "z"), members=range(1, 6))
+
+
+def config(archive: Path, output: Path, **changes: Any) -> PrepareConfig:
+    """To build `archive` into `output`."""
+    return PrepareConfig(**{"input": str(archive), "output": str(output)} | changes)
+
+
+def begin(settings: PrepareConfig, dates: Iterable[int]) -> Build:
+    """Build some start dates, and leave the rest, as an interruption does."""
+    job = Job(settings)
+    build = Build(settings.output, job.plan, overwrite=settings.overwrite)
+    with ThreadPoolExecutor(1) as pool:
+        for date in dates:
+            assert job.run(build, date, pool, lambda: False)
+    return build
 
 
 class Log:

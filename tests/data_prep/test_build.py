@@ -1,4 +1,4 @@
-"""A build may be killed, taken up again, shared and spread over workers: the store is the same, file for file."""
+"""A build may be killed, taken up again and spread over workers: the store is the same, file for file."""
 
 import errno
 import gc
@@ -6,30 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import building
 import numpy as np
 import pytest
+from building import DATES, begin, config
 
-import data_prep.build_run as building_run
 import data_prep.build_workers as workers
 import ensemble_ml.store.finish as finish
 from data_prep import prepare
 from data_prep.build_job import Job
 from data_prep.build_run import run
-from ensemble_ml.config import Executor, Packing, PrepareConfig
+from ensemble_ml.config import Executor, PrepareConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import Part, open_store
+from ensemble_ml.store import open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import refused
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.locks import claimed
-
-DATES = 12
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +36,6 @@ def archive(tmp_path_factory):
 def whole(archive):
     """Files of the store that an uninterrupted build on one thread makes."""
     return building.contents(prepare(config(archive, archive.parent / "whole.zarr", workers=1)))
-
-
-def config(archive, output, **changes):
-    return PrepareConfig(**{"input": str(archive), "output": str(output)} | changes)
-
-
-def begin(settings, dates):
-    """Build some start dates, and leave the rest, as an interruption does."""
-    job = Job(settings)
-    build = Build(settings.output, job.plan, overwrite=settings.overwrite)
-    with ThreadPoolExecutor(1) as pool:
-        for date in dates:
-            assert job.run(build, date, pool, lambda: False)
-    return build
 
 
 @pytest.mark.parametrize(
@@ -170,112 +151,6 @@ def test_a_shard_that_was_lost_or_cut_is_built_again(archive, whole, tmp_path):
         build.entry_file(1).write_bytes(spoiled)
         assert build.missing() == list(range(DATES))
     assert building.contents(prepare(settings)) == whole
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"levels": [500]}, r"levels \[500, 850\], now \[500\]"),
-        ({"packing": "float32"}, r"packing uint16, now float32"),
-        ({"dates": ["2001-01-01/2001-01-03"]}, r"start dates \[.* \(12\), now \["),
-    ],
-)
-def test_an_unfinished_build_is_not_mixed_with_another(archive, tmp_path, changes, text):
-    target = tmp_path / "s.zarr"
-    begin(config(archive, target), [0])
-    changes = {key: Packing(value) if key == "packing" else value for key, value in changes.items()}
-    message = rf"an unfinished build has other settings \({text}.*\); give the same to go on, or add restart=true"
-    with pytest.raises(UserError, match=message):
-        prepare(config(archive, target, **changes))
-    assert not target.exists()
-    made = open_store(prepare(config(archive, target, restart=True, **changes)))
-    assert building.names(tmp_path) == ["s.zarr"] and made.has(Part.FORECAST)
-
-
-def test_an_entry_of_another_plan_is_not_taken(archive, whole, tmp_path):
-    """As a worker that outlived its archive would leave it."""
-    settings = config(archive, tmp_path / "s.zarr")
-    build = begin(settings, range(DATES))
-    assert not build.missing()
-    entry = DateEntry.load(build.entry_file(3))
-    entry.plan = "0" * 16
-    entry.save(build.entry_file(3))
-    build.entry_file(5).write_bytes(build.entry_file(4).read_bytes())  # of another start date
-    assert build.missing() == [3, 5]
-    assert building.contents(prepare(settings)) == whole
-
-
-def test_a_worker_that_finds_another_archive_says_so(archive, tmp_path):
-    settings = config(archive, tmp_path / "s.zarr")
-    with pytest.raises(UserError, match="finds other archives than are seen here"):
-        workers.build_date(settings, 1, 0, "0" * 16)
-
-
-def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkeypatch):
-    settings = config(archive, tmp_path / "s.zarr", workers=1)
-    monkeypatch.setattr(building_run, "_SEEN_WITHIN", 0.2)
-    monkeypatch.setattr(Job, "run", lambda *_: True)  # as one does whose folder is another machine's
-    with pytest.raises(UserError, match=f"workers have built {DATES} start dates that are not seen here"):
-        prepare(settings)
-
-
-def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
-    settings = config(archive, tmp_path / "s.zarr")
-    build = begin(settings, [0])
-    with claimed(build.work / "claims" / "000001"), pytest.raises(UserError, match="another builder is at work"):
-        prepare(config(archive, tmp_path / "s.zarr", restart=True))
-    assert not build.missing([0])
-    with pytest.raises(UserError, match=r"with parts= each share would throw"):
-        config(archive, tmp_path / "s.zarr", restart=True, parts="1/2")
-
-
-def test_two_builders_share_the_work(archive, whole, tmp_path):
-    settings = {"input": archive, "output": tmp_path / "s.zarr", "workers": 1}
-    both = [building.start(tmp_path / f"log{number}", **settings) for number in range(2)]
-    codes = [(process.communicate()[1], process.returncode) for process in both]
-    # the later may come when the store is complete already, and then says so
-    assert sum(code == 0 for _, code in codes) >= 1, codes
-    assert all(code == 0 or "exists already" in text for text, code in codes), codes
-    assert building.contents(tmp_path / "s.zarr") == whole
-    lines = [line for log in tmp_path.glob("log*") for line in log.read_text().splitlines()]
-    assert sorted(lines) == [f"start date 2001-01-{day:02}T00: built" for day in range(1, DATES + 1)]
-    assert not list(tmp_path.glob("*.building"))
-
-
-def test_a_builder_waits_for_the_dates_of_another(archive, whole, tmp_path, caplog):
-    settings = config(archive, tmp_path / "s.zarr", workers=1)
-    build = begin(settings, range(1, DATES))
-    said, held = threading.Event(), threading.Event()
-
-    def another():
-        with claimed(build.work / "claims" / "000000") as ours:
-            assert ours
-            held.set()
-            said.wait(30)
-
-    other = threading.Thread(target=another)
-    other.start()
-    held.wait(30)
-    threading.Timer(1.0, said.set).start()
-    with caplog.at_level("INFO", "data_prep"):
-        prepare(settings)
-    other.join()
-    assert any("waiting for 1 start dates that another builder" in r.getMessage() for r in caplog.records)
-    assert building.contents(tmp_path / "s.zarr") == whole
-
-
-def test_shares_of_a_batch_queue(archive, whole, tmp_path):
-    target = tmp_path / "s.zarr"
-    with pytest.raises(UserError, match=r"12 of 12 start dates are not built yet; run without finalise=true"):
-        prepare(config(archive, target, finalise=True))
-    for number in (2, 3, 1):
-        assert not target.exists()
-        prepare(config(archive, target, parts=f"{number}/3"))
-    assert building.contents(target) == whole
-    assert prepare(config(archive, target, parts="2/3")) == target  # a job that comes late, or again
-    for wrong in ("0/3", "4/3", "3", "a/b"):
-        with pytest.raises(UserError, match=f"parts={wrong}: write i/n"):
-            PrepareConfig(parts=wrong)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
