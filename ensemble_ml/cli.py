@@ -39,6 +39,8 @@ _EXTRAS = {
     "jcm": "simulate",
     "jax": "simulate",
     "dinosaur": "simulate",
+    "distributed": "cluster",
+    "dask_jobqueue": "cluster",
 }
 
 
@@ -283,10 +285,8 @@ def help_page(task: str) -> str:
     shown = [f"  {g}={' | '.join(names)}" for g, names in groups.items() if g in own and names]
     if shown:
         lines += ["", "Groups (files of conf/, chosen by name):", *shown]
-    lines += [
-        "",
-        "Also: --cfg prints the composed configuration; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'.",
-    ]
+    sweep = "; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'" if task == "train" else ""
+    lines += ["", f"Also: --cfg prints the composed configuration{sweep}."]
     return "\n".join(lines)
 
 
@@ -299,7 +299,7 @@ def overview() -> str:
             "",
             *rows,
             "",
-            "ensemble-ml TASK --help explains a task; scripts/quickstart.sh runs them all.",
+            "ensemble-ml TASK --help explains a task; in a checkout, scripts/quickstart.sh runs them all.",
         ]
     )
 

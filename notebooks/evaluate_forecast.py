@@ -18,7 +18,7 @@
 # is the predicted uncertainty as large as the error, and is the predicted distribution worth more than the ensemble it
 # was made from? `ensemble-ml evaluate` answers this for all variables at once; here every step can be seen and changed.
 #
-# Needs a run as `scripts/quickstart.sh` leaves it: `RUN/forecast/forecast_*.nc` and `RUN/store.zarr`. Environment
+# Needs a run as `scripts/quickstart.sh` leaves it: `RUN/forecast/forecast_*.nc` and `RUN-data/store.zarr`. Environment
 # variables name another one: `ENSEMBLE_ML_RUN`, `ENSEMBLE_ML_FORECAST`, `ENSEMBLE_ML_STORE`, `ENSEMBLE_ML_VARIABLE`
 # (a short name, with a level in hPa where it has one: `t 850`).
 
@@ -39,7 +39,7 @@ from ensemble_ml.grid import Grid
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
 run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
 folder = Path(os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast"))
-store = Path(os.environ.get("ENSEMBLE_ML_STORE", run / "store.zarr"))
+store = Path(os.environ.get("ENSEMBLE_ML_STORE", f"{run}-data/store.zarr"))
 name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
 units = field(name).units
 label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"

@@ -35,7 +35,7 @@ from ensemble_ml.verification import api
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
 run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
 folder = Path(os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast"))
-store = Path(os.environ.get("ENSEMBLE_ML_STORE", run / "store.zarr"))
+store = Path(os.environ.get("ENSEMBLE_ML_STORE", f"{run}-data/store.zarr"))
 name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
 units = field(name).units
 label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"

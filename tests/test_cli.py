@@ -38,6 +38,14 @@ def test_help_explains_every_setting(capsys, task):
         (["train", "run=a", "data.store=x", "model.depth=9"], "model.depth=9: 0 to 6 poolings are allowed"),
         (["train", "run=a", "data.store=x", "data.train=[soon]"], "data.train=soon: write a year"),
         (["train", "run=a/b", "data.store=x"], "run=a/b: letters, digits"),
+        (["train", "run=a", "data.store=x", "optim.clip=-1"], "optim.clip=-1.0: must be 0 or more"),
+        (["train", "run=a", "data.store=x", "model.families=5"], "model.families=5: give a family by variable"),
+        (["train", "run=a", "data.store=x", "model.families={q: wide}"], "model.families.q=wide: normal, "),
+        (["simulate", "output=a", "windows=[02-29]"], "simulate.windows=02-29: write month and day"),
+        (["evaluate", "forecast=a", "ensemble=b", "output=c", "regions=5"], "regions=5: give boxes by name"),
+        (["evaluate", "forecast=a", "ensemble=b", "output=c", "fit=[soon]"], "fit=soon: write a year"),
+        (["benchmark", "benchmark=skill", "skill.sizes=[0,5]"], "skill.sizes=0: must be 1 or more"),
+        (["benchmark", "benchmark=stations", "only=[tokyo]"], "only=tokyo: sections are innsbruck, era5"),
         (["prepare", "input=a", "output=b", "packing=int8"], "packing: Invalid value 'int8', expected one of"),
         (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
         (["predict", "checkpoint=a", "input=b", "output=c", "thresholds=3"], "thresholds=3: give lists of values"),
@@ -58,6 +66,13 @@ def test_cfg_prints_what_would_run(capsys):
     status, out, _ = run(capsys, "train", "--cfg", "experiment=quickstart", "data.store=x")
     assert status == 0
     assert "store: x" in out and "run: quickstart" in out
+
+
+def test_tables_of_settings_take_keys():
+    given = ["run=a", "data.store=x", "model.families={q: lognormal}"]
+    assert cli.build_config("train", cli.compose_config("train", given)).model.families == {"q": "lognormal"}
+    given = ["forecast=a", "ensemble=b", "output=c", "regions={alps: [48, 5, 44, 16]}"]
+    assert cli.build_config("evaluate", cli.compose_config("evaluate", given)).regions == {"alps": [48, 5, 44, 16]}
 
 
 def test_an_interrupt_has_its_own_status(capsys, monkeypatch):

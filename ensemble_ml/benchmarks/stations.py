@@ -17,6 +17,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from data_prep.prepare import prepare
+from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.benchmarks.station.network import fit_network
 from ensemble_ml.benchmarks.station.series import Series, read_series
@@ -53,7 +54,7 @@ def run(config: BenchmarkConfig) -> Path:
     claims: list[Claim] = []
     notes: list[str] = []
     sections = {"innsbruck": (STATION, innsbruck), "era5": (ERA5, era5)}
-    for name in config.only or sections:
+    for name in chosen(config.only, sections):
         file, section = sections[name]
         path = Path(config.files) / file
         if not path.is_file():

@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, check_region, opt, require
+from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, require
 
 
 class Executor(Enum):
@@ -90,14 +90,13 @@ class SimulateConfig:
         require("simulate.rows", self.rows, self.rows >= 9 and self.rows % 2 == 1, "an odd number from 9 up, so that poles and equator are rows")
         require("simulate.columns", self.columns, self.columns >= 16 and self.columns % 16 == 0, "must be divisible by 16")
         require("simulate.levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
-        for key in ("train", "validation", "test"):
-            require(f"simulate.{key}_years", getattr(self, f"{key}_years"), getattr(self, f"{key}_years") >= 0, "must be 0 or more")
-            require(f"simulate.{key}_dates", getattr(self, f"{key}_dates"), getattr(self, f"{key}_dates") >= 1, "must be 1 or more")
+        at_least(self, 0, "train_years", "validation_years", "test_years", "warm_up_cycles", "workers", "seed", group="simulate.")
+        at_least(self, 1, "train_dates", "validation_dates", "test_dates", group="simulate.")
         require("simulate.train_years", self.train_years, self.train_years + self.validation_years + self.test_years >= 1, "one model year at least is needed")
         for window in self.windows:
-            require("simulate.windows", window, bool(re.fullmatch(r"(0[1-9]|1[0-2])-(0[1-9]|[12]\d)", window)), "write month and day, 01-07")
+            require("simulate.windows", window, _day(window) is not None, "write month and day, 01-07")
         require("simulate.windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
-        days = [date(2001, *map(int, window.split("-"))).toordinal() for window in self.windows]
+        days = [day.toordinal() for window in self.windows if (day := _day(window)) is not None]
         needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
         gaps = [later - earlier for earlier, later in pairwise(days)]
         require("simulate.windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
@@ -138,7 +137,8 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_region(self.region)
         require("climate_days", self.climate_days, 0 <= self.climate_days <= 180, "must be 0 (none) to 180")
-        require("workers", self.workers, self.workers >= 0, "must be 0 (every core) or more")
+        at_least(self, 0, "workers")
+        check_periods("dates", self.dates)
         require("workers", self.workers, self.workers >= 1 or self.executor is not Executor.slurm, "say how many SLURM jobs are to work")
         require("scheduler", self.scheduler, (self.scheduler is None) == (self.executor is not Executor.distributed), "belongs to executor=distributed, which needs it")
         require("parts", self.parts, self.parts is None or _part(self.parts) is not None, "write i/n with 1 <= i <= n, e.g. parts=3/20")
@@ -166,6 +166,16 @@ class InspectConfig:
     verify: bool = opt(False, "check the sha256 of every file; reads the whole store")
     speed: bool = opt(True, "read the forecast of a start date drawn at random, and time it")
     format: OutputFormat = opt(OutputFormat.text, "text | json: a page to read, or one JSON object")
+
+
+def _day(window: str) -> date | None:
+    """The day MM-DD of a year without 29 February."""
+    if not re.fullmatch(r"\d\d-\d\d", str(window)):
+        return None
+    try:
+        return date.fromisoformat(f"2001-{window}")
+    except ValueError:
+        return None
 
 
 def _part(text: str) -> tuple[int, int] | None:

@@ -37,6 +37,14 @@ def require(key: str, value: Any, good: bool, allowed: str) -> None:
         raise UserError(f"{key}={value}: {allowed}")
 
 
+def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
+    """Raise a UserError where a setting of `config`, or an entry of a list, is below `least`; None is not."""
+    for key in keys:
+        value = getattr(config, key)
+        for one in value if isinstance(value, list) else [value]:
+            require(f"{group}{key}", one, one is None or one >= least, f"must be {least} or more")
+
+
 _PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")
 
 
@@ -45,6 +53,12 @@ def check_period(key: str, spec: str) -> None:
     ends = spec.split("/")
     good = 1 <= len(ends) <= 2 and all(_PERIOD.fullmatch(end) for end in ends)
     require(key, spec, good, "write a year (2001), a date (2001-01-31, 2001-01-31T12) or a range (2001/2004)")
+
+
+def check_periods(key: str, specs: list[str] | None) -> None:
+    """The same for a list of them; None is none."""
+    for spec in specs or ():
+        check_period(key, str(spec))
 
 
 def check_region(region: list[float] | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ensemble_ml.config.base import opt, require
+from ensemble_ml.config.base import at_least, opt
 
 
 @dataclass
@@ -23,7 +23,7 @@ class CompressionConfig:
     minutes: float = opt(60.0, "budget of the quality section; trainings that it does not reach are told")
 
     def __post_init__(self) -> None:
-        require("lion.ranks", self.ranks, self.ranks >= 2, "must be 2 or more")
-        require("lion.quality_ranks", self.quality_ranks, self.quality_ranks >= 2, "must be 2 or more")
-        require("lion.elements", self.elements, self.elements >= 64, "must be 64 or more")
-        require("lion.seeds", self.seeds, self.seeds >= 1, "must be 1 or more")
+        at_least(self, 2, "ranks", "quality_ranks", group="lion.")
+        at_least(self, 64, "elements", group="lion.")
+        at_least(self, 1, "seeds", "quality_steps", group="lion.")
+        at_least(self, 0, "minutes", group="lion.")

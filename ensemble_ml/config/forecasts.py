@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, check_region, opt, part, require
+from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.model import Precision
 from ensemble_ml.config.parallel import ParallelConfig
@@ -38,6 +38,8 @@ class PredictConfig:
     parallel: ParallelConfig = part(ParallelConfig, "ranks")
 
     def __post_init__(self) -> None:
+        at_least(self, 0, "threads")
+        check_periods("dates", self.dates)
         self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary
         good = isinstance(self.thresholds, dict) and all(isinstance(v, list) for v in self.thresholds.values())
         require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
@@ -79,13 +81,15 @@ class EvaluateConfig:
     overwrite: bool = opt(False, "replace an existing report")
 
     def __post_init__(self) -> None:
-        self.regions = dict(self.regions or {})
+        self.regions = self.regions or {}
+        require("regions", self.regions, isinstance(self.regions, dict), "give boxes by name, {alps: [48, 5, 44, 16]}")
         for name, box in self.regions.items():
             numbers = isinstance(box, list | tuple) and all(isinstance(edge, int | float) for edge in box)
             good = numbers and len(box) == 4 and box[0] > box[2]
             require(f"regions.{name}", box, good, "give [north, west, south, east]")
-        require("climate_days", self.climate_days, self.climate_days >= 0, "must be 0 or more")
-        require("members_in", self.members_in, self.members_in >= 1, "must be 1 or more")
+        check_periods("fit", self.fit)
+        at_least(self, 0, "climate_days", "seed")
+        at_least(self, 1, "members_in", "block_days")
         require("confidence", self.confidence, 0 < self.confidence < 1, "must lie between 0 and 1")
         require("bootstrap", self.bootstrap, self.bootstrap >= 100, "at least 100 draws are needed")
 
@@ -118,4 +122,4 @@ class BenchmarkConfig:
     spatial: SpatialConfig = part(SpatialConfig, "for benchmark=spatial: hosts, links, shape")
 
     def __post_init__(self) -> None:
-        require("repeats", self.repeats, self.repeats >= 1, "must be 1 or more")
+        at_least(self, 1, "repeats")

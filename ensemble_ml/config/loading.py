@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.base import opt, require
+from ensemble_ml.config.base import at_least, opt, require
 from ensemble_ml.errors import UserError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -60,9 +60,8 @@ class LoadingConfig:
     node: str | None = opt(None, "clairvoyant: name that ranks share only where they share memory; null takes host name and device of /dev/shm")
 
     def __post_init__(self) -> None:
-        require("loading.ahead", self.ahead, self.ahead >= 1, "must be 1 or more")
-        require("loading.threads", self.threads, self.threads >= 1, "must be 1 or more")
-        require("loading.workers", self.workers, self.workers >= 0, "must be 0 or more")
+        at_least(self, 1, "ahead", "threads", group="loading.")
+        at_least(self, 0, "workers", group="loading.")
         require("loading.bandwidth", self.bandwidth, self.bandwidth is None or self.bandwidth > 0, "must be above 0")
         parse_bytes("loading.ram", self.ram)
         disk = self.disk_bytes

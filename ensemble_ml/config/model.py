@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.base import opt, require
+from ensemble_ml.config.base import at_least, opt, require
 from ensemble_ml.fields import Family, field
 
 
@@ -68,11 +68,14 @@ class ModelConfig:
         require("model.name", self.name, self.name in NETWORKS, f"{', '.join(NETWORKS)} are allowed")
         require("model.depth", self.depth, 0 <= self.depth <= 6, "0 to 6 poolings are allowed")
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
-        require("model.blocks", self.blocks, self.blocks >= 1, "must be 1 or more")
-        require("model.min_members", self.min_members, self.min_members >= 1, "must be 1 or more")
-        self.families = {str(k): str(getattr(v, "value", v)) for k, v in (self.families or {}).items()}
+        at_least(self, 4, "max_hidden", group="model.")
+        at_least(self, 1, "blocks", "min_members", group="model.")
+        given = self.families or {}
+        require("model.families", given, isinstance(given, dict), "give a family by variable, {q: lognormal}")
+        # None where there are none: Hydra adds no key to a dictionary that the schema holds.
+        self.families = {str(k): str(getattr(v, "value", v)) for k, v in given.items()} or None
         known = [family.value for family in Family]
-        for name, family in self.families.items():
+        for name, family in (self.families or {}).items():
             require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
 

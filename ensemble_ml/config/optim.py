@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from ensemble_ml.config.base import opt, require
+from ensemble_ml.config.base import at_least, opt, require
 
 
 class OptimName(Enum):
@@ -95,12 +95,13 @@ class OptimConfig:
         require("optim.lr", self.lr, self.lr > 0, "must be above 0")
         for key in ("beta1", "beta2"):
             require(f"optim.{key}", getattr(self, key), 0 <= getattr(self, key) < 1, "must be in [0, 1)")
+        at_least(self, 0, "warmup", "weight_decay", "clip", group="optim.")
+        require("optim.final_lr", self.final_lr, 0 <= self.final_lr <= 1, "must be in [0, 1]")
         require("optim.bits", self.bits, self.bits in (1, 2, 4, 8), "1, 2, 4 or 8 bits are allowed")
         cub = self.exchange is not ExchangeName.lion_cub or self.bits in (1, 8)
         require("optim.bits", self.bits, cub, "lion_cub takes 1 or 8 bits; exchange=vote takes 1, 2, 4 or 8")
         signs = self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
         require("optim.exchange", self.exchange.value, not signs or self.name is OptimName.lion, "ranks vote on signs, which only optim=lion takes")
         require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
-        require("optim.rank", self.rank, self.rank >= 1, "must be 1 or more")
-        require("optim.momentum_every", self.momentum_every, self.momentum_every >= 1, "must be 1 or more")
+        at_least(self, 1, "rank", "momentum_every", group="optim.")
         require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")

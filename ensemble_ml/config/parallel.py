@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.base import opt, require
+from ensemble_ml.config.base import at_least, opt, require
 
 
 class Backend(Enum):
@@ -43,14 +43,14 @@ class ParallelConfig:
     silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
 
     def __post_init__(self) -> None:
-        require("parallel.trainer", self.trainer, self.trainer >= 1, "must be 1 or more")
+        at_least(self, 1, "trainer", group="parallel.")
         for key in ("data", "lat", "lon"):
             value = getattr(self, key)
             good = value == "auto" or (isinstance(value, int) and value >= 1)
             require(f"parallel.{key}", value, good, "auto or a number from 1 up is allowed")
         require("parallel.overlap", self.overlap, self.overlap in ("auto", True, False), "true, false or auto is allowed")
         require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
-        require("parallel.silence", self.silence, self.silence >= 2, "must be 2 or more")
+        at_least(self, 2, "silence", group="parallel.")
 
     @property
     def planned(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ensemble_ml.config.base import opt, part, require
+from ensemble_ml.config.base import at_least, opt, part, require
 from ensemble_ml.config.training import TrainConfig
 
 
@@ -25,14 +25,10 @@ class PlanSettings:
     devices: int = opt(2048, "most devices of the simulated scaling")
 
     def __post_init__(self) -> None:
-        for key in ("ranks", "ranks_per_node", "memory_gb", "gflops", "seconds"):
-            require(f"plan.{key}", getattr(self, key), getattr(self, key) >= 0, "must be 0 or more")
-        for key in ("alpha", "beta"):
-            value = getattr(self, key)
-            require(f"plan.{key}", value, value is None or value >= 0, "must be 0 or more")
+        at_least(self, 0, "ranks", "ranks_per_node", "memory_gb", "gflops", "seconds", "alpha", "beta", group="plan.")
         both = (self.alpha is None) == (self.beta is None)
         require("plan.alpha", self.alpha, both, "give plan.alpha and plan.beta, or neither")
-        require("plan.devices", self.devices, self.devices >= 1, "must be 1 or more")
+        at_least(self, 1, "devices", group="plan.")
 
 
 @dataclass
@@ -54,5 +50,6 @@ class PlannerBenchmark:
     seconds: float = opt(40.0, "for measuring the local part of a step, each model and batch size")
 
     def __post_init__(self) -> None:
-        require("planner.ranks", self.ranks, self.ranks >= 2, "must be 2 or more")
+        at_least(self, 2, "ranks", group="planner.")
+        at_least(self, 1, "hidden", "batches", group="planner.")
         require("planner.seconds", self.seconds, self.seconds > 0, "must be above 0")

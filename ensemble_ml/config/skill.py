@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ensemble_ml.config.base import check_period, opt, require
+from ensemble_ml.config.base import at_least, check_periods, opt, require
 from ensemble_ml.config.model import NETWORKS
 
 
@@ -12,7 +12,7 @@ from ensemble_ml.config.model import NETWORKS
 class SkillConfig:
     """Our model and its rivals, trained and scored alike; nothing that is done already is done again."""
 
-    store: str | None = opt(None, "tensor store with truth; null takes that of simulate=full, or the quickstart's, under runs/")
+    store: str | None = opt(None, "tensor store with truth; null takes runs/full-data/store.zarr (made with simulate=full), or the quickstart's runs/quickstart-data/store.zarr")
     train: list[str] | None = opt(None, "start dates to train on; null takes all years but the last few")
     validation: list[str] | None = opt(None, "start dates that choose; null takes the year before the test years")
     test: list[str] | None = opt(None, "start dates to score; null takes the last quarter of the years, one at least")
@@ -28,13 +28,13 @@ class SkillConfig:
     threads: int = opt(0, "CPU threads; 0 takes all cores")
 
     def __post_init__(self) -> None:
-        for key in ("seeds", "trials", "steps"):
-            require(f"skill.{key}", getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
+        at_least(self, 1, "seeds", "trials", "steps", "sizes", "block_days", group="skill.")
+        at_least(self, 0, "minutes", "threads", group="skill.")
+        at_least(self, 100, "bootstrap", group="skill.")
         require("skill.members", self.members, self.members >= 2, "must be 2 or more: one member has no spread")
         unknown = [name for name in self.models if name not in NETWORKS]
         good = not unknown and "unet3d" in self.models and len(self.models) > 1
         require("skill.models", self.models, good, f"unet3d and others of {', '.join(NETWORKS)}")
         require("skill.sizes", self.sizes, self.members in self.sizes, f"must hold skill.members={self.members}")
         for key in ("train", "validation", "test"):
-            for period in getattr(self, key) or ():
-                check_period(f"skill.{key}", str(period))
+            check_periods(f"skill.{key}", getattr(self, key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ensemble_ml.config.base import opt, require
+from ensemble_ml.config.base import at_least, opt, require
 
 
 @dataclass
@@ -19,6 +19,7 @@ class SpatialConfig:
 
     def __post_init__(self) -> None:
         require("spatial.shape", self.shape, len(self.shape) == 3, "give levels, rows and columns")
+        at_least(self, 1, "shape", group="spatial.")
         require("spatial.hosts", self.hosts, all(n in (2, 4) for n in self.hosts), "2 and 4 are allowed")
         good = all(p in ("float32", "bfloat16", "float64") for p in self.precisions)
         require("spatial.precisions", self.precisions, good, "float32, bfloat16 and float64 are allowed")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ensemble_ml.config.base import MISSING, check_period, opt, part, require
+from ensemble_ml.config.base import MISSING, at_least, check_periods, opt, part, require
 from ensemble_ml.config.loading import LoadingConfig
 from ensemble_ml.config.model import ModelConfig
 from ensemble_ml.config.optim import OptimConfig
@@ -30,10 +30,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require("data.members", self.members, bool(self.members) and min(self.members) >= 1, "sizes from 1 up are allowed")
-        require("data.validation_members", self.validation_members, self.validation_members >= 1, "must be 1 or more")
-        for key in ("train", "validation"):
-            for spec in getattr(self, key):
-                check_period(f"data.{key}", str(spec))
+        at_least(self, 1, "validation_members", group="data.")
+        check_periods("data.train", self.train)
+        check_periods("data.validation", self.validation)
 
 
 @dataclass
@@ -44,7 +43,7 @@ class TrackingConfig:
     log_every: int = opt(10, "steps between lines of the log")
 
     def __post_init__(self) -> None:
-        require("tracking.log_every", self.log_every, self.log_every >= 1, "must be 1 or more")
+        at_least(self, 1, "log_every", group="tracking.")
 
 
 @dataclass
@@ -55,7 +54,7 @@ class TrainConfig:
     output: str = opt("runs", "folder of all runs")
     seed: int = opt(0, "seed of weights, order of dates and member subsets")
     steps: int = opt(1000, "optimizer steps")
-    batch_size: int = opt(4, "start dates a step, over all ranks")
+    batch_size: int = opt(4, "start dates a step, over all ranks; one at least for each of parallel.data")
     validate_every: int = opt(100, "steps between validations")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
     checkpoint_minutes: float = opt(15.0, "longest time between writings of checkpoints/last; 0 has no limit")
@@ -73,9 +72,8 @@ class TrainConfig:
     parallel: ParallelConfig = part(ParallelConfig, "ranks")
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_size", "validate_every", "checkpoint_every"):
-            require(key, getattr(self, key), getattr(self, key) >= 1, "must be 1 or more")
-        require("checkpoint_minutes", self.checkpoint_minutes, self.checkpoint_minutes >= 0, "must be 0 or more")
+        at_least(self, 1, "steps", "batch_size", "validate_every", "checkpoint_every")
+        at_least(self, 0, "checkpoint_minutes", "max_minutes", "spread_weight", "threads", "seed")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, self.resume in (True, False, "auto"), "true, false and auto are allowed")
         both = self.resume is True and self.init_from

@@ -63,7 +63,7 @@ class Tiers:
         self.slabs = {RAM: Slab.in_memory(slab_shape(plan, items, rank, RAM))}
         if plan.tiers.disk:
             if folder is None:
-                raise UserError("loading.disk_gb: needs loading.disk=FOLDER on local disk")
+                raise UserError("loading.disk: needs loading.folder=FOLDER on local disk")
             shape = slab_shape(plan, items, rank, DISK)
             try:
                 _remove_stale(folder, shape.key)

@@ -81,7 +81,7 @@ class ModelSpec:
 
     def family(self, name: str) -> Family:
         """That of the registry, unless the configuration names another."""
-        return Family(self.config.families.get(name, field(name).family))
+        return Family((self.config.families or {}).get(name, field(name).family))
 
     @property
     def local(self) -> bool:

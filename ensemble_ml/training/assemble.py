@@ -85,6 +85,9 @@ def assemble(
         UserError: settings, store and ranks do not go together.
     """
     session = session or solo()
+    if (parts := session.topology.data) > config.batch_size:
+        idle = "batch_size=%d: parallel.data=%d share it, so %d compute nothing; give batch_size=%d or more"
+        log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     torch.backends.cudnn.deterministic = True
     train, validation = whole_dates(config, reader, train, validation)

@@ -38,7 +38,7 @@ class Series:
 
 
 def read_series(path: Path) -> Series:
-    """Read the file of `shared/data` (degrees Celsius)."""
+    """Read a station's NetCDF file (degrees Celsius)."""
     with xr.open_dataset(path) as data:
         members = data["t2m"].transpose("init_time", "realization").values.astype(np.float64)
         observed = data["observation"].values.astype(np.float64)
