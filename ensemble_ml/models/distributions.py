@@ -171,6 +171,18 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
         return (found * scale.double()).to(mean.dtype)
 
 
+def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Location and scale of the law with `width` times the scale and the same mean, down to where the mean is nothing.
+
+    A law that stops at zero would move with its scale: rain of a wider one is more rain.
+    """
+    wider = width * scale
+    if family is Family.NORMAL:
+        return location, wider
+    same = location_of_mean(family, moments(family, location, scale)[0], wider)
+    return torch.where(location > _GRID[0] * scale, same, width * location), wider
+
+
 def remap_members(
     members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL
 ) -> Tensor:

@@ -19,6 +19,7 @@ from ensemble_ml.config import ModelConfig, Pole, Precision, Standardise, Vertic
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, field
 from ensemble_ml.grid import Grid
+from ensemble_ml.models.distributions import widen
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,15 +177,22 @@ class Prediction:
     scale_s: Tensor | None = None
     spread_s: Tensor | None = None
 
-    def widened(self, widths_TF: Tensor) -> Prediction:
-        """The same with the scale of each lead and field (variables and levels, then surface variables) widened."""
+    def widened(self, widths_TF: Tensor, families: tuple[tuple[Family, ...], tuple[Family, ...]]) -> Prediction:
+        """The same with the scale of each lead and field (variables and levels, then surface variables) widened.
+
+        `families`: of the pressure-level and of the surface variables. Means stay.
+        """
         found, left = {}, widths_TF
-        for name in ("scale_p", "scale_s"):
-            scale = getattr(self, name)
+        for suffix, laws in zip("ps", families, strict=True):
+            location, scale = getattr(self, f"location_{suffix}"), getattr(self, f"scale_{suffix}")
             if scale is not None:
                 fields = scale.shape[2:-2]
                 own, left = left.tensor_split([fields.numel()], 1)
-                found[name] = scale * own.unflatten(1, fields)[..., None, None].to(scale)
+                width = own.unflatten(1, fields)[..., None, None].to(scale)
+                parts = [widen(law, location[:, :, i], scale[:, :, i], width[:, i]) for i, law in enumerate(laws)]
+                found[f"location_{suffix}"], found[f"scale_{suffix}"] = (
+                    torch.stack(p, 2) for p in zip(*parts, strict=True)
+                )
         return replace(self, **found)
 
 

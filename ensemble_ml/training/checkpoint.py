@@ -107,8 +107,8 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     load_weights(model, checkpoint)
     if checkpoint.meta.get("widths") is not None:
-        widths = torch.tensor(checkpoint.meta["widths"])
-        model.register_forward_hook(lambda _, __, prediction: prediction.widened(widths))
+        widths, families = torch.tensor(checkpoint.meta["widths"]), checkpoint.spec.families
+        model.register_forward_hook(lambda _, __, prediction: prediction.widened(widths, families))
     return model.eval(), checkpoint.meta
 
 

@@ -13,7 +13,7 @@ from scipy import integrate, stats
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.models import cdf, crps, moments, quantile, remap_members
-from ensemble_ml.models.distributions import location_of_mean
+from ensemble_ml.models.distributions import location_of_mean, widen
 from ensemble_ml.models.skewed import gamma_parameters, log_parameters
 
 NORMAL, TRUNCATED, CENSORED = Family.NORMAL, Family.TRUNCATED_NORMAL, Family.CENSORED_NORMAL
@@ -164,6 +164,25 @@ def test_location_of_mean_gives_that_mean(family):
     mean, scale = torch.tensor([0.4, 1.0, 3.0, 7.0, 500.0]), torch.tensor([1.0, 1.0, 1.5, 0.5, 2.0])
     found = moments(family, location_of_mean(family, mean, scale), scale)[0]
     torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", list(Family))
+@pytest.mark.parametrize("width", [0.5, 0.8, 1.4])
+def test_a_wider_law_keeps_its_mean(family, width):
+    location, scale = torch.linspace(-2, 9, 23).double() * 3, torch.full((23,), 3.0).double()
+    mean, deviation = moments(family, location, scale)
+    mean2, deviation2 = moments(family, *widen(family, location, scale, torch.tensor(width).double()))
+    torch.testing.assert_close(mean2, mean, atol=1e-4, rtol=1e-4)
+    assert ((deviation2 - deviation).sign() == np.sign(width - 1)).all()
+    if family in (Family.NORMAL, Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA):
+        torch.testing.assert_close(deviation2, width * deviation, rtol=0.1, atol=0)
+
+
+def test_a_wider_law_of_next_to_nothing_stays_there():
+    location, scale = torch.tensor([-40.0]), torch.tensor([2.0])
+    assert (
+        moments(Family.CENSORED_SHIFTED_GAMMA, *widen(Family.CENSORED_SHIFTED_GAMMA, location, scale, scale))[0] < 1e-4
+    )
 
 
 def test_dry_members_stay_dry():

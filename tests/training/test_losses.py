@@ -201,7 +201,7 @@ def test_widths_make_the_mean_variance_that_of_the_errors():
     model = Fixed(prediction)
     widths = torch.tensor(validate(model, [batch], full_size=10, area=AREA).widths)
     assert widths.shape == (1, 5) and widths[0, 4] == 1
-    model.prediction = prediction.widened(widths)
+    model.prediction = prediction.widened(widths, SPEC.families)
     mean, deviation = torch.empty_like(batch.truth_p), torch.empty_like(batch.truth_p)
     for v, family in enumerate(SPEC.families[0]):
         found = distributions.moments(family, model.prediction.location_p[:, :, v], model.prediction.scale_p[:, :, v])
@@ -210,7 +210,7 @@ def test_widths_make_the_mean_variance_that_of_the_errors():
     assert normal and len(normal) < len(SPEC.families[0])
     variance, error = ((x * AREA).mean((0, -2, -1)) for x in (deviation**2, (mean - batch.truth_p) ** 2))
     torch.testing.assert_close(variance[:, normal], error[:, normal], rtol=1e-4, atol=0)
-    torch.testing.assert_close(model.prediction.location_p, prediction.location_p)
+    torch.testing.assert_close(model.prediction.location_p[:, :, normal], prediction.location_p[:, :, normal])
     again = torch.tensor(validate(model, [batch], full_size=10, area=AREA).widths)
     torch.testing.assert_close(again[:, : 2 * len(normal)], torch.ones(1, 2 * len(normal)), rtol=1e-4, atol=0)
 
