@@ -15,7 +15,11 @@ from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.select import Places
 
-HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "fg10": 10}  # metres above ground, which the standard names do not tell
+# Metres above ground, which the standard names do not tell
+HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "ws10": 10, "fg10": 10}
+
+
+_MAXIMUM = "fg10"
 
 
 class Kind(Enum):
@@ -93,7 +97,8 @@ class Header:
     def interval(self, name: str) -> str:
         """How a value of `name` stands over time, in the words of CF cell_methods; empty where time has no bounds."""
         if name not in self.lead_bounds:
-            return "time: point" if self.shared_bounds else ""
+            over = registered(name).accumulated or name == _MAXIMUM  # a sum or maximum over we do not know what
+            return "time: point" if self.shared_bounds and not over else ""
         method = "time: sum" if registered(name).accumulated else "time: maximum"
         if self.shared_bounds:
             return method

@@ -10,6 +10,7 @@ from pathlib import Path
 from ensemble_ml.config import ExportConfig, require
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference.card import model_card
+from ensemble_ml.store.folder import exchange
 from ensemble_ml.training.checkpoint import META, MODEL, load_checkpoint, sync
 
 CARD = "MODEL_CARD.md"
@@ -24,6 +25,8 @@ def export(config: ExportConfig) -> Path:
     """
     output = Path(config.output)
     require("output", output, config.overwrite or not output.exists(), "exists; set overwrite=true or choose another")
+    folder = output.is_dir() and not output.is_symlink()
+    require("output", output, folder or not os.path.lexists(output), "is a file or a link; give a folder")
     checkpoint = load_checkpoint(config.checkpoint)
     scores = _scores(config.scores)
     if scores is not None and not any(checkpoint.sha256 in one.get("checkpoints", ()) for one in scores["forecasts"]):
@@ -41,8 +44,9 @@ def export(config: ExportConfig) -> Path:
         for path in (*partial.iterdir(), partial):
             sync(path)
         if output.exists():
-            shutil.rmtree(output)
-        os.rename(partial, output)
+            exchange(partial, output)  # the old one is removed under the new one's name
+        else:
+            os.rename(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return output

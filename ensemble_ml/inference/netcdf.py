@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Pat
             os.replace(partial, path)
             sync(path.parent)
     finally:
-        with _LOCK:
+        with _LOCK, suppress(OSError, RuntimeError):  # a full disk refuses the close, too
             if data.isopen():
                 data.close()
         partial.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from ensemble_ml.inference.contents import Kind, Output
 from ensemble_ml.inference.inputs import Sample
 from ensemble_ml.inference.select import Places
 from ensemble_ml.models import ModelSpec, Prediction, cdf, moments, quantile, remap_members
+from ensemble_ml.store import Fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +77,25 @@ class _Variable:
 
         self.location, self.scale, self.spread = pick("location"), pick("scale"), pick("spread")
         self.family: Family = spec.families[suffix == "s"][position]
-        attribute, axis = ("pressure", -4) if suffix == "p" else ("surface", -3)
-        raw = [getattr(fields, attribute) for fields in (sample.members, sample.mean, sample.spread)]
+        self._sample, self._suffix, self._position, self._leads = sample, suffix, position, spec.lead_positions
+        self._masked = bool(spec.masked)
+
+    def _raw(self, fields: Fields) -> Tensor:
+        """This variable of the members given, of their mean or their spread, at the predicted leads."""
+        values, axis = (fields.pressure, -4) if self._suffix == "p" else (fields.surface, -3)
         # Taking the variable leaves the lead on the axis where the variable was.
-        self._raw = [torch.from_numpy(v.take(position, axis).take(spec.lead_positions, axis)) for v in raw]
+        return torch.from_numpy(values.take(self._position, axis).take(self._leads, axis))
 
     def masked_fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
-        """As `fields`, with NaN where none of the members given has a value."""
-        hidden = torch.isnan(self._raw[1])
+        """As `fields`, with NaN where none of the members given has a value.
+
+        Raises:
+            UserError: the model predicts something that is not finite elsewhere.
+        """
+        hidden = torch.isnan(self._raw(self._sample.mean)) if self._masked else torch.zeros((), dtype=torch.bool)
+        for values in (self.location, self.scale, self.spread):
+            if values is not None and not (torch.isfinite(values) | hidden).all():
+                raise UserError(f"{name}: the prediction is not finite; the checkpoint is of no use for this input")
         for kind, values in self.fields(name, wanted):
             yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values
 
@@ -92,7 +104,8 @@ class _Variable:
         if self.location is not None and self.scale is not None:
             yield from self._distribution(self.location, self.scale, wanted.quantiles, wanted.thresholds.get(name, ()))
             if wanted.members:
-                members, mean, spread = self._raw
+                sample = self._sample
+                members, mean, spread = (self._raw(fields) for fields in (sample.members, sample.mean, sample.spread))
                 yield Kind.MEMBER, remap_members(members, mean, spread, self.location, self.scale, self.family)
         if self.spread is not None:
             yield Kind.SPREAD, self.spread

@@ -144,7 +144,7 @@ def _whole(job: _Job, part: Prediction) -> Prediction | None:
 
 
 def _whole_sample(job: _Job, sample: Sample) -> Sample | None:
-    """What the file needs of a sample: its extremes over the group, and its members where they are written."""
+    """What the file needs of a sample: its extremes over the group, its members where they are written, its masks."""
     spatial = job.session.mesh.spatial
     if spatial.size == 1:
         return sample
@@ -152,14 +152,12 @@ def _whole_sample(job: _Job, sample: Sample) -> Sample | None:
     if extremes is not None:
         low, high = agreed_extremes(torch.from_numpy(extremes[0]), torch.from_numpy(extremes[1]), spatial)
         extremes = low.numpy(), high.numpy()
-    fields = [sample.members, sample.mean, sample.spread]
+    members, mean, spread = sample.members, sample.mean, sample.spread
+    if job.wanted.members or job.spec.masked:
+        mean = _whole_fields(job, mean)
     if job.wanted.members:
-        fields = [_whole_fields(job, f) for f in fields]
-    return (
-        replace(sample, members=fields[0], mean=fields[1], spread=fields[2], extremes=extremes)
-        if not spatial.rank
-        else None
-    )
+        members, spread = _whole_fields(job, members), _whole_fields(job, spread)
+    return None if spatial.rank else replace(sample, members=members, mean=mean, spread=spread, extremes=extremes)
 
 
 def _whole_fields(job: _Job, fields: Fields) -> Fields:

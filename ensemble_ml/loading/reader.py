@@ -146,12 +146,13 @@ class Reader:
 
     def _check_finite(self, fields: Fields, date: int, positions: np.ndarray) -> None:
         both = (fields.pressure, self.spec.variables), (fields.surface, self.spec.surface)
+        part = self.window != ((0, len(self.spec.latitude)), (0, len(self.spec.longitude)))  # it may be land alone
         for (values, names), masked in zip(both, self._masked, strict=True):
             # One sum a field is enough to see NaN or infinity, and needs no array of booleans.
             good = np.isfinite(values.sum(axis=(-2, -1), dtype=np.float64))
             for place in np.argwhere(~good & masked.reshape(-1, *[1] * (values.ndim - 5))).tolist():
                 field = values[tuple(place)]
-                good[tuple(place)] = np.isfinite(field).any() and not np.isinf(field).any()
+                good[tuple(place)] = (part or np.isfinite(field).any()) and not np.isinf(field).any()
             self._refuse(good, names, date, positions)
 
     def _refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:

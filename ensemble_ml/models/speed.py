@@ -74,6 +74,7 @@ class Speed:
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
         if self.precision is Precision.float64:
             model.double()
+        torch.backends.cudnn.allow_tf32 = False  # float32 says what it is: bfloat16 is there for speed
         model.speed = self  # type: ignore[assignment]
 
     def to_json(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def fit_climate(
     members: int,
     sizes: Sequence[int] = (),
 ) -> Fit:
-    """Fit everything that `Climate` holds on the dates `train`, and k on `validation`.
+    """Fit everything that `Climate` holds on the dates `train`, and k of s1 and the ridge on `validation`.
 
     Args:
         reader: of the store.
@@ -127,10 +127,12 @@ def fit_climate(
     spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
     truth = _Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
-    correction = LinearCorrection(reader.spec, np.zeros(correction_shape(reader.spec)))
+    weight = np.zeros(correction_shape(reader.spec), np.float32)
     if reader.spec.linear:
+        correction = LinearCorrection(reader.spec, weight)
         spread.linear = Linear(correction, anchor, climatology, spread.full_shrink)
         fit_linear(spread.linear, dates, chosen, np.asarray(validation, int), sizes, _Left(truth, spread))
+        weight = correction.weight.numpy()
     arrays: dict[str, Tensor | np.ndarray] = {**_truth_terms(dates, truth, sample)}
     arrays["anchor"] = anchor
     arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
@@ -143,7 +145,7 @@ def fit_climate(
     if reader.spec.local:
         found |= _maps(reader, chosen)
     log.info("climate: fitted on %d of %d training dates, %d members", len(chosen), len(all_train), dates.members)
-    climate = Climate(**found, static=_static(reader), correction=correction.weight.numpy())
+    climate = Climate(**found, static=_static(reader), correction=weight)
     extremes = np.stack([moments.minimum, moments.maximum], -1)
     return Fit(climate, _spread_errors(dates, sample, spread, scales, sizes).numpy(), extremes)
 

@@ -38,7 +38,10 @@ _REFINED = 8  # iterations of another ensemble size, which starts from the coeff
 
 @dataclass(eq=False)
 class _Samples:
-    """`mean`, `variance`, `truth` (D, T, F, P) float32 and `season` (D, 2) of some dates, seen by M members."""
+    """`mean`, `variance`, `truth` (D, T, F, P) float32 and `season` (D, 2) of some dates, seen by M members.
+
+    What is not whole has no truth, and so no weight.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -55,6 +58,9 @@ class _Samples:
             found.append([v.flatten(-2) for v in parts])
         days = [_day(reader.time(int(date))) for date in dates]
         mean, variance, truth = (torch.stack(v) for v in zip(*found, strict=True))
+        whole = torch.isfinite(mean) & torch.isfinite(variance)  # not where a date has fewer members than M
+        truth = torch.where(whole, truth, torch.nan)
+        mean, variance = (torch.where(whole, v, torch.nan_to_num(v.nanmean(0))) for v in (mean, variance))
         return cls(mean, variance, truth, seasonal_terms(torch.tensor(days)), source.members)
 
     def field(self, lead: int, field: int, points: slice) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ channel at one of nine offsets), Y latitude, X longitude.
 Targets, in typical spreads: y - m - bias (without the date itself) for the mean, S - s1 for the spread, from a few
 ensemble sizes M < N at once. Predictors are standardised; each output takes the penalty of a list with the smallest
 squared error on the validation dates (a fifth of the training dates where there are none), or no correction at all.
-A target that is missing counts as an error of nothing.
+What a target is missing of is taken to be like the rest of it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def fit_linear(
 
 
 class _Rows:
-    """Predictors (K, P) and targets (O, P) of a date seen by M members, each with the root of its area."""
+    """Predictors (K, P), targets (O, P) of a date seen by M members, each with the root of its area, and which
+    targets are there."""
 
     def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
         self.linear, self.dates, self.targets = linear, dates, targets
@@ -133,7 +134,7 @@ class _Rows:
         budget = _MOST_OPERATIONS / (2 * wanted**2 * _SIZES * len(train))
         self.points = int(min(len(self.weights), max(1, budget)))
 
-    def __call__(self, date: int, members: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, date: int, members: int) -> tuple[Tensor, Tensor, Tensor]:
         dates = Dates(self.dates.reader, members)
         sample = dates.sample(int(date))
         at = self._at(int(date))
@@ -144,8 +145,13 @@ class _Rows:
         near = torch.stack([padded[:, corner + row * wide + column] for row in range(3) for column in range(3)], 1)
         errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
         wanted = self.linear.ordered(errors).flatten(1)[:, at]
-        weights = self.weights[at]
-        return near.flatten(0, 1) * weights, torch.where(torch.isfinite(wanted), wanted, 0.0) * weights
+        weights, there = self.weights[at], torch.isfinite(wanted)
+        return near.flatten(0, 1) * weights, torch.where(there, wanted, 0.0) * weights, there
+
+    def areas(self, date: int) -> Tensor:
+        """Share (P,) of each point of a date."""
+        area = self.weights[self._at(int(date))].double() ** 2
+        return area / area.sum()
 
     def _at(self, date: int) -> Tensor:
         """Which points of a date are looked at."""
@@ -163,12 +169,13 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
     gram = right = torch.zeros((), dtype=torch.float64)
     for size in sizes:
         terms = torch.tensor([1.0, 1 / size - centre], dtype=torch.float64)
-        own = cross = torch.zeros((), dtype=torch.float64)
+        own = cross = absent = torch.zeros((), dtype=torch.float64)
         for date in train:
-            near, wanted = rows(date, size)
+            near, wanted, there = rows(date, size)
             own, cross = own + (near @ near.T).double(), cross + (near @ wanted.T).double()
+            absent = absent + (~there).double() @ rows.areas(date)
         gram = gram + torch.kron(torch.outer(terms, terms), own)
-        right = right + torch.kron(terms[:, None], cross)
+        right = right + torch.kron(terms[:, None], cross / (1 - absent / len(train)).clamp(min=_TINY))
     return gram, right
 
 
@@ -185,7 +192,7 @@ def _solutions(gram: Tensor, right: Tensor) -> Tensor:
 def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float) -> Tensor:
     """Squared errors (candidate, O) on a date."""
     members = rows.dates.members
-    near, wanted = rows(date, members)
+    near, wanted, there = rows(date, members)
     first, second = candidates.unflatten(1, (TERMS, -1)).unbind(1)
     weight = first + (1 / members - centre) * second
-    return ((wanted - weight.mT @ near) ** 2).sum(-1, dtype=torch.float64)
+    return torch.where(there, (wanted - weight.mT @ near) ** 2, 0.0).sum(-1, dtype=torch.float64)

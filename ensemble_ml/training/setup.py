@@ -84,7 +84,7 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     spec = ModelSpec(
         model,
         upper,
-        tuple(sorted(_chosen("data.levels", data.levels, layout.levels))),
+        tuple(sorted(_chosen("data.levels", data.levels, layout.levels))) if upper else (),
         flat,
         leads,
         tuple(sorted(_chosen("data.leads_out", data.leads_out, default))),

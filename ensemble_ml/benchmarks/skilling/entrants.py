@@ -19,6 +19,7 @@ from ensemble_ml.config import (
     BenchmarkSize,
     DataConfig,
     ModelConfig,
+    Nonfinite,
     OptimConfig,
     OptimName,
     PredictConfig,
@@ -155,7 +156,8 @@ def _train(
             members=sorted({*config.sizes, 8}),
         ),
         model=ModelConfig(name=network, **(NETS[network] | (_TINY if tiny else {}))),
-        optim=OptimConfig(name=OptimName.adamw, beta2=0.999, **optimizer),
+        # A step too far must not end the night: it is cut or left out, for everyone alike.
+        optim=OptimConfig(name=OptimName.adamw, beta2=0.999, clip=1.0, nonfinite=Nonfinite.skip, **optimizer),
         tracking=TrackingConfig(tensorboard=False, log_every=50),
     )  # fmt: skip
     if (last / META).is_file():

@@ -40,7 +40,7 @@ class Drn(Rival):
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.speed.low):
             for layer in self.layers:
                 hidden = F.relu(layer(hidden))
-            return self.out(hidden).to(planes_BCYX.dtype).permute(0, 3, 1, 2)
+        return self.out(hidden.to(planes_BCYX.dtype)).permute(0, 3, 1, 2)
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return fields.mean + fields.typical * first, fields.typical * torch.exp(bounded(second))

@@ -179,7 +179,8 @@ class _Problem:
         and the curvature of the CRPS near 1 / 2, the Bayesian weight is 1 / (2 V).
         """
         away = self._start()[..., 0] - goal[..., 0]
-        signal = float((away**2).mean() - (1 / self.total).mean())
+        seen = (self.weights > 0).any(-1)  # a point without observations tells nothing of biases
+        signal = float((away[seen] ** 2).mean() - (1 / self.total[seen]).mean())
         return 0.5 / max(signal, _LEAST_SIGNAL)
 
     def _start(self) -> Tensor:

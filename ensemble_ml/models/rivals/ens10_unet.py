@@ -73,7 +73,7 @@ class Ens10UNet(Rival):
                 skip = skips.pop()
                 larger = F.interpolate(hidden, size=skip.shape[-2:], mode="bilinear")
                 hidden = stage(torch.cat([skip, larger], 1))
-            return self.out(self.last_pad(hidden[..., None])[..., 0]).to(planes_BCYX.dtype)
+        return self.out(self.last_pad(hidden.to(planes_BCYX.dtype)[..., None])[..., 0])
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         floor = torch.maximum(fields.spread, _SMALLEST * fields.typical)
