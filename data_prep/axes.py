@@ -45,6 +45,22 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
     return None
 
 
+SINCE = "since"  # attribute of a lead that was a valid time: the start
+
+
+def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
+    """Where a file has one start, valid times and no lead, the lead is their difference."""
+    init = axes["init"]
+    if init is None or init.ndim or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
+        return
+    for name in ("valid_time", "time"):
+        valid = array.coords.get(name)
+        if valid is not None and name != init.name and np.issubdtype(valid.dtype, np.datetime64) and valid.ndim <= 1:
+            about = {SINCE: init.values, "bounds": valid.attrs.get("bounds", valid.encoding.get("bounds", ""))}
+            axes["lead"] = xr.DataArray(valid.values - init.values, dims=valid.dims, name=name, attrs=about)
+            return
+
+
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Where one dimension carries two roles (lead times written as a time axis), the lead keeps it.
 

@@ -56,10 +56,13 @@ def _folder(folder: Path, role: str) -> list[str]:
         folder = folder / _EMBEDDED[role]
         if not folder.is_dir():
             raise UserError(f"{folder.parent}: archive.json stands there but no folder {folder.name}; simulate it anew")
-    names = []
-    for root, folders, files in os.walk(folder):
+    names, seen = [], {os.path.realpath(folder)}
+    for root, folders, files in os.walk(folder, followlinks=True):
         zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]
         folders[:] = [name for name in folders if name not in zarrs and not name.startswith(".")]
+        places = {name: os.path.realpath(os.path.join(root, name)) for name in folders}
+        folders[:] = [name for name in folders if places[name] not in seen]  # links may lead round in a circle
+        seen |= set(places.values())
         names += [os.path.join(root, name) for name in zarrs]
         names += [path for path in (os.path.join(root, name) for name in files) if _is_data(path)]
     if not names:

@@ -38,6 +38,7 @@ class GribFile:
 
     def __init__(self, path: str, index: GribIndex | None = None):
         self.path = path
+        descriptors.close(path)  # another file may have taken the name since it was last read
         self._stamp = _stamp(path)
         table = index.load(path, self._stamp) if index else None
         if table is None:

@@ -26,6 +26,7 @@ from ensemble_ml.grid import Grid, canonical
 _MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
 
+_OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types: ensemble mean and standard deviation
 Get = Callable[..., Any]  # key, default, type -> value of a key of one message
 
 
@@ -208,6 +209,8 @@ def _kind(get: Get) -> Kind:
     placed = _field_and_level(get("paramId"), level_type, get("level"))
     if placed is None:
         return Kind(None, None, name)
+    if get("derivedForecast", None) is not None or get("dataType") in _OF_ENSEMBLE:
+        return Kind(None, None, f"{name}, derived from an ensemble")  # no member, though its number may be 0
     index, level = placed
     if get("gridType") != "regular_ll":
         raise UserError(

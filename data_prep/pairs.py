@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from ensemble_ml.store import Fields, Layout, Part, Selection, Source, TensorSto
 class StoreTruth:
     """The truth of a tensor store under the start dates and leads of another source (see `ArchiveTruth`)."""
 
-    def __init__(self, store: TensorStore, layout: Layout):
+    def __init__(self, store: TensorStore, layout: Layout, bounds: Mapping[str, Sequence[list[int] | None]]):
         if not store.has(Part.TRUTH):
             raise UserError(f"truth {store.path}: the store has no truth; prepare it with truth=ARCHIVE")
         check_grid(store.layout.grid, store.path, layout.grid)
@@ -33,6 +33,14 @@ class StoreTruth:
         own = store.layout
         self._date = _index(layout.init_time.tolist(), own.init_time.tolist())
         self._axes = {name: _index(getattr(layout, name), getattr(own, name)) for name in _AXES}
+        for name in sorted(bounds.keys() & store.lead_bounds.keys()):
+            for lead, pair in zip(layout.lead_hours, bounds[name], strict=True):
+                there = dict(zip(own.lead_hours, store.lead_bounds[name], strict=True)).get(lead)
+                if pair is not None and there is not None and list(pair) != list(there):
+                    raise UserError(
+                        f"truth {store.path}: {name} at {lead} h is over {there[0]}-{there[1]} h, the forecast's over"
+                        f" {pair[0]}-{pair[1]} h; prepare both from the same lead times"
+                    )
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""
@@ -191,7 +199,7 @@ def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index
         return Pair(source, None, fields)
     store = _store(truth)
     if store is not None:
-        return Pair(source, StoreTruth(store, source.layout), fields)
+        return Pair(source, StoreTruth(store, source.layout, getattr(source, "lead_bounds", {})), fields)
     catalogue = Catalogue(truth, role=TRUTH, index=index)
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     bounds = getattr(source, "lead_bounds", {})

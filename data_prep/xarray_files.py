@@ -7,23 +7,28 @@ coordinate, or nothing, stands for an axis of length one.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import READ, find_axis, known_axes, to_hours, untangle
+from data_prep.axes import READ, SINCE, find_axis, known_axes, lead_of_valid_time, to_hours, untangle
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, GRAVITY, MEMBER, RECORD, RawField, describe
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 _LEADING = ("init", "member", "lead", "level")
+_HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
+_VERTICAL = (*_HEIGHTS, "hybrid", "tropopause", "model_level_number", "depthBelowLand", "depthBelowLandLayer", "theta")
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -54,7 +59,7 @@ class XarrayFile:
         self._data: xr.Dataset | None = None
         self._lock = threading.RLock() if os.path.isdir(path) else _netcdf_lock
         self._listed = 0  # fields listed so far
-        self._variables: dict[int, _Variable] = {}
+        self._variables: list[_Variable] = []  # in the order of their first fields
         try:
             with self._lock:
                 self.records = self._index(self._dataset())
@@ -102,12 +107,12 @@ class XarrayFile:
         axes = {role: find_axis(array, role) for role in _LEADING}
         if field.surface or field.static:
             axes["level"] = None  # a scalar coordinate that other variables of the file need
+        lead_of_valid_time(array, axes)
         untangle(array, axes)
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())
-        self._variables[FIELD_INDEX[field.name]] = _Variable(
-            array.name, self._listed, _dimensions(array, axes), shape, *_conversion(array, field)
-        )
+        dims = _dimensions(array, axes)
+        self._variables.append(_Variable(array.name, self._listed, dims, shape, *_conversion(array, field)))
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
         records["field"], records["kind"], records["decimal"] = FIELD_INDEX[field.name], MEMBER, 1.0
@@ -142,7 +147,7 @@ class XarrayFile:
                 yield self._checked(records[number], block[tuple(place[1:])])
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
-        variable = self._variables[int(record["field"])]
+        variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
@@ -234,6 +239,8 @@ def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str,
         if axis is None or not axis.ndim or name not in data or data[name].ndim != 2:
             continue
         bounds = data[name].values
+        if role == "lead" and np.issubdtype(bounds.dtype, np.datetime64):
+            bounds = bounds - axis.attrs[SINCE]
         if not np.array_equal(bounds[:, 1], axis.values):
             raise UserError(
                 f"{axis.name}: its bounds {name} end elsewhere than at the coordinate; only values of an interval that"
@@ -242,6 +249,21 @@ def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str,
         hours = to_hours(bounds, axis) if role == "lead" else (bounds - bounds[:1, :1]) / np.timedelta64(1, "h")
         return {role: np.rint(np.diff(hours, axis=1)[:, 0]).astype(np.int32)}
     return {}
+
+
+def _near_ground(array: xr.DataArray, field: Field) -> bool:
+    """Whether a field without pressure levels lies where those of its surface variable do, as far as the file tells.
+
+    A file of fields at 80 m, on a model level or at the tropopause says so in a coordinate of one value.
+    """
+    for name, axis in array.coords.items():
+        vertical = axis.attrs.get("axis") == "Z" or "positive" in axis.attrs or name in _VERTICAL
+        if axis.ndim or not vertical or name in _GROUND:
+            continue
+        usual = {re.sub(r"\D", "", f.name) for f in FIELDS if f.surface and f.standard_name == field.standard_name}
+        if name not in _HEIGHTS or f"{float(axis.values):g}" not in usual:
+            return False
+    return True
 
 
 def _identify(array: xr.DataArray) -> Field | None:
@@ -257,6 +279,8 @@ def _identify(array: xr.DataArray) -> Field | None:
     if not known:
         return None
     flat = find_axis(array, "level") is None
+    if flat and not known[0].surface and not _near_ground(array, known[0]):
+        return None
     if flat and known[0].name == "z" and find_axis(array, "init") is None:
         return FIELDS[FIELD_INDEX["orog"]]
     if flat and not known[0].surface and not known[0].static:  # e.g. air_temperature at the surface

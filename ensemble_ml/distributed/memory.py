@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+from ensemble_ml.memory import memory_limit
 
 
 def rank_memory(local_size: int, device: torch.device) -> int:
@@ -16,11 +16,7 @@ def rank_memory(local_size: int, device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
-    shared = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CGROUPS:
-        text = Path(path).read_text().strip() if Path(path).exists() else "max"
-        shared += [int(text)] if text.isdigit() else []
-    share = min(shared) // max(local_size, 1)
+    share = memory_limit() // max(local_size, 1)
     return share if own == resource.RLIM_INFINITY else min(own, share)
 
 

@@ -37,7 +37,7 @@ from ensemble_ml.inference.starts import Start, check_source, plan_starts
 from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
-from ensemble_ml.store.source import Fields, Source
+from ensemble_ml.store.source import Fields, Source, bounds_at
 from ensemble_ml.training.checkpoint import load_model
 from ensemble_ml.training.setup import cores
 
@@ -82,7 +82,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 def _predict(config: PredictConfig, source: Source, session: Session) -> list[Path]:
     model, meta = load_model(config.checkpoint)
     spec = model.spec
-    check_source(source, spec)
+    check_source(source, spec, meta.get("lead_bounds", {}))
     places = select(spec.grid, config.region, config.points)
     shard = _shard(spec, session)
     job = _Job(config, source, meta, spec, wanted_outputs(config, spec), places, session, shard)
@@ -210,22 +210,10 @@ def _header(job: _Job, sample: Sample) -> Header:
         quantiles=job.wanted.quantiles,
         thresholds=job.wanted.thresholds,
         members=numbers if job.wanted.members else (),
-        lead_bounds=_lead_bounds(job.source, spec),
+        lead_bounds=bounds_at(job.source, (*spec.variables, *spec.surface), spec.leads_out),
         families={name: spec.family(name) for name in (*spec.variables, *spec.surface)},
         attributes=_attributes(job, sample, numbers),
     )
-
-
-def _lead_bounds(source: Source, spec: ModelSpec) -> dict[str, list[Any]]:
-    """Bounds of the predicted variables at the predicted leads; other sources than ours need not know them."""
-    known: Mapping[str, Sequence[Any]] = getattr(source, "lead_bounds", {})
-    hours = source.layout.lead_hours
-    found = {
-        name: [known[name][hours.index(lead)] for lead in spec.leads_out]
-        for name in (*spec.variables, *spec.surface)
-        if name in known
-    }
-    return {name: pairs for name, pairs in found.items() if any(pair is not None for pair in pairs)}
 
 
 def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, str]:

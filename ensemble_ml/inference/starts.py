@@ -6,7 +6,7 @@ Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ensemble_ml.domains import settings_for
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.store.source import Part, Source, select_dates, zero_by_nature
+from ensemble_ml.store.source import Part, Source, bounds_at, select_dates, zero_by_nature
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,14 @@ class Start:
     missing: str = ""
 
 
-def check_source(source: Source, spec: ModelSpec) -> None:
+def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None) -> None:
     """Refuse a source that lacks anything the model takes.
 
+    `bounds`: intervals of the training data's sums and maxima at `spec.leads_in` (`store.source.bounds_at`).
+
     Raises:
-        UserError: another grid, or variables, levels or leads that are not there; all of them are named.
+        UserError: another grid, or variables, levels or leads that are not there, all of them named; sums over other
+            intervals.
     """
     layout = source.layout
     if not layout.grid.same_as(spec.grid):
@@ -59,6 +62,17 @@ def check_source(source: Source, spec: ModelSpec) -> None:
     ]
     if lacks:
         raise UserError(f"input {source.path}: the checkpoint needs {'; '.join(lacks)}; give data that hold them")
+    known, here = bounds or {}, bounds_at(source, (*spec.variables, *spec.surface), spec.leads_in)
+    for name in known.keys() & here.keys():
+        if here[name] != list(known[name]):
+            raise UserError(
+                f"input {source.path}: {name} over {_spans(here[name])}, the checkpoint knows it over"
+                f" {_spans(known[name])}; give data of the same lead times as in training"
+            )
+
+
+def _spans(pairs: Sequence[Any]) -> str:
+    return ", ".join("nothing" if pair is None else f"{pair[0]}-{pair[1]} h" for pair in pairs)
 
 
 def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ...]:

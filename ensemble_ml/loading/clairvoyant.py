@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import threading
 import time
 from collections import deque
@@ -35,6 +34,7 @@ from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.threads import start
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
+from ensemble_ml.memory import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,8 @@ class ClairvoyantLoader:
         gather: brings every rank's bytes to all ranks (an all-gather of objects); needed where ranks > 1.
         ram, disk: bytes of samples to hold on this rank, the same on all; None takes half the free memory. They are
             held packed, or decompressed where all fit so and no more travels between nodes for it.
-        folder: for the cache on local disk.
+        folder: for the cache on local disk. A later run with the same plan finds it filled where `source` has a name for
+            its content (a `StoreItems`, or `DatasetItems(dataset, name)`).
         assign: `fixed` or `locality`.
         threads: that fetch and decode.
         ahead: batches of look-ahead.
@@ -102,7 +103,7 @@ class ClairvoyantLoader:
         if ranks > 1 and gather is None:
             raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
         self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
-        room = Room(half_of_free_memory() // ranks if ram is None else ram, disk)
+        room = Room(free_memory() // 2 // ranks if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
         stored = getattr(self.items, "stored", None)
         heads = isinstance(self.items, Divisible)
@@ -311,19 +312,3 @@ class Engine:
 def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return pages(size)[:size].view(dtype).reshape(shape)
-
-
-def half_of_free_memory() -> int:
-    """Half of what this process may still take: free memory of the machine, or of its control group if that is less."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            text = Path(limit).read_text().strip()
-            if text != "max":
-                free = min(free, int(text) - int(Path(used).read_text()))
-        except (OSError, ValueError):
-            continue
-    return max(0, free) // 2

@@ -52,7 +52,10 @@ class Items(Protocol):
         """What messages call the sample: its file, where it has one."""
 
     def fingerprint(self) -> str:
-        """A short hash of the data, so that a cache on disk is not taken for another's."""
+        """A short hash of the data, so that a cache on disk is not taken for another's.
+
+        Where it stands for every byte, `lasting = True` says so, and a cache on disk may serve later runs.
+        """
 
 
 @runtime_checkable
@@ -85,17 +88,18 @@ class DatasetItems:
 
     Args:
         dataset: where samples come from; `[i]` is called from several threads.
-        name: what stands for it in messages and fingerprints.
+        name: what stands for it in messages and fingerprints, of this content and no other: with a name, a cache on
+            disk serves later runs; without one it serves the run that made it.
         first: the sample that says what all are like; it is kept until its first use, so that it is read once.
 
     Raises:
         UserError: it is empty, or its first sample is no array.
     """
 
-    def __init__(self, dataset: Any, name: str = "dataset", first: int = 0):
-        self.dataset, self._name = dataset, name
+    def __init__(self, dataset: Any, name: str | None = None, first: int = 0):
+        self.dataset, self._name, self.lasting = dataset, name or "dataset", name is not None
         if not len(dataset):
-            raise UserError(f"{name}: is empty; at least one sample is needed")
+            raise UserError(f"{self._name}: is empty; at least one sample is needed")
         found = self._unpacked(first)
         self._kept = {first: found}
         self.arrays = {key: ArrayShape(value.shape, value.dtype) for key, value in found.items()}

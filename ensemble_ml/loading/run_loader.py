@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ensemble_ml.config import Assign, LoadingConfig
 from ensemble_ml.loading.batches import Batch, Draw, collate
-from ensemble_ml.loading.clairvoyant import half_of_free_memory
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.loading.device import Device
 from ensemble_ml.loading.plan import Tiers
@@ -27,6 +26,7 @@ from ensemble_ml.loading.unit_peers import UnitPeers
 from ensemble_ml.loading.unit_plan import PAGE, Trace, UnitPlan
 from ensemble_ml.loading.units import Units
 from ensemble_ml.loading.wire import Gather
+from ensemble_ml.memory import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def cache_room(config: LoadingConfig, schedule: Schedule, reader: Reader, lane: 
     """
     total = config.ram_bytes
     if total is None:
-        total = half_of_free_memory() // lane.on_host
+        total = free_memory() // 2 // lane.on_host
     batch, scratch = decoded_bytes(schedule, reader, lane)
     for ahead in range(config.ahead, 0, -1):
         needed = (ahead + 1) * (batch + packed) + packed + config.threads * scratch

@@ -72,7 +72,8 @@ class Slab:
             self._words[:] = 0
             self._words[:2] = _MAGIC, shape.key
         if self._words[:2].tolist() != [_MAGIC, shape.key]:
-            self.close()
+            del self._words, self._all
+            self._map.close()
             raise ValueError("not this slab")
 
     @classmethod
@@ -83,8 +84,8 @@ class Slab:
         return cls(fd, shape, writable=True)
 
     @classmethod
-    def on_disk(cls, path: Path, shape: Shape) -> Slab:
-        """A slab in the file `path`; what an earlier run with the same key has left in it stays.
+    def on_disk(cls, path: Path, shape: Shape, *, keep: bool) -> Slab:
+        """A slab in the file `path`; what an earlier run with the same key has left in it stays, if `keep`.
 
         Raises:
             UserError: another process uses the file, or it cannot be made.
@@ -96,7 +97,7 @@ class Slab:
             raise UserError(f"loading.disk={path.parent}: cannot be written ({error.strerror})") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_size != shape.bytes:
+            if not keep or os.fstat(fd).st_size != shape.bytes:
                 os.ftruncate(fd, 0)
                 os.ftruncate(fd, shape.bytes)
             os.posix_fallocate(fd, 0, shape.header)

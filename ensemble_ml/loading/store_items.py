@@ -166,6 +166,8 @@ class StoreItems:
         """Path of the sample's largest shard."""
         return max(self._pieces[sample], key=lambda piece: piece.bytes).path
 
+    lasting = True  # for every byte
+
     def fingerprint(self) -> str:
         """A hash of the store and of what is taken from it."""
         said = repr((self.store.fingerprint(), [part.value for part in self.parts], self.selection))
@@ -252,6 +254,8 @@ class OpenedItems:
     def name(self, sample: int) -> str:
         """Path of the sample's largest shard."""
         return self.packed.name(sample)
+
+    lasting = True  # for every byte
 
     def fingerprint(self) -> str:
         """That of the packed samples: they are the same data."""

@@ -7,8 +7,8 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -66,8 +66,9 @@ class Tiers:
                 raise UserError("loading.disk: needs loading.folder=FOLDER on local disk")
             shape = slab_shape(plan, items, rank, DISK)
             try:
-                _remove_stale(folder, shape.key)
-                self.slabs[DISK] = Slab.on_disk(folder / f"ensemble_ml-{shape.key:016x}.cache", shape)
+                _remove_stale(folder, {slab_key(plan, items, r, DISK) for r in range(plan.ranks)})
+                path = folder / f"ensemble_ml-{shape.key:016x}.cache"
+                self.slabs[DISK] = Slab.on_disk(path, shape, keep=getattr(items, "lasting", False))
             except BaseException:
                 self.close()
                 raise
@@ -177,21 +178,23 @@ def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
         held, offset = np.append(held, copied), np.append(offset, places)
         order = np.argsort(held)
         held, offset = held[order], offset[order]
-    said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
-    key = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
     kept = plan.placement.kept[held]  # of copies, which are made of whole samples alone, all bytes
-    return Shape(held, offset, kept, key)
+    return Shape(held, offset, kept, slab_key(plan, items, rank, tier))
 
 
-def _remove_stale(folder: Path, key: int) -> None:
-    """Remove caches in `folder` that no process uses and that are not of this run."""
+def slab_key(plan: Plan, items: Items, rank: int, tier: int) -> int:
+    """What names a rank's slab of these items under this plan."""
+    said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
+    return int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
+
+
+def _remove_stale(folder: Path, keys: Collection[int]) -> None:
+    """Remove caches in `folder` that no process uses and that are not of this run's ranks."""
+    ours = {f"ensemble_ml-{key:016x}" for key in keys}
     for path in folder.glob("ensemble_ml-*.cache") if folder.is_dir() else ():
-        if path.stem == f"ensemble_ml-{key:016x}":
+        if path.stem in ours:
             continue
-        with open(path, "rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+        with suppress(OSError), open(path, "rb") as file:  # in use, somebody else's, or gone meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             log.info("loading: %s of an earlier run is removed", path)

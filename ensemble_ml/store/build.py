@@ -21,9 +21,11 @@ from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
 from ensemble_ml.store.finish import finish_store
 from ensemble_ml.store.folder import building_folder, check_target, give_name, make_folders, named_already
-from ensemble_ml.store.locks import claimed, exclusive
+from ensemble_ml.store.locks import claimed, exclusive, shared
 from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
 from ensemble_ml.store.sources import changed
+
+_AT_WORK = "at-work.lock"  # shared by all who have a claim: one file to try where a build is to be thrown away
 
 
 class Build:
@@ -141,6 +143,7 @@ class Build:
         """Try to have a start date for oneself; whether it is ours to build (nobody has it, and it is not done)."""
         with ExitStack() as stack:
             try:
+                stack.enter_context(shared(self.work / _AT_WORK))
                 held = stack.enter_context(claimed(self.work / "claims" / f"{date:06d}"))
             except FileNotFoundError:  # another builder has finished the store
                 held = False
@@ -209,10 +212,10 @@ class Build:
         with ExitStack() as stack:
             try:
                 stack.enter_context(exclusive(self.work / "lock"))
-                claims = [stack.enter_context(claimed(path)) for path in (self.work / "claims").iterdir()]
+                alone = stack.enter_context(claimed(self.work / _AT_WORK))
             except FileNotFoundError:
                 return
-            if all(claims) and not any((self.work / "entries").glob("*.npz")):
+            if alone and not any((self.work / "entries").glob("*.npz")):
                 self.remove()
 
     def _throw_away(self) -> None:
@@ -224,10 +227,10 @@ class Build:
         with ExitStack() as stack:
             try:
                 stack.enter_context(exclusive(self.work / "lock"))
-                claims = [stack.enter_context(claimed(path)) for path in (self.work / "claims").iterdir()]
+                alone = stack.enter_context(claimed(self.work / _AT_WORK))
             except FileNotFoundError:
-                claims = []
-            if not all(claims):
+                alone = True
+            if not alone:
                 raise UserError(f"output={self.path}: another builder is at work on it; stop it before restart=true")
             self.remove()
 

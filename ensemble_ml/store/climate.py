@@ -39,6 +39,7 @@ class ModelClimate:
         days: how far from the calendar date a start date may lie.
         probabilities: those of the quantiles, ascending within [0, 1].
         memory: bytes of values held at a time, and as many of members for later.
+        seasons: start dates of other years by start date, as far as they are known; several climates may share it.
 
     Raises:
         UserError: the source has start dates of one year only, or probabilities are not ascending within [0, 1].
@@ -51,6 +52,7 @@ class ModelClimate:
         days: int = DAYS,
         probabilities: Sequence[float] = PROBABILITIES,
         memory: int = MEMORY,
+        seasons: dict[int, np.ndarray] | None = None,
     ):
         levels = np.asarray(probabilities, np.float64)
         if not len(levels) or levels[0] < 0 or levels[-1] > 1 or (np.diff(levels) <= 0).any():
@@ -65,7 +67,14 @@ class ModelClimate:
         held: Any = getattr(source, "forecast", source)  # a store beside a truth of its own
         same = 0 < days == getattr(held, "climate_days", 0) and np.array_equal(levels, PROBABILITIES)
         self.stored = held if same else None  # where the quantiles stand already
+        self._seasons: dict[int, np.ndarray] = {} if seasons is None else seasons
         self._kept: OrderedDict[tuple[int, int, str, tuple[int, int]], np.ndarray] = OrderedDict()
+
+    def _near(self, date: int) -> np.ndarray:
+        if date not in self._seasons:
+            times = self.source.layout.init_time
+            self._seasons[date] = np.flatnonzero(same_season(times, times[date], self.days))
+        return self._seasons[date]
 
     def dates(self, date: int) -> np.ndarray:
         """Indices of the start dates that make the climate of the start date `date`.
@@ -73,8 +82,7 @@ class ModelClimate:
         Raises:
             UserError: there is none in other years.
         """
-        times = self.source.layout.init_time
-        found = np.flatnonzero(same_season(times, times[date], self.days))
+        times, found = self.source.layout.init_time, self._near(date)
         if not len(found):
             raise UserError(
                 f"{self.source.path}: no start date of another year lies within {self.days} days of "
@@ -84,9 +92,7 @@ class ModelClimate:
 
     def enough(self, date: int) -> bool:
         """Whether other years have `FEWEST_VALUES` members or more for the start date `date`."""
-        times = self.source.layout.init_time
-        dates = int(same_season(times, times[date], self.days).sum())
-        return dates * len(self.source.layout.realization) >= FEWEST_VALUES
+        return len(self._near(date)) * len(self.source.layout.realization) >= FEWEST_VALUES
 
     def quantiles(self, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
         """Quantiles for the start date `date`: pressure (Q, T, V, Z, Y, X) and surface (Q, T, S, Y, X) float32.

@@ -1,15 +1,17 @@
 """The model climate kept in a store: its quantiles for every start date, so that nobody need make them again.
 
 Two arrays stand beside the fields, `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D, T, S, Q, Y, X),
-float32, NaN where other years have too few values; one chunk a start date, lead and variable. They are made when all
+float32, NaN where other years have too few values; chunks of a start date, lead and variable. They are made when all
 start dates are there, and are no part of the store's fingerprint, for they follow from its fields.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from ensemble_ml.store.source import Selection
 
 DAYS_KEY = "climate_days"  # attribute of the root group
 _PROBABILITY = f"{CLIMATE}probability"
+_CHUNK = 1 << 26  # bytes
 _THREADS = 4  # each holds a share of the memory that a model climate may take
 
 
@@ -41,16 +44,20 @@ def write_climate(root: Path, days: int) -> None:
     order = np.argsort([str(time)[5:16] for time in lay.init_time], kind="stable").tolist()  # neighbours share members
     jobs = [(t, number, name) for t in range(len(lay.lead_hours)) for number, name in enumerate(lay.names)]
 
+    seasons: dict[int, np.ndarray] = {}
+
     def run(job: tuple[int, int, str]) -> None:
         t, number, name = job
         surface = number >= len(lay.variables)
         chosen = Selection(None, (lay.lead_hours[t],), () if surface else (name,), None, (name,) if surface else ())
-        climate = ModelClimate(store, days=days, memory=MEMORY // threads)
+        climate = ModelClimate(store, days=days, memory=MEMORY // threads, seasons=seasons)
+        rows, step = lay.grid.shape[0], arrays[surface].chunks[-2]
         for date in order:
-            if climate.enough(date):
-                found = climate.quantiles(date, chosen)
+            for first in range(0, rows, step) if climate.enough(date) else ():
+                band = first, min(first + step, rows)
+                found = climate.quantiles(date, replace(chosen, rows=band))
                 values = found.surface[:, 0, 0] if surface else found.pressure[:, 0, 0]
-                arrays[surface][date, t, number - surface * len(lay.variables)] = values
+                arrays[surface][date, t, number - surface * len(lay.variables), ..., slice(*band), :] = values
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, jobs))
@@ -60,6 +67,12 @@ def write_climate(root: Path, days: int) -> None:
         zarr.consolidate_metadata(group.store)
     known.pop("zarr.json")  # it has changed
     write_manifest(root, make_manifest(root, known))
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    """Rows of a chunk: what is in memory on each thread, and far below what a compressor can take."""
+    each = 4 * math.prod(shape[3:-2]) * shape[-1]
+    return min(shape[-2], max(1, _CHUNK // each))
 
 
 def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
@@ -79,7 +92,7 @@ def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
             found[surface] = group.create_array(
                 names[surface],
                 shape=shape,
-                chunks=(1, 1, 1, *shape[3:]),
+                chunks=(1, 1, 1, *shape[3:-2], _rows(shape), shape[-1]),
                 dtype=np.float32,
                 compressors=[BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="bitshuffle")],
                 fill_value=np.nan,

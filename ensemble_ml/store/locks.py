@@ -21,6 +21,17 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def shared(path: Path) -> Iterator[None]:
+    """Hold the lock on `path` beside others who hold it so, waiting for who has it alone."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """Try for the lock on `path` without waiting; whether it is held."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -85,7 +85,9 @@ class BuildPlan:
             "lead bounds": self.lead_bounds,
             "climate days": self.climate_days,
         }
-        return json.loads(json.dumps(layout | rest | self.provenance))
+        named = layout | rest
+        asked = {key: value for key, value in self.provenance.items() if key not in named}  # levels: as they came out
+        return json.loads(json.dumps(named | asked))
 
     @property
     def digest(self) -> str:

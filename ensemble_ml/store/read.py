@@ -29,6 +29,14 @@ from ensemble_ml.store.statistics import Moments, Statistics, merge_all
 ReadChunks = Callable[[str, ArraySpec, np.ndarray], Iterator[tuple[int, np.ndarray | None]]]  # as `read_chunks`
 
 
+def _folder(root: Path) -> tuple[int, int]:
+    try:
+        status = root.stat()
+    except OSError:
+        return -1, -1
+    return status.st_dev, status.st_ino
+
+
 class TensorStore:
     """A tensor store opened for reading; implements `ensemble_ml.store.source.Source`.
 
@@ -41,6 +49,7 @@ class TensorStore:
     def __init__(self, path: str | Path):
         self.path = str(path)
         self._root = Path(path).absolute()
+        self._folder = _folder(self._root)
         meta = read_metadata(self._root)
         self._files = read_manifest(self._root)
         check_sizes(self._root, self._files)
@@ -232,6 +241,8 @@ class TensorStore:
         return len(lay.lead_hours), len(lay.surface), 1
 
     def _check(self, part: Part | None, date: int) -> None:
+        if _folder(self._root) != self._folder:  # its factors would be taken for the new one's
+            raise UserError(f"store {self.path}: has been replaced since it was opened; open it anew")
         if part is not None and part not in self.parts:
             there = ", ".join(p.value for p in self.parts)
             raise UserError(f"store {self.path}: has no {part.value}; it holds {there}")

@@ -101,6 +101,16 @@ class Source(Protocol):
         """A short hash of what the source holds, kept in checkpoints and forecasts."""
 
 
+def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dict[str, list[list[int] | None]]:
+    """[first, last] hour of variables over intervals at each of `leads`, None where a lead has none.
+
+    Sources that do not know them give nothing.
+    """
+    known, hours = getattr(source, "lead_bounds", {}), source.layout.lead_hours
+    found = {name: [known[name][hours.index(lead)] for lead in leads] for name in names if name in known}
+    return {name: pairs for name, pairs in found.items() if any(pair is not None for pair in pairs)}
+
+
 def zero_by_nature(name: str, lead_hours: int) -> bool:
     """Whether a field is zero without being stored: at the start of a forecast, nothing has been accumulated yet."""
     return lead_hours == 0 and field(name).accumulated

@@ -27,6 +27,7 @@ from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Spee
 from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.optim import Exchange, build
+from ensemble_ml.store.source import bounds_at
 from ensemble_ml.training import setup
 from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
@@ -108,6 +109,7 @@ def assemble(
         "validation_dates": [iso(t) for t in reader.source.layout.init_time[validation]],
         "versions": setup.versions(),
         "data_fingerprint": reader.source.fingerprint(),
+        "lead_bounds": bounds_at(reader.source, (*reader.spec.variables, *reader.spec.surface), reader.spec.leads_in),
         "threads": threads,
         "seeds": {"seed": config.seed},
         **found,

@@ -14,7 +14,6 @@ from ensemble_ml.config import Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.locks import claimed
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkey
 def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
     settings = config(archive, tmp_path / "s.zarr")
     build = begin(settings, [0])
-    with claimed(build.work / "claims" / "000001"), pytest.raises(UserError, match="another builder is at work"):
+    with build.claim(1), pytest.raises(UserError, match="another builder is at work"):
         prepare(config(archive, tmp_path / "s.zarr", restart=True))
     assert not build.missing([0])
     with pytest.raises(UserError, match=r"with parts= each share would throw"):
@@ -104,7 +103,7 @@ def test_a_builder_waits_for_the_dates_of_another(archive, whole, tmp_path, capl
     said, held = threading.Event(), threading.Event()
 
     def another():
-        with claimed(build.work / "claims" / "000000") as ours:
+        with build.claim(0) as ours:
             assert ours
             held.set()
             said.wait(30)

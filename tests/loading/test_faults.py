@@ -18,6 +18,7 @@ import pytest
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import slab
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
+from ensemble_ml.loading.items import DatasetItems
 
 ROOT = Path(__file__).resolve().parents[2]
 F, BATCH, EPOCHS = 24, 4, 3
@@ -100,7 +101,8 @@ PROGRAM = """
 import sys, time
 sys.path[:0] = [{root!r}, {tests!r}]
 from test_faults import *
-loader = ClairvoyantLoader(Samples(), BATCH, EPOCHS, 0, ram=8 * SIZE, disk=8 * SIZE, folder={folder!r})
+items = DatasetItems(Samples(), "full of their number")
+loader = ClairvoyantLoader(items, BATCH, EPOCHS, 0, ram=8 * SIZE, disk=8 * SIZE, folder={folder!r})
 for batch in loader:
     print(batch.step, flush=True)
     if batch.step == 8:
@@ -128,20 +130,35 @@ def test_killed_it_leaves_nothing_that_breaks_the_next(tmp_path):
         file.seek(-SIZE // 2, os.SEEK_END)
         file.write(b"\xff" * (SIZE // 2))
     data = Samples()
-    with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=8 * SIZE, disk=8 * SIZE, folder=tmp_path) as loader:
+    items = DatasetItems(data, "full of their number")
+    with ClairvoyantLoader(items, BATCH, EPOCHS, 0, ram=8 * SIZE, disk=8 * SIZE, folder=tmp_path) as loader:
         use_up(loader)
     # Seven of the eight on disk were there: the eighth is damaged, and is read once more than those.
     assert data.reads == F + (EPOCHS - 1) * (F - 16) - 7
 
 
+def test_a_cache_of_another_content_is_not_taken(tmp_path):
+    """Same length, same shapes: nothing but a name tells a dataset's content."""
+
+    class Others(Samples):
+        def __getitem__(self, i):
+            return super().__getitem__(i) + 100
+
+    options = dict(ram=0, disk=8 * SIZE, folder=tmp_path)
+    with ClairvoyantLoader(Others(), BATCH, EPOCHS, 0, **options) as loader:
+        assert all((batch["0"] >= 100).all() for batch in loader)
+    with ClairvoyantLoader(Samples(), BATCH, EPOCHS, 0, **options) as loader:
+        use_up(loader)
+
+
 def test_a_cache_cut_short_is_made_anew(tmp_path):
     options = dict(ram=0, disk=8 * SIZE, folder=tmp_path)
-    with ClairvoyantLoader(Samples(), BATCH, EPOCHS, 0, **options) as loader:
+    with ClairvoyantLoader(DatasetItems(Samples(), "s"), BATCH, EPOCHS, 0, **options) as loader:
         use_up(loader)
     (file,) = tmp_path.iterdir()
     os.truncate(file, 100)
     data = Samples()
-    with ClairvoyantLoader(data, BATCH, EPOCHS, 0, **options) as loader:
+    with ClairvoyantLoader(DatasetItems(data, "s"), BATCH, EPOCHS, 0, **options) as loader:
         use_up(loader)
     assert data.reads == F + (EPOCHS - 1) * (F - 8)
 

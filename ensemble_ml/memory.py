@@ -1,0 +1,63 @@
+"""How much memory this process may use, and may still take: the machine's, or a control group's where that is less.
+
+A batch system limits a job by its own control group, which lies below the root: /proc/self/cgroup says where.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_MEMBERSHIP, _MEMINFO = Path("/proc/self/cgroup"), Path("/proc/meminfo")
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def memory_limit() -> int:
+    """Bytes that the processes of this job may use together."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit, _ in _limits())])
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take; what the system keeps of files and gives up when asked counts as free."""
+    return max(0, min([_available(), *(limit - used for limit, used in _limits())]))
+
+
+def _available() -> int:
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit, and what is used of it less what files take, of this process's control group and of those above it."""
+    for folder, names in _groups():
+        try:
+            limit, used = (int((folder / name).read_text()) for name in names[:2])  # "max" is none
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield limit, used - int(stat.get(names[2], 0))
+        except (OSError, ValueError):
+            continue
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    try:
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, names = _ROOT, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = _ROOT / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            yield folder, names
+            if folder == root:
+                break
