@@ -65,8 +65,8 @@ class ClairvoyantLoader:
         gather: brings every rank's bytes to all ranks (an all-gather of objects); needed where ranks > 1.
         ram, disk: bytes of samples to hold on this rank, the same on all; None takes half the free memory. They are
             held packed, or decompressed where all fit so and no more travels between nodes for it.
-        folder: for the cache on local disk. A later run with the same plan finds it filled where `source` has a name for
-            its content (a `StoreItems`, or `DatasetItems(dataset, name)`).
+        folder: for the cache on local disk. A later run with the same plan finds it filled where `source` names
+            its content (`StoreItems`, or `DatasetItems(dataset, name)`).
         assign: `fixed` or `locality`.
         threads: that fetch and decode.
         ahead: batches of look-ahead.

@@ -187,7 +187,9 @@ def test_a_damaged_cache_is_read_anew(caplog):
 def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path):
     for attempt, reads in enumerate((F + (EPOCHS - 1) * (F - 15), EPOCHS * (F - 10 - 5) + 5)):
         data = Numbers()
-        with ClairvoyantLoader(data, BATCH, EPOCHS, 3, ram=5 * SIZE, disk=10 * SIZE, folder=tmp_path) as loader:
+        first = int(Order(3, F, BATCH).step(0)[1][0])  # read when the loader is made, and kept until it is used
+        items = DatasetItems(data, "numbers", first)
+        with ClairvoyantLoader(items, BATCH, EPOCHS, 3, ram=5 * SIZE, disk=10 * SIZE, folder=tmp_path) as loader:
             for batch in loader:
                 check(batch, batch.samples)
             assert loader.tiers.counters.disk == (EPOCHS - 1 + attempt) * 10 * SIZE
