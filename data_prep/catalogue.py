@@ -20,14 +20,13 @@ import numpy as np
 from data_prep.files import archive_files, open_readers
 from data_prep.geometry import Geometry
 from data_prep.grib_index import GribIndex
-from data_prep.grib_io import Stamp
 from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
 from ensemble_ml.store.source import Layout
-from ensemble_ml.store.sources import PLACE
+from ensemble_ml.store.sources import PLACE, stamp
 
 log = logging.getLogger(__name__)
 
@@ -288,8 +287,10 @@ def _joined_tables(readers: list[Reader]) -> np.ndarray:
 
 
 def _stamped(path: str) -> tuple[str, int, int]:
-    now = Stamp.of(path)
-    return os.path.abspath(path), now.size, now.mtime_ns
+    now = stamp(path)
+    if now is None:
+        raise UserError(f"{path}: cannot be seen any more; run again")
+    return os.path.abspath(path), *now
 
 
 def _summed(checksum: int, raw: RawField) -> int:

@@ -59,12 +59,13 @@ class Sources:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """Bytes and time of change of a file as it is now; None where it cannot be seen."""
+    """Bytes and time of change of a file as it is now, or of all files of a Zarr folder; None where it is not seen."""
     try:
-        status = os.stat(path)
+        inside = [os.path.join(root, name) for root, _, files in os.walk(path) for name in files]
+        found = [os.stat(one) for one in inside or [path]]
     except OSError:
         return None
-    return status.st_size, status.st_mtime_ns
+    return sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
 
 
 def changed(files: Stamps, now: dict[str, tuple[int, int] | None], *, lost: bool) -> Iterator[str]:

@@ -295,3 +295,34 @@ class TestSlices:
                 np.testing.assert_array_equal(found, expected)
                 seen += found.size
             assert seen == whole.pressure.size + whole.surface.size
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+def test_means_and_spreads_of_an_ensemble_are_no_members(tmp_path, edition):
+    members = [message("t", member=m, edition=edition, seed=m) for m in (1, 2, 3)]
+    if edition == 1:
+        derived = [message("t", member=0, kind=kind, seed=9) for kind in ("em", "es")]
+    else:
+        derived = [
+            message("t", member=None, edition=2, productDefinitionTemplateNumber=2, derivedForecast=n, seed=9)
+            for n in (0, 4)
+        ]
+    source = open_archive(write(tmp_path / "a.grib", [*derived, *members]))
+    assert source.layout.realization == (1, 2, 3)
+
+
+def test_a_folder_that_is_a_link_is_looked_into(tmp_path):
+    ensemble(tmp_path / "far" / "b.grib", dates=(20020101,))
+    ensemble(tmp_path / "in" / "a.grib", dates=(20010101,))
+    (tmp_path / "in" / "2002").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "round").symlink_to(tmp_path / "in")
+    assert len(open_archive(tmp_path / "in").layout.init_time) == 2
+
+
+def test_a_file_that_took_the_place_of_another_is_read(tmp_path):
+    path = ensemble(tmp_path / "a.grib", dates=(20010101,))
+    open_archive(path).read(Part.FORECAST, 0)
+    ensemble(tmp_path / "new.grib", dates=(20030101, 20030102)).replace(path)
+    source = open_archive(path)
+    assert len(source.layout.init_time) == 2
+    source.read(Part.FORECAST, 1)

@@ -1,5 +1,6 @@
 """Builders that share a store, one after the other or at once: nothing is built twice, nothing mixed."""
 
+import resource
 import threading
 
 import building
@@ -131,3 +132,16 @@ def test_shares_of_a_batch_queue(archive, whole, tmp_path):
     for wrong in ("0/3", "4/3", "3", "a/b"):
         with pytest.raises(UserError, match=f"parts={wrong}: write i/n"):
             PrepareConfig(parts=wrong)
+
+
+def test_a_build_of_many_dates_is_thrown_away(archive, tmp_path):
+    """More claims than a process may have open files."""
+    build = begin(config(archive, tmp_path / "s.zarr"), [0])
+    for date in range(300):
+        (build.work / "claims" / f"{date:06d}").touch()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        prepare(config(archive, tmp_path / "s.zarr", restart=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -41,6 +41,13 @@ def test_half_built_and_built(settings, tmp_path, capsys):
     assert whole["quantisation_error"]["t"] >= half["quantisation_error"]["t"] > 0
 
 
+def test_names_of_a_half_built_store_are_in_its_own_order(settings, tmp_path):
+    prepare(settings(parts="1/3", variables=["t2m", "t"], levels=[850, 500]))
+    half = look(tmp_path)
+    assert half["levels"] == [500, 850]
+    assert 200 < half["statistics"]["t"]["500"]["mean"] < 300
+
+
 def test_a_damaged_shard_of_a_half_built_store(settings, tmp_path):
     prepare(settings(parts="1/3"))
     shard = next(p for p in (tmp_path / "a.zarr.building" / "store").rglob("c.*") if p.stat().st_size)

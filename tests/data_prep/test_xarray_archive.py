@@ -1,12 +1,16 @@
 """NetCDF and Zarr archives as sources."""
 
+import os
+
 import numpy as np
 import pytest
+import xarray as xr
 from gribfiles import GLOBE, dataset, ensemble
 
 from data_prep import find_gaps, open_archive
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part
+from ensemble_ml.store.sources import stamp
 
 
 class TestXarray:
@@ -153,3 +157,66 @@ class TestXarray:
         source = open_archive(tmp_path)
         assert source.layout.variables == ("t", "z") and find_gaps(source) == []
         assert np.isfinite(source.read(Part.FORECAST, 1).pressure).all()
+
+
+def flat(**coordinates):
+    """Wind without a pressure axis, at what scalar coordinates say."""
+    data = dataset(t="u").isel(isobaricInhPa=0, drop=True)
+    data["u"].attrs["units"] = "m s-1"
+    return data.assign_coords(coordinates)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "names"),
+    [
+        ({}, ("u10",)),
+        ({"heightAboveGround": 10.0}, ("u10",)),
+        ({"height": ((), 10.0, {"axis": "Z", "units": "m"})}, ("u10",)),
+        ({"surface": 0.0}, ("u10",)),
+        ({"heightAboveGround": 80.0}, None),
+        ({"hybrid": 40.0}, None),
+        ({"tropopause": 0.0}, None),
+    ],
+)
+def test_a_field_at_another_height_is_not_the_surface_variable(tmp_path, coordinates, names):
+    flat(**coordinates).to_netcdf(tmp_path / "a.nc")
+    if names:
+        assert open_archive(tmp_path / "a.nc").layout.surface == names
+        return
+    with pytest.raises(UserError, match="no field that the registry knows"):
+        open_archive(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize("bounds", [False, True])
+def test_valid_times_after_one_start_are_leads(tmp_path, bounds):
+    data = dataset(t="tp").isel(time=0, isobaricInhPa=0, drop=True)
+    data["tp"].attrs["units"] = "m"
+    start = np.datetime64("2001-01-01", "ns")
+    times = start + np.array([24, 48], "timedelta64[h]")
+    data = data.rename(step="time").assign_coords(time=times, forecast_reference_time=start)
+    data.time.encoding["units"] = "hours since 2001-01-01"
+    if bounds:
+        data.time.attrs["bounds"] = "time_bnds"
+        data["time_bnds"] = ("time", "two"), np.stack([times - np.timedelta64(6, "h"), times], 1)
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.lead_hours == (24, 48) and source.layout.init_time.tolist() == [start.item()]
+    assert source.lead_bounds == {"tp": [[18, 24], [42, 48]] if bounds else [[0, 24], [24, 48]]}
+
+
+def test_a_field_in_two_variables_of_a_file(tmp_path):
+    data = dataset()
+    upper = data.t.sel(isobaricInhPa=[500.0]).rename(isobaricInhPa="level")
+    lower = data.t.sel(isobaricInhPa=[850.0]).rename(isobaricInhPa="plev")
+    xr.Dataset({"t": upper, "ta": lower.assign_attrs(units="K")}).to_netcdf(tmp_path / "a.nc")
+    found = open_archive(tmp_path / "a.nc")
+    assert found.layout.levels == (500, 850)
+    np.testing.assert_array_equal(found.read(Part.FORECAST, 1).pressure[:, :, 0], data.t.values[1][:, :, ::-1])
+
+
+def test_a_zarr_archive_that_changes_inside_is_seen(tmp_path):
+    dataset().to_zarr(tmp_path / "a.zarr", consolidated=False)
+    before = stamp(str(tmp_path / "a.zarr"))
+    chunk = max((p for p in (tmp_path / "a.zarr" / "t").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.utime(chunk, ns=(0, chunk.stat().st_mtime_ns + 10**9))
+    assert stamp(str(tmp_path / "a.zarr")) != before

@@ -13,8 +13,8 @@ from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, Speed, climate
 from ensemble_ml.store import Fields, Layout, Part, Selection
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
-CENTRES = {"t": 250.0, "z": 5e4, "t2m": 280.0, "tp": 0.002, "fg10": 12.0}
-SCALES = {"t": 8.0, "z": 900.0, "t2m": 8.0, "tp": 0.002, "fg10": 4.0}
+CENTRES = {"t": 250.0, "z": 5e4, "t2m": 280.0, "tp": 0.002, "fg10": 12.0, "ws10": 8.0}
+SCALES = {"t": 8.0, "z": 900.0, "t2m": 8.0, "tp": 0.002, "fg10": 4.0, "ws10": 3.0}
 
 
 class MemorySource:
@@ -108,7 +108,7 @@ def make_spec(source: MemorySource, *, leads_out=(24, 48), static=(), **config) 
     )
 
 
-def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float] = (-6, 6), seed=1) -> Path:
+def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float] = (-6, 6), seed=1, **more) -> Path:
     """Random climate, head weights moved away from zero; `ranges` of the inputs in deviations around their centre."""
     rng = np.random.default_rng(seed)
     arrays = {}
@@ -137,6 +137,7 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
         "training_dates": ["2000-01-01T00:00", "2000-01-02T00:00"],
         "data_fingerprint": "feedfeedfeedfeed",
         "precision": Speed().to_json(),
+        **more,
         "input_range": {
             name: pair if name in spec.surface else {str(level): pair for level in spec.levels}
             for name, pair in limits.items()

@@ -183,3 +183,36 @@ def test_a_folder_that_cannot_be_made_is_a_users_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_forecast(tmp_path / "file" / "f.nc", header(select(make_grid(), None, None)), [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of file size")
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
+    """As a quota does it: the library's own close fails as well."""
+    program = """
+import resource, signal, sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+from test_forecast_file import *
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+places = select(make_grid((181, 360)), None, None)
+values = np.random.default_rng(0).normal(size=(1, 1, *places.shape))
+try:
+    write_forecast(Path({folder!r}) / "f.nc", header(places), [Output("t", Kind.MEAN, values)])
+except UserError as error:
+    print("refused:", error)
+"""
+    given = program.format(paths=[p for p in sys.path if p], folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True)
+    assert done.stdout.startswith("refused: output") and "cannot be written" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_heights_and_times_are_told_only_where_they_are_known(tmp_path):
+    source = make_source(dates=1, variables=("t",), surface=("tp", "fg10", "ws10"))
+    data = forecast(tmp_path, source, {})
+    with xr.open_dataset(data) as made:
+        assert "height_10m" in made.ws10_mean.attrs.get("coordinates", "") + made.ws10_mean.encoding["coordinates"]
+        assert "time: sum" in made.tp_mean.attrs["cell_methods"]
+        assert "time: point" not in made.fg10_mean.attrs.get("cell_methods", "")  # a maximum over nobody knows what
+        assert "time: point" in made.t_mean.attrs["cell_methods"]

@@ -11,7 +11,7 @@ import xarray as xr
 from forecasting import make_checkpoint, make_grid, make_source, make_spec
 from scipy.stats import gamma, norm, truncnorm
 
-from ensemble_ml.config import Precision
+from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
@@ -339,3 +339,31 @@ def test_attributes(config, source, checkpoint):
     assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
     assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"
     assert "ensemble-ml predict" in attrs["history"] and "(step 7), from memory" in attrs["source"]
+
+
+def test_a_prediction_that_is_not_finite_is_refused(tmp_path, monkeypatch):
+    source = make_source(dates=1)
+    checkpoint = make_checkpoint(tmp_path / "c", make_spec(source))
+    module = importlib.import_module("ensemble_ml.inference.predict")
+    real = module._forward
+
+    def broken(*given):
+        found = real(*given)
+        found.scale_p[0, 1, 0, 0, 3, 3] = torch.nan
+        return found
+
+    monkeypatch.setattr(module, "_forward", broken)
+    with pytest.raises(UserError, match=r"t: the prediction is not finite"):
+        predict(PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(tmp_path / "f")), source)
+    assert not list((tmp_path / "f").glob("*"))
+
+
+def test_rain_over_other_hours_is_refused(tmp_path):
+    source = make_source(dates=1)
+    checkpoint = make_checkpoint(tmp_path / "c", make_spec(source), lead_bounds={"tp": [None, [0, 24], [24, 48]]})
+    source.lead_bounds["tp"] = [None, [18, 24], [42, 48]]
+    given = PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(tmp_path / "f"))
+    with pytest.raises(UserError, match="tp over nothing, 18-24 h, 42-48 h, the checkpoint knows it over nothing, 0"):
+        predict(given, source)
+    source.lead_bounds["tp"] = [None, [0, 24], [24, 48]]
+    predict(given, source)

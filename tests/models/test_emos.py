@@ -136,3 +136,15 @@ def test_what_is_refused():
         fit_emos(np.arange(3.0), np.ones(3), np.arange(3.0))
     with pytest.raises(UserError, match="they must be equal"):
         fit_emos(np.zeros(5), np.zeros(4), np.zeros(5))
+
+
+def test_a_point_without_observations_says_nothing_of_the_others():
+    rng = np.random.default_rng(9)
+    parts = [np.stack(v) for v in zip(*(draw(rng, 40, a=a) for a in rng.normal(0, 2, 20)), strict=True)]
+    mean, variance, y = parts[:3]
+    prior = fit_emos(*(v.ravel() for v in (mean, variance, y)))
+    wanted = fit_emos(mean, variance, y, prior=prior, strength=8.0)
+    y[7] = np.nan
+    found = fit_emos(mean, variance, y, prior=prior, strength=8.0)
+    others = np.arange(20) != 7
+    np.testing.assert_allclose(found.a[others], wanted.a[others], atol=0.1)

@@ -1,6 +1,7 @@
 """Forecasts over several ranks: the same NetCDF as from one process, and each rank reads its rows alone."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,3 +88,22 @@ def test_the_same_files_as_from_one_process(trained, serial, tmp_path, lat, lon,
             assert {k: v for k, v in one.attrs.items() if k != "history"} == {
                 k: v for k, v in other.attrs.items() if k != "history"
             }
+
+
+def test_masks_are_those_of_one_process(tmp_path):
+    made = dict(dates=8, members=5, shape=(17, 16), surface=("sst",), masked=("sst",), variables=("t",))
+    store = make_store(tmp_path / "a.zarr", **made).path
+    data = DataConfig(store=store, train=["2001-01-01/2001-01-09"], members=[2, 4])
+    model = ModelConfig(hidden=8, max_hidden=8, depth=2, precision=Precision.float64)
+    config = TrainConfig(
+        run="a", output=str(tmp_path), steps=1, batch_size=2, threads=1, data=data, model=model,
+        tracking=TrackingConfig(tensorboard=False),
+    )  # fmt: skip
+    trained = store, str(train(config) / "checkpoints" / "last")
+    given = [replace(config_of(trained, tmp_path / str(n), lat=n), thresholds={}, members_out=False) for n in (1, 2)]
+    predict(given[0], open_store(store))
+    run_ranks(forecast, 2, given[1], lat=2, lon=1, data=1)
+    for path in sorted((tmp_path / "1").iterdir()):
+        with xr.open_dataset(path) as one, xr.open_dataset(tmp_path / "2" / path.name) as other:
+            assert np.isnan(one.sst_mean).any() and np.isfinite(one.sst_mean).any()
+            np.testing.assert_allclose(other.sst_mean, one.sst_mean, rtol=3e-7)

@@ -259,3 +259,13 @@ def test_dates_are_chosen_by_period():
     assert select_dates(times, ["2001-02/2003-06-01"]).tolist() == [1, 2]
     with pytest.raises(UserError, match="dates 1999: no start date lies there; the data span 2001-01-31T12 to 2003"):
         select_dates(times, ["1999"])
+
+
+def test_a_store_that_was_replaced_is_not_read_with_old_factors(tmp_path):
+    store = make_store(tmp_path / "s.zarr")
+    store.read(Part.FORECAST, 0)
+    make_store(tmp_path / "new.zarr", seed=1)
+    (tmp_path / "s.zarr").rename(tmp_path / "old.zarr")
+    (tmp_path / "new.zarr").rename(tmp_path / "s.zarr")
+    with pytest.raises(UserError, match="has been replaced since it was opened"):
+        store.read(Part.FORECAST, 0)

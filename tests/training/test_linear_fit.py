@@ -106,3 +106,21 @@ def test_the_model_adds_what_a_sum_by_hand_gives():
                     sign = sign if c == 0 else 1.0
                     total += weight[0, c, i + 1, j + 1] * sign * field[y, across % 16]
         assert float(added[row, column].detach()) == pytest.approx(total * typical[0], rel=1e-3, abs=1e-5)
+
+
+def test_a_target_that_is_missing_on_some_dates_keeps_its_slopes(dates):
+    rng = np.random.default_rng(3)
+    true = linear_of(dates, rng.normal(0, 0.2, correction_shape(dates.spec)))
+
+    def errors(date, sample, members):
+        mean, spread = true(sample.mean, sample.spread, members)
+        if date < 8:
+            mean = mean.clone()
+            mean[:, 0] = torch.nan
+        return mean, spread
+
+    found = linear_of(dates)
+    fit_linear(found, dates, TRAIN, VALIDATION, [2, 3, 5], errors)
+    sample = Dates(dates.reader, 3).sample(18)
+    wanted, got = true(sample.mean, sample.spread, 3)[0], found(sample.mean, sample.spread, 3)[0]
+    assert float(((wanted - got)[:, 0] ** 2).sum() / (wanted[:, 0] ** 2).sum()) < 0.1

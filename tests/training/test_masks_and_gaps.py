@@ -230,3 +230,17 @@ def test_rivals_refuse_masked_variables(settings, stores, name):
         UserError, match=rf"model.name={name}: takes no variable that has points without a value \(sst\)"
     ):
         train(settings("masked", model__name=name))
+
+
+def test_a_window_of_land_alone_is_read(settings, stores):
+    """A rank's part of the grid may hold no point of the sea."""
+    spec = reader_of(settings, stores, "masked").spec
+    part = Reader(stores["masked"], spec, window=((7, 9), (0, 16)))
+    fields = part.forecast(0, [0, 1])
+    assert np.isnan(fields.surface[:, :, spec.surface.index("sst")]).all()
+
+
+def test_emos_is_fitted_without_dates_that_lack_members(settings, stores):
+    run = train(settings("gaps", model__name="emos", model__spread=False, data__members=[1, 2, 5, 6]))
+    model = load_checkpoint(run / "checkpoints" / "best")
+    assert all(torch.isfinite(value).all() for value in model.state_dict.values())

@@ -12,9 +12,10 @@ import torch
 import yaml
 from synthetic import make_store
 
-from ensemble_ml.config import LoaderName, OptimName, Precision
+from ensemble_ml.config import LoaderName, OptimName, Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
+from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training import load_checkpoint, load_model, train, trainer
@@ -299,3 +300,14 @@ def test_a_link_that_was_not_exchanged_is_mended(config_of):
     (folder / ".partial-step_00000099").mkdir()
     train(config_of(steps=60, optim__lr=2e-3, resume=True))
     assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
+
+
+@pytest.mark.parametrize("name", ["unet3d", "drn"])
+def test_surface_variables_alone(config_of, tmp_path, name):
+    """The store's levels mean nothing then, and an archive without any will do for a forecast."""
+    store = make_store(tmp_path / "s.zarr", dates=20, shape=(9, 17 if name == "drn" else 16))
+    given = config_of(data__store=store.path, data__variables=[], data__surface=["t2m"], model__name=name)
+    run = train(given)
+    ground = make_store(tmp_path / "g.zarr", dates=2, variables=(), levels=(), shape=store.layout.grid.shape)
+    checkpoint = str(run / "checkpoints" / "last")
+    assert predict(PredictConfig(checkpoint=checkpoint, input=ground.path, output=str(tmp_path / "f")), ground)
