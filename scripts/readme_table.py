@@ -19,13 +19,25 @@ HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
 
 def row(claim: dict) -> str:
-    """One line: what is claimed, what was measured, what was asked for, whether it holds."""
-    value, target = (f"{v:.3g}" if isinstance(v, int | float) else str(v) for v in (claim["value"], claim["target"]))
-    return f"| {claim['claim']} | {value} {claim['unit']} | {target} | {'yes' if claim['holds'] else '**no**'} |"
+    """One line: what is claimed, what was measured, the target, whether it holds."""
+    value, target = (shown(claim[key]) for key in ("value", "target"))
+    if value == target and claim["value"] != claim["target"]:
+        value = f"{claim['value']:.5g}"
+    said = claim["claim"].replace("|", "\\|")
+    return f"| {said} | {value} {claim['unit']} | {target} | {'yes' if claim['holds'] else '**no**'} |"
 
 
-def command(name: str) -> str:
-    """What was run for a file of results."""
+def shown(value: float | str) -> str:
+    """A number as the table has it; next to nothing is the target of what is to lie above zero."""
+    if not isinstance(value, int | float):
+        return value
+    return "above 0" if 0 < value < 1e-6 else f"{value:.3g}"
+
+
+def command(name: str, content: dict) -> str:
+    """What was run for a file of results; settings that name this or that folder are left out."""
+    if content.get("command"):
+        return " ".join(word for word in content["command"] if "/" not in word)
     benchmark, _, section = name.partition("-")
     only = f" only=[{section}]" if section else ""
     return "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
@@ -41,20 +53,20 @@ def table() -> str:
     paths = sorted((ROOT / "scripts" / "results").glob("*.json"))
     found = {path.stem: json.loads(path.read_text()) for path in paths}
     claims = {name: content["claims"] for name, content in found.items() if content["claims"]}
-    lines = [f"Of `{command('quickstart')}`:", "", *HEAD, *rows(claims["quickstart"])]
+    lines = [f"Of `{command('quickstart', found['quickstart'])}`:", "", *HEAD, *rows(claims["quickstart"])]
     lines += ["", "| shown by | claims that hold |", "|---|---|"]
     for name, some in claims.items():
         held = rows([claim for claim in some if claim["holds"]])
-        lines.append(f"| `{command(name)}` | {len(held)} of {len(rows(some))} |")
+        lines.append(f"| `{command(name, found[name])}` | {len(held)} of {len(rows(some))} |")
     lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
     for name, some in claims.items():
         lines += [f"{one} {name.partition('-')[0]} |" for one in rows([c for c in some if not c["holds"]])]
     lines += ["", "Where another is faster:", ""]
     for name, content in found.items():
         lost = [note.removeprefix(LOST) for note in content.get("notes", []) if note.startswith(LOST)]
-        lines += [f"- {note} (`{command(name)}`)" for note in lost]
+        lines += [f"- {note} (`{command(name, content)}`)" for note in lost]
     for name, some in claims.items():
-        lines += ["", f"<details><summary>All claims of <code>{command(name)}</code></summary>", "", *HEAD]
+        lines += ["", f"<details><summary>All claims of <code>{command(name, found[name])}</code></summary>", "", *HEAD]
         lines += [*rows(some), "", "</details>"]
     return "\n".join(lines)
 

@@ -1,8 +1,8 @@
 """What every benchmark leaves: results.json, and the same as a page that needs nothing else.
 
-results.json holds `machine`, `commit`, `runs`, `figures` (name -> median, min, max, unit, for ours and for each peer)
-and `claims`: one entry for each figure that was promised, `{claim, value, unit, target, holds}`. A claim that does not
-hold stands there as such.
+results.json holds `machine`, `commit`, `command`, `runs`, `figures` (name -> median, min, max, unit, for ours and for
+each peer) and `claims`: one entry for each figure that was promised, `{claim, value, unit, target, holds}`. A claim that
+does not hold stands there as such.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,6 +113,7 @@ def write_results(
         "title": title,
         "machine": machine(),
         "commit": commit(),
+        "command": ["ensemble-ml", *sys.argv[1:]] if sys.argv[1:2] == ["benchmark"] else None,
         "runs": runs,
         "figures": {name: asdict(figure) for name, figure in figures.items()},
         "claims": [claim.to_json() for claim in claims],

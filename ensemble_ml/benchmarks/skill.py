@@ -119,4 +119,4 @@ def _contest(
 def _split_in_words(dates: Dates, store: TensorStore) -> str:
     parts = {"trained on": dates.train, "chosen on": dates.validation, "scored on": dates.test}
     told = ", ".join(f"{word} {' '.join(part)}" for word, part in parts.items())
-    return f"{store.path} ({store.fingerprint()}): {told}."
+    return f"{Path(store.path).name} ({store.fingerprint()}): {told}."
