@@ -70,10 +70,6 @@ class GribFile:
                 self._stamp.check(self.path, Stamp.of(descriptor))
                 yield field
 
-    def close(self) -> None:
-        """Give back the file handle; a later read opens it anew."""
-        descriptors.close(self.path)
-
 
 class _Message:
     """One message of an open file, and the band of rows that is wanted of it."""

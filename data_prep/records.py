@@ -127,9 +127,6 @@ class Reader(Protocol):
         of `into` (rows, X) uint16, one a record, where they are given.
         """
 
-    def close(self) -> None:
-        """Give back the file handle; a later read opens it anew."""
-
 
 def field_of(record: np.void) -> Field:
     """The registry's entry of a record."""

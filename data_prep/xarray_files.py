@@ -185,13 +185,6 @@ class XarrayFile:
             values = values.astype(np.float64) * variable.factor + variable.shift
         return values.astype(np.float32)
 
-    def close(self) -> None:
-        """Close the file; a later read opens it anew."""
-        with self._lock:
-            if self._data is not None:
-                self._data.close()
-                self._data = None
-
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs; it opens the file for itself."""
         return self.__dict__ | {"_data": None, "_lock": None}

@@ -1,8 +1,8 @@
 """What every benchmark leaves: results.json, and the same as a page that needs nothing else.
 
 results.json holds `machine`, `commit`, `command`, `runs`, `figures` (name -> median, min, max, unit, for ours and for
-each peer) and `claims`: one entry for each figure that was promised, `{claim, value, unit, target, holds}`. A claim that
-does not hold stands there as such.
+each peer) and `claims`: one entry for each figure that was promised, `{claim, value, unit, target, holds}`. A claim
+that does not hold stands there as such.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.inference.starts import Start
 from ensemble_ml.loading.batches import filled
-from ensemble_ml.loading.reader import Reader, Span
+from ensemble_ml.loading.reader import Reader, Span, day_of_year
 from ensemble_ml.models import AnyModel, Climate, EnsembleInput, ModelSpec
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.inputs import valid_shares
@@ -119,11 +119,6 @@ def collate(samples: Sequence[Sample], spec: ModelSpec) -> EnsembleInput:
         stack([filled(s.members.surface, most) for s in samples]) if every else None,
         **{name: stack([share[name] for share in shares]) for name in ("valid_p", "valid_s") if shares},
     )
-
-
-def day_of_year(time: np.datetime64) -> int:
-    """1 on the first of January."""
-    return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
 
 
 def replace_static(model: AnyModel, source: Source) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order, member_subset
 from ensemble_ml.loading.plan import to_holders
-from ensemble_ml.loading.reader import Reader, iso
+from ensemble_ml.loading.reader import Reader, day_of_year, iso
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
 from ensemble_ml.store.source import Part
 
@@ -199,7 +199,7 @@ def join(
     times = [reader.time(draw.date) for draw in draws]
     inputs = EnsembleInput(
         count=torch.tensor([float(count) for count in counts]),
-        day_of_year=torch.tensor([float(_day_of_year(time)) for time in times]),
+        day_of_year=torch.tensor([float(day_of_year(time)) for time in times]),
         **stacked,
     )
     whole = [i for i, draw in enumerate(draws) if counts[i] == len(reader.available(draw.date))]
@@ -247,7 +247,3 @@ def filled(members: np.ndarray, most: int) -> np.ndarray:
     found = np.zeros((most, *members.shape[1:]), members.dtype)
     found[: len(members)] = members
     return found
-
-
-def _day_of_year(time: np.datetime64) -> int:
-    return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1

@@ -177,6 +177,11 @@ def iso(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))
 
 
+def day_of_year(time: np.datetime64) -> int:
+    """1 on the first of January."""
+    return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
+
+
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and sample standard deviation (ddof = 1; zero for one member) over the first axis, float32.
 

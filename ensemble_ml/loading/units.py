@@ -6,7 +6,6 @@ disk; or those of the truth and of the full ensemble's spread. It is read, kept,
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,12 +108,6 @@ class Units:
         date = self._found[unit // self.each]
         largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
         return date.shards[largest.shard][0]
-
-    def fingerprint(self) -> str:
-        """A hash of the store and of what is read of it."""
-        chosen = [self.reader.selection(part) for part in Part]
-        said = repr((self.store.fingerprint(), chosen))
-        return hashlib.sha256(said.encode() + np.ascontiguousarray(self.dates, "<i8").tobytes()).hexdigest()[:16]
 
     def _date(self, date: int) -> _Date:
         shards: list[tuple[str, int, np.ndarray]] = []

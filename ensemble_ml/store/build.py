@@ -52,7 +52,9 @@ class Build:
         restart: bool = False,
         work: Path | None = None,
     ):
-        self.path, self.plan, self._overwrite = Path(path).absolute(), plan, overwrite
+        path = Path(path).absolute()
+        path = path.resolve() if path.is_symlink() else path  # a link goes on leading to the store
+        self.path, self.plan, self._overwrite = path, plan, overwrite
         self.work, self.shared = work or building_folder(self.path), work is None
         self.complete = False  # whether the store has its name
         self.outdated: dict[str, set[int]] = {}  # files that changed since start dates were built from them

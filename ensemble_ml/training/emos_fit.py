@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.fields import Family
-from ensemble_ml.loading.reader import Reader
+from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import distributions
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos_model import SIZES, EmosModel, seasonal_terms
@@ -56,7 +56,7 @@ class _Samples:
             sample = source.sample(int(date))
             parts = sample.mean, sample.spread**2, source.target(Part.TRUTH, int(date))
             found.append([v.flatten(-2) for v in parts])
-        days = [_day(reader.time(int(date))) for date in dates]
+        days = [float(day_of_year(reader.time(int(date)))) for date in dates]
         mean, variance, truth = (torch.stack(v) for v in zip(*found, strict=True))
         whole = torch.isfinite(mean) & torch.isfinite(variance)  # not where a date has fewer members than M
         truth = torch.where(whole, truth, torch.nan)
@@ -172,7 +172,3 @@ class _Fit:
 
 def _nearest(size: int, wanted: Sequence[int]) -> int:
     return min(wanted, key=lambda s: abs(math.log(s / size)))
-
-
-def _day(time: np.datetime64) -> float:
-    return float((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1

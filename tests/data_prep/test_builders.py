@@ -1,5 +1,6 @@
 """Builders that share a store, one after the other or at once: nothing is built twice, nothing mixed."""
 
+import errno
 import resource
 import threading
 
@@ -145,3 +146,19 @@ def test_a_build_of_many_dates_is_thrown_away(archive, tmp_path):
         prepare(config(archive, tmp_path / "s.zarr", restart=True))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_file_system_without_locks_is_named(archive, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(UserError, match=r"its file system has no locks .*mount Lustre with -o flock"):
+        prepare(config(archive, tmp_path / "s.zarr", index=None))
+
+
+def test_a_link_to_a_store_stays_one(archive, whole, tmp_path):
+    prepare(config(archive, tmp_path / "disk" / "s.zarr", levels=[500]))
+    (tmp_path / "s.zarr").symlink_to(tmp_path / "disk" / "s.zarr")
+    prepare(config(archive, tmp_path / "s.zarr", overwrite=True))
+    assert (tmp_path / "s.zarr").is_symlink() and building.contents(tmp_path / "disk" / "s.zarr") == whole
