@@ -27,6 +27,7 @@ from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
+from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
@@ -59,6 +60,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
                     mark_own(p, shard)
         elif isinstance(module, Features):
             _swap(module, PartFeatures, shard=shard)
+        elif isinstance(module, LinearCorrection):
+            _swap(module, PartLinear, shard=shard)
     _swap(model, PartModel, shard=shard)
     return shard
 
@@ -156,6 +159,23 @@ class PartFeatures(Features):
     def _standard(self, suffix: str) -> tuple[Tensor, Tensor]:
         mean, std = super()._standard(suffix)
         return (self.part_shard.cut(mean), self.part_shard.cut(std)) if self.spec.local else (mean, std)
+
+
+class PartLinear(LinearCorrection):
+    """The bands of latitude that lie in this rank's rows."""
+
+    part_shard: Shard
+
+    def _bands(self) -> Any:
+        return self._buffers["bands"][:, slice(*self.part_shard.own_rows)]  # type: ignore[index]
+
+    def _supports(self) -> Any:
+        start, end = self.part_shard.own_rows
+        rows = ((max(first, start), min(last, end)) for first, last in self.__dict__["supports"])
+        return [(first - start, last - start) for first, last in rows]
+
+    bands: Any = property(_bands)
+    supports: Any = property(_supports)
 
 
 class PartModel(EnsembleModel):

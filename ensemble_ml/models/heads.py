@@ -10,8 +10,10 @@ pulls the local terms back to what the train dates say. All learned terms are in
 sign-based optimizer moves each by the same sensible share.
 
 s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
-itself): see `features`. The base is m + L for a normal variable. For one that cannot be negative it is the location at
-which the distribution's *mean* is m + L: where all members are dry, the untrained forecast is dry too.
+itself): see `features`. With a linear correction sigma follows s1 as it is corrected, for its neighbours know more of
+the flow: s0 is then that of `FOLLOWED` members with this spread. The base is m + L for a normal variable. For one that
+cannot be negative it is the location at which the distribution's *mean* is m + L: where all members are dry, the
+untrained forecast is dry too.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from ensemble_ml.models import distributions
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 from ensemble_ml.models.linear import departures
 
+FOLLOWED = 5  # members that a corrected s1 stands for, beside the k of climatology
 _LEAST_SHARE = 0.2  # of s1, that a linear correction leaves of it
 _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing overflows
 
@@ -83,6 +86,11 @@ class Heads(nn.Module):
     def base_spread(self, spread: Tensor, count: Tensor) -> Tensor:
         """s0 (B, T, V, [Z,] Y, X) of the predicted leads."""
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
+
+    def followed(self, spread1: Tensor) -> Tensor:
+        """s0 of a linearly corrected s1, the same shape."""
+        count = spread1.new_full((len(spread1),), FOLLOWED)
+        return shrunk_spread(spread1, count, self.climatology, self.shrink[..., None, None])
 
     def full_spread(self, spread: Tensor, count: Tensor) -> Tensor:
         """s1 (B, T, V, [Z,] Y, X) of the predicted leads."""

@@ -3,12 +3,15 @@
 Axes: B date, C channel, O output, Y latitude, X longitude.
 
     d  = (m - anchor, (s_M - s_clim) (M-1) / (M-1+k)) / typical spread      of all fields and predicted leads
-    d' = (W0 + W1 / M) * d                                                  a 3 x 3 convolution over (Y, X)
+    d' = sum over bands of h_b (W0_b + W1_b / M) * d                       3 x 3 convolutions over (Y, X)
 
+h_b are hat functions of latitude between `NODES`, which add up to one: what moves with the wind, and how wind and
+pressure go together, differ between tropics and extratropics, and change sign between the hemispheres.
 anchor is the train dates' mean of m at the point. d' is added to the ensemble mean and to s1, in typical spreads. So a
 mean is drawn to climate as far as its field and scale ask for (noise of small scales most), moved along where lead
 times differ, and helped by other variables; at M = 1 the mean's own pattern says what spread to expect. W is fitted in
-closed form (`training.linear_fit`), and stays as it is in training.
+closed form (`training.linear_fit`), and stays as it is in training. Rows of one band, or of two, are all that a band's
+convolution sees: the bands cost as much as two convolutions over the globe.
 """
 
 from __future__ import annotations
@@ -22,21 +25,30 @@ from ensemble_ml.fields import field
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.padding import Padder, geometries
 
+NODES = (-60.0, -30.0, 0.0, 30.0, 60.0)  # degrees north; beyond the last ones there is one band
 TERMS = 2  # W0 and W1
 KINDS = 2  # channels of means and of spreads; outputs for the mean and for the spread
 
 
+def bands_of(latitude: np.ndarray) -> np.ndarray:
+    """h_b, (N, Y): those hats between `NODES` that some row lies under."""
+    hats = np.stack([np.interp(latitude, NODES, unit) for unit in np.eye(len(NODES))])
+    return hats[hats.any(1)]
+
+
 def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
-    """(TERMS, O, C, 3, 3); without outputs and channels where there is no linear correction."""
+    """(N, TERMS, O, C, 3, 3); without outputs and channels where there is no linear correction."""
     count = KINDS * len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
     count = count if spec.linear else 0
-    return TERMS, count, count, 3, 3
+    return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 
 class LinearCorrection(nn.Module):
-    """The convolution; channels and outputs are (kind, field), fields first by lead, variable, level, then surface."""
+    """The convolutions; channels and outputs are (kind, field), fields first by lead, variable, level, then surface."""
 
     weight: Tensor
+    bands: Tensor
+    supports: list[tuple[int, int]]  # first and last + 1 row of each band
 
     def __init__(self, spec: ModelSpec, weight: np.ndarray):
         super().__init__()
@@ -47,12 +59,20 @@ class LinearCorrection(nn.Module):
         finest = geometries(spec.grid, spec.config.pole, 0)[0]
         self.pad = Padder(finest, torch.cat([sign, torch.ones_like(sign)])[:, None])
         self.register_buffer("weight", torch.from_numpy(np.asarray(weight, np.float32).copy()))
+        bands = bands_of(spec.grid.latitude)
+        self.supports = [(int(rows[0]), int(rows[-1]) + 1) for rows in map(np.flatnonzero, bands)]
+        self.register_buffer("bands", torch.from_numpy(bands)[..., None].float(), persistent=False)
 
     def forward(self, departures_BCYX: Tensor, count: Tensor) -> Tensor:
         """(B, C, Y, X) and M (B,) -> (B, O, Y, X)."""
-        padded = self.pad(departures_BCYX[..., None])[..., 0]
-        both = F.conv2d(padded, self.weight.to(padded.dtype).flatten(0, 1)).unflatten(1, (TERMS, -1))
-        return both[:, 0] + both[:, 1] / count.reshape(-1, 1, 1, 1)
+        padded, members = self.pad(departures_BCYX[..., None])[..., 0], count.reshape(-1, 1, 1, 1)
+        found = padded.new_zeros(len(padded), self.weight.shape[2], *departures_BCYX.shape[-2:])
+        for weight, share, (first, last) in zip(self.weight, self.bands, self.supports, strict=True):
+            if first < last:
+                both = F.conv2d(padded[:, :, first : last + 2], weight.to(padded.dtype).flatten(0, 1))
+                both = both.unflatten(1, (TERMS, -1))
+                found[:, :, first:last] += share[first:last] * (both[:, 0] + both[:, 1] / members)
+        return found
 
 
 def departures(

@@ -77,6 +77,7 @@ class EnsembleModel(nn.Module):
             s1 = part.heads.full_spread(self._spread(x, suffix), x.count)
             if suffix in corrections:
                 mean, s1 = part.heads.corrected(mean, s1, corrections[suffix])
+                s0 = part.heads.followed(s1)
             found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, s1, network).items()}
         return Prediction(**found)
 

@@ -29,7 +29,7 @@ from ensemble_ml.training.climate_data import Dates, families, spaced
 log = logging.getLogger(__name__)
 
 STRENGTHS = (0.5, 2.0, 8.0, 32.0)
-_MOST_DATES = 200
+_MOST_DATES = 400
 _MOST_SAMPLES = 200_000  # for the four numbers of a global fit
 _MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3

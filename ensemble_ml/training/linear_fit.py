@@ -3,6 +3,9 @@
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
 channel at one of nine offsets), Y latitude, X longitude.
 
+Bands of latitude (`models.linear`) are fitted in two steps: one W for all, then what each band adds to it, fitted to
+what W leaves with the band's share of each point as its weight. The sums of all bands are those of the globe.
+
 Targets, in typical spreads: y - m - bias (without the date itself) for the mean, S - s1 for the spread, from a few
 ensemble sizes M < N at once. Predictors are standardised; each output takes the penalty of a list with the smallest
 squared error on the validation dates (a fifth of the training dates where there are none), or no correction at all.
@@ -27,6 +30,7 @@ from ensemble_ml.training.climate_data import Dates, Sample
 log = logging.getLogger(__name__)
 
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
+BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0)  # of what a band adds
 _MOST_OPERATIONS = 1e13  # of the sums: on large grids a random part of the points
 _FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
@@ -108,15 +112,19 @@ def fit_linear(
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
     centre = float(np.mean([1 / size for size in shown]))
     gram, right = _sums(rows, train, shown, centre)
-    solved = _solutions(gram, right)  # (penalty, TERMS * K, O)
-    candidates = torch.cat([torch.zeros_like(solved[:1]), solved]).float()
-    errors = torch.stack([_errors(rows, date, candidates, centre) for date in validation]).sum(0)
-    best = errors.argmin(0)
-    chosen = candidates.gather(0, best.expand(1, candidates.shape[1], -1))[0]
-    first, second = chosen.unflatten(0, (TERMS, -1))
-    weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)
-    linear.module.weight.copy_(weight)
-    gain = 1 - (errors.gather(0, best[None])[0] / errors[0].clamp(min=_TINY)).sqrt()
+    whole = _solutions(gram.sum(0), right.sum(0), PENALTIES)  # (1 + penalty, TERMS * K, O)
+    errors = sum(_errors(rows, date, whole[None], centre, None) for date in validation)[0]  # type: ignore[index]
+    common = _taken(whole, errors.argmin(0))
+    more = torch.stack(
+        [_solutions(g, r - g @ common.double(), BAND_PENALTIES) for g, r in zip(gram, right, strict=True)]
+    )
+    of_bands: Tensor = sum(_errors(rows, date, more, centre, common) for date in validation)  # type: ignore[assignment]
+    left = of_bands.amin(1).sum(0)
+    for band, (added, error) in enumerate(zip(more, of_bands, strict=True)):
+        first, second = (common + _taken(added, error.argmin(0))).unflatten(0, (TERMS, -1))
+        weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)
+        linear.module.weight[band].copy_(weight)
+    gain = 1 - (left / errors[0].clamp(min=_TINY)).sqrt()
     mean, spread = (100 * float(part.mean()) for part in gain.chunk(KINDS))
     log.info("linear correction: RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower", mean, spread)
 
@@ -130,8 +138,9 @@ class _Rows:
         grid = dates.spec.grid
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
-        wanted = 9 * linear.module.weight.shape[2]
-        budget = _MOST_OPERATIONS / (2 * wanted**2 * _SIZES * len(train))
+        self.bands = linear.module.bands[..., 0].sqrt()  # (N, Y)
+        wanted = 9 * linear.module.weight.shape[3]
+        budget = _MOST_OPERATIONS / (2 * 2 * wanted**2 * _SIZES * len(train))
         self.points = int(min(len(self.weights), max(1, budget)))
 
     def __call__(self, date: int, members: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,9 +157,14 @@ class _Rows:
         weights, there = self.weights[at], torch.isfinite(wanted)
         return near.flatten(0, 1) * weights, torch.where(there, wanted, 0.0) * weights, there
 
-    def areas(self, date: int) -> Tensor:
-        """Share (P,) of each point of a date."""
-        area = self.weights[self._at(int(date))].double() ** 2
+    def shares(self, date: int) -> list[tuple[Tensor, Tensor]]:
+        """For each band, which of a date's points lie in it, and the root of its share of them."""
+        roots = self.bands[:, self._at(int(date)) // self.columns]
+        return [((root > 0).nonzero()[:, 0], root[root > 0]) for root in roots]
+
+    def areas(self, date: int, points: Tensor, root: Tensor) -> Tensor:
+        """What each of `points` counts for, if they count for one together."""
+        area = (self.weights[self._at(int(date))][points] * root).double() ** 2
         return area / area.sum()
 
     def _at(self, date: int) -> Tensor:
@@ -165,34 +179,61 @@ def _three(sizes: list[int]) -> list[int]:
 
 
 def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tuple[Tensor, Tensor]:
-    """Products of predictors (1, 1/M - centre) x K with themselves, and with the targets."""
-    gram = right = torch.zeros((), dtype=torch.float64)
+    """Products of predictors (1, 1/M - centre) x K with themselves, and with the targets, for each band."""
+    outputs, channels = rows.linear.module.weight.shape[2:4]
+    count, predictors = len(rows.bands), 9 * channels
+    gram = torch.zeros(count, TERMS * predictors, TERMS * predictors, dtype=torch.float64)
+    right = torch.zeros(count, TERMS * predictors, outputs, dtype=torch.float64)
     for size in sizes:
         terms = torch.tensor([1.0, 1 / size - centre], dtype=torch.float64)
-        own = cross = absent = torch.zeros((), dtype=torch.float64)
+        own = torch.zeros(count, predictors, predictors, dtype=torch.float64)
+        cross = torch.zeros(count, predictors, outputs, dtype=torch.float64)
+        absent = torch.zeros(count, outputs, dtype=torch.float64)
         for date in train:
             near, wanted, there = rows(date, size)
-            own, cross = own + (near @ near.T).double(), cross + (near @ wanted.T).double()
-            absent = absent + (~there).double() @ rows.areas(date)
-        gram = gram + torch.kron(torch.outer(terms, terms), own)
-        right = right + torch.kron(terms[:, None], cross / (1 - absent / len(train)).clamp(min=_TINY))
+            for band, (points, root) in enumerate(rows.shares(date)):
+                here, aim = near[:, points] * root, wanted[:, points] * root
+                own[band] += here @ here.T
+                cross[band] += here @ aim.T
+                if not there.all():
+                    absent[band] += (~there[:, points]).double() @ rows.areas(date, points, root)
+        for band in range(count):
+            gram[band] += torch.kron(torch.outer(terms, terms), own[band])
+            scale = (1 - absent[band] / len(train)).clamp(min=_TINY)
+            right[band] += torch.kron(terms[:, None], cross[band] / scale)
     return gram, right
 
 
-def _solutions(gram: Tensor, right: Tensor) -> Tensor:
-    """Coefficients at each of `PENALTIES`, of predictors brought to the same size."""
+def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float]) -> Tensor:
+    """None at all, then coefficients at each of `penalties`, of predictors brought to the same size, float32."""
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
     one = torch.eye(len(gram), dtype=gram.dtype)
-    found = [torch.cholesky_solve(wanted, torch.linalg.cholesky(scaled + p * one)) for p in PENALTIES]
-    return torch.stack(found) * scale[:, None]
+    found = [torch.cholesky_solve(wanted, torch.linalg.cholesky(scaled + p * one)) for p in penalties]
+    return torch.cat([torch.zeros_like(found[0])[None], torch.stack(found) * scale[:, None]]).float()
 
 
-def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float) -> Tensor:
-    """Squared errors (candidate, O) on a date."""
+def _taken(candidates: Tensor, best: Tensor) -> Tensor:
+    """Of each output, the coefficients (TERMS * K, O) of its best candidate."""
+    return candidates.gather(0, best.expand(1, candidates.shape[1], -1))[0]
+
+
+def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float, common: Tensor | None) -> Tensor:
+    """Squared errors (band, candidate, O) on a date; with `common`, of what each band adds to that, else of all."""
     members = rows.dates.members
     near, wanted, there = rows(date, members)
-    first, second = candidates.unflatten(1, (TERMS, -1)).unbind(1)
-    weight = first + (1 / members - centre) * second
-    return torch.where(there, (wanted - weight.mT @ near) ** 2, 0.0).sum(-1, dtype=torch.float64)
+
+    def weight(of: Tensor) -> Tensor:
+        first, second = of.unflatten(-2, (TERMS, -1)).unbind(-3)
+        return (first + (1 / members - centre) * second).mT
+
+    if common is None:
+        parts = [(torch.arange(near.shape[1]), torch.ones(near.shape[1]))]
+    else:
+        parts, wanted = rows.shares(date), wanted - weight(common) @ near
+    found = []
+    for (points, root), some in zip(parts, candidates, strict=True):
+        error = ((wanted[:, points] - weight(some) @ near[:, points]) * root) ** 2
+        found.append(torch.where(there[:, points], error, 0.0).sum(-1, dtype=torch.float64))
+    return torch.stack(found)

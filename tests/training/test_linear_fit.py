@@ -8,7 +8,7 @@ from models.small_models import make_climate, make_input, make_spec
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import EnsembleModel, ModelSpec
-from ensemble_ml.models.linear import LinearCorrection, correction_shape
+from ensemble_ml.models.linear import NODES, LinearCorrection, bands_of, correction_shape
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state
 
@@ -39,9 +39,14 @@ def left(errors, dates, linear, date, members):
     return shares
 
 
+def alike(dates):
+    """The same weights in all bands."""
+    shape = correction_shape(dates.spec)
+    return np.broadcast_to(np.random.default_rng(3).normal(0, 0.2, shape[1:]), shape)
+
+
 def test_linear_errors_are_found_again_for_any_number_of_members(dates):
-    rng = np.random.default_rng(3)
-    true = linear_of(dates, rng.normal(0, 0.2, correction_shape(dates.spec)))
+    true = linear_of(dates, alike(dates))
 
     def errors(_date, sample, members):
         return true(sample.mean, sample.spread, members)
@@ -51,6 +56,27 @@ def test_linear_errors_are_found_again_for_any_number_of_members(dates):
     for members in (2, 3, 6):  # 6 were not shown
         assert max(left(errors, dates, found, 18, members)) < 0.02
     assert left(errors, dates, found, 18, 1)[0] < 0.02  # one member has no spread to depart
+
+
+def test_what_changes_with_latitude_is_found_but_for_what_bands_blur(dates):
+    """Weights that change their sign from hemisphere to hemisphere: one for all finds none of them."""
+    weight = alike(dates) * np.sin(np.deg2rad(NODES))[:, None, None, None, None, None]
+    true, found = linear_of(dates, weight), linear_of(dates)
+
+    def errors(_date, sample, members):
+        return true(sample.mean, sample.spread, members)
+
+    fit_linear(found, dates, TRAIN, VALIDATION, [2, 3, 5], errors)
+    assert max(left(errors, dates, found, 18, 3)) < 0.15
+    found.module.weight[:] = found.module.weight.mean(0)
+    assert min(left(errors, dates, found, 18, 3)) > 0.8
+
+
+def test_bands_of_a_region_are_those_that_it_lies_in():
+    assert bands_of(np.array([60.0, 45.0, 30.0])).tolist() == [[0.0, 0.5, 1.0], [1.0, 0.5, 0.0]]
+    globe = bands_of(np.linspace(90, -90, 49))
+    assert len(globe) == len(NODES)
+    np.testing.assert_allclose(globe.sum(0), 1)
 
 
 def test_noise_is_left_alone(dates):
@@ -94,9 +120,10 @@ def test_the_model_adds_what_a_sum_by_hand_gives():
         k = float(np.ravel(getattr(climate, f"spread_shrink_{suffix}"))[0])
         kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit))
     channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]
-    weight = climate.correction[0] + climate.correction[1] / 3
-    for row, column in ((4, 7), (0, 3), (8, 15)):
-        total = 0.0
+    bands = bands_of(spec.grid.latitude)
+    for row, column in ((4, 7), (3, 2), (0, 3), (8, 15)):
+        total, near = 0.0, np.tensordot(bands[:, row], climate.correction, 1)
+        weight = near[0] + near[1] / 3
         for c, field in enumerate(channels):
             for i in (-1, 0, 1):
                 for j in (-1, 0, 1):
@@ -109,8 +136,7 @@ def test_the_model_adds_what_a_sum_by_hand_gives():
 
 
 def test_a_target_that_is_missing_on_some_dates_keeps_its_slopes(dates):
-    rng = np.random.default_rng(3)
-    true = linear_of(dates, rng.normal(0, 0.2, correction_shape(dates.spec)))
+    true = linear_of(dates, alike(dates))
 
     def errors(date, sample, members):
         mean, spread = true(sample.mean, sample.spread, members)
