@@ -15,12 +15,13 @@ BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -
 
 
 LOST = "Lost: "  # how a benchmark's note begins that tells where a rival is faster
+POSITIVE = 1e-9  # the target of ends of intervals that are to lie above zero
 HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
 
 def row(claim: dict) -> str:
     """One line: what is claimed, what was measured, the target, whether it holds."""
-    value, target = (shown(claim[key]) for key in ("value", "target"))
+    value, target = shown(claim["value"]), "above 0" if claim["target"] == POSITIVE else shown(claim["target"])
     if value == target and claim["value"] != claim["target"]:
         value = f"{claim['value']:.5g}"
     said = claim["claim"].replace("|", "\\|")
@@ -28,10 +29,8 @@ def row(claim: dict) -> str:
 
 
 def shown(value: float | str) -> str:
-    """A number as the table has it; next to nothing is the target of what is to lie above zero."""
-    if not isinstance(value, int | float):
-        return value
-    return "above 0" if 0 < value < 1e-6 else f"{value:.3g}"
+    """A number as the table has it."""
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
 
 
 def command(name: str, content: dict) -> str:

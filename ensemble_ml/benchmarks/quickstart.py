@@ -48,4 +48,5 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _figure(entry: dict[str, Any]) -> Figure:
-    return Figure(entry["ratio"], entry["low"], entry["high"], "ratio")
+    low, high = (float("nan") if entry[key] is None else entry[key] for key in ("low", "high"))  # one block has none
+    return Figure(entry["ratio"], low, high, "ratio")

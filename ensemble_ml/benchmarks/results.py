@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import platform
 import statistics
@@ -120,7 +121,16 @@ def write_results(
         "notes": list(notes),
     } | ({"tables": {title: list(rows) for title, rows in tables.items()}} if tables else {})
     _write(folder / "report.html", _page(content))
-    return _write(folder / "results.json", json.dumps(content, indent=2) + "\n")
+    return _write(folder / "results.json", json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is no number: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(figures: Mapping[str, Figure], claims: Sequence[Claim]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 
 import torch
 from torch import Tensor
@@ -30,6 +32,13 @@ def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     for values, (rows, columns), shape in zip(buffer.split(sizes), places, shapes, strict=True):
         whole[..., slice(*rows), slice(*columns)] = values.view(*lead, *shape)
     return whole
+
+
+def sharing_cores(world: Communicator, device: torch.device) -> int:
+    """How many ranks may use this process's cores, itself included: all of a host, or fewer where they are bound."""
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    mine = f"{socket.gethostname()} {own}".encode()
+    return gather_bytes(mine, world, device).count(mine)
 
 
 def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list[bytes]:

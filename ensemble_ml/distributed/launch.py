@@ -164,6 +164,7 @@ class _Watch:
         self._store = dist.TCPStore(host, port, self._size, False, _MEETING, wait_for_workers=False)
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
+        self._looked = time.monotonic()
         self._end, self._leaving = threading.Event(), False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -242,6 +243,9 @@ class _Watch:
         if self._store.check(["failed"]):
             return
         now = time.monotonic()
+        slept, self._looked = now - self._looked > self._silence / 2, now
+        if slept:  # the whole job was suspended: nobody can have beaten meanwhile
+            self._seen.clear()
         for rank in range(1, self._size):
             if not self._store.check([f"beat/{rank}"]) or self._store.check([f"done/{rank}"]):
                 continue
@@ -366,9 +370,8 @@ def _meet_through_mpi(world: World) -> tuple[str, int, Any]:
             " install 'ensemble-ml[mpi]', which lets the ranks tell each other"
         ) from error
     server = _serve(world, 0) if world.rank == 0 else None
-    one_host = world.local_size == world.size
-    address = None if server is None else ("127.0.0.1" if one_host else socket.gethostname(), server.port)
-    host, port = MPI.COMM_WORLD.bcast(address)
+    host, port = MPI.COMM_WORLD.bcast(None if server is None else (socket.gethostname(), server.port))
+    host = "127.0.0.1" if host == socket.gethostname() else host  # a laptop's own name may lead nowhere
     if mpi4py.rc.finalize is not False:
         # MPI has done its part; left to the end, its farewell would wait for a rank that failed.
         MPI.Finalize()

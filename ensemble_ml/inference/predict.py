@@ -24,7 +24,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ensemble_ml import __version__
 from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.distributed import Session, start
-from ensemble_ml.distributed.gather import agreed_extremes, gather
+from ensemble_ml.distributed.gather import agreed_extremes, gather, sharing_cores
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
@@ -91,7 +91,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     session.mesh.world.barrier()  # nobody writes before all have looked
     if config.static is not None:
         replace_static(model, source)
-    ranks = session.world.local_size
+    ranks = sharing_cores(session.mesh.world, session.device)
     with _threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
         device = _place(model, meta, config, session.device)
         if isinstance(model, EnsembleModel):

@@ -138,6 +138,8 @@ class Keeper:
             OSError: as `begin`.
         """
         pending = self._pending
+        if self._renaming is not None and self._renaming.done():
+            self._renaming.result()
         if pending is None or pending.snapshot.own is None or not all_done:
             if pending is not None and pending.job is not None and pending.job.done():
                 pending.job.result()  # says at this step, not at the next checkpoint, that the disk is full
@@ -173,9 +175,9 @@ class Keeper:
 
     def _rename(self, pending: _Pending) -> None:
         self._pending = None
+        assert pending.job is not None
+        files = pending.job.result()  # on every rank: one that could not write says so
         if self._first:
-            assert pending.job is not None
-            files = pending.job.result()
             assert isinstance(files, dict)
             own = pending.snapshot.own
             self._renaming = self._threads.submit(_finish, self.folder, pending.snapshot, files, own)

@@ -10,7 +10,8 @@ import base64
 import html
 import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.costs import Link, Links, Piece, step_cost
 from ensemble_ml.distributed.echo import Message
 from ensemble_ml.distributed.echo_exchange import MODEL_AXES, exchange_traffic
+from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
 from ensemble_ml.distributed.shard import make_shard
@@ -62,8 +64,9 @@ class Planner:
         gpus = torch.cuda.device_count()
         self.busy = min(self.local, gpus or setup.cores()) if started.size == 1 else started.size
         device = self.session.device
-        self.base = in_use(device)
-        self.memory = int(1e9 * self.settings.memory_gb) or int(_ROOM * rank_memory(self.local, device))
+        # All ranks reckon with the first one's: they have to come to the same choice.
+        room = self.session.once(lambda: (in_use(device), int(_ROOM * rank_memory(self.local, device))))
+        self.base, self.memory = room[0], int(1e9 * self.settings.memory_gb) or room[1]
         low = self.config.model.precision
         self.speed = Speed(Precision.float32 if low is Precision.auto else low)
 
@@ -211,7 +214,7 @@ def plan(config: PlanConfig) -> Path:
     """
     # The degrees that are given are those of the run that is planned, not of the ranks that measure.
     with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
-        setup.use_threads(config, None, session.world.local_size)
+        setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = setup.build_spec(config, source)
         here = torch.cuda.device_count() or setup.cores()
@@ -264,8 +267,12 @@ def _written(path: Path, text: str) -> Path:
     return partial.replace(path)
 
 
-def shared_out(config: TrainConfig, spec: ModelSpec, session: Session) -> TrainConfig:
+def shared_out(
+    config: TrainConfig, spec: ModelSpec, session: Session, before: Mapping[str, Any] | None = None
+) -> TrainConfig:
     """Let the planner choose where parallel.lat or parallel.lon say auto, and take that mesh; the same on every rank.
+
+    A run that goes on (`before`: its configuration) keeps its mesh on as many ranks, or it would not go on bit for bit.
 
     Raises:
         UserError: no partition fits.
@@ -273,7 +280,10 @@ def shared_out(config: TrainConfig, spec: ModelSpec, session: Session) -> TrainC
     if not config.parallel.planned:
         return config
     ranks = session.world.size
-    if ranks == 1 or spec.config.name != "unet3d":
+    known = [before["parallel"].get(key) for key in ("data", "lat", "lon")] if before else []
+    if known and all(isinstance(n, int) for n in known) and math.prod(known) == ranks:
+        chosen = Candidate(*known)
+    elif ranks == 1 or spec.config.name != "unet3d":
         chosen = Candidate(ranks, 1, 1)
     else:
         planner = Planner(config, spec, PlanSettings(), session, ranks)

@@ -244,6 +244,7 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
         given.write_bytes(pickle.dumps(job))
         common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(processes)}
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # of a launcher above us
         command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
         environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
         started = [_start(command, environment) for environment in environments]

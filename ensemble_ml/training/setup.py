@@ -176,7 +176,7 @@ def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int =
 
     Warns where a resumed run had another number.
 
-    `ranks`: processes of this host, which share its cores.
+    `ranks`: processes that share this one's cores.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)

@@ -45,7 +45,7 @@ class Tracker:
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
         self._plain = not terminal
         self._sums: dict[str, float] = {}
-        self._count = 0
+        self._count = self._sent = 0
         self.counters = Counters()  # of the loader
         self.restart_clock()
 
@@ -103,7 +103,7 @@ class Tracker:
         self._bar.set_postfix_str(short)
         if self._plain:
             log.info("step %d/%d: %s", step, self._steps, short)
-        self._sums, self._count = {}, 0
+        self._sums, self._count, self._sent = {}, 0, 0
         self.restart_clock()
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
@@ -132,8 +132,7 @@ class Tracker:
 
     def restart_clock(self) -> None:
         """Begin a new interval of samples/s, so that it holds training alone."""
-        self._began, self._samples, self._waited = time.perf_counter(), 0, 0.0
-        self._sent, self._exchanged = 0, 0.0
+        self._began, self._samples, self._waited, self._exchanged = time.perf_counter(), 0, 0.0, 0.0
         self._counted = self.counters.snapshot()
 
     def _loading(self, took: float) -> dict[str, float]:

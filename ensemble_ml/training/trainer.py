@@ -26,6 +26,7 @@ from torch import Tensor
 from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
+from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
@@ -61,19 +62,20 @@ def train(config: TrainConfig) -> Path:
 
 def _train(config: TrainConfig, session: Session) -> Path:
     began = time.perf_counter()
+    there = (Path(config.output) / config.run).exists()
     if session.first:  # before the others look: it mends what a killed run left
         folder, checkpoint = setup.open_run(config)
     session.mesh.world.barrier()
     if not session.first:
         folder, checkpoint = setup.open_run(config, tidy=False)
     with StopRequest() as stop:
-        threads = setup.use_threads(config, checkpoint, session.world.local_size)
+        threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
         if config.parallel.planned:
             from ensemble_ml.training.plan import shared_out  # brings a second of imports
 
-            config = shared_out(config, spec, session)
+            config = shared_out(config, spec, session, checkpoint.meta["config"] if checkpoint else None)
         reader = Reader(source, spec)
         trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
         if checkpoint is None and config.max_minutes and trainer.state.steps:
@@ -83,7 +85,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
         finally:
             # stopped before there was anything to keep
             if session.first and not (folder / "checkpoints" / "last").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder / "checkpoints" if there else folder, ignore_errors=True)
     return folder
 
 

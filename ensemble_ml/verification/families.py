@@ -56,6 +56,11 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
 def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, *, left: bool = False) -> np.ndarray:
     """P(value <= y), or P(value < y) if `left`: they differ at zero, where censored laws have a mass."""
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    certain = scale == 0
+    if certain.any():  # all of it in one point
+        point = location if family is Family.NORMAL else np.maximum(location, 0)
+        found = cdf(family, location, np.where(certain, 1.0, scale), y, left=left)
+        return np.where(certain, (y > point) if left else (y >= point), found)
     x, v = location / scale, y / scale
     if family is Family.NORMAL:
         return ndtr(v - x)

@@ -7,6 +7,7 @@ its predicted spread of the full ensemble is NAME_ensemble_spread. Axes: Z level
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.verification.baselines import CORRECTIONS
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +145,9 @@ class ForecastSet:
         return np.atleast_3d(values.T).T[..., self._rows[:, None], self._columns]
 
 
+_REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
+_BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
+_RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 
 
@@ -155,7 +160,7 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     sets = [_open_folder(Path(folder)) for folder in folders]
     labels = [one.label for one in sets]
     for one in sets:
-        if labels.count(one.label) > 1:
+        if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
             one.label = one.path
     if len({one.label for one in sets}) < len(sets):
         raise UserError(f"forecast={_listed(folders)}: a folder is named twice; name each once")
@@ -171,10 +176,13 @@ def _open_folder(folder: Path) -> ForecastSet:
     files: dict[np.datetime64, Path] = {}
     made_of: set[tuple[str, str]] = set()
     axes: dict[str, np.ndarray] = {}
+    known: dict[str, set[np.datetime64]] = {"training_dates": set(), "validation_dates": set()}  # of all checkpoints
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
             made_of.add((str(data.attrs.get("members_in")), str(data.attrs.get("checkpoint_sha256"))))
+            for name, dates in known.items():
+                dates |= set(_dates(data, path, name))
             found = {name: data[name].values for name in ("latitude", "longitude", "level") if name in data.dims}
         axes = axes or found
         for name in axes | found:
@@ -191,8 +199,8 @@ def _open_folder(folder: Path) -> ForecastSet:
             files=files,
             names=frozenset(str(name) for name in first.data_vars),
             members_in=tuple(str(first.attrs.get("members_in", "")).split()),
-            training_dates=_dates(first, paths[0], "training_dates"),
-            validation_dates=_dates(first, paths[0], "validation_dates"),
+            training_dates=np.array(sorted(known["training_dates"]), "datetime64[ns]"),
+            validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
             checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),
             lead_hours=tuple(_lead_hours(first, paths[0])),
             variables=_variables(first),

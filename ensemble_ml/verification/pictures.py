@@ -172,6 +172,8 @@ class Pictures:
         if (column, entrant) not in table:
             # One set of bins for all entrants of a field, or their curves could not be compared.
             shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)
-            typical = float(np.sqrt(np.mean(squared[mask]))) if mask.any() else 1.0
+            typical = float(np.sqrt(np.mean(squared[mask]))) if mask.any() else 0.0
+            if shared is None and not typical:
+                return  # bins around nothing would be wrong for every other date
             table[column, entrant] = Bins.around(typical if shared is None else float(shared[0] / _BINS[0]))
         table[column, entrant].record(predicted, squared, self.area, mask)

@@ -5,6 +5,7 @@ Axes: B draw of the bootstrap, C column (a lead, variable and level).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +45,7 @@ class Scores:
     full: int
     baselines: tuple[str, ...] = ()
     _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
+    _known: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def entrants(self) -> list[str]:
         """Everyone with a score, forecasts first."""
@@ -68,6 +70,17 @@ class Scores:
     def blocks_among(self, dates: np.ndarray) -> int:
         """How many blocks `dates` (D,) bool lie in."""
         return len(np.unique(self._block[dates]))
+
+    def blocks_of(self, entrant: str, columns: Iterable[int]) -> int:
+        """The fewest blocks that know one of `columns` of an entrant: a field of one block has no interval."""
+        return min([self.blocks, *(self._blocks_of(entrant, int(c)) for c in columns)])
+
+    def _blocks_of(self, entrant: str, column: int) -> int:
+        if (entrant, column) not in self._known:
+            there = [w[:, 0, column] > 0 for key, w in self.state.weight.items() if key.entrant == entrant]
+            counts = [self.blocks_among(dates) for dates in there if dates.any()]
+            self._known[entrant, column] = min(counts, default=self.blocks)
+        return self._known[entrant, column]
 
     @cached_property
     def _block(self) -> np.ndarray:
@@ -96,7 +109,10 @@ class Scores:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.vstack([first.value / second.value, first.draws / second.draws])
         mean = geometric_mean(ratios, columns)
-        return self.interval(mean[0], mean[1:]) if np.isfinite(mean[0]) else None
+        shared = columns[np.isfinite(ratios[0, columns])]
+        if not np.isfinite(mean[0]):
+            return None
+        return self.interval(mean[0], mean[1:], min(self.blocks_of(one, shared) for one in (entrant, other)))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
         """As `ratio`, every point counting the same."""
@@ -115,8 +131,9 @@ class Scores:
         with np.errstate(divide="ignore", invalid="ignore"):
             gain, gains = 100 * (1 - first.value / second.value), 100 * (1 - first.draws / second.draws)
         for c in range(len(self.columns)):
-            less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c])
-            found.append((less, self.interval(gain[c], gains[:, c])))
+            blocks = min(self.blocks_of(one, [c]) for one in (entrant, other))
+            less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c], blocks)
+            found.append((less, self.interval(gain[c], gains[:, c], blocks)))
         return found
 
     def best_baseline(self, lead: int, members: int | None = None) -> str | None:

@@ -19,7 +19,6 @@ from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.samples import Group, Sample, Setting, predictions, read_sample, start_spread
-from ensemble_ml.verification.statistics import ensemble_moments
 from ensemble_ml.verification.values import spread_values, truth_values
 from ensemble_ml.verification.vectors import Vectors
 
@@ -47,7 +46,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
         said = predictions(setting, group, int(date))
         begun = None if fit.start is None else start_spread(setting, group, int(date))
         spread = spread_values(setting, fit, sample, said, begun)
-        mask = sample.whole & _finite(one.spread for one in said.values())
+        mask = sample.whole & _finite([begun, *(one.spread for one in said.values())])
         state.record(position, group.columns, spread, mask, setting.weights, strata)
         verified, values = np.zeros_like(mask), {}
         if sample.truth is not None:
@@ -106,7 +105,7 @@ def _calibrate(
     calibration: Calibration,
 ) -> None:
     """Histograms of PIT and ranks, and reliability of the probability of an unusual value."""
-    truth, family = np.asarray(sample.truth), registered(group.variable).family
+    truth = np.asarray(sample.truth)
     limit = None if fit.climatology is None else threshold(*fit.climatology)
     # A limit that cannot be exceeded or always is (no climate at the cell) tells nothing.
     known = mask if limit is None else mask & (fit.climatology[1] > 0)  # type: ignore[index]
@@ -121,8 +120,6 @@ def _calibrate(
         if limit is not None:
             chance = members_exceeding(members, limit)
             calibration.record_event(f"raw_{size}", group.columns, chance, truth > limit, known)
-        for name, correction in fit.corrections.get(size, {}).items():
-            laws[f"{name}_{size}"] = (family, *correction(*ensemble_moments(members)))
     for entrant, law in laws.items():
         calibration.record_pit(entrant, position, group.columns, law, truth, mask)
         if limit is not None:

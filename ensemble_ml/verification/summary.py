@@ -169,12 +169,12 @@ def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
             entry["level"] = column.level
             known = {name: score for name, score in per_metric.items() if np.isfinite(score.value[c])}
             if known:
-                found.append(entry | {name: _figure(scores, score, c) for name, score in known.items()})
+                found.append(entry | {name: _figure(scores, entrant, score, c) for name, score in known.items()})
     return found
 
 
-def _figure(scores: Scores, score: Score, column: int) -> dict:
-    ends = scores.interval(score.value[column], score.draws[:, column])
+def _figure(scores: Scores, entrant: str, score: Score, column: int) -> dict:
+    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(entrant, [column]))
     return {"value": ends.value, "low": ends.low, "high": ends.high, "unweighted": float(score.unweighted[column])}
 
 

@@ -1,8 +1,10 @@
 """Rank layouts and launchers' variables, without processes."""
 
 import pytest
+from parallel.ranks import run_ranks
 
 from ensemble_ml.config import Launcher, ParallelConfig
+from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.topology import Place, Topology, bands, make_topology, place_of, rank_of
 from ensemble_ml.distributed.world import first_host, read_world
 from ensemble_ml.errors import UserError
@@ -147,3 +149,16 @@ def test_variables_that_make_no_sense(env, text):
 def test_a_launcher_that_is_not_there():
     with pytest.raises(UserError, match=r"parallel.launcher=slurm: SLURM_PROCID is not set"):
         read_world({}, Launcher.slurm)
+
+
+def sharing(session):
+    return sharing_cores(session.mesh.world, session.device)
+
+
+def test_ranks_count_those_that_share_their_cores():
+    assert run_ranks(sharing, 2, data=2) == [2, 2]
+
+
+def test_cray_tells_the_ranks_of_a_node():
+    found = read_world({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"})
+    assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)

@@ -363,3 +363,32 @@ def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
     evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
+
+
+def test_a_folder_named_like_a_baseline_goes_by_its_path(store, tmp_path, plain):
+    folder = write_forecasts(tmp_path / "climatology", store, TEST, corrected(), train=TRAIN)
+    evaluate(settings(folder, store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    ours, climate = (entry(content, name, "t", 500)["crps"]["value"] for name in (str(folder), "climatology"))
+    assert ours < 0.9 * climate
+
+
+def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(store, tmp_path, plain):
+    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
+    with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
+        data.training_dates = " ".join(f"{DATES[d]}T00" for d in [*TRAIN, *TEST[:3]])
+    evaluate(settings(folder, store, tmp_path / "r", fit=["2001"]), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[3:]]
+
+
+def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
+    gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[3:]]
+    made = make_store(
+        tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
+    )
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
+    assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]

@@ -140,3 +140,12 @@ def test_a_forecast_without_spread_is_scored_as_a_point(family):
     point = location if family is Family.NORMAL else np.maximum(location, 0)
     np.testing.assert_allclose(crps(family, location, np.zeros(3), y), abs(point - y))
     assert np.isnan(crps(family, location, np.array([np.nan, 1, 1]), y)).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_a_scale_of_nothing_is_a_step(family):
+    """As the moments of members that agree on no rain."""
+    location, y = np.array([2.0, 0.0, -1.0]), np.array([2.0, 0.0, 0.0])
+    at = location if family is Family.NORMAL else np.maximum(location, 0)
+    assert cdf(family, location, np.zeros(3), y).tolist() == (y >= at).astype(float).tolist()
+    assert cdf(family, location, np.zeros(3), y, left=True).tolist() == (y > at).astype(float).tolist()

@@ -134,7 +134,7 @@ def _entrant(session: Session, job: dict[str, Any], name: str, stack: ExitStack)
 
 def _ddp(model: EnsembleModel, loss: Callable[[nn.Module], Tensor]) -> Callable[[], None]:
     """Plain Lion on gradients that torch's DistributedDataParallel averages."""
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)  # ours sends no constants either
     optimizer = Lion(model.parameters(), lr=1e-5)
 
     def step() -> None:
