@@ -4,8 +4,9 @@ Every rank forms u = beta1 m + (1 - beta1) g from its own gradient and momentum,
 they are averaged now and then (`momentum`). A ballot begins with a few words that tell the others whether this rank's
 numbers are finite and which parameters it used; so all ranks know it with the votes, and leave out the same steps.
 
-`clip` bounds the norm of the rank's own gradient: of all of it, and then the votes wait for the end of backward; or of
-each bucket, to its share sqrt(elements / all elements) of `clip`.
+`clip` bounds the norm of the rank's own gradient, as an estimate of the whole batch's: of all of it, and then the votes
+wait for the end of backward; or of each bucket, to its share sqrt(elements / all elements) of `clip`. Where ranks share
+a sample, or average before they vote, no rank has a gradient of its own before a bucket is averaged.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Vote(BucketExchange):
         self.scale = scale
         self.inner = inner or NullCommunicator()
         self.clip_by = clip_by
+        if self.clip and clip_by is ClipBy.total and self.inner.size > 1:
+            raise UserError(
+                f"optim.clip={self.clip:g}: {self.inner.size} ranks form one gradient before they vote, a bucket at a"
+                " time; use optim.clip_by=bucket, or optim.clip=0"
+            )
         self.plan = plan or MomentumPlan()
         self._headers: list[Tensor] = []
 
@@ -122,6 +128,7 @@ class Vote(BucketExchange):
 
     def _before_flush(self) -> None:
         if self._wait:
+            self._scale(self.params)
             norm = total_norm(self.params)
             torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
             self._squares.append(norm.square())
@@ -135,6 +142,8 @@ class Vote(BucketExchange):
             p = self.params[slot.index]
             if p.grad is None and there:
                 p.grad = torch.zeros_like(p)
+        if not self._wait:
+            self._scale([self.params[slot.index] for slot in bucket.slots])
         self._clip_bucket(bucket)
         magnitude = self._fill(bucket, views, flat)
         self._vote(flat, self._header(magnitude, used), views, magnitude, partial(self._take, number, used))
@@ -165,6 +174,13 @@ class Vote(BucketExchange):
                 p.grad.copy_(view)
         return found
 
+    def _scale(self, params: Sequence[Tensor]) -> None:
+        """Make a share of the batch's gradient an estimate of the whole, whatever the number of ranks."""
+        if self.reduction is Reduction.sum and self.inner.size == 1:
+            for p in params:
+                if p.grad is not None:
+                    p.grad *= float(self.group.size)
+
     def _clip_bucket(self, bucket: Bucket) -> None:
         if not self.clip or self.clip_by is ClipBy.total:
             return
@@ -176,12 +192,9 @@ class Vote(BucketExchange):
     def _fill(self, bucket: Bucket, views: list[Tensor], flat: Tensor) -> Tensor:
         """Put u of each parameter into its view; returns the sums of magnitudes, (slots,), or of u for one bit, ()."""
         flat[bucket.elements :].zero_()
-        factor = float(self.group.size) if self.reduction is Reduction.sum and self.inner.size == 1 else 1.0
         for slot, view in zip(bucket.slots, views, strict=True):
             p = self.params[slot.index]
             beta = self._beta[p]
-            if factor != 1 and p.grad is not None:
-                p.grad *= factor  # an estimate of the whole batch's gradient, whatever the number of ranks
             torch.mul(self._lion.momentum(p), beta, out=view)
             if p.grad is not None:
                 view.add_(p.grad, alpha=1 - beta)

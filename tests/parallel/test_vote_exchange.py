@@ -9,6 +9,7 @@ from parallel.small_net import RIVALS, Net, batch, same, train
 from torch import nn
 
 from ensemble_ml.config import ClipBy, MomentumSync
+from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
 from ensemble_ml.distributed.vote import sign_allreduce
@@ -157,14 +158,24 @@ def test_gradient_accumulation(bits):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("reduction", list(Reduction))
 @pytest.mark.parametrize("clip_by", list(ClipBy))
-def test_clipping_bounds_the_own_gradient(clip_by):
-    found = train(lambda g: Vote(g, clip=1e-3, clip_by=clip_by, bucket_mb=1e-4), 2)
+def test_clipping_bounds_the_own_gradient(clip_by, reduction):
+    found = train(lambda g: Vote(g, clip=1e-3, clip_by=clip_by, bucket_mb=1e-4, reduction=reduction), 2)
     assert same(found)
     for _, momenta, outcomes in found:
         assert outcomes[0].norm > 1e-3
         # Momentum is a sum of clipped gradients with weights that add up to less than 1 - 0.99^5.
         assert torch.cat([m.flatten() for m in momenta]).norm() <= 1e-3 * (1 - 0.99**5) * 1.001
+
+
+def test_a_gradient_of_several_ranks_is_clipped_by_buckets_alone():
+    def refused(group):
+        with pytest.raises(UserError, match=r"optim.clip=1: 2 ranks form one gradient .*clip_by=bucket"):
+            Vote(NullCommunicator(), inner=group, clip=1.0)
+        return Vote(NullCommunicator(), inner=group, clip=1.0, clip_by=ClipBy.bucket).clip
+
+    assert on_ranks(2, refused) == [1.0, 1.0]
 
 
 def test_clipping_of_an_average_bounds_the_average():
