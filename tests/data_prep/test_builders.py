@@ -1,6 +1,7 @@
 """Builders that share a store, one after the other or at once: nothing is built twice, nothing mixed."""
 
 import errno
+import os
 import resource
 import threading
 
@@ -141,7 +142,7 @@ def test_a_build_of_many_dates_is_thrown_away(archive, tmp_path):
     for date in range(300):
         (build.work / "claims" / f"{date:06d}").touch()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
     try:
         prepare(config(archive, tmp_path / "s.zarr", restart=True))
     finally:

@@ -242,7 +242,8 @@ def test_a_traced_step_holds_what_a_real_one_does():
             rehearsal.step()
         traced = trace(config, spec, Topology(), 2, speed)
         assert traced.activations == pytest.approx(footprint.peak, rel=0.02)
-        whole = sum(t.numel() * t.element_size() for t in rehearsal.model.state_dict().values())
+        held = [*rehearsal.model.parameters(), *rehearsal.model.buffers()]
+        whole = sum(t.numel() * t.element_size() for t in held)
         assert traced.resident == whole
     even = make_spec(32, 16, pole_row=False)
     parts = [trace(config, even, Topology(lat=n), 2, Speed()).activations for n in (1, 2, 4)]
