@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
@@ -25,37 +25,32 @@ def _lock(descriptor: int, path: Path, how: int) -> None:
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
+def _held(path: Path, how: int) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(descriptor, path, how)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def exclusive(path: Path) -> AbstractContextManager[None]:
     """Hold the lock on `path`, waiting for whoever has it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _lock(descriptor, path, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    return _held(path, fcntl.LOCK_EX)
 
 
-@contextmanager
-def shared(path: Path) -> Iterator[None]:
+def shared(path: Path) -> AbstractContextManager[None]:
     """Hold the lock on `path` beside others who hold it so, waiting for who has it alone."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _lock(descriptor, path, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
+    return _held(path, fcntl.LOCK_SH)
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
     """Try for the lock on `path` without waiting; whether it is held."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    with ExitStack() as stack:
         try:
-            _lock(descriptor, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(_held(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            held = True
         except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
+            held = False
+        yield held

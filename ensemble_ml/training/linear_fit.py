@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -228,9 +229,8 @@ def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float, common: T
         first, second = of.unflatten(-2, (TERMS, -1)).unbind(-3)
         return (first + (1 / members - centre) * second).mT
 
-    if common is None:
-        parts = [(torch.arange(near.shape[1]), torch.ones(near.shape[1]))]
-    else:
+    parts: Sequence[tuple[Any, Any]] = [(slice(None), 1.0)]
+    if common is not None:
         parts, wanted = rows.shares(date), wanted - weight(common) @ near
     found = []
     for (points, root), some in zip(parts, candidates, strict=True):

@@ -27,17 +27,6 @@ from ensemble_ml.store.date import refused
 from ensemble_ml.store.entry import DateEntry
 
 
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory):
-    return building.archive(tmp_path_factory.mktemp("build"), DATES)
-
-
-@pytest.fixture(scope="module")
-def whole(archive):
-    """Files of the store that an uninterrupted build on one thread makes."""
-    return building.contents(prepare(config(archive, archive.parent / "whole.zarr", workers=1)))
-
-
 @pytest.mark.parametrize(
     ("executor", "workers"), [(Executor.threads, 2), (Executor.threads, 4), (Executor.processes, 2)]
 )

@@ -2,21 +2,11 @@
 
 import netCDF4
 import pytest
-from fakes import DATES, TEST, TRAIN, corrected, known_forecast, known_store, settings, write_forecasts
+from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
 from synthetic import make_store
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.verification import evaluate
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return known_store(tmp_path_factory.mktemp("store") / "store.zarr")
-
-
-@pytest.fixture(scope="module")
-def forecast(store, tmp_path_factory):
-    return known_forecast(tmp_path_factory.mktemp("made") / "forecast", store)
 
 
 def truncate(folder):
