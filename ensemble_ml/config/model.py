@@ -56,6 +56,7 @@ class ModelConfig:
     pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
+    surroundings: int = opt(512, "unet3d: hidden units of a small network of the points around, fitted after the linear correction; 0: none")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")
@@ -69,6 +70,7 @@ class ModelConfig:
         require("model.depth", self.depth, 0 <= self.depth <= 6, "0 to 6 poolings are allowed")
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
         at_least(self, 4, "max_hidden", group="model.")
+        at_least(self, 0, "surroundings", group="model.")
         at_least(self, 1, "blocks", "min_members", group="model.")
         given = self.families or {}
         require("model.families", given, isinstance(given, dict), "give a family by variable, {q: lognormal}")

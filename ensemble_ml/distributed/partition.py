@@ -29,6 +29,7 @@ from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
+from ensemble_ml.models.surroundings import Surroundings
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
 
@@ -62,6 +63,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartFeatures, shard=shard)
         elif isinstance(module, LinearCorrection):
             _swap(module, PartLinear, shard=shard)
+        elif isinstance(module, Surroundings):
+            _swap(module, PartSurroundings, shard=shard)
     _swap(model, PartModel, shard=shard)
     return shard
 
@@ -176,6 +179,17 @@ class PartLinear(LinearCorrection):
 
     bands: Any = property(_bands)
     supports: Any = property(_supports)
+
+
+class PartSurroundings(Surroundings):
+    """The network at this rank's cells."""
+
+    part_shard: Shard
+
+    def _rows(self) -> Any:
+        return self._buffers["stretch"][slice(*self.part_shard.own_rows)]  # type: ignore[index]
+
+    stretch: Any = property(_rows)
 
 
 class PartModel(EnsembleModel):

@@ -14,6 +14,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import correction_shape
+from ensemble_ml.models.surroundings import surroundings_shapes
 
 _SCALES = ("std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread")
 _LEAST_CELL = 1e-3  # of its level's typical spread: a cell where no member ever differed
@@ -36,7 +37,8 @@ class Climate:
     | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, which the loss is divided by |
     | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
 
-    `static` (n_static, Y, X): the fields that `spec.static` names, in its order; `correction`: W of `models.linear`.
+    `static` (n_static, Y, X): the fields that `spec.static` names, in its order; `correction`: W of `models.linear`;
+    `surroundings_first`, `surroundings_second`: W1 and W2 of `models.surroundings`; None: a network that adds nothing.
     """
 
     mean_p: np.ndarray
@@ -65,6 +67,8 @@ class Climate:
     correction: np.ndarray
     level_spread_p: np.ndarray | None = None
     level_spread_s: np.ndarray | None = None
+    surroundings_first: np.ndarray | None = None
+    surroundings_second: np.ndarray | None = None
 
     @classmethod
     def default(cls, spec: ModelSpec) -> Climate:
@@ -85,6 +89,8 @@ class Climate:
             if values[f"level_spread_{suffix}"] is None:
                 values[f"level_spread_{suffix}"] = _level_spread(spec, values[f"spread_{suffix}"])
         for name, shape in climate_shapes(spec).items():
+            if values[name] is None:
+                values[name] = np.zeros(shape)
             values[name] = _checked_array(name, np.asarray(values[name], np.float32), shape)
         for suffix in ("p", "s"):
             _lift_zeros(values, suffix)
@@ -108,6 +114,8 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "level_spread_s": (len(spec.leads_in), surface),
         "static": (len(spec.static), rows, columns),
         "correction": correction_shape(spec),
+        "surroundings_first": surroundings_shapes(spec)[0],
+        "surroundings_second": surroundings_shapes(spec)[1],
     }
     return shapes
 

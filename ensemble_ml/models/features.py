@@ -23,10 +23,10 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
+from ensemble_ml.models.place import common_planes, position_planes
 
 _SMALLEST = 1e-2  # of the level's typical spread: below this a spread is as good as none, and its logarithm stays put
 _SHRINK_UNFITTED = 2.0  # members' worth of climatology for input leads that are not predicted
-_DAYS = 365.2425
 
 
 def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor | float) -> Tensor:
@@ -77,16 +77,10 @@ class Features(nn.Module):
         for suffix in ("p", "s"):
             for name in ("mean", "std", "level_spread"):
                 self._buffer(f"{name}_{suffix}", getattr(climate, f"{name}_{suffix}"))
-        position = torch.cat([_position(spec), _standardised(torch.from_numpy(climate.static))])
-        self.register_buffer("position", position)
+        self.register_buffer("position", position_planes(spec, climate.static))
 
     def _buffer(self, name: str, values: np.ndarray) -> None:
         self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
-
-    @property
-    def common_channels(self) -> int:
-        """Channels of the common planes."""
-        return self.position.shape[0] + 4
 
     def channels(self, *, surface: bool) -> int:
         """Channels of one variable set."""
@@ -140,7 +134,11 @@ class Features(nn.Module):
         """
         pressure = self._stack(x, "p", spread0[0], climatology[0])
         surface = self._stack(x, "s", spread0[1], climatology[1])
-        return pressure.permute(0, 1, 3, 4, 2), surface, self._common(x)
+        return pressure.permute(0, 1, 3, 4, 2), surface, self.common(x)
+
+    def common(self, x: EnsembleInput) -> Tensor:
+        """Place, season and number of members, (B, C, Y, X)."""
+        return common_planes(self.position, x.count, x.day_of_year)
 
     def _stack(self, x: EnsembleInput, suffix: str, spread0: Tensor, climatology: Tensor) -> Tensor:
         mean, spread = getattr(x, f"mean_{suffix}"), getattr(x, f"spread_{suffix}")
@@ -166,30 +164,7 @@ class Features(nn.Module):
         mean, std = getattr(self, f"mean_{suffix}"), getattr(self, f"std_{suffix}")
         return (mean, std) if self.spec.local else (mean[..., None, None], std[..., None, None])
 
-    def _common(self, x: EnsembleInput) -> Tensor:
-        angle = x.day_of_year * (2 * np.pi / _DAYS)
-        numbers = torch.stack([1 / x.count, torch.log(x.count), torch.sin(angle), torch.cos(angle)], 1)
-        planes = numbers.to(self.position.dtype)[:, :, None, None].expand(-1, -1, *self.position.shape[1:])
-        return torch.cat([self.position.expand(len(x), *self.position.shape), planes], 1)
-
 
 def _log_ratio(spread: Tensor, level: Tensor) -> Tensor:
     """log(spread / level), levelling off at `_SMALLEST`."""
     return 0.5 * torch.log((spread / level) ** 2 + _SMALLEST**2)
-
-
-def _position(spec: ModelSpec) -> Tensor:
-    """(4, Y, X): sine and cosine of latitude and of longitude."""
-    lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
-    planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
-    shape = len(lat), len(lon)
-    return torch.from_numpy(np.stack([np.broadcast_to(p, shape) for p in planes]).astype(np.float32))
-
-
-def _standardised(static: Tensor) -> Tensor:
-    """Static fields to mean zero and deviation one; a constant one becomes zero."""
-    if not static.numel():
-        return static
-    centred = static - static.mean((-2, -1), keepdim=True)
-    deviation = centred.std((-2, -1), correction=0, keepdim=True)
-    return centred / torch.where(deviation > 0, deviation, torch.ones_like(deviation))

@@ -63,10 +63,15 @@ class LinearCorrection(nn.Module):
         self.supports = [(int(rows[0]), int(rows[-1]) + 1) for rows in map(np.flatnonzero, bands)]
         self.register_buffer("bands", torch.from_numpy(bands)[..., None].float(), persistent=False)
 
-    def forward(self, departures_BCYX: Tensor, count: Tensor) -> Tensor:
-        """(B, C, Y, X) and M (B,) -> (B, O, Y, X)."""
-        padded, members = self.pad(departures_BCYX[..., None])[..., 0], count.reshape(-1, 1, 1, 1)
-        found = padded.new_zeros(len(padded), self.weight.shape[2], *departures_BCYX.shape[-2:])
+    def padded(self, departures_BCYX: Tensor) -> Tensor:
+        """With a row and a column more on each side, (B, C, Y + 2, X + 2)."""
+        return self.pad(departures_BCYX[..., None])[..., 0]
+
+    def forward(self, padded: Tensor, count: Tensor) -> Tensor:
+        """What `padded` gives, and M (B,) -> (B, O, Y, X)."""
+        members = count.reshape(-1, 1, 1, 1)
+        rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
+        found = padded.new_zeros(len(padded), self.weight.shape[2], rows, columns)
         for weight, share, (first, last) in zip(self.weight, self.bands, self.supports, strict=True):
             if first < last:
                 both = F.conv2d(padded[:, :, first : last + 2], weight.to(padded.dtype).flatten(0, 1))

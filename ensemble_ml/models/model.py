@@ -19,7 +19,9 @@ from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
 from ensemble_ml.models.linear import KINDS, LinearCorrection
 from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.speed import Speed
+from ensemble_ml.models.surroundings import Surroundings
 
 
 class EnsembleModel(nn.Module):
@@ -44,13 +46,15 @@ class EnsembleModel(nn.Module):
         planes = sum(part.planes for part in (self.pressure, self.surface) if part is not None)
         widths = [min(config.hidden * 2**level, config.max_hidden) for level in range(config.depth + 1)]
         widths[0] = config.hidden
-        common = Convolution(self.features.common_channels, widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
+        common = Convolution(plane_count(spec), widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
         self.common_stem = common
         # Tells planes apart where one kernel serves all of them.
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
         self.scale = ScaleShift(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
+        weights = [getattr(climate, f"surroundings_{name}") for name in ("first", "second")]
+        self.surroundings = Surroundings(spec, *weights) if weights[0].size else None
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
@@ -111,7 +115,7 @@ class EnsembleModel(nn.Module):
         return like[0] if part is None else part.heads.climatology  # where there is no variable, any empty tensor
 
     def _corrections(self, x: EnsembleInput) -> dict[str, Tensor]:
-        """What the linear correction adds, (B, KINDS, T, V, [Z,] Y, X) in typical spreads, by "p" and "s"."""
+        """What linear correction and surroundings add in typical spreads, (B, KINDS, T, V, [Z,] Y, X), by set."""
         if self.linear is None:
             return {}
         given: dict[str, Tensor] = {}
@@ -120,7 +124,12 @@ class EnsembleModel(nn.Module):
                 mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
                 given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
         flat = [d.flatten(2, -3) for d in given.values()]
-        found = self.linear(torch.cat(flat, 2).flatten(1, 2), x.count).unflatten(1, (KINDS, -1))
+        padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))
+        found = self.linear(padded, x.count)
+        if self.surroundings is not None:
+            with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
+                found = found + self.surroundings(padded, self.features.common(x))
+        found = found.unflatten(1, (KINDS, -1))
         pieces = found.split([d.shape[2] for d in flat], 2)
         return {k: piece.reshape(given[k].shape) for k, piece in zip(given, pieces, strict=True)}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
-from ensemble_ml.loading.reader import Reader
+from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
@@ -22,11 +22,12 @@ from ensemble_ml.store.statistics import Moments
 
 @dataclass(eq=False)
 class Sample:
-    """One start date, all (T, F, Y, X) float32, NaN where absent."""
+    """One start date; fields (T, F, Y, X) float32, NaN where absent."""
 
     mean: Tensor  # of the first M members
     spread: Tensor  # of the first M members, ddof = 1
     full_spread: Tensor
+    day: float  # of the year, of the start
 
 
 class Dates:
@@ -41,18 +42,20 @@ class Dates:
         """(T, F)."""
         return len(self.spec.leads_out), len(field_names(self.spec))
 
-    def sample(self, date: int) -> Sample:
+    def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
         """Mean and spread of the first M members that the date has whole, and the spread of all.
 
-        Where it has fewer, of the first M: what one of them lacks is NaN.
+        Where it has fewer, of the first M: what one of them lacks is NaN. `chosen`: positions of other members.
         """
-        whole = self.reader.available(date)
-        chosen = whole if len(whole) >= self.members else np.arange(self.members)
-        forecast = self.reader.forecast(date, chosen[: self.members], strict=False)
+        if chosen is None:
+            whole = self.reader.available(date)
+            chosen = (whole if len(whole) >= self.members else np.arange(self.members))[: self.members]
+        forecast = self.reader.forecast(date, chosen, strict=False)
         leads = self.spec.lead_positions
         members = join(Fields(forecast.pressure[:, leads], forecast.surface[:, leads]))
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
-        return Sample(mean, spread, self.target(Part.SPREAD, date))
+        day = float(day_of_year(self.reader.time(date)))
+        return Sample(mean, spread, self.target(Part.SPREAD, date), day)
 
     def target(self, part: Part, date: int) -> Tensor:
         """Truth, mean or spread of all members, (T, F, Y, X)."""

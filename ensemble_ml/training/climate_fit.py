@@ -10,7 +10,8 @@ With m, s mean and spread of the first M members, S the spread of all, y the tru
                               s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k), or that of s1 + linear (`models.heads`)
     s1        = the full spread expected from M members (`features.unbiased_spread`), its k by RMSE on validation dates
     bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
-    linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`)
+    linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`),
+                and what a small network of the surroundings adds to it                        (`surroundings_fit`)
     inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
 
 c, one number a field, minimises the CRPS of the variable's own family, so heavy tails and zeros are allowed for; the
@@ -33,11 +34,14 @@ from ensemble_ml.models import Climate, distributions
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 from ensemble_ml.models.heads import FOLLOWED, widened
 from ensemble_ml.models.linear import LinearCorrection, correction_shape
+from ensemble_ml.models.place import position_planes
+from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
+from ensemble_ml.training.surroundings_fit import Correction, fit_surroundings
 
 log = logging.getLogger(__name__)
 
@@ -77,17 +81,17 @@ class _Spread:
     full_shrink: Tensor
     gain: Tensor
     level: Tensor
-    linear: Linear | None = None
+    corrected: Correction | None = None
 
     def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
         """What sigma is a multiple of, from what it follows."""
         k = (self.shrink if shrink is None else shrink)[..., None, None]
-        count = torch.tensor([float(self.members if self.linear is None else FOLLOWED)])
+        count = torch.tensor([float(self.members if self.corrected is None else FOLLOWED)])
         return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
 
     def followed(self, sample: Sample, more: Tensor) -> Tensor:
-        """The members' spread, or the corrected s1 where a linear correction adds `more` to it."""
-        return sample.spread if self.linear is None else widened(self.s1(sample.spread), more)
+        """The members' spread, or the corrected s1 where a correction adds `more` to it."""
+        return sample.spread if self.corrected is None else widened(self.s1(sample.spread), more)
 
     def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
         k = self.full_shrink if shrink is None else shrink
@@ -96,10 +100,10 @@ class _Spread:
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
     def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """What the linear correction adds to mean and s1, (T, F, Y, X)."""
-        if self.linear is None:
+        """What the corrections add to mean and s1, (T, F, Y, X)."""
+        if self.corrected is None:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
-        return self.linear(sample.mean, sample.spread, self.members)
+        return self.corrected(sample, self.members)
 
     def expected(self, sample: Sample) -> Tensor:
         """The full spread that the untrained model predicts, (T, F, Y, X)."""
@@ -132,12 +136,8 @@ def fit_climate(
     spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
     truth = _Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
-    weight = np.zeros(correction_shape(reader.spec), np.float32)
-    if reader.spec.linear:
-        correction = LinearCorrection(reader.spec, weight)
-        spread.linear = Linear(correction, anchor, climatology, spread.full_shrink)
-        fit_linear(spread.linear, dates, chosen, np.asarray(validation, int), sizes, _Left(truth, spread))
-        weight = correction.weight.numpy()
+    static = _static(reader)
+    weights = _corrections(dates, chosen, np.asarray(validation, int), sizes, spread, truth, anchor, static)
     arrays: dict[str, Tensor | np.ndarray] = {**_truth_terms(dates, truth, sample)}
     arrays["anchor"] = anchor
     arrays |= {"spread": climatology, "shrink": spread.shrink, "level_spread": dates.level_spread(sample)}
@@ -150,9 +150,30 @@ def fit_climate(
     if reader.spec.local:
         found |= _maps(reader, chosen)
     log.info("climate: fitted on %d of %d training dates, %d members", len(chosen), len(all_train), dates.members)
-    climate = Climate(**found, static=_static(reader), correction=weight)
+    climate = Climate(**found, static=static, **weights)
     extremes = np.stack([moments.minimum, moments.maximum], -1)
     return Fit(climate, _spread_errors(dates, sample, spread, scales, sizes).numpy(), extremes)
+
+
+def _corrections(
+    dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], spread: _Spread,
+    truth: _Truth | None, anchor: Tensor, static: np.ndarray,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Fit what stands before the network, which `spread` then knows of; its weights by their names in `Climate`."""
+    spec = dates.spec
+    weight = np.zeros(correction_shape(spec), np.float32)
+    first, second = (np.zeros(shape, np.float32) for shape in surroundings_shapes(spec))
+    if spec.linear:
+        linear = Linear(LinearCorrection(spec, weight), anchor, spread.climatology, spread.full_shrink)
+        targets = _Left(truth, spread)
+        fit_linear(linear, dates, train, validation, sizes, targets)
+        network = Surroundings(spec, first, second) if first.size else None
+        correction = Correction(linear, network, position_planes(spec, static))
+        if network is not None:
+            fit_surroundings(correction, dates, train, validation, sizes, targets)
+            first, second = network.first.numpy(), network.second.numpy()
+        spread.corrected, weight = correction, linear.module.weight.numpy()
+    return {"correction": weight, "surroundings_first": first, "surroundings_second": second}
 
 
 def _maps(reader: Reader, chosen: np.ndarray) -> dict[str, np.ndarray]:
@@ -269,7 +290,7 @@ def _spread_error(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Sca
 
 @dataclass(eq=False)
 class _Left:
-    """What the linear correction is to explain: errors of mean and spread without it."""
+    """What the corrections are to explain: errors of mean and spread without them."""
 
     truth: _Truth | None
     spread: _Spread
@@ -290,8 +311,7 @@ def _truth_terms(dates: Dates, truth: _Truth | None, sample: np.ndarray) -> dict
     spread.shrink = truth.likeliest_shrink(sample)
     inflation = truth.inflation()
     factor, error = truth.best_factor(sample, inflation)
-    bias = truth.bias.map() * spread.climatology
-    return {"bias": bias, "inflation": inflation + factor[..., None, None], "error": error}
+    return {"bias": truth.whole_bias, "inflation": inflation + factor[..., None, None], "error": error}
 
 
 class _Truth:
@@ -301,6 +321,8 @@ class _Truth:
         self.dates, self.spread, self.scales, self.chosen = dates, spread, scales, chosen
         self.follows = neighbours(dates.reader.source.layout.init_time[chosen])
         self.bias = self._bias()
+        self._known = set(chosen.tolist())
+        self.whole_bias = self.bias.map() * spread.climatology
 
     def _bias(self) -> Estimate:
         """Mean error of the mean of all members, in units of s_clim."""
@@ -316,10 +338,12 @@ class _Truth:
         return error / self.spread.climatology.clamp(min=_TINY)
 
     def error_left(self, date: int, mean: Tensor) -> Tensor:
-        """Error of `mean` without the bias of the other dates, (T, F, Y, X)."""
+        """Error of `mean` beyond the bias of the (other) training dates, (T, F, Y, X)."""
         return self.dates.target(Part.TRUTH, date) - mean - self._bias_without(date)
 
     def _bias_without(self, date: int) -> Tensor:
+        if date not in self._known:
+            return self.whole_bias
         error = torch.nan_to_num(self.scales.filled(self._error(date)))
         return self.bias.without(error) * self.spread.climatology
 

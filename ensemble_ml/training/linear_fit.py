@@ -54,8 +54,15 @@ class Linear:
 
     def __call__(self, mean: Tensor, spread: Tensor, members: int) -> tuple[Tensor, Tensor]:
         """What is added to mean and spread (T, F, Y, X) of M members."""
-        added = self.module(self.channels(mean, spread, members)[None], torch.tensor([float(members)]))[0]
-        shift, more = self._unordered(added.unflatten(0, (KINDS, -1))) * self.typical
+        return self.added(self.module(self.padded(mean, spread, members), torch.tensor([float(members)])))
+
+    def padded(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
+        """Departures with a row and a column more on each side, (1, C, Y + 2, X + 2)."""
+        return self.module.padded(self.channels(mean, spread, members)[None])
+
+    def added(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (1, O, Y, X) as what is added to mean and spread, (T, F, Y, X)."""
+        shift, more = self._unordered(outputs[0].unflatten(0, (KINDS, -1))) * self.typical
         return shift, more
 
     def channels(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
@@ -148,15 +155,11 @@ class _Rows:
         dates = Dates(self.dates.reader, members)
         sample = dates.sample(int(date))
         at = self._at(int(date))
-        channels = self.linear.channels(sample.mean, sample.spread, members)
-        padded = self.linear.module.pad(channels[None, ..., None])[0, ..., 0].flatten(1)
-        wide = self.columns + 2
-        corner = at // self.columns * wide + at % self.columns
-        near = torch.stack([padded[:, corner + row * wide + column] for row in range(3) for column in range(3)], 1)
+        near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)
         errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
         wanted = self.linear.ordered(errors).flatten(1)[:, at]
         weights, there = self.weights[at], torch.isfinite(wanted)
-        return near.flatten(0, 1) * weights, torch.where(there, wanted, 0.0) * weights, there
+        return near * weights, torch.where(there, wanted, 0.0) * weights, there
 
     def shares(self, date: int) -> list[tuple[Tensor, Tensor]]:
         """For each band, which of a date's points lie in it, and the root of its share of them."""
@@ -173,6 +176,15 @@ class _Rows:
         if self.points == len(self.weights):
             return torch.arange(self.points)
         return torch.randperm(len(self.weights), generator=torch.Generator().manual_seed(date))[: self.points]
+
+
+def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
+    """Values (C, Y + 2, X + 2) at 3 x 3 points around each point of `at`, indices into Y X: (9 C, P)."""
+    columns, wide = padded.shape[2] - 2, padded.shape[2]
+    corner = at // columns * wide + at % columns
+    flat = padded.flatten(1)
+    near = [flat[:, corner + row * wide + column] for row in range(3) for column in range(3)]
+    return torch.stack(near, 1).flatten(0, 1)
 
 
 def _three(sizes: list[int]) -> list[int]:

@@ -18,6 +18,7 @@ from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads, bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.speed import Speed
 
 
@@ -109,7 +110,7 @@ class Rival(nn.Module):
     def channels(self) -> int:
         """C of `planes`."""
         upper = self.features.channels(surface=False) * len(self.spec.levels)
-        return upper + self.features.channels(surface=True) + self.features.common_channels
+        return upper + self.features.channels(surface=True) + plane_count(self.spec)
 
     def reduced(self, x: EnsembleInput) -> dict[str, Reduced]:
         """Mean, spread and climate of the predicted leads, by "p" and "s" as far as there are such variables."""
@@ -135,7 +136,7 @@ class Rival(nn.Module):
         """Sign and offset (C, 1) of the channels of `planes` across a pole."""
         rules = [self.features.pole_rule(surface=surface) for surface in (False, True)]
         sign, offset = (torch.cat([rule[i].flatten() for rule in rules]) for i in (0, 1))
-        plain = torch.zeros(self.features.common_channels)
+        plain = torch.zeros(plane_count(self.spec))
         return torch.cat([sign, plain + 1])[:, None], torch.cat([offset, plain])[:, None]
 
     def split(self, values: Tensor, axis: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,51 @@
+"""Planes that all variables share: where a point lies, when the forecast starts, and how many members there are.
+
+Axes: B date, P plane, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.models.inputs import ModelSpec
+
+_DAYS = 365.2425
+_PLACE, _NUMBERS = 4, 4
+
+
+def plane_count(spec: ModelSpec) -> int:
+    """P: four of place, the static fields, four numbers."""
+    return _PLACE + len(spec.static) + _NUMBERS
+
+
+def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
+    """Sine and cosine of latitude and of longitude, then `static` (n, Y, X) standardised: (P - 4, Y, X)."""
+    lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
+    planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
+    shape = len(lat), len(lon)
+    place = torch.from_numpy(np.stack([np.broadcast_to(p, shape) for p in planes]).astype(np.float32))
+    return torch.cat([place, _standardised(torch.from_numpy(static))])
+
+
+def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tensor:
+    """`position`, then 1/M, log M, sine and cosine of the season: (B, P, Y, X).
+
+    Args:
+        position: of `position_planes`.
+        count, day_of_year: (B,) M and 1..366.
+    """
+    angle = day_of_year * (2 * np.pi / _DAYS)
+    numbers = torch.stack([1 / count, torch.log(count), torch.sin(angle), torch.cos(angle)], 1)
+    planes = numbers.to(position.dtype)[:, :, None, None].expand(-1, -1, *position.shape[1:])
+    return torch.cat([position.expand(len(count), *position.shape), planes], 1)
+
+
+def _standardised(static: Tensor) -> Tensor:
+    """Static fields to mean zero and deviation one; a constant one becomes zero."""
+    if not static.numel():
+        return static
+    centred = static - static.mean((-2, -1), keepdim=True)
+    deviation = centred.std((-2, -1), correction=0, keepdim=True)
+    return centred / torch.where(deviation > 0, deviation, torch.ones_like(deviation))

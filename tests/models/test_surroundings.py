@@ -1,0 +1,90 @@
+"""The network of a point's surroundings: by hand at single points, its size, and models from before there was one."""
+
+from math import cos, erf, hypot, log, pi, radians, sin, sqrt
+
+import numpy as np
+import pytest
+import torch
+from models.small_models import make_climate, make_input, make_spec
+
+from ensemble_ml.models import EnsembleModel, ModelSpec, climate_shapes
+
+COLUMNS, ROWS = 16, 9
+
+
+def gelu(x):
+    return x * (1 + erf(x / sqrt(2))) / 2
+
+
+def by_hand(spec, climate, x, row, column):
+    """d'' of the mean of u at a point: every input from its definition."""
+    kinds = []
+    for suffix in "ps":
+        clim, anchor = (
+            np.asarray(getattr(climate, f"{n}_{suffix}"), float).reshape(ROWS, COLUMNS) for n in ("spread", "anchor")
+        )
+        mean, spread = (
+            np.asarray(getattr(x, f"{n}_{suffix}")[0], float).reshape(ROWS, COLUMNS) for n in ("mean", "spread")
+        )
+        k, unit = float(np.ravel(getattr(climate, f"spread_shrink_{suffix}"))[0]), sqrt(np.mean(clim**2))
+        kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit))
+    channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]  # u, t2m: means; then spreads
+
+    def at(c, i, j):
+        y, across, sign = row + i, column + j, 1.0
+        if not 0 <= y < ROWS:  # the pole is a row: beyond it lies the row before, half a turn away; wind turns round
+            y, across = (1 if y < 0 else ROWS - 2), across + COLUMNS // 2
+            sign = -1.0 if c == 0 else 1.0
+        return sign * channels[c][y, across % COLUMNS]
+
+    latitude, longitude = radians(90 - 22.5 * row), radians(22.5 * column)
+    stretch = min(5.0, 1 / max(cos(latitude), 1e-6))
+    given = [at(c, i, j) for c in range(4) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+    given += [abs(at(c, 0, 0)) for c in range(2)]
+    given += [hypot((at(c, 0, 1) - at(c, 0, -1)) / 2 * stretch, (at(c, 1, 0) - at(c, -1, 0)) / 2) for c in range(2)]
+    given += [sin(latitude), cos(latitude), sin(longitude), cos(longitude)]
+    angle = float(x.day_of_year[0]) * 2 * pi / 365.2425
+    given += [1 / 3, log(3), sin(angle), cos(angle), 1.0]
+    hidden = [gelu(float(v)) for v in climate.surroundings_first.astype(float) @ given]
+    return float(climate.surroundings_second[0].astype(float) @ [*hidden, 1.0]) * sqrt(
+        np.mean(np.asarray(climate.spread_p, float) ** 2)
+    )
+
+
+@pytest.mark.parametrize(("row", "column"), [(4, 7), (3, 0), (0, 3), (8, 15)])
+def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
+    spec = make_spec(
+        variables=("u",), surface=("t2m",), levels=(500,), leads_in=(24,), leads_out=(24,), local_terms=False
+    )
+    climate = make_climate(spec).checked(spec)
+    x = make_input(spec)
+    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
+    without.surroundings.second.zero_()
+    added = (with_(x).location_p - without(x).location_p)[0, 0, 0, 0]
+    wanted = by_hand(spec, climate, x, row, column)
+    assert abs(wanted) > 1e-3
+    assert float(added[row, column].detach()) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+def test_there_is_none_without_a_linear_correction_or_where_it_has_no_units():
+    for config in ({"surroundings": 0}, {"linear": False}):
+        spec = make_spec(**config)
+        assert EnsembleModel(spec, make_climate(spec)).surroundings is None
+        assert climate_shapes(spec)["surroundings_first"] == (0, 0)
+
+
+def test_a_climate_without_its_weights_adds_nothing():
+    spec = make_spec()
+    climate = make_climate(spec)
+    none = vars(climate) | {"surroundings_first": None, "surroundings_second": None}
+    model, x = EnsembleModel(spec, type(climate)(**none)), make_input(spec)
+    plain = EnsembleModel(make_spec(surroundings=0), type(climate)(**none))
+    plain.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).spread_p, plain(x).spread_p, rtol=0, atol=0)
+
+
+def test_a_spec_from_before_there_was_one_has_none():
+    plain = make_spec().to_json()
+    del plain["config"]["surroundings"]
+    assert ModelSpec.from_json(plain).config.surroundings == 0
