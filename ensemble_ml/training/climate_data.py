@@ -57,6 +57,12 @@ class Dates:
         day = float(day_of_year(self.reader.time(date)))
         return Sample(mean, spread, self.target(Part.SPREAD, date), day)
 
+    def drawn(self, date: int, size: int, draw: np.random.Generator) -> np.ndarray:
+        """Positions of `size` random members, of those that the date has whole where it has any; ascending."""
+        whole = self.reader.available(date)
+        among = whole if len(whole) else np.arange(self.reader.full_size)
+        return np.sort(draw.permutation(among)[:size])
+
     def target(self, part: Part, date: int) -> Tensor:
         """Truth, mean or spread of all members, (T, F, Y, X)."""
         return join(self.reader.target(part, int(date)))

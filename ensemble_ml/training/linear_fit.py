@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0)  # of what a band adds
 _MOST_OPERATIONS = 1e13  # of the sums: on large grids a random part of the points
 _FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
+_CHOICES = 4  # of members a date, at most: the first, then random ones
 _TINY = 1e-12
 
 Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
@@ -148,12 +150,13 @@ class _Rows:
         self.columns = grid.shape[1]
         self.bands = linear.module.bands[..., 0].sqrt()  # (N, Y)
         wanted = 9 * linear.module.weight.shape[3]
-        budget = _MOST_OPERATIONS / (2 * 2 * wanted**2 * _SIZES * len(train))
-        self.points = int(min(len(self.weights), max(1, budget)))
+        budget = _MOST_OPERATIONS / (2 * 2 * wanted**2 * _SIZES * len(train))  # points a date
+        cells = len(self.weights)
+        self.choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
+        self.points = int(min(cells, max(1, budget / self.choices)))
 
-    def __call__(self, date: int, members: int) -> tuple[Tensor, Tensor, Tensor]:
-        dates = Dates(self.dates.reader, members)
-        sample = dates.sample(int(date))
+    def __call__(self, date: int, members: int, chosen: np.ndarray | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        sample = Dates(self.dates.reader, members).sample(int(date), chosen)
         at = self._at(int(date))
         near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)
         errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
@@ -195,6 +198,7 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
     """Products of predictors (1, 1/M - centre) x K with themselves, and with the targets, for each band."""
     outputs, channels = rows.linear.module.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels
+    draw = np.random.default_rng(0)
     gram = torch.zeros(count, TERMS * predictors, TERMS * predictors, dtype=torch.float64)
     right = torch.zeros(count, TERMS * predictors, outputs, dtype=torch.float64)
     for size in sizes:
@@ -202,8 +206,8 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
         own = torch.zeros(count, predictors, predictors, dtype=torch.float64)
         cross = torch.zeros(count, predictors, outputs, dtype=torch.float64)
         absent = torch.zeros(count, outputs, dtype=torch.float64)
-        for date in train:
-            near, wanted, there = rows(date, size)
+        for date, turn in product(train, range(rows.choices)):
+            near, wanted, there = rows(date, size, rows.dates.drawn(int(date), size, draw) if turn else None)
             for band, (points, root) in enumerate(rows.shares(date)):
                 here, aim = near[:, points] * root, wanted[:, points] * root
                 own[band] += here @ here.T
@@ -212,7 +216,7 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
                     absent[band] += (~there[:, points]).double() @ rows.areas(date, points, root)
         for band in range(count):
             gram[band] += torch.kron(torch.outer(terms, terms), own[band])
-            scale = (1 - absent[band] / len(train)).clamp(min=_TINY)
+            scale = (1 - absent[band] / (len(train) * rows.choices)).clamp(min=_TINY)
             right[band] += torch.kron(terms[:, None], cross[band] / scale)
     return gram, right
 

@@ -157,13 +157,9 @@ def _choices(
     """Dates, each `_CHOICES` times, with positions of members: as many as are looked at, then as training shows."""
     shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
     for date in train:
-        whole = dates.reader.available(int(date))
-        whole = (
-            whole if len(whole) else np.arange(dates.reader.full_size)
-        )  # what is there of them is still learned from
         for turn in range(_CHOICES):
             size = dates.members if turn % 2 == 0 else int(draw.choice(shown))
-            yield int(date), np.sort(draw.permutation(whole)[: min(size, len(whole))])
+            yield int(date), dates.drawn(int(date), size, draw)
 
 
 def _train(network: Surroundings, pool: _Pool) -> None:
