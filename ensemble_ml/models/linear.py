@@ -79,6 +79,15 @@ class LinearCorrection(nn.Module):
                 found[:, :, first:last] += share[first:last] * (both[:, 0] + both[:, 1] / members)
         return found
 
+    def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:
+        """The same at single points, from their 3 x 3 neighbours (9 C, P) and the rows they lie in: (O, P)."""
+        found = near.new_zeros(self.weight.shape[2], near.shape[1])
+        for weight, share in zip(self.weight, self.bands[:, rows, 0], strict=True):
+            here = share > 0
+            kernel = (weight[0] + weight[1] / members).flatten(1)
+            found[:, here] += share[here] * (kernel @ near[:, here])
+        return found
+
 
 def departures(
     mean: Tensor, spread: Tensor, count: Tensor, anchor: Tensor, climatology: Tensor, shrink: Tensor, typical: Tensor

@@ -93,14 +93,15 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
     Raises:
         UserError: bfloat16 is asked for on a device without it.
     """
-    low = _has_bfloat16(device)
+    low = has_bfloat16(device)
     if wanted is Precision.bfloat16 and not low:
         raise UserError(f"model.precision=bfloat16: {device.type} has no bfloat16 arithmetic; use auto or float32")
     kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
     return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
 
 
-def _has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 is right, and faster than float32, on `device`."""
     if device.type == "cuda":
         # Before cuDNN 9.15 some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
         return torch.cuda.is_bf16_supported() and (torch.backends.cudnn.version() or 0) >= 91500

@@ -21,6 +21,7 @@ from ensemble_ml.store.source import Fields, Part, Selection, Source
 
 T = TypeVar("T")
 _ALL = Selection()
+_BEAT = "at work"
 
 
 def on_first(session: Session, shard: Shard | None, reader: Reader, compute: Callable[[Reader], T]) -> T:
@@ -65,6 +66,10 @@ class BandSource:
         assert whole is not None
         return Fields(whole.pressure[..., slice(*wanted), :], whole.surface[..., slice(*wanted), :])
 
+    def beat(self) -> None:
+        """Keep the others waiting, whose patience has an end, while this rank is long at work without a read."""
+        _tell(self._comm, _BEAT)
+
     def close(self) -> None:
         """Let the others go."""
         _tell(self._comm, None)
@@ -72,7 +77,8 @@ class BandSource:
 
 def _serve(source: Source, rows: Bounds, comm: Communicator) -> None:
     while (request := _asked(comm)) is not None:
-        _gathered(source, request, rows, comm)
+        if request != _BEAT:
+            _gathered(source, request, rows, comm)
 
 
 def _tell(comm: Communicator, request: Any) -> None:

@@ -58,9 +58,9 @@ class Dates:
         return Sample(mean, spread, self.target(Part.SPREAD, date), day)
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> np.ndarray:
-        """Positions of `size` random members, of those that the date has whole where it has any; ascending."""
+        """Positions of `size` random members, ascending; of those that the date has whole, where they are enough."""
         whole = self.reader.available(date)
-        among = whole if len(whole) else np.arange(self.reader.full_size)
+        among = whole if len(whole) >= size else np.arange(self.reader.full_size)
         return np.sort(draw.permutation(among)[:size])
 
     def target(self, part: Part, date: int) -> Tensor:

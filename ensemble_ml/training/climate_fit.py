@@ -117,7 +117,8 @@ def fit_climate(
     members: int,
     sizes: Sequence[int] = (),
 ) -> Fit:
-    """Fit everything that `Climate` holds on the dates `train`, and k of s1 and the ridge on `validation`.
+    """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty and the
+    share of the surroundings' network on `validation`.
 
     Args:
         reader: of the store.

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0)  # of what a band adds
 _MOST_OPERATIONS = 1e13  # of the sums: on large grids a random part of the points
-_FEWEST_DATES = 10  # of which a fifth is held out
+FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
 _CHOICES = 4  # of members a date, at most: the first, then random ones
 _TINY = 1e-12
@@ -115,7 +115,7 @@ def fit_linear(
     if not len(validation):
         kept = len(train) - len(train) // 5
         train, validation = train[:kept], train[kept:]
-    if len(train) + len(validation) < _FEWEST_DATES:
+    if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d training dates are too few, so there is none", len(train) + len(validation))
         return
     rows = _Rows(linear, dates, targets, train)
@@ -206,7 +206,8 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
         own = torch.zeros(count, predictors, predictors, dtype=torch.float64)
         cross = torch.zeros(count, predictors, outputs, dtype=torch.float64)
         absent = torch.zeros(count, outputs, dtype=torch.float64)
-        for date, turn in product(train, range(rows.choices)):
+        choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
+        for date, turn in product(train, range(choices)):
             near, wanted, there = rows(date, size, rows.dates.drawn(int(date), size, draw) if turn else None)
             for band, (points, root) in enumerate(rows.shares(date)):
                 here, aim = near[:, points] * root, wanted[:, points] * root
@@ -216,7 +217,7 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
                     absent[band] += (~there[:, points]).double() @ rows.areas(date, points, root)
         for band in range(count):
             gram[band] += torch.kron(torch.outer(terms, terms), own[band])
-            scale = (1 - absent[band] / (len(train) * rows.choices)).clamp(min=_TINY)
+            scale = (1 - absent[band] / (len(train) * choices)).clamp(min=_TINY)
             right[band] += torch.kron(terms[:, None], cross[band] / scale)
     return gram, right
 

@@ -144,6 +144,7 @@ def _requeued() -> bool:
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
+    theirs.setdefault("model.surroundings", 0)  # runs from before there was this network have none
     fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]

@@ -139,6 +139,8 @@ class Trainer:
         left = _MARGIN * seconds - (time.perf_counter() - start) - 2 * per_validation
         fitting = math.floor(left / (per_step + per_validation / self.config.validate_every))
         steps = self.session.once(lambda: max(1, min(self.config.steps, fitting)))
+        if fitting < 1:
+            log.warning("max_minutes=%g: the fits before the first step took all of it", self.config.max_minutes)
         log.info("max_minutes=%g: %.3g s a step, so %d steps", self.config.max_minutes, per_step, steps)
         self.state.steps = steps
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]

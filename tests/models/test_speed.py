@@ -37,7 +37,7 @@ def test_fixed_precision_is_kept():
     assert choose(model, passes(model, make_input(spec)), wanted=Precision.float32).precision is Precision.float32
 
 
-@pytest.mark.skipif(not module._has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16")
+@pytest.mark.skipif(not module.has_bfloat16(torch.device("cpu")), reason="this CPU has no bfloat16")
 def test_bfloat16_stays_inside_the_network():
     spec = make_spec()
     model, x = make_model(spec), make_input(spec)
@@ -64,7 +64,7 @@ def test_json_round_trip():
 
 
 def test_bfloat16_without_hardware_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "_has_bfloat16", lambda device: False)
+    monkeypatch.setattr(module, "has_bfloat16", lambda device: False)
     cpu = torch.device("cpu")
     assert {s.precision for s in module.candidates(cpu, Precision.auto)} == {Precision.float32}
     with pytest.raises(UserError, match="bfloat16"):

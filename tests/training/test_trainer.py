@@ -114,7 +114,8 @@ def test_two_runs_are_equal(config_of):
 
 
 def test_golden_run(config_of):
-    run = train(config_of(steps=20, validate_every=20, checkpoint_every=20))
+    # without the surroundings, whose fit is in bfloat16 where the processor has it
+    run = train(config_of(steps=20, validate_every=20, checkpoint_every=20, model__surroundings=0))
     losses = [line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line]
     if os.environ.get("ENSEMBLE_ML_WRITE_GOLDEN"):
         GOLDEN.write_text(json.dumps(losses, indent=0) + "\n")
