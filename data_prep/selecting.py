@@ -73,7 +73,8 @@ def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] |
         records = records[np.isin(records["lead"], there)]
     members = records[records["kind"] == MEMBER]
     if not len(members):
-        remedy = "count the control as one with control=include" if len(records) else "choose other variables or levels"
+        control = "prepare with control=include counts the control as one"
+        remedy = control if len(records) else "choose other variables or levels"
         raise UserError(f"{path}: no member of an ensemble is left; {remedy}")
     found = np.unique(records["field"]).tolist()
     upper = records["level"][~IS_SURFACE[records["field"]]]

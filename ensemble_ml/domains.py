@@ -162,7 +162,7 @@ def _check_factor(name: str, factor: int, count: int, what: str) -> None:
 
 
 def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
-    margin = _spacing(grid.latitude) + _TOLERANCE
+    margin = spacing(grid.latitude) + _TOLERANCE
     most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
     if north > min(most, 90 + _TOLERANCE) or south < max(least, -90 - _TOLERANCE):
         raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
@@ -170,11 +170,12 @@ def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[fl
 
 def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
     """A regional grid must hold the region, but for one spacing at either edge."""
-    margin = _spacing(grid.longitude) + _TOLERANCE
+    margin = spacing(grid.longitude) + _TOLERANCE
     first = np.mod(west - (grid.longitude[0] - margin), 360)
     if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
         raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
 
 
-def _spacing(axis: np.ndarray) -> float:
+def spacing(axis: np.ndarray) -> float:
+    """Mean step of an axis, one where it has a single point."""
     return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0

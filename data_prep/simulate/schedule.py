@@ -80,12 +80,6 @@ def _model_year(config: SimulateConfig, year: int, split: str, dates: int, longe
     return ModelYear(year, split, tuple(cycles), config.spin_up_days)
 
 
-def window_days(config: SimulateConfig) -> int:
-    """Return the length of one window with its warm-up, days."""
-    longest = max(config.train_dates, config.validation_dates, config.test_dates)
-    return (config.warm_up_cycles + longest) * CYCLE_DAYS
-
-
 def valid_times(cycle: Cycle) -> list[datetime]:
     """Return the valid times of a cycle's steps."""
     return [cycle.start + timedelta(hours=hours) for hours in STEPS]

@@ -29,7 +29,13 @@ from torch.autograd.function import once_differentiable
 from ensemble_ml.distributed.strips import Across, Opposite, Side, Swap, strips
 from ensemble_ml.models.padding import Beyond
 
-__all__ = ["Across", "Filling", "Folding", "Side", "halo", "halo_bytes"]
+__all__ = [
+    "Across",
+    "Filling",
+    "Folding",
+    "Side",
+    "halo",
+]
 
 
 def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | None = None) -> Tensor:
@@ -65,15 +71,6 @@ def cropped(x: Tensor, sides: Sequence[Side]) -> Tensor:
             start = max(-left, 0)
             x = x.narrow(side.dim, start, x.shape[side.dim] - start - max(-right, 0))
     return x
-
-
-def halo_bytes(shape: Sequence[int], side: Side, itemsize: int) -> int:
-    """Bytes that this rank sends other ranks along one axis: the surface, `shape` being that of its part of a field."""
-    if side.comm.size == 1:
-        return 0
-    out, _ = strips(shape[side.dim], side)
-    layer = torch.Size(shape).numel() // shape[side.dim]
-    return sum(strip.width for strip in out if strip.rank != side.comm.rank) * layer * itemsize
 
 
 class _Halo(torch.autograd.Function):

@@ -166,7 +166,6 @@ class _Watch:
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()
         self._end, self._leaving = threading.Event(), False
-        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 

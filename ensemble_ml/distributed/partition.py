@@ -1,7 +1,7 @@
 """A model over several ranks: the same modules under the same names, each computing its part of the grid.
 
-`partition(model, mesh)` changes the classes of those layers that look beyond a point, and of those that keep one number
-a cell; parameters, buffers and their names stay whole on every rank, so a checkpoint knows nothing of the partition.
+`partition_model` changes the classes of those layers that look beyond a point, and of those that keep one number a
+cell; parameters, buffers and their names stay whole on every rank, so a checkpoint knows nothing of the partition.
 What a rank computes is exactly its part of what one process would: convolutions see their neighbours' rows through a
 halo exchange (`halo`), pooling and upsampling never cross a border (`shard`), terms of one cell each are sliced. On one
 rank the model stays as it is.

@@ -40,7 +40,6 @@ class Vote(BucketExchange):
         scale: what codes are multiples of.
         inner: ranks that average in full precision first (of one node, or of one sample's parts) and then share the
             work: each sends its part of the ballot, and they pass the winning bits round.
-        inner_reduction: sum or mean of the inner ranks' gradients.
         clip_by: see the head of the file.
         plan: when momenta are averaged.
         settings: of `BucketExchange`.

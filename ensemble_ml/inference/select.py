@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ensemble_ml.domains import eastward, region_points
+from ensemble_ml.domains import eastward, region_points, spacing
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 
@@ -86,8 +86,8 @@ def nearest_points(grid: Grid, points: Any) -> Places:
     rows = np.abs(grid.latitude[None] - asked[:, :1]).argmin(1)
     away = np.abs(np.mod(grid.longitude[None] - asked[:, 1:] + 180, 360) - 180)
     columns = away.argmin(1)
-    far = np.abs(grid.latitude[rows] - asked[:, 0]) > _spacing(grid.latitude) / 2 + _TOLERANCE
-    far |= away.min(1) > _spacing(grid.longitude) / 2 + _TOLERANCE
+    far = np.abs(grid.latitude[rows] - asked[:, 0]) > spacing(grid.latitude) / 2 + _TOLERANCE
+    far |= away.min(1) > spacing(grid.longitude) / 2 + _TOLERANCE
     far |= np.abs(asked[:, 0]) > 90
     if far.any():
         latitude, longitude = asked[far.argmax()]
@@ -104,7 +104,3 @@ def _as_pairs(points: Any) -> np.ndarray:
     if not good:
         raise UserError(f"points={points}: give a list of [latitude, longitude], e.g. [[47.3,11.4],[48.2,16.4]]")
     return np.asarray(pairs, np.float64)
-
-
-def _spacing(axis: np.ndarray) -> float:
-    return abs(axis[-1] - axis[0]) / (len(axis) - 1) if len(axis) > 1 else 1.0

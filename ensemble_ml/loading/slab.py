@@ -158,12 +158,6 @@ class Slab:
             self._words[2 + place] = 0
         return None
 
-    @property
-    def filled(self) -> int:
-        """Bytes of the samples that are here."""
-        here = (self._words[2 : 2 + len(self.shape.samples)] & np.uint64(_FILLED)) != 0
-        return int(self.shape.size[here].sum())
-
     def close(self) -> None:
         """Give back the file; harmless when called again."""
         if self.fd >= 0:

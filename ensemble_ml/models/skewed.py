@@ -89,18 +89,6 @@ def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Te
     return (sigma * mean).to(location.dtype), (sigma * deviation).to(location.dtype)
 
 
-def log_parameters(location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """mu_log and sigma_log of the log-normal law."""
-    mu, sigma = _log_parameters(_ratio(location / scale))
-    return mu + scale.log(), sigma
-
-
-def gamma_parameters(location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape, scale and shift (how far down) of the censored shifted gamma law."""
-    r = _ratio(location / scale + GAMMA_SHIFT)
-    return r * r, scale / r, GAMMA_SHIFT * scale
-
-
 def _ratio(x: Tensor) -> Tensor:
     return softplus(x.clamp(min=_LOWEST), beta=2.0)
 

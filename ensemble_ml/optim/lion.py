@@ -63,7 +63,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
         self.exchange = exchange or Exchange()
         self.stochastic = stochastic
-        self.steps = 0  # seeds the rounding; a resumed run sets it
+        self.steps = 0  # seeds the rounding; whoever resumes sets it
         self.exchange.attach(self)
 
     @torch.no_grad()

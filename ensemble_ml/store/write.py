@@ -66,14 +66,6 @@ class StoreWriter:
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
 
-    @property
-    def errors(self) -> dict[str, float]:
-        """Largest error of quantising so far, by variable."""
-        total = DateEntry()
-        for entry in self._entries.values():
-            total.add(DateEntry(errors=entry.errors))
-        return total.errors
-
     def write(self, part: Part, date: int, pressure: PackedBlock | None, surface: PackedBlock | None) -> None:
         """Write one start date of one part.
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
+from ensemble_ml.store.manifest import hash_file
 
 FORMAT = 2  # raised whenever a reader of the older number would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
@@ -185,7 +186,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
     if not file.is_file():
         raise UserError(f"checkpoint {path}: {file.name} is absent; use another checkpoint")
-    if sha256_of(file) != meta["files"].get(file.name):
+    if hash_file(file) != meta["files"].get(file.name):
         raise _damaged(path, file.name)
     try:
         return load_file(str(file))
@@ -201,12 +202,6 @@ def digest(meta: Mapping[str, Any]) -> str:
     """Hash of what a checkpoint's JSON says, itself left out."""
     plain = {k: v for k, v in meta.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def sha256_of(file: Path) -> str:
-    """Hash of a file's bytes."""
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

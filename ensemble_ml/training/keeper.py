@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.distributed.choice import OwnState
+from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.checkpoint import (
     FORMAT,
     META,
@@ -37,7 +38,6 @@ from ensemble_ml.training.checkpoint import (
     is_target,
     point,
     rank_file,
-    sha256_of,
     sync,
 )
 
@@ -213,7 +213,7 @@ def _write_common(partial: Path, snapshot: Snapshot) -> dict[str, str]:
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
     save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(file))
     sync(file)
-    return sha256_of(file)
+    return hash_file(file)
 
 
 def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:

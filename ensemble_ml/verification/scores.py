@@ -136,13 +136,12 @@ class Scores:
             found.append((less, self.interval(gain[c], gains[:, c], blocks)))
         return found
 
-    def best_baseline(self, lead: int, members: int | None = None) -> str | None:
+    def best_baseline(self, lead: int) -> str | None:
         """The correction of the reduced ensemble, or forecast of `baselines`, with the lowest geometric mean CRPS.
 
         Picking it on the test dates themselves favours the baseline: nobody could have known it before.
         """
-        names = [f"{name}_{members or self.reduced}" for name in CORRECTIONS]
-        names += self.baselines if members in (None, self.reduced) else ()
+        names = [f"{name}_{self.reduced}" for name in CORRECTIONS] + list(self.baselines)
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
         if not scores:
             return None

@@ -11,6 +11,7 @@ import torch
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
+from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training import checkpoint as module
 from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
@@ -112,7 +113,7 @@ def test_pickled_weights_are_not_executed(folder, tmp_path):
     torch.save({"w": Evil()}, file)
     meta_file = folder / "last" / module.META
     meta = json.loads(meta_file.read_text())
-    meta["files"][module.MODEL] = module.sha256_of(file)
+    meta["files"][module.MODEL] = hash_file(file)
     meta_file.write_text(json.dumps(meta | {"sha256": module.digest(meta)}))
     with pytest.raises(UserError, match="damaged"):
         load_checkpoint(folder / "last")

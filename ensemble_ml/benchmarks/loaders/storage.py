@@ -13,11 +13,7 @@ from ensemble_ml.errors import UserError
 
 @dataclass(frozen=True)
 class Storage:
-    """Emulated storage of everything under `folder`.
-
-    Raises:
-        UserError: there is no C compiler.
-    """
+    """Emulated storage of everything under `folder`."""
 
     folder: Path
     work: Path
@@ -30,7 +26,11 @@ class Storage:
         return self.work / "counters"
 
     def build(self) -> None:
-        """Compile the library."""
+        """Compile the library.
+
+        Raises:
+            UserError: there is no C compiler.
+        """
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
             raise UserError("benchmark=loading: needs a C compiler (cc) for the emulated storage; install gcc")
