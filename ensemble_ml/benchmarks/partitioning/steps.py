@@ -174,7 +174,7 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
         if topology.lat > 1:
             lines += columns * ((place.lat > 0) + (place.lat < topology.lat - 1))
         if topology.lon > 1:
-            geometry = module.pad.geometry
+            geometry = getattr(module, "pad", module).geometry
             inner = 2 if geometry.wraps else (place.lon > 0) + (place.lon < topology.lon - 1)
             poles = (place.lat == 0, geometry.north), (place.lat == topology.lat - 1, geometry.south)
             crossed = sum(here and rule.beyond.value == "mirror" for here, rule in poles)
@@ -184,6 +184,6 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
 
     for module in model.modules():
         if isinstance(module, PartConvolution | LinearCorrection):
-            module.register_forward_pre_hook(count)
+            (module if isinstance(module, PartConvolution) else module.pad).register_forward_pre_hook(count)
     model(cut_input(shard, batch))
     return total
