@@ -83,7 +83,14 @@ def test_a_sweep_in_jobs_of_its_own(tmp_path):
     """Submitit on this machine in place of SLURM: two runs, each in a process that it starts."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     store = make_store(tmp_path / "a.zarr", dates=4, members=3, shape=(8, 8)).path
-    small = ["model.hidden=4", "model.max_hidden=4", "model.depth=1", "model.precision=float32", "data.members=[2]"]
+    small = [
+        "model.hidden=4",
+        "model.surroundings=16",
+        "model.max_hidden=4",
+        "model.depth=1",
+        "model.precision=float32",
+        "data.members=[2]",
+    ]
     command = ["train", "-m", "hydra/launcher=submitit_local", "seed=0,1", "run='seed${seed}'", f"data.store={store}"]
     command += ["data.train=[2001]", "steps=2", "tracking.tensorboard=false", "threads=1", *small]
     path = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])

@@ -19,6 +19,7 @@ QUICK = [
     "steps=3",
     "threads=1",
     "model.hidden=8",
+    "model.surroundings=16",
     "model.max_hidden=16",
     "model.precision=float32",
     "tracking.tensorboard=false",

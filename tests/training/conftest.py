@@ -43,7 +43,9 @@ def config_of(store, tmp_path):
             group, name = key.split("__")
             groups[group][name] = changes.pop(key)
         data = {"store": store.path, "train": TRAIN, "validation": VALIDATION, "members": [1, 2, 4, 6]} | groups["data"]
-        model = {"hidden": 8, "max_hidden": 8, "depth": 1, "precision": Precision.float32} | groups["model"]
+        model = {"hidden": 8, "max_hidden": 8, "surroundings": 16, "depth": 1, "precision": Precision.float32} | groups[
+            "model"
+        ]
         settings = dict(
             run="a", output=str(tmp_path / "runs"), steps=12, validate_every=6, checkpoint_every=4, threads=1,
             data=DataConfig(**{"validation_members": 3} | data),
