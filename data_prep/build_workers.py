@@ -6,7 +6,6 @@ serves them. A worker in another process opens the archives itself, once; all th
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor as Pool
@@ -22,6 +21,7 @@ from typing import Any
 from data_prep.build_job import Job
 from ensemble_ml.config import Executor, PrepareConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.store.build import Build
 
 _DATES_AT_ONCE = 2  # of a process: one reads and writes while the other is compressed
@@ -68,16 +68,12 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
 
 def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
     count = config.workers or cores()
+    keep_freed_memory(arenas=1)
     packers = stack.enter_context(ThreadPoolExecutor(count, "pack"))
     dates = stack.enter_context(ThreadPoolExecutor(min(_DATES_AT_ONCE, count), "date"))
     stop = Event()
     stack.callback(stop.set)
     return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), 2 * count, stop.set)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str) -> bool:
@@ -111,6 +107,7 @@ class _Held:
 
 @lru_cache(maxsize=1)
 def _opened(_: str, threads: int, held: _Held) -> tuple[Job, Build, ThreadPoolExecutor]:
+    keep_freed_memory(arenas=1)
     job = Job(held.config)
     build = Build(held.config.output, job.plan, overwrite=held.config.overwrite)
     return job, build, ThreadPoolExecutor(threads or cores(), "pack")

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
 from ensemble_ml.fields import Family
+from ensemble_ml.machine import keep_freed_memory
 from ensemble_ml.models import (
     Climate,
     EnsembleInput,
@@ -31,7 +32,6 @@ from ensemble_ml.models import (
     choose,
     crps,
     ensemble_input,
-    keep_freed_memory,
 )
 from ensemble_ml.models.blocks.unet3d import Convolution, PointLinear, ScaleShift, UNet3d
 from ensemble_ml.models.linear import LinearCorrection

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ensemble_ml.memory import memory_limit
+from ensemble_ml.machine import memory_limit
 
 
 def rank_memory(local_size: int, device: torch.device) -> int:

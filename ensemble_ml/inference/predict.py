@@ -35,11 +35,11 @@ from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
 from ensemble_ml.loading.read_ahead import read_ahead
+from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.store.source import Fields, Source, bounds_at
 from ensemble_ml.training.checkpoint import load_model
-from ensemble_ml.training.setup import cores
 
 T = TypeVar("T")
 

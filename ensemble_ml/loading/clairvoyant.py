@@ -34,7 +34,7 @@ from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.threads import start
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
-from ensemble_ml.memory import free_memory
+from ensemble_ml.machine import free_memory
 
 log = logging.getLogger(__name__)
 

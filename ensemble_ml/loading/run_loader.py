@@ -26,7 +26,7 @@ from ensemble_ml.loading.unit_peers import UnitPeers
 from ensemble_ml.loading.unit_plan import PAGE, Trace, UnitPlan
 from ensemble_ml.loading.units import Units
 from ensemble_ml.loading.wire import Gather
-from ensemble_ml.memory import free_memory
+from ensemble_ml.machine import free_memory
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, ensemble_input
 from ensemble_ml.models.model import EnsembleModel
 from ensemble_ml.models.registry import MODELS, AnyModel, build_model
-from ensemble_ml.models.speed import Speed, choose, cores, keep_freed_memory
+from ensemble_ml.models.speed import Speed, choose
 
 __all__ = [
     "MODELS",
@@ -21,10 +21,8 @@ __all__ = [
     "cdf",
     "choose",
     "climate_shapes",
-    "cores",
     "crps",
     "ensemble_input",
-    "keep_freed_memory",
     "moments",
     "quantile",
     "remap_members",

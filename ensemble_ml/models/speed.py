@@ -9,9 +9,7 @@ checkpoint records: a resumed run takes the same, and is bit for bit the same.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,27 +25,6 @@ log = logging.getLogger(__name__)
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SECONDS = 3.0  # for all trials together
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what freed tensors held for those to come, until it ends.
-
-    glibc gives large blocks back to the kernel, which clears them page by page when the next step asks again: 190,000
-    page faults a step of the U-Net at 8 x 128 x 256 and a sixth of its time on two cores; the largest resident size
-    stayed the same. Where the C library is another, nothing happens.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, TypeError, AttributeError):
-        return
-    mallopt(_TRIM_THRESHOLD, -1)
-    mallopt(_MMAP_MAX, 0)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from ensemble_ml.distributed.mesh import Members, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import ModelSpec, choose, keep_freed_memory
+from ensemble_ml.machine import keep_freed_memory
+from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal

@@ -17,7 +17,8 @@ import torch
 
 from ensemble_ml.config import DataConfig, TrainConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import ModelSpec, cores, keep_freed_memory
+from ensemble_ml.machine import cores, keep_freed_memory
+from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ensemble_ml.memory import memory_limit
+from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.linear import KINDS
 from ensemble_ml.models.place import common_planes, plane_count
 from ensemble_ml.models.speed import has_bfloat16

@@ -76,7 +76,8 @@ def test_freed_memory_stays_with_the_process():
     work = """
 import platform, resource, sys
 import torch
-from ensemble_ml.models import keep_freed_memory
+import ensemble_ml.models  # as where training runs: how large blocks fit together hangs on what lies between them
+from ensemble_ml.machine import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
-from ensemble_ml.models.speed import cores
+from ensemble_ml.machine import cores
 
 _WORDS = {"none": "unshaped", "100mbit": "100 Mbit", "1gbit": "1 Gbit"}
 LINKS = Path(__file__).resolve().parents[3] / "scripts" / "links.sh"

@@ -18,7 +18,7 @@ import torch
 from ensemble_ml.benchmarks.common.hosts import Hosts, python
 from ensemble_ml.config import ParallelConfig
 from ensemble_ml.distributed import Session, start
-from ensemble_ml.models import keep_freed_memory
+from ensemble_ml.machine import keep_freed_memory
 
 _FOUND = "results.json"
 

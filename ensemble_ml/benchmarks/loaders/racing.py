@@ -10,7 +10,7 @@ from ensemble_ml.benchmarks.loaders.track import Rival, Track, rivals
 from ensemble_ml.benchmarks.results import Claim
 from ensemble_ml.config import RaceConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import cores
+from ensemble_ml.machine import cores
 
 SAME, OWN = "same bytes", "own formats"
 _DATALOADER = "DataLoader, raw files"

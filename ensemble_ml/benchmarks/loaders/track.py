@@ -25,7 +25,7 @@ from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.items import Items
 from ensemble_ml.loading.store_items import StoreItems
-from ensemble_ml.models import cores
+from ensemble_ml.machine import cores
 from ensemble_ml.store import Part, open_store
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml.benchmarks.preparing.data import Shape
+from ensemble_ml.machine import keep_freed_memory
 
 _ROWS = 16
 _LEVEL = 5
@@ -49,6 +50,7 @@ def copy(source: str, output: str) -> dict[str, float]:
     from numcodecs import blosc
 
     blosc.use_threads = False
+    keep_freed_memory(arenas=1)  # as ours does
     target = Path(_fresh(output))
     target.mkdir(parents=True)
     start = time.perf_counter()

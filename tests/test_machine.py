@@ -2,7 +2,7 @@
 
 import pytest
 
-from ensemble_ml import memory
+from ensemble_ml import machine
 
 GB = 10**9
 
@@ -20,16 +20,16 @@ V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemFree: 100 kB\nMemAvailable: 400000000 kB\n")
     (tmp_path / "membership").write_text("0::/\n")
     return tmp_path
 
 
 def test_what_files_take_is_free(system):
-    assert memory.free_memory() == 400_000_000 * 1024
+    assert machine.free_memory() == 400_000_000 * 1024
 
 
 @pytest.mark.parametrize("names", [V2, V1], ids=["version 2", "version 1"])
@@ -38,16 +38,16 @@ def test_the_group_of_a_batch_job(system, names):
     group(root, names, "max" if names is V2 else 2**63 - 4096, 50 * GB, 0)
     group(root / "slurm" / "job_1", names, 32 * GB, 20 * GB, 15 * GB)
     (system / "membership").write_text(f"{'0:' if names is V2 else '4:memory'}:/slurm/job_1/step_0\n")
-    assert memory.free_memory() == 27 * GB
-    assert memory.memory_limit() <= 32 * GB
+    assert machine.free_memory() == 27 * GB
+    assert machine.memory_limit() <= 32 * GB
 
 
 def test_nothing_is_left_of_a_full_group(system):
     group(system / "cgroup", V2, GB, 2 * GB, 0)
-    assert memory.free_memory() == 0
+    assert machine.free_memory() == 0
 
 
 def test_without_any_of_these_files(system):
     for name in ("meminfo", "membership"):
         (system / name).unlink()
-    assert memory.free_memory() > 0 and memory.memory_limit() > 0
+    assert machine.free_memory() > 0 and machine.memory_limit() > 0
