@@ -90,7 +90,7 @@ for start, value in unusual.items():
 raw = members.sel(init_time=case)
 truth = archive[f"{name}_truth"].sel(init_time=case, lead_time=lead)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
-    forecast = data[[f"{name}_mean", f"{name}_stddev"]].isel(time=-1)
+    forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]].isel(time=-1)
     forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()
 
 
@@ -127,7 +127,11 @@ title = figure.suptitle(f"{label}, {str(case)[:13]} + {hours} h")
 # %%
 scores = {}
 for who, (mean, sigma) in laws.items():
-    crps = api.crps_distribution(mean, sigma, truth, family="normal", preserve_dims="all")
+    given, family = (mean, sigma), "normal"
+    if who == "post-processed":  # its own law: rain and wind are not normal
+        given = forecast[f"{name}_location"], forecast[f"{name}_scale"]
+        family = given[0].attrs["distribution_family"]
+    crps = api.crps_distribution(*given, truth, family=family, preserve_dims="all")
     scores[who] = float(crps.weighted(weights).mean()), float(api.eecrps(efi[case], crps, weights=weights))
     print(f"{who:>15}: CRPS {scores[who][0]:.4g} {units}, EECRPS {scores[who][1]:.4g} {units}")
 place = abs(efi[case]).where(np.isfinite(truth)).argmax(...)

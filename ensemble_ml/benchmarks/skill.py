@@ -111,7 +111,7 @@ def _contest(
     table = score(data, groups, len(columns), folders, detailed)
     blocks = blocks_of(times[test], skill.block_days)
     counts = np.vstack([np.ones(len(test)), draw_dates(blocks, skill.bootstrap, 0)])
-    board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, int(blocks.max()) + 1)
+    board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, blocks)
     labels = {name: {size: tuple(part) for size, part in sizes.items()} for name, sizes in forecasts.items()}
     return Contest(board, labels, skill.members, data.full, lead, len(train))
 

@@ -16,6 +16,11 @@ from ensemble_ml.config.skill import SkillConfig
 from ensemble_ml.config.spatial import SpatialConfig
 
 
+def _numbers(values: Any) -> bool:
+    """Whether `values` is a list of numbers."""
+    return isinstance(values, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+
+
 @dataclass
 class PredictConfig:
     """Make CF NetCDF forecasts from an archive or a store."""
@@ -41,7 +46,7 @@ class PredictConfig:
         at_least(self, 0, "threads")
         check_periods("dates", self.dates)
         self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary
-        good = isinstance(self.thresholds, dict) and all(isinstance(v, list) for v in self.thresholds.values())
+        good = isinstance(self.thresholds, dict) and all(_numbers(v) for v in self.thresholds.values())
         require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
         for level in self.quantiles:
             require("quantiles", level, 0 < level < 1, "must lie between 0 and 1")

@@ -19,9 +19,11 @@ def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, An
     Args:
         spec: of the model.
         meta: of the checkpoint.
-        scores: content of scores.json, or None where the model has not been evaluated.
+        scores: content of scores.json, or None where the model has not been evaluated; what it says of forecasts by
+            others is left out.
     """
     config = meta["config"]
+    scores = None if scores is None else _of_checkpoint(scores, meta["sha256"])
     parts = [
         f"# Model card: {config.get('run', 'unnamed run')}",
         _what(spec, meta),
@@ -32,7 +34,20 @@ def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, An
     return "\n\n".join(parts) + "\n"
 
 
+def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
+    """What scores.json says of forecasts that one checkpoint made."""
+    every = [one["label"] for one in scores["forecasts"] if not one.get("baseline")]
+    mine = {one["label"] for one in scores["forecasts"] if sha256 in one.get("checkpoints", ())}
+    found = dict(scores)
+    found["claims"] = [claim for claim in scores["claims"] if claim.get("forecast") in mine]
+    found["strata"] = [row for row in scores.get("strata", ()) if row["forecast"] in mine]
+    others = tuple(f"{label}, " for label in every if label not in mine)  # sentences begin with whom they are about
+    found["headline"] = [line for line in scores["headline"] if not line.startswith(others)]
+    return found
+
+
 def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    config = meta["config"]
     predicts = ["the full ensemble's spread"] * spec.config.spread
     predicts += ["the distribution of the truth"] * spec.config.postprocess
     rows = [
@@ -40,18 +55,20 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
         ("network", f"{spec.config.name}, {spec.config.hidden} to {spec.config.max_hidden} channels"),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
-        ("calibration", _calibration(meta.get("widths"))),
+        ("calibration", _calibration(meta.get("widths"), config.get("data", {}).get("validation_members"))),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
 
 
-def _calibration(widths: Sequence[Sequence[float]] | None) -> str:
+def _calibration(widths: Sequence[Sequence[float]] | None, members: int | None) -> str:
     found = [one for row in widths or () for one in row]
     if not found:
         return "none: there was no validation date with a truth"
-    return f"scale of each lead, variable and level times {min(found):.3f} to {max(found):.3f}, by the validation dates"
+    seen = f" with {members} members" if members else ""
+    between = f"{min(found):.3f} to {max(found):.3f}"
+    return f"scale of each lead, variable and level times {between}, by the validation dates{seen}"
 
 
 def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
@@ -78,6 +95,8 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     seen = {str(date)[:13] for name in ("training_dates", "validation_dates") for date in meta[name]}
     tested = [] if scores is None else [date for date in scores["dates"]["test"] if str(date)[:13] in seen]
     apart = f"{len(tested)} test dates had a part in training" if tested else "test dates had no part in training"
+    if scores is None:
+        apart = "no test dates are known"
     return f"## Split\n\n{_table(('', 'start dates', 'from', 'to'), rows)}\n\n{chosen}{apart}."
 
 

@@ -29,10 +29,13 @@ def export(config: ExportConfig) -> Path:
     require("output", output, folder or not os.path.lexists(output), "is a file or a link; give a folder")
     checkpoint = load_checkpoint(config.checkpoint)
     scores = _scores(config.scores)
-    if scores is not None and not any(checkpoint.sha256 in one.get("checkpoints", ()) for one in scores["forecasts"]):
-        raise UserError(
-            f"scores={config.scores}: no forecast there was made by {config.checkpoint}; evaluate forecasts of it"
-        )
+    if scores is not None:
+        made = [one for one in scores["forecasts"] if checkpoint.sha256 in one.get("checkpoints", ())]
+        who = f"scores={config.scores}: "
+        if not made:
+            raise UserError(f"{who}no forecast there was made by {config.checkpoint}; evaluate forecasts of it")
+        if all(one.get("baseline") for one in made):
+            raise UserError(f"{who}forecasts by {config.checkpoint} stood there as baselines; give them as forecast=")
     card = model_card(checkpoint.spec, checkpoint.meta, scores)
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)

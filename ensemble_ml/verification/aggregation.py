@@ -7,7 +7,7 @@ A state of some dates, rows or columns is added to that of others; the sum is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,17 +119,22 @@ class AggregationState:
             total, weight = draws @ total, draws @ weight
         return np.divide(total, weight, out=np.full(total.shape, np.nan), where=weight > 0)
 
-    def choose(self, entrant: str, target: Statistic, options: Iterable[Statistic]) -> dict[int, Statistic]:
-        """Make `target` of an entrant, column by column, that of `options` with the smallest mean; return which."""
-        keys = [Key(entrant, option) for option in options if Key(entrant, option) in self.total]
-        means = np.stack([self.mean(key) for key in keys])
+    def choose(self, entrant: str, targets: Mapping[Statistic, Sequence[Statistic]]) -> dict[int, int]:
+        """Make the first of `targets` of an entrant, column by column, that of its options with the smallest mean, and
+        each further one its option at the same place; return which place.
+        """
+        first = next(iter(targets.values()))
+        means = np.stack([self.mean(Key(entrant, option)) for option in first])
         known = np.flatnonzero(np.isfinite(means).any(0))
-        best = np.zeros(self.columns, int)
-        best[known] = np.nanargmin(means[:, known], axis=0)
-        new = Key(entrant, target)
-        self._open(new)
-        for name in ("total", "weight", "left_out", "points"):
-            table = getattr(self, name)
-            for column in known:
-                table[new][..., column] = table[keys[best[column]]][..., column]
-        return {int(column): keys[best[column]].statistic for column in known}
+        best = {int(column): int(np.nanargmin(means[:, column])) for column in known}
+        for target, options in targets.items():
+            keys = [Key(entrant, option) for option in options]
+            if any(key not in self.total for key in keys):
+                continue
+            new = Key(entrant, target)
+            self._open(new)
+            for name in ("total", "weight", "left_out", "points"):
+                table = getattr(self, name)
+                for column, place in best.items():
+                    table[new][..., column] = table[keys[place]][..., column]
+        return best

@@ -232,6 +232,8 @@ def _vectors(
     function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
 ) -> xr.DataArray:
     def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        others = max(x.ndim - 2, y.ndim - 1)  # a dimension that only one has leads it there
+        x, y = x.reshape((1,) * (others + 2 - x.ndim) + x.shape), y.reshape((1,) * (others + 1 - y.ndim) + y.shape)
         return function(np.moveaxis(x, (-2, -1), (0, 1)), np.moveaxis(y, -1, 0))
 
     return xr.apply_ufunc(

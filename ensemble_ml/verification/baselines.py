@@ -176,7 +176,7 @@ def _share_of_flow(
     """Slope r of (e - b)^2 / v on s^2 / S, least squares over dates and cells, within 0..1: (Z, Y, X)."""
     n = sums.count.sum(0)
     cross = sums.total("eev") - 2 * bias * sums.total("ev") + bias**2 * sums.total("v")
-    covariance = _quotient(cross, residual * s_mean) - n
+    covariance = _quotient(cross, residual * s_mean) - (n - 1)  # sum of (e - b)^2 / v, whose n - 1 are in `residual`
     variance = _quotient(sums.total("vv"), s_mean**2) - n
     share = _quotient((w * covariance).sum((-2, -1), keepdims=True), (w * variance).sum((-2, -1), keepdims=True))
     return np.broadcast_to(np.clip(share, 0.0, 1.0), bias.shape)

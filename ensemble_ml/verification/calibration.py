@@ -62,6 +62,10 @@ class Calibration:
             return None
         return shares(found.sum(0) if draws is None else np.tensordot(draws, found, axes=1))
 
+    def known(self, kind: str, entrant: str, column: int) -> np.ndarray:
+        """Dates (D,) bool that a histogram of a column was made of."""
+        return self.histograms[kind, entrant][:, column].sum(-1) > 0
+
     def entrants(self, kind: str) -> list[str]:
         """Who has a histogram of this kind."""
         return [entrant for other, entrant in self.histograms if other == kind]

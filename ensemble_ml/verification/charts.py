@@ -93,8 +93,8 @@ def _gain_maps(scores: Scores, pictures: Pictures, column: int) -> list[tuple[st
         key = Key(label, Statistic.CRPS)
         ours = pictures.mean_map(column, key)
         for other in (scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"):
-            reference = _reference(pictures, column, other) if other else None
-            if ours is None or reference is None:
+            reference = _reference(scores, column, other) if other else None
+            if ours is None or reference is None or pictures.mean_map(column, reference) is None:
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
                 percent = 100 * (1 - ours / np.asarray(pictures.mean_map(column, reference)))
@@ -106,11 +106,18 @@ def _gain_maps(scores: Scores, pictures: Pictures, column: int) -> list[tuple[st
     return found
 
 
-def _reference(pictures: Pictures, column: int, entrant: str) -> Key | None:
-    for statistic in (Statistic.CRPS, Statistic.CRPS_FAMILY):
-        if pictures.mean_map(column, Key(entrant, statistic)) is not None:
-            return Key(entrant, statistic)
-    return None
+def _reference(scores: Scores, column: int, entrant: str) -> Key | None:
+    """What CRPS the tables show of an entrant: where it was scored as two laws, that of the one taken."""
+    shown = Key(entrant, Statistic.CRPS)
+    if shown not in scores.state.total:
+        return None
+    for statistic in (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY):
+        other = Key(entrant, statistic)
+        if Key(entrant, Statistic.CRPS_FAMILY) in scores.state.total and other in scores.state.total:
+            first, second = (scores.state.total[key][:, 0, column] for key in (shown, other))
+            if second.any() and np.array_equal(first, second):
+                return other
+    return shown
 
 
 def bins(scores: Scores, pictures: Pictures) -> str:

@@ -89,7 +89,8 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         plan = make_plan(config, source, forecasts)
         for note in plan.notes:
             log.info("%s", note)
-        regions = region_masks(source.layout.grid, source.static().get("lsm"), config.regions)
+        land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED)
+        regions = region_masks(source.layout.grid, land, config.regions, taken)
         area = source.layout.grid.area_weights()
         weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
         halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
@@ -111,6 +112,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
         config.confidence, tuple(f.label for f in ours), setting.reduced, setting.full,
         tuple(f.label for f in forecasts[len(ours) :]),
+        {f.label: len(f.members_in) for f in forecasts if f.members_in and not f.mixed},
     )  # fmt: skip
     content = _content(config, setting, plan, scores, families)
     content |= {

@@ -1,4 +1,5 @@
-"""The forecast distributions in NumPy: CRPS, distribution function, quantile, log score, threshold-weighted CRPS.
+"""The forecast distributions in NumPy: CRPS, distribution function, quantile, log score, threshold-weighted CRPS, and
+the location that gives a law its mean.
 
 Families are those of `ensemble_ml.fields.Family`, given by location and scale in the units of the variable. With
 standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale (zero in
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 
 import numpy as np
 from scipy import stats
@@ -29,6 +31,7 @@ _ROOT_PI = math.sqrt(math.pi)
 _LOWEST, _HIGHEST = -8.0, 50.0  # bounds of location / scale of the skewed laws, as in training
 _TINY = 1e-290
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
+_GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 CENSORED = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at zero
 
 
@@ -119,7 +122,37 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
         r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
         at = np.maximum((v + GAMMA_SHIFT) * r, _TINY)
         density = at - (r * r - 1) * np.log(at) + gammaln(r * r) - np.log(r) + np.log(scale)
+        density = np.where(x + GAMMA_SHIFT >= _HIGHEST, normal, density)
     return np.where(y > 0, density, np.where(y == 0, mass, np.inf))
+
+
+def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The location at which the law with this scale has this mean; not below -4 scales (a mean near zero).
+
+    Read off a table (1 % of a scale apart, linear between): most of these laws have no closed form for it.
+    """
+    mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
+    if family is Family.NORMAL:
+        return mean
+    location, means = _mean_table(family)
+    wanted = mean / np.where(scale > 0, scale, 1.0)
+    found = np.where(wanted >= means[-1], wanted, np.interp(wanted, means, location))
+    return np.where(scale > 0, found * scale, mean + 0 * scale)
+
+
+@cache
+def _mean_table(family: Family) -> tuple[np.ndarray, np.ndarray]:
+    """Location over scale, and the mean of the law over its scale there."""
+    x = np.linspace(*_GRID)
+    if family is Family.TRUNCATED_NORMAL:
+        return x, x + _phi(x) / ndtr(x)
+    if family is Family.CENSORED_NORMAL:
+        return x, x * ndtr(x) + _phi(x)
+    if family is Family.LOGNORMAL:
+        return x, _ratio(x)
+    r = _ratio(x + GAMMA_SHIFT)
+    k, at = r * r, GAMMA_SHIFT * r
+    return x, (k * (1 - gammainc(k + 1, at)) - at * (1 - gammainc(k, at))) / r
 
 
 def crps_above(

@@ -126,7 +126,7 @@ class Pictures:
         shape = (int(self.blocks.max()) + 1, *mask.shape)
         self.block_counts.setdefault(column, np.zeros(shape, np.float32))[block] += mask
         for key, value in values.items():
-            if key.statistic in (Statistic.CRPS, Statistic.CRPS_FAMILY):
+            if key.statistic in _CRPS:
                 table = self.by_block.setdefault((column, key), np.zeros(shape, np.float32))
                 table[block] += np.where(mask, value, 0.0)
 

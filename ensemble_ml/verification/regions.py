@@ -14,7 +14,10 @@ SEASONS = ("DJF", "MAM", "JJA", "SON")
 
 
 def region_masks(
-    grid: Grid, land: np.ndarray | None = None, boxes: Mapping[str, Sequence[float]] | None = None
+    grid: Grid,
+    land: np.ndarray | None = None,
+    boxes: Mapping[str, Sequence[float]] | None = None,
+    taken: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
     """Masks (Y, X) of the regions that the grid reaches: extratropics, tropics, land and sea, and boxes.
 
@@ -23,9 +26,10 @@ def region_masks(
         land: (Y, X) land fraction; from one half on a point is land. None leaves both out.
         boxes: [north, west, south, east] in degrees by name; west may lie east of east (across Greenwich or the date
             line).
+        taken: names that boxes may not have, beside those of the other regions.
 
     Raises:
-        UserError: a box holds no point of the grid.
+        UserError: a box holds no point of the grid, or has the name of something else.
     """
     lat = np.broadcast_to(grid.latitude[:, None], grid.shape)
     found = {
@@ -37,6 +41,8 @@ def region_masks(
         found |= {"land": np.asarray(land) >= 0.5, "sea": np.asarray(land) < 0.5}
     found = {name: mask for name, mask in found.items() if mask.any()}
     for name, box in (boxes or {}).items():
+        if name in found or name in taken:
+            raise UserError(f"regions.{name}={list(box)}: the name stands for something else in scores; give another")
         found[name] = _box(grid, name, box)
     return found
 

@@ -6,6 +6,7 @@ Axes: M member, Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -59,6 +60,12 @@ class Setting:
     def held_out(self) -> int:
         """Members that the reduced ensemble lacks."""
         return self.full - self.reduced
+
+    @cached_property
+    def informed(self) -> frozenset[str]:
+        """Labels of forecasts that were made from members which are held out from the reduced ensemble."""
+        held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
+        return frozenset(one.label for one in self.forecasts if held & set(one.members_in))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ Axes: B draw of the bootstrap, C column (a lead, variable and level).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,6 +44,7 @@ class Scores:
     reduced: int
     full: int
     baselines: tuple[str, ...] = ()
+    given: Mapping[str, int] = field(default_factory=dict)  # members that a forecast was made from, where it says so
     _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
     _known: dict[tuple[str, int], int] = field(default_factory=dict)
 

@@ -91,7 +91,8 @@ def calibration(scores: Scores, found: Calibration, headline: tuple[int, ...]) -
                     continue
                 draws = found.share(kind, entrant, scores.counts)
                 assert draws is not None
-                ends = [scores.interval(value, draws[:, column, k]) for k, value in enumerate(share[column])]
+                blocks = scores.blocks_among(found.known(kind, entrant, column))
+                ends = [scores.interval(value, draws[:, column, k], blocks) for k, value in enumerate(share[column])]
                 panels.append((f"{scores.columns[column].name}: {short_name(entrant)}", ends))
         if panels:
             words = (

@@ -36,6 +36,11 @@ class Statistic(Enum):
     SPREAD_SQUARED_ERROR_0 = "spread_squared_error_0"  # as before, all standard deviations with ddof = 0
     BRIER = "brier"  # of the truth's exceeding the cell's 90 % quantile of the fit dates (normal law)
     LOG_SCORE = "log_score"  # minus the log of the predicted density; nats
+    # Of a baseline: taken as a normal law, and as the law of the variable's family.
+    BRIER_NORMAL = "brier_normal"
+    BRIER_FAMILY = "brier_family"
+    LOG_SCORE_NORMAL = "log_score_normal"
+    LOG_SCORE_FAMILY = "log_score_family"
     HELD_OUT_SQUARED_ERROR = "held_out_squared_error"  # against the spread of the members that were not given
 
 

@@ -62,14 +62,17 @@ def stratum_ratio(
     if not all(rule.available(state, entrant) for entrant in (forecast, reference)):
         return None, np.zeros(len(dates), bool)
     weight = state.weight[Key(forecast, rule.needs[0])][:, state.weightings.index(weighting), scores.at_lead(lead)]
-    there = (weight.sum(1) > 0) & (dates > 0)
+    known = (weight > 0) & (dates > 0)[:, None]
+    there = known.sum(1) > 0
     draws = np.vstack([dates, scores.counts * dates])
     first, second = (rule(state, entrant, weighting=weighting, draws=draws) for entrant in (forecast, reference))
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = geometric_mean(first / second, scores.at_lead(lead))
     if not np.isfinite(mean[0]):
         return None, there
-    return scores.interval(mean[0], mean[1:], scores.blocks_among(there)), there
+    # A field that few blocks know bounds what is known of the mean, as in `Scores.ratio`.
+    fewest = min(scores.blocks_among(known[:, c]) for c in np.flatnonzero(known.any(0)))
+    return scores.interval(mean[0], mean[1:], fewest), there
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
@@ -83,7 +86,8 @@ def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:
         for c, column in enumerate(scores.columns):
             if not np.isfinite(value[c]).all():
                 continue
-            ends = [scores.interval(share, draws[:, c, k]) for k, share in enumerate(value[c])]
+            known = scores.blocks_among(calibration.known(kind, entrant, c))
+            ends = [scores.interval(share, draws[:, c, k], known) for k, share in enumerate(value[c])]
             found.append(
                 {"kind": kind, "entrant": entrant, "lead_hours": column.lead_hours, "variable": column.variable,
                  "level": column.level, "shares": value[c].tolist(), "low": [e.low for e in ends],

@@ -13,7 +13,7 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import AggregationState
 from ensemble_ml.verification.calibration import exceeding, members_exceeding, threshold
-from ensemble_ml.verification.families import log_score
+from ensemble_ml.verification.families import location_of_mean, log_score
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
 from ensemble_ml.verification.samples import Sample, Setting, held_out_spread
@@ -28,6 +28,11 @@ from ensemble_ml.verification.statistics import (
 
 Values = dict[Key, np.ndarray]
 CLIMATOLOGY = "climatology"
+_BY_LAW = {  # the first is chosen by
+    Statistic.CRPS: (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY),
+    Statistic.LOG_SCORE: (Statistic.LOG_SCORE_NORMAL, Statistic.LOG_SCORE_FAMILY),
+    Statistic.BRIER: (Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY),
+}
 
 
 def spread_values(
@@ -53,7 +58,7 @@ def spread_values(
     found = {
         Key(name, statistic): value
         for name, predicted in entrants.items()
-        for statistic, value in spread_statistics(predicted, actual, held).items()
+        for statistic, value in spread_statistics(predicted, actual, None if name in setting.informed else held).items()
     }
     for name, predicted in entrants.items():
         draws = m if name == f"raw_{m}" else n
@@ -95,16 +100,21 @@ def _put(found: Values, entrant: str, scores: dict[Statistic, np.ndarray]) -> No
 
 
 def _baseline(
-    location: np.ndarray, scale: np.ndarray, truth: np.ndarray, family: Family, limit: np.ndarray | None
+    mean: np.ndarray, scale: np.ndarray, truth: np.ndarray, family: Family, limit: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
-    """Scores of a corrected ensemble, as both laws where it cannot be negative: the better is taken in the end."""
-    error = location - truth
+    """Scores of a corrected ensemble, as both laws where it cannot be negative: the better is taken in the end.
+
+    Both have the corrected mean: a law that stops at zero has its location below it.
+    """
+    error = mean - truth
     found = {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: scale**2}
-    found |= _probabilities(family, location, scale, truth, limit)
-    normal = crps(Family.NORMAL, location, scale, truth)
-    if family is Family.NORMAL:
-        return found | {Statistic.CRPS: normal}
-    return found | {Statistic.CRPS_NORMAL: normal, Statistic.CRPS_FAMILY: crps(family, location, scale, truth)}
+    laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
+    for place, law in enumerate(laws):
+        location = location_of_mean(law, mean, scale)
+        scores = _probabilities(law, location, scale, truth, limit)
+        scores[Statistic.CRPS] = crps(law, location, scale, truth)
+        found |= scores if len(laws) == 1 else {_BY_LAW[key][place]: score for key, score in scores.items()}
+    return found
 
 
 def _probabilities(
@@ -122,18 +132,18 @@ def _probabilities(
 
 
 def settle_families(state: AggregationState, columns: tuple, entrants: list[str]) -> dict[str, dict[str, str]]:
-    """Take for each baseline and column the law that scores better on the test dates; return which, by field."""
+    """Take for each baseline and column the law with the lower CRPS on the test dates; return which, by field."""
     chosen = {}
     for entrant in entrants:
         if Key(entrant, Statistic.CRPS_FAMILY) not in state.total:
             continue
-        taken = state.choose(entrant, Statistic.CRPS, (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY))
+        taken = state.choose(entrant, _BY_LAW)
         chosen[entrant] = {
-            f"{columns[c].name} {columns[c].lead_hours} h": _law(columns[c].variable, statistic)
-            for c, statistic in taken.items()
+            f"{columns[c].name} {columns[c].lead_hours} h": _law(columns[c].variable, place)
+            for c, place in taken.items()
         }
     return chosen
 
 
-def _law(variable: str, statistic: Statistic) -> str:
-    return registered(variable).family.value if statistic is Statistic.CRPS_FAMILY else Family.NORMAL.value
+def _law(variable: str, place: int) -> str:
+    return registered(variable).family.value if place else Family.NORMAL.value

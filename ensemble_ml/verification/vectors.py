@@ -134,13 +134,15 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
         every = dict.fromkeys(entrant for entrant, _ in one.means)
         for entrant in every:
             for metric in METRICS:
-                mine = _mean(one.means[entrant, metric], scores.counts)
+                values = one.means[entrant, metric]
+                mine, blocks = _mean(values, scores.counts), scores.blocks_among(np.isfinite(values))
                 row: dict = {"lead_hours": one.lead, "entrant": entrant, "metric": metric, "fields": one.fields}
                 row |= {"paired": list(one.paired)} if metric == "variogram" else {}
-                row |= _ends(scores, mine, "value")
+                row |= _ends(scores, mine, "value", blocks)
                 for other in (f"ecc_{scores.reduced}", f"raw_{scores.full}"):
                     if other != entrant:
-                        row |= _ends(scores, mine / _mean(one.means[other, metric], scores.counts), f"over_{other}")
+                        theirs = _mean(one.means[other, metric], scores.counts)
+                        row |= _ends(scores, mine / theirs, f"over_{other}", blocks)
                 made.append(row)
     return made
 
@@ -153,6 +155,6 @@ def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
         return (draws @ np.where(there, values, 0.0)) / (draws @ there.astype(float))
 
 
-def _ends(scores: Scores, values: np.ndarray, name: str) -> dict[str, float]:
-    ends = scores.interval(values[0], values[1:])
+def _ends(scores: Scores, values: np.ndarray, name: str, blocks: int) -> dict[str, float]:
+    ends = scores.interval(values[0], values[1:], blocks)
     return {name: ends.value, f"{name}_low": ends.low, f"{name}_high": ends.high}

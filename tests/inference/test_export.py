@@ -30,10 +30,13 @@ SCORES = {
     "headline": ["At 48 h: CRPS 3 % lower."],
     "notes": ["Only one year."],
     "dates": {"test": ["2001-01-12T00", "2001-01-15T00"]},
-    "claims": [{"claim": "CRPS lower", "value": 3.0, "unit": "%", "low": 1.0, "high": None, "holds": False}],
+    "claims": [
+        {"claim": "CRPS lower", "value": 3.0, "unit": "%", "low": 1.0, "high": None, "holds": False,
+         "forecast": "forecast"}
+    ],
     "strata": [
         {"kind": "region", "stratum": "tropics", "lead_hours": 48, "metric": "crps", "reference": "raw_10",
-         "ratio": 1.1, "low": 1.05}
+         "ratio": 1.1, "low": 1.05, "forecast": "forecast"}
     ],
 }  # fmt: skip
 
@@ -81,3 +84,22 @@ def test_scores_that_are_none_of_ours(trained, tmp_path):
     with pytest.raises(UserError, match="no forecast there was made by"):
         export(ExportConfig(str(trained[0]), str(tmp_path / "model"), scores=str(tmp_path / "another.json")))
     assert not (tmp_path / "model").exists()
+
+
+def test_a_card_has_its_own_scores_alone(trained, tmp_path):
+    checkpoint, _ = trained
+    mine = json.loads((checkpoint / "checkpoint.json").read_text())["sha256"]
+    claims = [SCORES["claims"][0] | {"claim": f"{label}: CRPS lower", "forecast": label} for label in ("a", "b")]
+    strata = [SCORES["strata"][0] | {"stratum": place, "forecast": label} for label, place in (("a", "x"), ("b", "y"))]
+    lines = ["a, 48 h: 3 % lower.", "b, 48 h: 4 % lower.", "18 test dates in 3 independent blocks."]
+    made = [{"label": "a", "checkpoints": [mine], "baseline": False}, {"label": "b", "checkpoints": ["other"]}]
+    content = SCORES | {"claims": claims, "strata": strata, "headline": lines, "forecasts": made}
+    (tmp_path / "scores.json").write_text(json.dumps(content))
+    export(ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json")))
+    card = (tmp_path / "model" / "MODEL_CARD.md").read_text()
+    assert "a: CRPS lower" in card and "- a, 48 h" in card and "(x, 48 h)" in card and "18 test dates in 3" in card
+    assert "b: CRPS lower" not in card and "- b, 48 h" not in card and "(y, 48 h)" not in card
+    made[0]["baseline"] = True
+    (tmp_path / "scores.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="stood there as baselines"):
+        export(ExportConfig(str(checkpoint), str(tmp_path / "other"), scores=str(tmp_path / "scores.json")))

@@ -320,7 +320,7 @@ def test_interrupted_nothing_is_half_written(config, source, tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         predict(config(), source)
     left = sorted(p.name for p in (tmp_path / "out").iterdir())
-    assert left == [f"forecast_20010{d}12.nc" for d in (130, 131)][: len(left)]
+    assert left and left == [f"forecast_20010{d}12.nc" for d in (130, 131)][: len(left)]
     assert all("t_mean" in opened(tmp_path / "out" / name) for name in left)
 
 

@@ -382,3 +382,33 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
+
+
+def test_claims_name_the_members_that_were_given(store, tmp_path, plain):
+    """Nor is a forecast scored against members that it was made from as if they were held out."""
+    few = write_forecasts(tmp_path / "few", store, TEST, corrected(), train=TRAIN)
+    more = write_forecasts(
+        tmp_path / "more", store, TEST, corrected(members=7), train=TRAIN, members_in="1 2 3 4 5 6 7"
+    )
+    evaluate(settings([str(few), str(more)], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    told = {claim["forecast"]: claim["claim"] for claim in content["claims"]}
+    assert "from 5 of 10" in told["few"] and "from 7 of 10" in told["more"]
+    assert "held_out_rmse" in entry(content, "few", "t", 500) and "held_out_rmse" not in entry(
+        content, "more", "t", 500
+    )
+
+
+def test_a_box_may_not_take_the_name_of_a_weighting(store, forecast, tmp_path):
+    with pytest.raises(UserError, match=r"area.*stands for something else"):
+        evaluate(settings(forecast, store, tmp_path, regions={"area": [48, 5, 44, 16]}), store)
+
+
+def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, forecast, tmp_path, plain):
+    """A law that stops at zero has more mean than location; scored by location, its rain would be biased upwards."""
+    evaluate(settings(forecast, store, tmp_path), store)
+    content = json.loads((tmp_path / "scores.json").read_text())
+    rain = entry(content, "blend_5", "tp", None)
+    assert rain["crps_family"]["value"] < rain["crps_normal"]["value"]
+    assert content["families"]["blend_5"]["tp 48 h"] == "csgamma"
+    assert rain["crps"]["value"] == rain["crps_family"]["value"]

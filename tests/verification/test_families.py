@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.models import distributions as trained
-from ensemble_ml.verification.families import cdf, crps, crps_above, log_score, quantile
+from ensemble_ml.verification.families import cdf, crps, crps_above, location_of_mean, log_score, quantile
 
 FAMILIES = list(Family)
 SKEWED = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
@@ -149,3 +149,20 @@ def test_a_scale_of_nothing_is_a_step(family):
     at = location if family is Family.NORMAL else np.maximum(location, 0)
     assert cdf(family, location, np.zeros(3), y).tolist() == (y >= at).astype(float).tolist()
     assert cdf(family, location, np.zeros(3), y, left=True).tolist() == (y > at).astype(float).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_location_of_mean_gives_that_mean(family):
+    mean, scale = np.array([0.3, 0.5, 1.0, 3.0, 9.0, 40.0, 5.0]), np.array([1.0, 2.0, 1.0, 2.0, 1.0, 0.5, 0.0])
+    location = location_of_mean(family, mean, scale)
+    assert location[-1] == 5.0  # without a scale it is the mean itself
+    levels = (np.arange(20_000) + 0.5) / 20_000
+    found = quantile(family, location[:-1, None], scale[:-1, None], levels).mean(1)
+    np.testing.assert_allclose(found, mean[:-1], atol=2e-3 * scale[:-1].max())
+
+
+def test_far_from_zero_the_gamma_law_is_scored_as_the_normal_one():
+    """As its other scores are; the density has no bound there."""
+    y = np.array([100.3, 101.0])
+    found = log_score(Family.CENSORED_SHIFTED_GAMMA, np.array([100.0]), np.array([1.0]), y)
+    np.testing.assert_allclose(found, log_score(Family.NORMAL, np.array([100.0]), np.array([1.0]), y))

@@ -86,18 +86,20 @@ def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> 
     against_raw = board.gain("crps", ours, raw)
     claims.append(Claim(f"{where}: CRPS below the raw full ensemble's N(m, (1+1/M) s^2)", against_raw.value, "%", 13.0))
     _put(figures, f"CRPS {where}: ours below fair CRPS of the raw {n}", board.gain("crps", ours, [f"fair_{n}"]))
-    steps = [f"raw_{n}", f"raw_{m}", f"debiased_{m}", f"corrected_{m}"]
-    words = ["fewer members (a loss)", "bias", "dispersion", "flow-dependence"]
+    steps = [f"raw_{n}", f"raw_{m}", f"debiased_{m}", f"corrected_{m}", f"own_law_{m}"]
+    words = ["fewer members (a loss)", "bias", "dispersion", "a law that cannot be negative", "flow-dependence"]
     for before, after, word in zip(steps, [*([s] for s in steps[1:]), ours], words, strict=True):
         entrants = list(after)
         share = board.score("crps", raw)
-        # Shares of the raw score, so that the four add up to the whole gain field by field.
+        # Shares of the raw score, so that all add up to the whole gain field by field.
         parts = 100 * (board.score("crps", [before]) - board.score("crps", entrants)) / share
         _put(figures, f"share of the gain over raw {n}: {word}", board.interval(np.nanmean(parts, 1)))
 
 
 def _extremes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
     board, ours = contest.board, contest.of(OURS)
+    if not board.table.weight["crps_extreme", ours[0]].any():
+        return  # nothing is extreme, or there is no other year to be so against
     best = contest.best(statistic="crps_extreme")
     gain = _put(
         figures, f"CRPS where |EFI| > 0.7: ours below {best}", board.gain("crps_extreme", ours, contest.of(best))

@@ -14,6 +14,7 @@ import numpy as np
 
 from ensemble_ml.benchmarks.skilling.table import Table
 from ensemble_ml.fields import Family
+from ensemble_ml.fields import field as registered
 from ensemble_ml.inference import file_name
 from ensemble_ml.store import TensorStore
 from ensemble_ml.store.climate import ModelClimate
@@ -21,6 +22,7 @@ from ensemble_ml.store.source import Part
 from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import blocks_of
+from ensemble_ml.verification.families import location_of_mean
 from ensemble_ml.verification.probability import bin_of, pit
 from ensemble_ml.verification.samples import Group, held_out_spread
 from ensemble_ml.verification.scoring import extreme_forecast_index
@@ -97,8 +99,10 @@ def fit(data: Data, group: Group) -> Fitted:
 
 def _extremes(data: Data, group: Group) -> np.ndarray:
     """Where |EFI| of the full ensemble is large on the test dates, (D, Z, Y, X) bool."""
-    climate = ModelClimate(data.store)
     found = np.zeros((len(data.test), len(group.levels), *data.store.layout.grid.shape), bool)
+    if len(np.unique(data.store.layout.init_time.astype("datetime64[Y]"))) < 2:
+        return found  # no other year to be unusual against
+    climate = ModelClimate(data.store)
     for position, date in enumerate(data.test.tolist()):
         index = extreme_forecast_index(climate, group, date, data.read(Part.FORECAST, date, group))
         if index is not None:
@@ -137,8 +141,8 @@ class _Scorer:
         weight = np.where(np.isfinite(truth), self.area, 0.0)
         truth = np.where(np.isfinite(truth), truth, 0.0)
         extreme = weight * self.fitted.extreme[self.position]
-        for label, location, scale in self._raw(members):
-            score = crps(Family.NORMAL, location, scale, truth)
+        for label, family, location, scale in self._raw(members):
+            score = crps(family, location, scale, truth)
             self._put("crps", label, score, weight)
             self._put("crps_extreme", label, score, extreme)
         self._put("crps", f"fair_{self.data.full}", crps_members(members, truth, fair=True), weight)
@@ -146,14 +150,18 @@ class _Scorer:
         for label, file in files.items():
             self._forecast(label, file, truth, weight, extreme, label in detailed, date)
 
-    def _raw(self, members: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """N(m, (1 + 1/M) s^2) of all and of few members, the latter without bias, and with dispersion put right too."""
-        few = self.data.members
+    def _raw(self, members: np.ndarray) -> Iterator[tuple[str, Family, np.ndarray, np.ndarray]]:
+        """N(m, (1 + 1/M) s^2) of all and of few members, the latter without bias, with dispersion put right too, and
+        then as the law of the variable with that mean."""
+        few, law = self.data.members, registered(self.group.variable).family
         for size in (self.data.full, few):
             mean, variance = ensemble_moments(members[:size])
-            yield f"raw_{size}", mean, np.sqrt((1 + 1 / size) * variance)
-        yield f"debiased_{few}", mean + self.fitted.correction.bias, np.sqrt((1 + 1 / few) * variance)
-        yield f"corrected_{few}", *self.fitted.correction(mean, variance)
+            yield f"raw_{size}", Family.NORMAL, mean, np.sqrt((1 + 1 / size) * variance)
+        debiased = mean + self.fitted.correction.bias
+        yield f"debiased_{few}", Family.NORMAL, debiased, np.sqrt((1 + 1 / few) * variance)
+        mean, scale = self.fitted.correction(mean, variance)
+        yield f"corrected_{few}", Family.NORMAL, mean, scale
+        yield f"own_law_{few}", law, location_of_mean(law, mean, scale), scale
 
     def _spreads(self, members: np.ndarray, files: Mapping[str, netCDF4.Dataset]) -> None:
         few, full = self.data.members, self.data.full

@@ -34,13 +34,19 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Board:
-    """Scores of a table: `counts` (B, D) says how often each date counts in each draw, the first row being ones."""
+    """Scores of a table: `counts` (B, D) says how often each date counts in each draw, the first row being ones;
+    `block` (D,) the block of each date, which is drawn as one."""
 
     table: Table
     counts: np.ndarray
     columns: np.ndarray
     confidence: float
-    blocks: int
+    block: np.ndarray
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the dates lie in."""
+        return len(np.unique(self.block))
 
     def score(self, statistic: str, entrants: Sequence[str]) -> np.ndarray:
         """Weighted mean (B, C) over dates, averaged over entrants (seeds)."""
@@ -63,12 +69,19 @@ class Board:
         # A field where a draw leaves nothing (an extreme that did not occur) is left out of that draw.
         usable = np.isfinite(logs[0])
         means = np.exp(np.nanmean(np.where(np.isfinite(logs), logs, np.nan)[:, usable], 1))
-        return self.interval(means)
+        known = [self._fewest(statistic, entrants, usable), self._fewest(other or statistic, others, usable)]
+        return self.interval(means, min(known))
+
+    def _fewest(self, statistic: str, entrants: Sequence[str], usable: np.ndarray) -> int:
+        """The fewest blocks that know one of the `usable` columns: no interval is narrower than they allow."""
+        weights = [self.table.weight[statistic, entrant][:, self.columns[usable]] > 0 for entrant in entrants]
+        known = [len(np.unique(self.block[dates])) for weight in weights for dates in weight.T]
+        return min(known, default=self.blocks)
 
     def gain(self, *args: object, **kwargs: object) -> Interval:
         """By how many per cent the entrants' score is lower; arguments as of `ratio`."""
         return self.ratio(*args, **kwargs).map(lambda r: 100 * (1 - r))  # type: ignore[arg-type]
 
-    def interval(self, draws: np.ndarray) -> Interval:
-        """Draws (B,), the first of which is the figure itself."""
-        return interval(float(draws[0]), draws[1:], self.confidence, self.blocks)
+    def interval(self, draws: np.ndarray, blocks: int | None = None) -> Interval:
+        """Draws (B,), the first of which is the figure itself; `blocks` that it depends on, all by default."""
+        return interval(float(draws[0]), draws[1:], self.confidence, self.blocks if blocks is None else blocks)
