@@ -59,7 +59,7 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         threads = max(1, cores() // count) if config.executor is Executor.processes else 0
         if isinstance(pool, ProcessPoolExecutor):
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        # Whatever folder a worker stands in, it builds in ours.
+        # Whatever folder a worker stands in, it builds in ours (and reads by whole paths: see `prepare`).
         sent = replace(config, output=str(Path(config.output).absolute()))
         yield Workers(
             lambda date: pool.submit(build_date, sent, threads, date, job.plan.digest), 2 * count, lambda: None

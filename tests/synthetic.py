@@ -53,6 +53,7 @@ def make_store(
     overwrite: bool = False,
     masked: Sequence[str] = (),
     absent: Sequence[tuple[Part, int, int, str]] = (),
+    alike: Sequence[str] = (),
 ) -> TensorStore:
     """Write a synthetic store at `path` and open it.
 
@@ -60,6 +61,7 @@ def make_store(
     poles. `bias` shifts the members, in units of sigma, by a pattern of its own in each cell; `dispersion` multiplies
     the members' departures, so below one the ensemble is under-dispersive. Surface variables that `masked` names have
     no value on `land`, in any part; `absent` lists (part, date, position of the member, variable) that are left out.
+    All members have the first one's values of surface variables that `alike` names.
     """
     layout = make_layout(
         dates=dates, members=members, leads=leads, variables=variables, levels=levels, surface=surface, shape=shape
@@ -80,6 +82,7 @@ def make_store(
                           for draw, pattern, (names, _) in zip(drawn, patterns, kinds, strict=True)]  # fmt: skip
                 there = _present(layout, [(m, name) for p, d, m, name in absent if (p, d) == (part, date)], blocks)
                 flat = blocks[1][:, :, :, 0]
+                flat = np.where(np.isin(surface, alike)[:, None, None], flat[:1], flat)
                 mask = np.broadcast_to(land(shape), flat.shape) & np.isin(surface, masked)[:, None, None]
                 pressure = PackedBlock.plain(blocks[0], there[0])
                 surf = PackedBlock.plain(np.where(mask, np.nan, flat), there[1], mask if masked else None)

@@ -16,6 +16,7 @@ import torch
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import make_exchange
+from ensemble_ml.distributed.communicator import settle
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
@@ -102,6 +103,8 @@ def assemble(
     overlap = Overlap(config.parallel.overlap is True)
     if isinstance(state.model, EnsembleModel):
         partition_model(state.model, session.mesh, overlap)
+    if checkpoint is not None:
+        state.restore(checkpoint)  # which terms a rank holds apart is known once the model is shared out
     facts = {
         "config": setup.plain_config(config),
         "spec": reader.spec.to_json(),
@@ -128,6 +131,7 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
     def step() -> None:
         run.loss(model(batch.inputs), batch)["loss"].backward()
         model.zero_grad(set_to_none=True)
+        settle(run.device)
 
     seconds = choose_overlap(overlap, step, run.session.mesh.model)
     text = "overlap: %.0f ms a step without, %.0f ms with; taken: %s"
@@ -171,6 +175,8 @@ def _begin(
     config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
     shard: Shard | None,
 ) -> tuple[State, dict[str, Any]]:  # fmt: skip
+    exchange = run_exchange(config, session)  # settings that no rank can follow are refused before the long fits
+    candidates(session.device, config.model.precision)
     first = _batches(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(config.init_from) if config.init_from is not None else None
     if given is not None:
@@ -187,7 +193,7 @@ def _begin(
     steps, found = config.steps, {}
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
         steps, found = 0, {"emos": fit_emos_model(model, reader, train, validation, members, config.data.members)}
-    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), session)
+    state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
         state.average = Average(model, config.average)  # in the type of weights that was chosen
@@ -200,9 +206,9 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
     speed.apply(model)
     load_weights(model, checkpoint)
     state = _state(
-        config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"], session
-    )
-    state.restore(checkpoint)
+        config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
+        run_exchange(config, session),
+    )  # fmt: skip
     return state, {k: checkpoint.meta[k] for k in ("precision", "input_range", "emos") if k in checkpoint.meta}
 
 
@@ -221,8 +227,7 @@ def _batches(
     )
 
 
-def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor, session: Session) -> State:
-    exchange = run_exchange(config, session)
+def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor, exchange: Exchange) -> State:
     optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
     average = Average(model, config.average) if config.average else None
     return State(model, optimizer, schedule, steps, spread_error, average, exchange)

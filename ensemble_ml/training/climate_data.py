@@ -7,6 +7,7 @@ S surface variable, Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -81,14 +82,15 @@ class Dates:
             sums, counts = sums + np.nan_to_num(mean), counts + np.isfinite(mean)
         return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
 
-    def input_moments(self, dates: np.ndarray) -> Moments:
-        """Moments (F,) of all members' values over input leads and `dates`; the store's own for whole years."""
+    def input_moments(self, dates: np.ndarray, most: int = 400) -> Moments:
+        """Moments (F,) of all members' values over input leads and `dates`: the store's own for whole years; else read
+        a member at a time, from `most` of the dates."""
         years = _whole_years(self.reader.source.layout.init_time, dates)
         if years and hasattr(self.reader.source, "statistics"):
             return self._stored_moments(self.reader.source.statistics(years))
         total = Moments.nothing((self.shape[1],))
-        for date in dates:
-            fields = self.reader.forecast(int(date), np.arange(self.reader.full_size), strict=False)
+        for date, member in product(spaced(dates, most), range(self.reader.full_size)):
+            fields = self.reader.forecast(int(date), np.array([member]), strict=False)
             values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
             total = total.merge(_moments(values))
         return total

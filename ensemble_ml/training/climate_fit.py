@@ -39,7 +39,7 @@ from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced, split
-from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state
+from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 from ensemble_ml.training.surroundings_fit import Correction, fit_surroundings
 
@@ -52,6 +52,7 @@ _SHRINK = torch.tensor([0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64])
 _SHRINK_DEFAULT = 2.0
 _FACTORS = torch.linspace(-1, 1, 25).exp()
 _LEAST_SPREAD = 0.02  # of s_clim over its field's root mean square
+_NEVER = 1e-6  # of a field's standard deviation: spread that is none
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
 _LARGEST_RATIO = 25.0  # of one squared residual to s0^2
 _TINY = 1e-30
@@ -127,13 +128,14 @@ def fit_climate(
         sizes: numbers of members that the training will show.
 
     Raises:
-        UserError: a field is missing on all training dates.
+        UserError: a field is missing on all training dates, or the linear correction's sums would not fit in memory.
     """
+    refuse_unfittable(reader.spec)
     dates, scales = Dates(reader, members), Scales(reader.spec.grid)
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), _MOST_DATES)
     sample = spaced(all_train, _SAMPLE_DATES)
-    moments = dates.input_moments(all_train)
-    climatology = _climatology(dates, chosen, scales)
+    moments = dates.input_moments(all_train, most=_MOST_DATES)
+    climatology = _climatology(dates, chosen, scales, moments.std)
     spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
     truth = _Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
@@ -197,8 +199,8 @@ def _static(reader: Reader) -> np.ndarray:
     return np.stack([planes[n] for n in names]) if names else np.zeros((0, *reader.spec.grid.shape), np.float32)
 
 
-def _climatology(dates: Dates, chosen: np.ndarray, scales: Scales) -> Tensor:
-    """s_clim (T, F, Y, X)."""
+def _climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
+    """s_clim (T, F, Y, X); `std` (F,) of the values themselves."""
     total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
     counts = torch.zeros_like(total)
     for date in chosen:
@@ -213,8 +215,11 @@ def _climatology(dates: Dates, chosen: np.ndarray, scales: Scales) -> Tensor:
         log.info("climate: %d dates are few, so the climatological spread is smoothed by one cell", len(chosen))
         variance = scales.smooth(variance)
     # Where no member ever rained, rain is still possible: a floor keeps sigma, and errors in units of it, finite.
-    least = _LEAST_SPREAD**2 * scales.mean(variance)[..., None, None].float()
-    return torch.maximum(variance, least).sqrt()
+    typical = scales.mean(variance).float()
+    # Where members never differ at all (a sea surface that all of them were given), errors need a unit all the same.
+    given = torch.from_numpy(np.where(std > 0, std, 1.0)).float() ** 2
+    typical = torch.where(typical > _NEVER**2 * given, typical, given)
+    return torch.maximum(variance, _LEAST_SPREAD**2 * typical[..., None, None]).sqrt()
 
 
 def _fit_spread(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader, day_of_year
+from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import distributions
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos_model import SIZES, EmosModel, seasonal_terms
@@ -51,13 +52,14 @@ class _Samples:
 
     @classmethod
     def read(cls, reader: Reader, dates: np.ndarray, members: int) -> _Samples:
-        source, found = Dates(reader, members), []
-        for date in dates:
+        source = Dates(reader, members)
+        whole_size = len(dates), *source.shape, len(reader.spec.grid.latitude) * len(reader.spec.grid.longitude)
+        mean, variance, truth = torch.empty(3, *whole_size).unbind()
+        for number, date in enumerate(dates):
             sample = source.sample(int(date))
-            parts = sample.mean, sample.spread**2, source.target(Part.TRUTH, int(date))
-            found.append([v.flatten(-2) for v in parts])
+            mean[number], variance[number] = sample.mean.flatten(-2), (sample.spread**2).flatten(-2)
+            truth[number] = source.target(Part.TRUTH, int(date)).flatten(-2)
         days = [float(day_of_year(reader.time(int(date)))) for date in dates]
-        mean, variance, truth = (torch.stack(v) for v in zip(*found, strict=True))
         whole = torch.isfinite(mean) & torch.isfinite(variance)  # not where a date has fewer members than M
         truth = torch.where(whole, truth, torch.nan)
         mean, variance = (torch.where(whole, v, torch.nan_to_num(v.nanmean(0))) for v in (mean, variance))
@@ -79,7 +81,7 @@ def fit_emos_model(
         members: M at which the forms are compared.
         sizes: of ensembles to fit for, beside M; rows of `SIZES` that are in neither repeat the nearest.
     """
-    train = spaced(np.asarray(train), _MOST_DATES)
+    train = spaced(np.asarray(train), _dates_that_fit(reader, len(train)))
     samples = _Samples.read(reader, train, members)
     fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec))
     scores: dict[str, float] = {}
@@ -168,6 +170,17 @@ class _Fit:
 
     def _some_points(self) -> slice:
         return slice(None, None, -(-len(self.area) // _MOST_POINTS))
+
+
+def _dates_that_fit(reader: Reader, there: int) -> int:
+    """How many dates are fitted to: `_MOST_DATES`, or as many as a quarter of the memory holds."""
+    spec = reader.spec
+    fields = len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
+    each = 3 * 4 * fields * spec.grid.shape[0] * spec.grid.shape[1]
+    found = int(min(_MOST_DATES, max(1, memory_limit() // 4 // each)))
+    if found < min(there, _MOST_DATES):
+        log.warning("emos: memory holds %d of %d training dates, and it is fitted to these", found, there)
+    return found
 
 
 def _nearest(size: int, wanted: Sequence[int]) -> int:

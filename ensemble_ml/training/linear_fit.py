@@ -24,8 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml.errors import UserError
+from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.heads import typical_spread
-from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, departures
+from ensemble_ml.models.inputs import ModelSpec
+from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample
 
@@ -88,6 +91,19 @@ class Linear:
         places = torch.arange(self.anchor.shape[0] * self.anchor.shape[1]).view(self.anchor.shape[:2])
         upper = len(spec.variables) * len(spec.levels)
         return torch.cat([places[:, :upper].flatten(), places[:, upper:].flatten()])
+
+
+def refuse_unfittable(spec: ModelSpec) -> None:
+    """Raise a UserError where the sums that the correction is solved from would take more than half of the memory."""
+    bands, _, _, channels, _, _ = correction_shape(spec)
+    products = (TERMS * 9 * channels) ** 2 * 8
+    needed, limit = int(products * (1.25 * bands + 4)), memory_limit() // 2
+    if needed > limit:
+        raise UserError(
+            f"model.linear=true: its fit to {len(spec.leads_out)} leads of {channels // (KINDS * len(spec.leads_out))}"
+            f" fields takes {needed / 1e9:.3g} GB, more than {limit / 1e9:.3g} GB; predict fewer at once"
+            " (data.leads_out, data.variables, data.levels), or set model.linear=false"
+        )
 
 
 def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:

@@ -111,9 +111,11 @@ class Planner:
         return [c if c.why else self.costed(*next(costed), traced[c.degrees]) for c in found]
 
     def _followed(self, candidate: Candidate) -> Tracing | str:
-        """What a step takes, or why the model cannot be shared out so."""
+        """What a step takes, or why the model cannot be shared out so, or the settings of the optimizer not."""
         try:
-            return self.traced(candidate)
+            found = self.traced(candidate)
+            exchange_traffic(self.config.optim, found.parameters, candidate.topology, self._on_node, found.parts)
+            return found
         except UserError as error:
             return str(error)
 
@@ -173,10 +175,16 @@ class Planner:
             found = measured_here(job, self.busy, max(1, setup.cores() // self.busy))
         return Found(found.pieces, found.links or everywhere)
 
+    @property
+    def _on_node(self) -> int:
+        """Ranks of a node."""
+        return self.session.world.local_size if self.session.world.size > 1 else self.local
+
     def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
         """A candidate with its cost."""
-        local = self.session.world.local_size if self.session.world.size > 1 else self.local
-        buckets, overlap = exchange_traffic(self.config.optim, traced.parameters, c.topology, local, traced.parts)
+        buckets, overlap = exchange_traffic(
+            self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts
+        )
         messages = [_between(m, c.topology) for m in traced.traffic.messages]
         cost = step_cost(piece, messages, buckets, links, overlap=overlap)
         return replace(c, cost=cost)
@@ -228,7 +236,10 @@ def plan(config: PlanConfig) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _tell(config, found, best)
         assert best.cost is not None
-        print(describe(config, source, best.topology, best.cost.seconds))
+        if config.data.train:
+            print(describe(config, source, best.topology, best.cost.seconds))
+        else:
+            print("What loading reads, and when, is told where data.train names the start dates.")
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}
         if config.plan.simulate:
             content["scaling"] = _scaling(planner, found, folder)

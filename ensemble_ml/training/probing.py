@@ -16,17 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ensemble_ml import __version__
 from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.buckets import Arrivals, make_buckets
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.communicator import Communicator, settle
 from ensemble_ml.distributed.costs import Links, Piece
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
@@ -106,7 +107,8 @@ def _links(job: Job, session: Session) -> dict[int, Links]:
     for number, shape in enumerate(job.shapes):
         same = shape.topology.size == session.topology.size
         topology = shape.topology if same else Topology(lat=session.topology.size)
-        found[number] = measured_links(make_mesh(topology.at(session.topology.rank), meshes), known)
+        mesh = make_mesh(topology.at(session.topology.rank), meshes)
+        found[number] = measured_links(mesh, known, session.device)
         if not same:
             found[number] = {("lon",): found[number][("lat",)], **found[number]}
     return found
@@ -128,8 +130,9 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
     )
     if job.config.model.precision is Precision.auto:
         _fastest(rehearsal, session)
-    exchange = make_exchange(job.config.optim, shape.topology, local_size=1, connect=echoes(Traffic()))
-    step = stepper(job.config.optim, rehearsal, exchange)
+    optim = replace(job.config.optim, hierarchical=False)  # who is whose neighbour is not known here
+    exchange = make_exchange(optim, shape.topology, local_size=1, connect=echoes(Traffic()))
+    step = stepper(optim, rehearsal, exchange)
     found: list[list[float]] = []
     count = _LEAST + 1
     while len(found) < count:
@@ -193,8 +196,7 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    settle(device)
     return time.perf_counter()
 
 
@@ -205,7 +207,9 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
     facts: list[Any] = [_machine(session.device), torch.__version__, torch.get_num_threads(), session.topology.size]
     spec = job.spec.to_json()
     facts += [spec, shape.topology.shape, shape.samples, job.config.optim.name.value, job.config.optim.exchange.value]
-    facts += [job.config.optim.bucket_mb, shape.topology.size == session.topology.size]
+    optim = job.config.optim
+    facts += [optim.bucket_mb, optim.bits, optim.clip, optim.rank, shape.topology.size == session.topology.size]
+    facts += [job.config.parallel.overlap, __version__]
     return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ensemble_ml.config import DataConfig, TrainConfig
+from ensemble_ml.config import DataConfig, MomentumKept, TrainConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec
@@ -146,6 +146,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
     theirs.setdefault("model.surroundings", 0)  # runs from before there was this network have none
+    if theirs.get("optim.momentum_kept") == MomentumKept.mean.value:  # averaged where checkpoints are
+        also = (*also, "checkpoint_every", "validate_every")
     fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]

@@ -163,11 +163,13 @@ def _pool(points: _Points, train: np.ndarray, sizes: Sequence[int]) -> _Pool | N
 def _choices(
     dates: Dates, train: np.ndarray, sizes: Sequence[int], turns: int, draw: np.random.Generator
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Dates, each `turns` times, with positions of members: as many as are looked at, then as training shows."""
+    """Dates, each `turns` times, with positions of members: as many as are looked at, then as training shows; by dates
+    in turn where each comes but once."""
     shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
-    for date in train:
+    for number, date in enumerate(train):
         for turn in range(turns):
-            size = dates.members if turn % 2 == 0 else int(draw.choice(shown))
+            looked_at = (turn if turns > 1 else number) % 2 == 0
+            size = dates.members if looked_at else int(draw.choice(shown))
             yield int(date), dates.drawn(int(date), size, draw)
 
 

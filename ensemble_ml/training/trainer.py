@@ -182,7 +182,8 @@ class Trainer:
             if self.session.topology.size == 1:  # nobody to agree with
                 stopped = stop.vote
             if stopped and state.step < state.steps:
-                self._save(tracker, best=False)
+                # Momenta that were not to be averaged yet stay each rank's own: the run goes on as if unstopped.
+                self._save(tracker, best=False, kept=MomentumKept.ranks)
                 self.keeper.finish()
                 who = stop.requested or "another rank"
                 tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
@@ -301,10 +302,10 @@ class Trainer:
     def _moved(self, batch: Batch) -> Batch:
         return batch.to(self.setup.device, self.setup.dtype)
 
-    def _save(self, tracker: Tracker | Silent, *, best: bool) -> None:
+    def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
         before = self.keeper.held
         self.state.complete()
-        own = own_state(self.state.exchange, self.config.optim.momentum_kept)  # all ranks
+        own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks
         if self.session.first:
             state_dict, training = self.state.tensors()
             meta = {**self.setup.facts, **self.state.meta()}

@@ -288,6 +288,15 @@ def test_plan_prints_and_writes(store, tmp_path, capsys):
     assert best["seconds"] == min(p["seconds"] for p in found["partitions"] if "why" not in p)
 
 
+def test_settings_of_the_optimizer_that_some_partitions_cannot_follow(store, tmp_path, capsys):
+    votes = ["optim.name=lion", "optim.exchange=vote", "optim.clip=1", "plan.ranks=4", "data.train=[]"]
+    assert plan(store, tmp_path, *votes, "plan.why=true") == 0
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    by_mesh = {(p["data"], p["lat"], p["lon"]): p for p in found["partitions"]}
+    assert "optim.clip" in by_mesh[2, 2, 1]["why"] and "why" not in by_mesh[1, 2, 2]
+    assert "where data.train names the start dates" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_simulated_scaling(store, tmp_path):
     assert plan(store, tmp_path, "plan.ranks=1", "plan.simulate=true", "plan.devices=4") == 0

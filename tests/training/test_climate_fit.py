@@ -11,6 +11,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
 from ensemble_ml.store import Fields, Part
+from ensemble_ml.store.source import Selection
 from ensemble_ml.training import climate_fit
 from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
@@ -197,3 +198,17 @@ def test_helpers():
     times = np.array(["2001-01-01", "2001-01-03", "2001-01-05", "2001-07-01"], "datetime64[ns]")
     assert neighbours(times).tolist() == [False, True, True, False]
     assert neighbours(times[:1]).tolist() == [False]
+
+
+def test_moments_of_part_of_a_year_are_those_of_all_members_at_once(store):
+    """They are read member by member: all at once take as much memory as the ensemble has members."""
+    grid = store.layout.grid
+    layout = store.layout.variables, store.layout.levels, store.layout.surface
+    spec = ModelSpec(ModelConfig(hidden=8, depth=1), *layout, (24, 48), (48,), grid.latitude, grid.longitude)
+    found = Dates(Reader(store, spec), 3).input_moments(np.arange(5), most=3)  # of these, the first, third and fifth
+    chosen = Selection(lead_hours=(24, 48))
+    values = [join(store.read(Part.FORECAST, date, chosen)).double() for date in (0, 2, 4)]
+    together = torch.stack(values).movedim(-3, 0).flatten(1)
+    np.testing.assert_allclose(found.mean, together.mean(1), rtol=1e-6)
+    np.testing.assert_allclose(found.std, together.std(1, correction=0), rtol=1e-6)
+    np.testing.assert_array_equal(found.count, together.shape[1])

@@ -6,11 +6,13 @@ import torch
 from models.small_models import make_climate, make_input, make_spec
 
 from ensemble_ml.config import ModelConfig
+from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import EnsembleModel, ModelSpec
 from ensemble_ml.models.linear import NODES, LinearCorrection, bands_of, correction_shape
 from ensemble_ml.training.climate_data import Dates
-from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state
+from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
 
 TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
 
@@ -150,3 +152,10 @@ def test_a_target_that_is_missing_on_some_dates_keeps_its_slopes(dates):
     sample = Dates(dates.reader, 3).sample(18)
     wanted, got = true(sample.mean, sample.spread, 3)[0], found(sample.mean, sample.spread, 3)[0]
     assert float(((wanted - got)[:, 0] ** 2).sum() / (wanted[:, 0] ** 2).sum()) < 0.1
+
+
+def test_sums_that_no_memory_holds_are_refused_before_anything_is_read(dates, monkeypatch):
+    refuse_unfittable(dates.spec)
+    monkeypatch.setattr("ensemble_ml.training.linear_fit.memory_limit", lambda: 10_000)
+    with pytest.raises(UserError, match=r"model.linear=true: its fit to 1 leads of 2 fields takes .* GB"):
+        fit_climate(dates.reader, TRAIN, VALIDATION, 3)

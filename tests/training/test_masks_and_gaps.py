@@ -18,6 +18,7 @@ from ensemble_ml.training import load_checkpoint, load_model, train
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.setup import build_spec
+from ensemble_ml.training.trainer import Trainer
 from ensemble_ml.training.validation import validate
 
 SHAPE = 9, 16
@@ -42,7 +43,7 @@ def stores(tmp_path_factory):
 @pytest.fixture
 def settings(config_of, stores):
     def make(which, **changes):
-        return config_of(data__store=stores[which].path, **changes)
+        return config_of(**{"data__store": stores[which].path} | changes)
 
     return make
 
@@ -207,13 +208,24 @@ def test_no_date_left_names_the_gap(settings, stores):
         reader.usable([7], 1, "training")
 
 
-def test_training_goes_over_gaps_and_resumes_bit_for_bit(settings, stores, caplog):
+def test_training_goes_over_gaps_and_resumes_bit_for_bit(settings, stores, caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
         run = train(settings("both", run="once", steps=8, checkpoint_every=4, validate_every=8))
     assert "1 of 16 training dates are left out" in caplog.text
     meta = load_checkpoint(run / "checkpoints" / "last").meta
     assert len(meta["training_dates"]) == 15 and "2001-01-15T00:00" not in meta["training_dates"]
-    again = train(settings("both", run="again", steps=8, checkpoint_every=4, validate_every=8))
+    step = Trainer._step
+
+    def killed(self, *args):
+        if self.state.step == 5:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(Trainer, "_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings("both", run="again", steps=8, checkpoint_every=4, validate_every=8))
+    monkeypatch.setattr(Trainer, "_step", step)
+    again = train(settings("both", run="again", steps=8, checkpoint_every=4, validate_every=8, resume=True))
     first, second = (load_checkpoint(path / "checkpoints" / "last").state_dict for path in (run, again))
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -244,3 +256,14 @@ def test_emos_is_fitted_without_dates_that_lack_members(settings, stores):
     run = train(settings("gaps", model__name="emos", model__spread=False, data__members=[1, 2, 5, 6]))
     model = load_checkpoint(run / "checkpoints" / "best")
     assert all(torch.isfinite(value).all() for value in model.state_dict.values())
+
+
+def test_a_field_that_no_member_changes_is_learned_all_the_same(settings, tmp_path):
+    """A sea surface that was given to all members: errors of it need a unit, and no other field may suffer."""
+    kept = make_store(tmp_path / "alike.zarr", **COMMON, alike=("sst",))
+    run = train(settings("whole", data__store=kept.path, steps=4))
+    checkpoint = load_checkpoint(run / "checkpoints" / "last")
+    buffers = dict(load_model(checkpoint.path)[0].named_buffers())
+    assert all(torch.isfinite(values).all() for values in buffers.values())
+    at = checkpoint.spec.surface.index("sst")
+    assert (buffers["spread_s"][:, at] > 1e-3).all()

@@ -16,7 +16,7 @@ from ensemble_ml.models.place import position_planes
 from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear, mean_state
-from ensemble_ml.training.surroundings_fit import Correction, _Points, fit_surroundings
+from ensemble_ml.training.surroundings_fit import Correction, _choices, _Points, fit_surroundings
 
 TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
 SIZES = [1, 2, 3, 5]
@@ -183,3 +183,11 @@ def test_the_fit_sees_what_the_model_adds():
     assert float(shift.abs().min()) > 0
     torch.testing.assert_close(shift, both[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(more, both[1], rtol=1e-4, atol=1e-5)
+
+
+def test_where_memory_allows_one_choice_a_date_the_sizes_still_differ(dates):
+    draw = np.random.default_rng(0)
+    once = [len(chosen) for _, chosen in _choices(dates, np.arange(8), [1, 2, 3], 1, draw)]
+    assert once[::2] == [dates.members] * 4 and len(set(once[1::2])) > 1
+    twice = [len(chosen) for _, chosen in _choices(dates, np.arange(8), [1, 2, 3], 2, draw)]
+    assert twice[::2] == [dates.members] * 8

@@ -12,7 +12,7 @@ import torch
 import yaml
 from synthetic import make_store
 
-from ensemble_ml.config import LoaderName, OptimName, Precision, PredictConfig
+from ensemble_ml.config import LoaderName, MomentumKept, OptimName, Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
@@ -21,6 +21,7 @@ from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training import load_checkpoint, load_model, train, trainer
 from ensemble_ml.training.checkpoint import load_weights
 from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.setup import refuse_other_settings
 from ensemble_ml.training.tracking import Tracker, read_log
 from ensemble_ml.training.validation import validate
 
@@ -312,3 +313,19 @@ def test_surface_variables_alone(config_of, tmp_path, name):
     ground = make_store(tmp_path / "g.zarr", dates=2, variables=(), levels=(), shape=store.layout.grid.shape)
     checkpoint = str(run / "checkpoints" / "last")
     assert predict(PredictConfig(checkpoint=checkpoint, input=ground.path, output=str(tmp_path / "f")), ground)
+
+
+def test_what_the_machine_cannot_do_is_refused_before_the_long_fits(config_of, monkeypatch):
+    monkeypatch.setattr("ensemble_ml.models.speed.has_bfloat16", lambda device: False)
+    monkeypatch.setattr("ensemble_ml.training.assemble.fit_climate", lambda *_: pytest.fail("the fits began"))
+    with pytest.raises(UserError, match="bfloat16"):
+        train(config_of(model__precision=Precision.bfloat16))
+
+
+def test_where_momenta_are_averaged_is_not_free_when_a_run_goes_on(config_of):
+    """Averaging happens at checkpoints, and changes what follows."""
+    run = train(config_of(steps=4, optim__momentum_kept=MomentumKept.mean))
+    checkpoint = load_checkpoint(run / "checkpoints" / "last")
+    other = config_of(steps=4, checkpoint_every=2, optim__momentum_kept=MomentumKept.mean)
+    with pytest.raises(UserError, match="checkpoint_every=2"):
+        refuse_other_settings(other, checkpoint)
