@@ -266,4 +266,4 @@ def test_a_field_that_no_member_changes_is_learned_all_the_same(settings, tmp_pa
     buffers = dict(load_model(checkpoint.path)[0].named_buffers())
     assert all(torch.isfinite(values).all() for values in buffers.values())
     at = checkpoint.spec.surface.index("sst")
-    assert (buffers["spread_s"][:, at] > 1e-3).all()
+    assert (buffers["surface.heads.climatology"][:, at] > 1e-3).all()
