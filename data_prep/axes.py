@@ -27,6 +27,7 @@ _STANDARD = {
     "member": "realization",
     "level": "air_pressure",
 }
+_VALID = ("time", "valid_time")  # starts only where nothing else is: forecasts have them for the valid time
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
     "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
@@ -70,7 +71,9 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     init, lead = axes["init"], axes["lead"]
     if init is None or lead is None or not init.ndim or not lead.ndim or init.dims != lead.dims:
         return
-    starts = np.unique(init.values - (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]"))
+    valid = init.name in _VALID and init.attrs.get("standard_name") != _STANDARD["init"]
+    later = (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
+    starts = np.unique(init.values - later if valid else init.values)
     if len(starts) != 1:
         raise UserError(f"{array.name}: dimension {lead.dims[0]} carries both start and lead time; give each its own")
     axes["init"] = xr.DataArray(starts[0])
@@ -122,6 +125,8 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         return np.array(0)
     units = str(axis.attrs.get("units", "")).strip()
     values = axis.values.astype(np.float64)
+    if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
+        raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
     if units in ("Pa", "pascal") or (not units and values.max() > 1100):
         values = values / 100
     elif units not in ("hPa", "millibars", "millibar", "mbar", "mb", ""):

@@ -40,6 +40,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         first = hour_text(job.plan.layout.init_time[min(dates)])
         counts = f"{len(dates)} start dates (first {first})"
         log.warning("%s: changed since %s were built from it; they are built again", path, counts)
+    build.outdated.clear()
     if len(todo) < len(mine) and not config.finalise:
         log.info("%s: %d of %d start dates are built already", build.path, len(mine) - len(todo), len(mine))
     try:
@@ -72,12 +73,20 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
         while todo:
             _each(workers, job, todo, tick, built)
             todo = build.missing(todo) if build.work.is_dir() else []
+            _check_still(build, built)
             _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])
             if todo and not waiting:
                 log.info("waiting for %d start dates that another builder has under way", len(todo))
                 waiting = True
             if todo:
                 time.sleep(_LOOK_AGAIN)
+
+
+def _check_still(build: Build, built: Iterable[int]) -> None:
+    """Raise a UserError where a file changed while start dates were built from it."""
+    for path, dates in build.outdated.items():
+        if dates & set(built):
+            raise UserError(f"{path}: changed while it was read; leave it alone until the build is done, and run again")
 
 
 def _check_seen(build: Build, lost: list[int]) -> None:

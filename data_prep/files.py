@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,13 @@ from typing import Any
 
 from data_prep.grib import GribFile
 from data_prep.grib_index import GribIndex
+from data_prep.netcdf_classic import check_whole
 from data_prep.records import Reader
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import as_list
 from ensemble_ml.errors import UserError
+
+log = logging.getLogger(__name__)
 
 FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
@@ -57,7 +61,7 @@ def _folder(folder: Path, role: str) -> list[str]:
         if not folder.is_dir():
             raise UserError(f"{folder.parent}: archive.json stands there but no folder {folder.name}; simulate it anew")
     names, seen = [], {os.path.realpath(folder)}
-    for root, folders, files in os.walk(folder, followlinks=True):
+    for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]
         folders[:] = [name for name in folders if name not in zarrs and not name.startswith(".")]
         places = {name: os.path.realpath(os.path.join(root, name)) for name in folders}
@@ -70,15 +74,30 @@ def _folder(folder: Path, role: str) -> list[str]:
     return names
 
 
+def _refuse(error: OSError) -> None:
+    raise UserError(
+        f"{error.filename}: cannot be read ({error.strerror}), and may hold files of the archive; check its permissions"
+    )
+
+
 def _is_data(path: str) -> bool:
-    """Whether a file of a folder is one of the archive's: by its suffix, or GRIB by its first letters."""
+    """Whether a file of a folder is one of the archive's: by its suffix, or GRIB by its first letters.
+
+    Raises:
+        UserError: it cannot be read, so that nobody knows.
+    """
     if path.lower().endswith(_SUFFIXES):
         return True
+    if os.path.basename(path).startswith("."):
+        return False
     try:
         with open(path, "rb") as file:  # ENS-10's own files have no suffix: output.pl.20180101
-            return file.read(4) == b"GRIB"
-    except OSError:
-        return False
+            head = file.read(4)
+    except OSError as error:
+        _refuse(error)
+    if not head.strip(b"\0"):  # what a download that was broken off leaves
+        log.warning("%s: is empty or begins with zeros, and is left out", path)
+    return head == b"GRIB"
 
 
 def is_zarr(path: str | os.PathLike) -> bool:
@@ -114,6 +133,8 @@ def _open_reader(path: str, index: GribIndex | None) -> Reader:
             head = file.read(512)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    if head[:3] == b"CDF":
+        check_whole(path)
     if head[:3] == b"CDF" or head[:4] == b"\x89HDF":
         return XarrayFile(path)
     if b"GRIB" in head or not head:

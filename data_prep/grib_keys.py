@@ -101,6 +101,8 @@ def place_of(scan: Scan) -> Place:
     latitude = np.round(np.linspace(*scan.latitude), 9)
     longitude = np.round(np.linspace(first, last + (360 if last < first else 0), scan.longitude[2]), 9)
     grid, _, columns = canonical(latitude, longitude)
+    if len(columns) != len(longitude):
+        raise UserError("the first and the last column are one meridian; leave one of them out (cdo sellonlatbox)")
     shift = int(columns[0])
     assert np.array_equal(columns, np.roll(np.arange(len(columns)), -shift))
     return Place(scan, grid, south, shift)

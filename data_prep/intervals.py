@@ -48,6 +48,13 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
     for index in np.unique(ranged["field"]).tolist():
         mine = ranged[ranged["field"] == index]
         pairs = np.unique(np.stack([mine["lead"], mine["lead_start"]], 1), axis=0).tolist()
+        at_once = records["lead"][(records["field"] == index) & (records["lead_start"] == records["lead"])]
+        both = np.intersect1d(mine["lead"], at_once)
+        if len(both):
+            raise UserError(
+                f"{FIELDS[index].name}: at {both[0]} h the archive has values of the moment and values of an interval;"
+                " keep one kind"
+            )
         found[index] = _of_field(index, pairs)
     return found
 
@@ -92,22 +99,22 @@ class Tiles:
         """`rows` are positions in the catalogue of `records`, which all belong to one field."""
         hour = np.timedelta64(1, "h")
         self.name = field_of(records[0]).name
-        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int]]] = {}
+        self._ending: dict[np.datetime64, list[tuple[np.datetime64, int, int]]] = {}
         for record, row in zip(records, rows.tolist(), strict=True):
             start, end = (record["init"] + int(record[key]) * hour for key in ("lead_start", "lead"))
-            self._ending.setdefault(end, []).append((start, row))
+            self._ending.setdefault(end, []).append((start, int(record["lead"]), row))
         self.stated = bool((records["lead_start"] < records["lead"]).any())
 
     def cover(self, start: np.datetime64, end: np.datetime64) -> tuple[int, ...]:
         """Rows whose intervals fill start to end without gap or overlap; empty where there are none.
 
-        The longest interval that fits is taken first, from the end backwards.
+        The longest interval that fits is taken first, from the end backwards; of equal ones that of the shortest lead.
         """
         rows: list[int] = []
         while end > start:
-            fitting = [(first, row) for first, row in self._ending.get(end, []) if start <= first < end]
+            fitting = [one for one in self._ending.get(end, []) if start <= one[0] < end]
             if not fitting:
                 return ()
-            end, row = min(fitting)
+            end, _, row = min(fitting)
             rows.append(row)
         return tuple(reversed(rows))

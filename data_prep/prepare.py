@@ -12,7 +12,7 @@ from data_prep.gaps import holes, listed
 from data_prep.geometry import Geometry
 from data_prep.pairs import Pair
 from data_prep.records import hour_text
-from ensemble_ml.config import MISSING, Executor, Gaps, Packing, PrepareConfig, as_list
+from ensemble_ml.config import MISSING, Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store import is_store, open_store
@@ -33,8 +33,7 @@ def prepare(config: PrepareConfig) -> Path:
             the forecast has; a value is NaN; the output exists, or an unfinished build of it has other settings.
     """
     _check_settings(config)
-    if config.executor in (Executor.distributed, Executor.slurm):
-        config = _with_whole_paths(config)
+    config = _with_whole_paths(config)
     job = Job(config)
     path = Path(config.output).absolute()
     if config.parts is not None and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
@@ -52,10 +51,11 @@ def prepare(config: PrepareConfig) -> Path:
 
 
 def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
-    """Paths that mean the same in whatever folder a worker stands."""
+    """Paths that mean the same in whatever folder a worker stands, and whoever goes on."""
     given, truth = ([str(Path(path).absolute()) for path in as_list(paths)] for paths in (config.input, config.truth))
     static, index = (str(Path(path).absolute()) if path else path for path in (config.static, config.index))
-    return replace(config, input=given, truth=truth or None, static=static, index=index)
+    regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
+    return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid)
 
 
 def _check_settings(config: PrepareConfig) -> None:

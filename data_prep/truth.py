@@ -28,6 +28,7 @@ from ensemble_ml.store.source import Fields, Layout, Selection
 log = logging.getLogger(__name__)
 
 _MISSING = -1
+_MAXIMUM = "wind_speed_of_gust"  # of the registry, the one that is the maximum of its parts
 _HOUR = np.timedelta64(1, "h")
 
 
@@ -135,7 +136,15 @@ class ArchiveTruth:
         rows = tiles.cover(start + interval[0] * _HOUR, start + interval[1] * _HOUR)
         if len(rows) <= 1:
             return rows, Combine.ONE
-        return rows, Combine.SUM if field(name).accumulated else Combine.MAXIMUM
+        if field(name).accumulated:
+            return rows, Combine.SUM
+        if field(name).standard_name != _MAXIMUM:
+            raise UserError(
+                f"truth {self.path}: {name} over {interval[0]}-{interval[1]} h after the start would be put together of"
+                f" {len(rows)} intervals, as sums and gusts are; whether it is a mean or an extreme is not known: give"
+                " it over that interval, or leave it out with variables=[...]"
+            )
+        return rows, Combine.MAXIMUM
 
     def present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
         """Which fields are there: bool (1, T, V, Z) and (1, T, S)."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import READ, SINCE, find_axis, known_axes, lead_of_valid_time, to_hours, untangle
+from data_prep.axes import ALIASES, READ, SINCE, find_axis, known_axes, lead_of_valid_time, to_hours, untangle
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, GRAVITY, MEMBER, RECORD, RawField, describe
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
@@ -157,6 +157,8 @@ class XarrayFile:
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
+            if bad.all():
+                count += "; a field that is absent has to be left out of the file (gaps= knows what is not there)"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
         return RawField(values, mask=hidden)
 
@@ -204,6 +206,8 @@ def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> di
     dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}
     for dim in array.dims:
         if dim not in dims.values() and array.sizes[dim] > 1:
+            if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
+                raise UserError(f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it")
             raise UserError(f"{array.name}: axis {dim} is not known; known are {known_axes()}")
     return dims
 
@@ -251,10 +255,10 @@ def _near_ground(array: xr.DataArray, field: Field) -> bool:
     """
     for name, axis in array.coords.items():
         vertical = axis.attrs.get("axis") == "Z" or "positive" in axis.attrs or name in _VERTICAL
-        if axis.ndim or not vertical or name in _GROUND:
+        if axis.size != 1 or not vertical or name in _GROUND:
             continue
         usual = {re.sub(r"\D", "", f.name) for f in FIELDS if f.surface and f.standard_name == field.standard_name}
-        if name not in _HEIGHTS or f"{float(axis.values):g}" not in usual:
+        if name not in _HEIGHTS or f"{axis.values.item():g}" not in usual:
             return False
     return True
 
@@ -274,7 +278,8 @@ def _identify(array: xr.DataArray) -> Field | None:
     flat = find_axis(array, "level") is None
     if flat and not known[0].surface and not _near_ground(array, known[0]):
         return None
-    if flat and known[0].name == "z" and find_axis(array, "init") is None:
+    start = find_axis(array, "init")
+    if flat and known[0].name == "z" and (start is None or start.size == 1):  # the service gives it a time
         return FIELDS[FIELD_INDEX["orog"]]
     if flat and not known[0].surface and not known[0].static:  # e.g. air_temperature at the surface
         surface = [f for f in FIELDS if f.surface and f.standard_name == known[0].standard_name]

@@ -128,7 +128,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
 
     Returns:
         The grid and the index arrays (Y,), (X,) that take a field of the archive to it:
-        `values[rows[:, None], columns]`.
+        `values[rows[:, None], columns]`. A meridian that stands there twice, at both ends, is taken once.
     """
     latitude, longitude = np.asarray(latitude, np.float64), np.asarray(longitude, np.float64)
     rows = np.argsort(-latitude, kind="stable")
@@ -136,6 +136,8 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
     if len(longitude) > 1 and unwrapped[-1] < unwrapped[0]:
         raise UserError("longitude: runs westwards; only grids scanned eastwards are read")
     unwrapped = np.round(unwrapped, 9)
+    if len(unwrapped) > 2 and abs(unwrapped[-1] - unwrapped[0] - 360) < _TOLERANCE:
+        unwrapped = unwrapped[:-1]  # the first meridian stands there twice
     trial = Grid(latitude[rows], unwrapped)
     if trial.wraps:
         modulo = np.mod(unwrapped, 360)
@@ -146,7 +148,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
     shifted = unwrapped - unwrapped[0] + first
     if shifted[-1] >= 360:  # the region crosses Greenwich
         shifted = shifted - 360
-    return Grid(latitude[rows], shifted), rows, np.arange(len(longitude))
+    return Grid(latitude[rows], shifted), rows, np.arange(len(unwrapped))
 
 
 def _check_axis(name: str, ascending: np.ndarray) -> None:

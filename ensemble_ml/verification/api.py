@@ -32,7 +32,7 @@ def area_weights(
     """Exact area of each cell over the mean area, from the sines of the cells' bounds: (latitude, longitude)."""
     lat, lon = data[latitude], data[longitude]
     grid, rows, columns = canonical(lat.values, lon.values)
-    areas = np.empty(grid.shape)
+    areas = np.zeros((len(lat), len(lon)))  # a meridian that stands there twice counts once
     areas[rows[:, None], columns] = grid.area_weights()
     return xr.DataArray(areas, dims=(latitude, longitude), coords={latitude: lat, longitude: lon})
 

@@ -1,0 +1,90 @@
+"""How long a classic NetCDF file has to be: the library reads zeros beyond the end of one that was cut short.
+
+The header's grammar is that of "The NetCDF Classic Format Specification" (Unidata): CDF-1 and CDF-2 (offsets of 64
+bits) and CDF-5 (counts of 64 bits too). NetCDF-4 files are HDF5, which notices by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from typing import BinaryIO
+
+from ensemble_ml.errors import UserError
+
+_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}  # octets of a value by its type
+_STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}  # number of records that is not known
+
+
+def check_whole(path: str) -> None:
+    """Raise a UserError where a classic NetCDF file is shorter than its header says; others are left alone."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        magic = file.read(4)
+        if magic[:3] != b"CDF" or magic[3] not in (1, 2, 5):
+            return
+        try:
+            needed = _Header(file, magic[3]).needed()
+        except (struct.error, KeyError, IndexError) as error:
+            raise UserError(f"{path}: its NetCDF header is damaged or cut short; fetch it again") from error
+    if size < needed:
+        raise UserError(f"{path}: is cut short: its header tells of {needed} bytes, there are {size}; fetch it again")
+
+
+class _Header:
+    """Reads what tells the length of the file: dimensions, and shape, type and place of each variable."""
+
+    def __init__(self, file: BinaryIO, version: int):
+        self._file = file
+        self._count = 8 if version == 5 else 4  # octets of a count
+        self._offset = 4 if version == 1 else 8
+        self._records = self._number(self._count)
+        self._dimensions = [self._dimension() for _ in range(self._elements())]
+        self._skip_attributes()
+        self._variables = [self._variable() for _ in range(self._elements())]
+
+    def needed(self) -> int:
+        """Octets up to the last value; padding at the end may be missing."""
+        fixed = [begin + size for begin, size, records in self._variables if not records]
+        varying = [(begin, size) for begin, size, records in self._variables if records]
+        records = 0 if self._records == _STREAMING[self._count] else self._records
+        # A record holds each variable padded to four octets, but for a file of one alone.
+        step = varying[0][1] if len(varying) == 1 else sum(-(-size // 4) * 4 for _, size in varying)
+        last = [begin + (records - 1) * step + size for begin, size in varying] if records else []
+        return max([*fixed, *last], default=0)
+
+    def _dimension(self) -> int:
+        self._skip_text()
+        return self._number(self._count)
+
+    def _variable(self) -> tuple[int, int, bool]:
+        """Where its values begin, octets of them (of a record, where it has records), and whether it has records."""
+        self._skip_text()
+        extents = [self._dimensions[self._number(self._count)] for _ in range(self._number(self._count))]
+        self._skip_attributes()
+        width = _SIZES[self._number(4)]
+        self._number(self._count)  # its size, which 32 bits need not hold
+        begin = self._number(self._offset)
+        records = bool(extents) and extents[0] == 0
+        return begin, width * math.prod(extents[1:] if records else extents), records
+
+    def _elements(self) -> int:
+        """Length of a list; an absent one has a tag of zero."""
+        self._number(4)
+        return self._number(self._count)
+
+    def _skip_attributes(self) -> None:
+        for _ in range(self._elements()):
+            self._skip_text()
+            width = _SIZES[self._number(4)]
+            self._skip(width * self._number(self._count))
+
+    def _skip_text(self) -> None:
+        self._skip(self._number(self._count))
+
+    def _skip(self, octets: int) -> None:
+        self._file.seek(-(-octets // 4) * 4, os.SEEK_CUR)
+
+    def _number(self, octets: int) -> int:
+        return int(struct.unpack(">I" if octets == 4 else ">Q", self._file.read(octets))[0])

@@ -1,0 +1,169 @@
+"""Archives that are legal, or nearly so, and that a reader may get wrong without a word."""
+
+import logging
+
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+from gribfiles import GLOBE, dataset, ensemble, message, noise, write
+
+from data_prep import open_archive, open_pair, prepare
+from data_prep.geometry import Geometry
+from data_prep.intervals import Tiles
+from data_prep.netcdf_classic import check_whole
+from data_prep.records import FIELD_INDEX, RECORD
+from ensemble_ml.config import PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.store import Part
+from ensemble_ml.verification import api
+
+SHAPE = len(GLOBE[0]), len(GLOBE[1])
+
+
+@pytest.mark.parametrize("form", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
+@pytest.mark.parametrize("records", [0, 1, 3])
+def test_a_classic_file_that_was_cut_short_is_not_read_as_zeros(tmp_path, form, records):
+    path = tmp_path / "a.nc"
+    with netCDF4.Dataset(path, "w", format=form) as file:
+        file.title = "odd"
+        file.createDimension("time", None if records else 2)
+        file.createDimension("x", 5)
+        for name, kind in (("a", "f4"), ("b", "i2"))[: 2 if records != 1 else 1]:  # one alone is not padded
+            variable = file.createVariable(name, kind, ("time", "x"))
+            variable.units = "K"
+            variable[: records or 2] = np.ones((records or 2, 5))
+        file.createVariable("c", "f8", ())[...] = 3.0
+    check_whole(str(path))
+    whole = path.read_bytes()
+    for size in (len(whole) - 9, len(whole) // 2, 30):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="cut short"):
+            check_whole(str(path))
+
+
+def test_a_classic_archive_is_read_while_it_is_whole(tmp_path):
+    path = tmp_path / "a.nc"
+    dataset().to_netcdf(path, format="NETCDF3_64BIT")
+    assert np.isfinite(open_archive(path).read(Part.FORECAST, 0).pressure).all()
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(UserError, match=r"a.nc: is cut short: its header tells of \d+ bytes, there are \d+"):
+        open_archive(path)
+
+
+@pytest.mark.parametrize("leads", [1, 2])
+def test_a_reference_time_for_each_record_is_the_start(tmp_path, leads):
+    """As CF writes it where the time axis is the valid time."""
+    start = np.datetime64("2001-01-01", "ns")
+    data = dataset().isel(time=0, drop=True).isel(step=slice(-leads, None)).rename(step="time")
+    lead = data.time.values
+    about = {"standard_name": "forecast_reference_time"}
+    data = data.assign_coords(
+        time=start + lead,
+        forecast_reference_time=("time", np.full(leads, start), about),
+        forecast_period=("time", lead / np.timedelta64(1, "h"), {"units": "hours", "standard_name": "forecast_period"}),
+    )
+    data.to_netcdf(tmp_path / "a.nc")
+    layout = open_archive(tmp_path / "a.nc").layout
+    assert layout.lead_hours == (0, 24)[-leads:] and layout.init_time.tolist() == [start.item()]
+
+
+def test_files_that_say_nothing_are_told_of(tmp_path, caplog):
+    ensemble(tmp_path / "output.pl.20180101")
+    (tmp_path / "output.sfc.20180101").touch()
+    (tmp_path / "output.pl.20180104").write_bytes(bytes(100))
+    (tmp_path / "README").write_text("An archive.")
+    with caplog.at_level(logging.WARNING):
+        open_archive(tmp_path)
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(told) == 2 and all("output." in line for line in told)
+
+
+def test_what_cannot_be_read_may_be_part_of_the_archive(tmp_path, monkeypatch):
+    ensemble(tmp_path / "a.grib")
+    (tmp_path / "output.pl.20180104").write_bytes(b"GRIB")
+    whole = open
+
+    def refused(path, *args, **keys):
+        if str(path).endswith("20180104"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path, *args, **keys)
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(UserError, match=r"20180104: cannot be read \(Permission denied\)"):
+        open_archive(tmp_path)
+
+
+def test_gusts_of_the_moment_and_of_hours_are_not_mixed(tmp_path):
+    write(tmp_path / "a.grib", [message("fg10", noise(mean=20), step="21-24"), message("fg10", noise(mean=5), step=24)])
+    with pytest.raises(UserError, match="fg10: at 24 h the archive has values of the moment and values of an interval"):
+        open_archive(tmp_path / "a.grib")
+
+
+def test_means_are_not_put_together_as_maxima(tmp_path):
+    def mean(value, step, **keys):
+        return message("t2m", np.full(SHAPE, value) + noise(mean=0, std=1e-3), step=step, **keys)
+
+    forecast = write(tmp_path / "f.grib", [mean(280.0, "0-24", date=20010101, member=m) for m in (1, 2)])
+    parts = [mean(270.0, "0-12", date=20010101, member=None), mean(290.0, "12-24", date=20010101, member=None)]
+    with pytest.raises(UserError, match=r"t2m over 0-24 h .* put together of 2 intervals"):
+        open_pair(forecast, write(tmp_path / "t.grib", parts)).present(Part.TRUTH, 0)
+
+
+def test_a_height_that_is_a_dimension_says_as_much(tmp_path):
+    data = dataset(t="u10").isel(isobaricInhPa=0, drop=True)
+    data["u10"].attrs = {"standard_name": "eastward_wind", "units": "m s-1"}
+    data = data.rename(u10="u").expand_dims(height=[80.0])
+    data.height.attrs = {"axis": "Z", "units": "m", "positive": "up"}
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="holds no field"):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_levels_without_units_may_be_of_a_model(tmp_path):
+    data = dataset(isobaricInhPa="lev")
+    data.lev.attrs = {}
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="lev: has no units"):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_a_meridian_that_stands_there_twice_counts_once():
+    latitude, longitude = np.linspace(90, -90, 19), np.linspace(-180, 180, 37)
+    grid, rows, columns = canonical(latitude, longitude)
+    assert grid.wraps and grid.shape == (19, 36) and len(columns) == 36
+    field = np.tile(np.where(longitude == 0, 300.0, 250.0), (19, 1))[rows[:, None], columns]
+    coarse = Grid(np.linspace(80, -80, 9), np.arange(0, 360, 20.0))
+    found = Geometry(grid, coarse).means(field)
+    np.testing.assert_allclose(found[:, 0], 275.0)
+    data = xr.DataArray(np.ones((19, 37)), dims=("latitude", "longitude"), coords=[latitude, longitude])
+    weights = api.area_weights(data)
+    assert float(weights[:, -1].sum()) == 0 and float(weights.sum()) == pytest.approx(19 * 36)
+
+
+def test_of_equal_intervals_the_shortest_lead_is_taken():
+    records = np.zeros(2, RECORD)
+    records["field"] = FIELD_INDEX["tp"]
+    records["init"] = np.array(["2001-01-01T06", "2001-01-01T18"], "datetime64[s]")
+    records["lead_start"], records["lead"] = [12, 0], [18, 6]
+    times = np.array(["2001-01-01T18", "2001-01-02T00"], "datetime64[s]")
+    assert Tiles(records, np.arange(2)).cover(*times) == (1,)
+
+
+def test_orography_that_the_service_gave_a_time(tmp_path):
+    ensemble(tmp_path / "a.grib")
+    values = 9.80665 * np.arange(np.prod(SHAPE), dtype=float).reshape(1, *SHAPE)
+    coords = {"valid_time": [np.datetime64("2001-01-01", "ns")], "latitude": GLOBE[0], "longitude": GLOBE[1]}
+    data = xr.Dataset({"z": (("valid_time", "latitude", "longitude"), values, {"units": "m**2 s**-2"})}, coords)
+    data.to_netcdf(tmp_path / "static.nc")
+    pair = open_pair(tmp_path / "a.grib", None, tmp_path / "static.nc")
+    np.testing.assert_allclose(pair.static()["orog"], values[0] / 9.80665, rtol=1e-6)
+
+
+def test_relative_paths_mean_the_same_to_whoever_goes_on(tmp_path, monkeypatch):
+    ensemble(tmp_path / "a.grib")
+    monkeypatch.chdir(tmp_path)
+    here = prepare(PrepareConfig(input="a.grib", output="one.zarr"))
+    there = prepare(PrepareConfig(input=str(tmp_path / "a.grib"), output=str(tmp_path / "two.zarr")))
+    assert (here / "zarr.json").read_text() == (there / "zarr.json").read_text()
