@@ -40,7 +40,6 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         first = hour_text(job.plan.layout.init_time[min(dates)])
         counts = f"{len(dates)} start dates (first {first})"
         log.warning("%s: changed since %s were built from it; they are built again", path, counts)
-    build.outdated.clear()
     if len(todo) < len(mine) and not config.finalise:
         log.info("%s: %d of %d start dates are built already", build.path, len(mine) - len(todo), len(mine))
     try:
@@ -72,6 +71,7 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
         waiting, built = False, dict[int, float]()
         while todo:
             _each(workers, job, todo, tick, built)
+            build.outdated.clear()  # what was known before these were built
             todo = build.missing(todo) if build.work.is_dir() else []
             _check_still(build, built)
             _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])

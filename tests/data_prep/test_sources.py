@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from data_prep import prepare
+from data_prep.build_job import Job
 from data_prep.grib import GribFile
 from ensemble_ml.config import InspectConfig, PrepareConfig
+from ensemble_ml.errors import UserError
 from ensemble_ml.store import open_store
 from ensemble_ml.store.entry import DateEntry
 from ensemble_ml.store.inspect import inspect
@@ -83,6 +85,21 @@ def test_a_changed_file_makes_its_dates_be_built_again(archive, tmp_path, caplog
     assert stamp(str(other)) == before
     prepare(settings(archive, tmp_path / "fresh.zarr"))
     assert building.contents(tmp_path / "a.zarr") == building.contents(tmp_path / "fresh.zarr")
+
+
+def test_a_file_that_is_replaced_while_it_is_read_ends_the_build(archive, tmp_path, monkeypatch):
+    """The open file stays what it was; dates were built from one that is gone."""
+    whole = Job.run
+
+    def replaced(self, *args):
+        done = whole(self, *args)
+        (tmp_path / "new").write_bytes(archive.read_bytes())
+        os.replace(tmp_path / "new", archive)
+        return done
+
+    monkeypatch.setattr(Job, "run", replaced)
+    with pytest.raises(UserError, match="changed while it was read; leave it alone until the build is done"):
+        prepare(settings(archive, tmp_path / "a.zarr", workers=1))
 
 
 def test_inspect_shows_the_sources(archive, tmp_path, capsys):
