@@ -5,11 +5,11 @@ import shutil
 import pytest
 import torch
 from parallel.ranks import run_ranks
-from parallel.test_parallel_training import config_of, joined
+from parallel.test_parallel_training import config_of, joined, stopped_at
 from synthetic import make_store
 
 from ensemble_ml.benchmarks.voting import trials
-from ensemble_ml.config import Assign, ExchangeName, MomentumSync, Nonfinite, OptimName, Precision
+from ensemble_ml.config import Assign, ExchangeName, MomentumKept, MomentumSync, Nonfinite, OptimName, Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, trainer
 from ensemble_ml.training.tracking import read_log
@@ -68,6 +68,36 @@ def test_ranks_as_threads_train_as_processes_do(store, tmp_path, assign):
     lines = read_log(tmp_path / "a" / "log.jsonl")
     assert found.crps == [x["validation"]["crps_ratio"] for x in lines if "validation" in x][-1]
     assert found.losses == pytest.approx([x["loss"] for x in lines if "loss" in x], rel=1e-6)
+
+
+def test_a_stop_leaves_momenta_apart_that_checkpoints_average(store, tmp_path):
+    """A stop comes at any step; averaging there would make another run of it."""
+    found = []
+    for name in ("whole", "stopped"):
+        config = voting(store, tmp_path / name)
+        config.optim.momentum_kept = MomentumKept.mean
+        if name == "stopped":
+            run_ranks(stopped_at, 2, config, 4, data=2)
+            config.resume = True
+        run_ranks(joined, 2, config, data=2)
+        found.append(weights(tmp_path / name / "a"))
+    whole, stopped = found
+    assert whole.keys() == stopped.keys() and all(torch.equal(whole[k], stopped[k]) for k in whole)
+
+
+def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
+    """Terms of one cell stay with the rank that has it, in the resumed run as in the whole one."""
+    found = []
+    for name in ("whole", "half"):
+        config = voting(store, tmp_path / name)
+        config.optim.exchange, config.optim.clip = ExchangeName.powersgd, 1.0
+        if name == "half":
+            run_ranks(_until_five, 2, config, lat=2)
+            config.resume = True
+        run_ranks(joined, 2, config, lat=2)
+        found.append(weights(tmp_path / name / "a"))
+    whole, half = found
+    assert whole.keys() == half.keys() and all(torch.equal(whole[k], half[k]) for k in whole)
 
 
 def _until_five(session, config):
