@@ -27,7 +27,7 @@ _STANDARD = {
     "member": "realization",
     "level": "air_pressure",
 }
-_VALID = ("time", "valid_time")  # starts only where nothing else is: forecasts have them for the valid time
+_VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
     "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
@@ -54,7 +54,7 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
     init = axes["init"]
     if init is None or init.ndim or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
         return
-    for name in ("valid_time", "time"):
+    for name in _VALID:
         valid = array.coords.get(name)
         if valid is not None and name != init.name and np.issubdtype(valid.dtype, np.datetime64) and valid.ndim <= 1:
             about = {SINCE: init.values, "bounds": valid.attrs.get("bounds", valid.encoding.get("bounds", ""))}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor as Pool
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
-from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
@@ -59,10 +58,8 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         threads = max(1, cores() // count) if config.executor is Executor.processes else 0
         if isinstance(pool, ProcessPoolExecutor):
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        # Whatever folder a worker stands in, it builds in ours (and reads by whole paths: see `prepare`).
-        sent = replace(config, output=str(Path(config.output).absolute()))
         yield Workers(
-            lambda date: pool.submit(build_date, sent, threads, date, job.plan.digest), 2 * count, lambda: None
+            lambda date: pool.submit(build_date, config, threads, date, job.plan.digest), 2 * count, lambda: None
         )
 
 

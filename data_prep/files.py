@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from data_prep.grib import GribFile
 from data_prep.grib_index import GribIndex
@@ -74,7 +74,7 @@ def _folder(folder: Path, role: str) -> list[str]:
     return names
 
 
-def _refuse(error: OSError) -> None:
+def _refuse(error: OSError) -> NoReturn:
     raise UserError(
         f"{error.filename}: cannot be read ({error.strerror}), and may hold files of the archive; check its permissions"
     )
@@ -135,7 +135,7 @@ def _open_reader(path: str, index: GribIndex | None) -> Reader:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     if head[:3] == b"CDF":
         check_whole(path)
-    if head[:3] == b"CDF" or head[:4] == b"\x89HDF":
+    if head.startswith((b"CDF", b"\x89HDF")):
         return XarrayFile(path)
     if b"GRIB" in head or not head:
         return GribFile(path, index)

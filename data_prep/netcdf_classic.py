@@ -18,14 +18,11 @@ _STREAMING = {4: 2**32 - 1, 8: 2**64 - 1}  # number of records that is not known
 
 
 def check_whole(path: str) -> None:
-    """Raise a UserError where a classic NetCDF file is shorter than its header says; others are left alone."""
+    """Raise a UserError where a classic NetCDF file is shorter than its header says."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
-        magic = file.read(4)
-        if magic[:3] != b"CDF" or magic[3] not in (1, 2, 5):
-            return
         try:
-            needed = _Header(file, magic[3]).needed()
+            needed = _Header(file, file.read(4)[3]).needed()
         except (struct.error, KeyError, IndexError) as error:
             raise UserError(f"{path}: its NetCDF header is damaged or cut short; fetch it again") from error
     if size < needed:

@@ -35,7 +35,7 @@ def prepare(config: PrepareConfig) -> Path:
     _check_settings(config)
     config = _with_whole_paths(config)
     job = Job(config)
-    path = Path(config.output).absolute()
+    path = Path(config.output)
     if config.parts is not None and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
         log.info("%s: is complete already", path)  # by another part
         return path
@@ -55,7 +55,8 @@ def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
     given, truth = ([str(Path(path).absolute()) for path in as_list(paths)] for paths in (config.input, config.truth))
     static, index = (str(Path(path).absolute()) if path else path for path in (config.static, config.index))
     regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
-    return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid)
+    output = str(Path(config.output).absolute())
+    return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid, output=output)
 
 
 def _check_settings(config: PrepareConfig) -> None:
