@@ -20,6 +20,8 @@ from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
 
+MOST_DATES = 400  # that are read for a fit; 320 instead of 200 were worth 0.2 % of CRPS
+
 
 @dataclass(eq=False)
 class Sample:
@@ -82,7 +84,7 @@ class Dates:
             sums, counts = sums + np.nan_to_num(mean), counts + np.isfinite(mean)
         return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
 
-    def input_moments(self, dates: np.ndarray, most: int = 400) -> Moments:
+    def input_moments(self, dates: np.ndarray, most: int = MOST_DATES) -> Moments:
         """Moments (F,) of all members' values over input leads and `dates`: the store's own for whole years; else read
         a member at a time, from `most` of the dates."""
         years = _whole_years(self.reader.source.layout.init_time, dates)

@@ -1,7 +1,7 @@
 """What the training dates say before any network is trained: scales, climatological spread, bias, inflation.
 
 Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude. Dates are read one at a
-time; at most `_MOST_DATES` of them, evenly spaced.
+time; at most `MOST_DATES` of them, evenly spaced.
 
 With m, s mean and spread of the first M members, S the spread of all, y the truth:
 
@@ -31,28 +31,21 @@ from torch import Tensor
 
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, distributions
-from ensemble_ml.models.features import shrunk_spread, unbiased_spread
-from ensemble_ml.models.heads import FOLLOWED, widened
 from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.models.place import position_planes
 from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced, split
+from ensemble_ml.training.climate_data import MOST_DATES, Dates, Sample, families, neighbours, present, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
+from ensemble_ml.training.spread_fit import SHRINK, Spread, fit_climatology, fit_spread, spread_errors
 from ensemble_ml.training.surroundings_fit import Correction, fit_surroundings
 
 log = logging.getLogger(__name__)
 
-_MOST_DATES = 400  # 320 instead of 200 were worth 0.2 % of CRPS
 _SAMPLE_DATES = 24  # enough for one number a field
-_FEW = 60  # dates times degrees of freedom of a spread, below which s_clim is smoothed
-_SHRINK = torch.tensor([0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64])
-_SHRINK_DEFAULT = 2.0
 _FACTORS = torch.linspace(-1, 1, 25).exp()
-_LEAST_SPREAD = 0.02  # of s_clim over its field's root mean square
-_NEVER = 1e-6  # of a field's standard deviation: spread that is none
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
 _LARGEST_RATIO = 25.0  # of one squared residual to s0^2
 _TINY = 1e-30
@@ -70,45 +63,6 @@ class Fit:
     climate: Climate
     spread_error: np.ndarray
     input_range: np.ndarray
-
-
-@dataclass(eq=False)
-class _Spread:
-    """s_clim (T, F, Y, X), and (T, F) each: k of s0; k, g and l of s1."""
-
-    climatology: Tensor
-    shrink: Tensor
-    members: int
-    full_shrink: Tensor
-    gain: Tensor
-    level: Tensor
-    corrected: Correction | None = None
-
-    def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
-        """What sigma is a multiple of, from what it follows."""
-        k = (self.shrink if shrink is None else shrink)[..., None, None]
-        count = torch.tensor([float(self.members if self.corrected is None else FOLLOWED)])
-        return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
-
-    def followed(self, sample: Sample, more: Tensor) -> Tensor:
-        """The members' spread, or the corrected s1 where a correction adds `more` to it."""
-        return sample.spread if self.corrected is None else widened(self.s1(sample.spread), more)
-
-    def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
-        k = self.full_shrink if shrink is None else shrink
-        count = torch.tensor([float(self.members)])
-        terms = (v[..., None, None] for v in (k, self.gain, self.level))
-        return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
-
-    def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """What the corrections add to mean and s1, (T, F, Y, X)."""
-        if self.corrected is None:
-            return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
-        return self.corrected(sample, self.members)
-
-    def expected(self, sample: Sample) -> Tensor:
-        """The full spread that the untrained model predicts, (T, F, Y, X)."""
-        return widened(self.s1(sample.spread), self.correction(sample)[1])
 
 
 def fit_climate(
@@ -132,11 +86,11 @@ def fit_climate(
     """
     refuse_unfittable(reader.spec)
     dates, scales = Dates(reader, members), Scales(reader.spec.grid)
-    all_train, chosen = np.asarray(train), spaced(np.asarray(train), _MOST_DATES)
+    all_train, chosen = np.asarray(train), spaced(np.asarray(train), MOST_DATES)
     sample = spaced(all_train, _SAMPLE_DATES)
-    moments = dates.input_moments(all_train, most=_MOST_DATES)
-    climatology = _climatology(dates, chosen, scales, moments.std)
-    spread = _fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
+    moments = dates.input_moments(all_train)
+    climatology = fit_climatology(dates, chosen, scales, moments.std)
+    spread = fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
     truth = _Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
     static = _static(reader)
@@ -155,11 +109,11 @@ def fit_climate(
     log.info("climate: fitted on %d of %d training dates, %d members", len(chosen), len(all_train), dates.members)
     climate = Climate(**found, static=static, **weights)
     extremes = np.stack([moments.minimum, moments.maximum], -1)
-    return Fit(climate, _spread_errors(dates, sample, spread, scales, sizes).numpy(), extremes)
+    return Fit(climate, spread_errors(dates, sample, spread, scales, sizes).numpy(), extremes)
 
 
 def _corrections(
-    dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], spread: _Spread,
+    dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], spread: Spread,
     truth: _Truth | None, anchor: Tensor, static: np.ndarray,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Fit what stands before the network, which `spread` then knows of; its weights by their names in `Climate`."""
@@ -199,107 +153,12 @@ def _static(reader: Reader) -> np.ndarray:
     return np.stack([planes[n] for n in names]) if names else np.zeros((0, *reader.spec.grid.shape), np.float32)
 
 
-def _climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
-    """s_clim (T, F, Y, X); `std` (F,) of the values themselves."""
-    total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
-    counts = torch.zeros_like(total)
-    for date in chosen:
-        square = dates.target(Part.SPREAD, date) ** 2
-        valid = torch.isfinite(square)
-        total += torch.where(valid, square, 0.0)
-        counts += valid
-    count = counts.amax((-2, -1))
-    dates.refuse_empty(count, Part.SPREAD)
-    variance = scales.filled((total / counts).float())
-    if float(count.min()) * (dates.reader.full_size - 1) < _FEW:
-        log.info("climate: %d dates are few, so the climatological spread is smoothed by one cell", len(chosen))
-        variance = scales.smooth(variance)
-    # Where no member ever rained, rain is still possible: a floor keeps sigma, and errors in units of it, finite.
-    typical = scales.mean(variance).float()
-    # Where members never differ at all (a sea surface that all of them were given), errors need a unit all the same.
-    given = torch.from_numpy(np.where(std > 0, std, 1.0)).float() ** 2
-    typical = torch.where(typical > _NEVER**2 * given, typical, given)
-    return torch.maximum(variance, _LEAST_SPREAD**2 * typical[..., None, None]).sqrt()
-
-
-def _fit_spread(
-    dates: Dates, sample: np.ndarray, validation: np.ndarray, climatology: Tensor, scales: Scales
-) -> _Spread:
-    """g and l as ratios of means over the training dates `sample`, k by `_best_shrink`; k of s0 is the same for now."""
-    default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
-    spread = _Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
-    full, few, apart, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(4))
-    everywhere = scales.mean(climatology)
-    for date in sample:
-        found = dates.sample(int(date))
-        there = torch.isfinite(found.full_spread) & torch.isfinite(found.spread)
-        valid = there.any(-1).any(-1)
-        count += valid
-        full += torch.where(valid, scales.mean(found.full_spread, there), 0.0)
-        first = spread.s1(found.spread)  # s / c4(M): nothing is shrunk yet
-        few += torch.where(valid, scales.mean(first, there), 0.0)
-        apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
-    spread.level = _ratio(full, count * everywhere + apart)
-    spread.gain = _ratio(full, few) if dates.members > 1 else one
-    spread.full_shrink = _best_shrink(dates, validation, spread, scales)
-    spread.shrink = spread.full_shrink
-    return spread
-
-
-def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b as float32, one where either is nothing."""
-    good = (a > 0) & (b > 0)
-    return torch.where(good, a / torch.where(good, b, 1.0), 1.0).float()
-
-
-def _best_shrink(dates: Dates, validation: np.ndarray, spread: _Spread, scales: Scales) -> Tensor:
-    """k of s1 (T, F): the best of a list on validation dates; a default where there is none, or one member only."""
-    if not len(validation) or dates.members < 2:
-        return torch.full(dates.shape, _SHRINK_DEFAULT)
-    errors = torch.zeros(len(_SHRINK), *dates.shape, dtype=torch.float64)
-    for date in validation:
-        sample = dates.sample(int(date))
-        for position, k in enumerate(_SHRINK):
-            error = _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
-            errors[position] += torch.nan_to_num(error)  # a date without the field lacks it at every k
-    return _SHRINK[errors.argmin(0)]
-
-
-def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
-    """(T, F), NaN where the date lacks the field."""
-    error = s1 - sample.full_spread
-    return scales.mean(error**2, torch.isfinite(error))
-
-
-def _spread_errors(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
-    """Mean squared error of s1 as a forecast of S, a row for each number of members: (N + 1, T, F) float32."""
-    full = dates.reader.full_size
-    rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)
-    for size in {size for size in sizes if size <= full} - {dates.members}:
-        other = replace(spread, members=size)
-        rows[size] = _spread_error(Dates(dates.reader, size), chosen, other, scales)
-    return rows
-
-
-def _spread_error(dates: Dates, chosen: np.ndarray, spread: _Spread, scales: Scales) -> Tensor:
-    """The same for one number of members, (T, F)."""
-    total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
-    for date in chosen:
-        sample = dates.sample(int(date))
-        error = _square_error(spread.expected(sample), sample, scales)
-        total += torch.nan_to_num(error)
-        count += torch.isfinite(error)
-    # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
-    least = 1e-3 * scales.mean(spread.climatology**2)
-    return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()
-
-
 @dataclass(eq=False)
 class _Left:
     """What the corrections are to explain: errors of mean and spread without them."""
 
     truth: _Truth | None
-    spread: _Spread
+    spread: Spread
 
     def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
         more = sample.full_spread - replace(self.spread, members=members).s1(sample.spread)
@@ -323,7 +182,7 @@ def _truth_terms(dates: Dates, truth: _Truth | None, sample: np.ndarray) -> dict
 class _Truth:
     """Residuals of the training dates, and what is fitted to them."""
 
-    def __init__(self, dates: Dates, spread: _Spread, scales: Scales, chosen: np.ndarray):
+    def __init__(self, dates: Dates, spread: Spread, scales: Scales, chosen: np.ndarray):
         self.dates, self.spread, self.scales, self.chosen = dates, spread, scales, chosen
         self.follows = neighbours(dates.reader.source.layout.init_time[chosen])
         self.bias = self._bias()
@@ -367,21 +226,21 @@ class _Truth:
         """
         if self.dates.members < 2:
             return self.spread.shrink
-        ratios, logs = (torch.zeros(len(_SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
+        ratios, logs = (torch.zeros(len(SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
             truth, centre, followed = self._unseen(date)
             there = torch.isfinite(truth - centre) & torch.isfinite(followed)
             valid = there.any(-1).any(-1)
             count += valid
-            for position, k in enumerate(_SHRINK):
+            for position, k in enumerate(SHRINK):
                 s0 = self.spread.s0(followed, k.expand(self.dates.shape))
                 ratio = (((truth - centre) / s0) ** 2).clamp(max=_LARGEST_RATIO)
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
         count = count.clamp(min=1)
         misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / count) + logs / count
-        return _SHRINK[misfit.argmin(0)]
+        return SHRINK[misfit.argmin(0)]
 
     def inflation(self) -> Tensor:
         """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean."""

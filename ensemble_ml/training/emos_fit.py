@@ -25,12 +25,11 @@ from ensemble_ml.models import distributions
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos_model import SIZES, EmosModel, seasonal_terms
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, families, spaced
+from ensemble_ml.training.climate_data import MOST_DATES, Dates, families, spaced
 
 log = logging.getLogger(__name__)
 
 STRENGTHS = (0.5, 2.0, 8.0, 32.0)
-_MOST_DATES = 400
 _MOST_SAMPLES = 200_000  # for the four numbers of a global fit
 _MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3
@@ -53,8 +52,7 @@ class _Samples:
     @classmethod
     def read(cls, reader: Reader, dates: np.ndarray, members: int) -> _Samples:
         source = Dates(reader, members)
-        whole_size = len(dates), *source.shape, len(reader.spec.grid.latitude) * len(reader.spec.grid.longitude)
-        mean, variance, truth = torch.empty(3, *whole_size).unbind()
+        mean, variance, truth = torch.empty(3, len(dates), *source.shape, math.prod(reader.spec.grid.shape)).unbind()
         for number, date in enumerate(dates):
             sample = source.sample(int(date))
             mean[number], variance[number] = sample.mean.flatten(-2), (sample.spread**2).flatten(-2)
@@ -173,12 +171,12 @@ class _Fit:
 
 
 def _dates_that_fit(reader: Reader, there: int) -> int:
-    """How many dates are fitted to: `_MOST_DATES`, or as many as a quarter of the memory holds."""
+    """How many dates are fitted to: `MOST_DATES`, or as many as a quarter of the memory holds."""
     spec = reader.spec
     fields = len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
-    each = 3 * 4 * fields * spec.grid.shape[0] * spec.grid.shape[1]
-    found = int(min(_MOST_DATES, max(1, memory_limit() // 4 // each)))
-    if found < min(there, _MOST_DATES):
+    each = 3 * 4 * fields * math.prod(spec.grid.shape)
+    found = int(min(MOST_DATES, max(1, memory_limit() // 4 // each)))
+    if found < min(there, MOST_DATES):
         log.warning("emos: memory holds %d of %d training dates, and it is fitted to these", found, there)
     return found
 

@@ -12,7 +12,7 @@ from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.store.source import Selection
-from ensemble_ml.training import climate_fit
+from ensemble_ml.training import spread_fit
 from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.validation import validate
@@ -112,7 +112,7 @@ def test_spread_error_falls_with_members(fit):
 
 
 def test_shrink_of_the_spread_comes_from_validation_dates(wrong, monkeypatch):
-    monkeypatch.setattr(climate_fit, "_SHRINK_DEFAULT", 7.0)  # not one of the list that is tried
+    monkeypatch.setattr(spread_fit, "_SHRINK_DEFAULT", 7.0)  # not one of the list that is tried
     found = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
     without = fit_climate(reader_of(wrong), TRAIN, [], 5).climate
     assert (without.spread_shrink_p == 7).all() and (without.spread_shrink_s == 7).all()

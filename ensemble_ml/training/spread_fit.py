@@ -1,0 +1,162 @@
+"""Fits the spread: s_clim, the terms of s1, and the error of s1 (see `climate_fit`, which says what the letters mean).
+
+Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.models.features import shrunk_spread, unbiased_spread
+from ensemble_ml.models.heads import FOLLOWED, widened
+from ensemble_ml.store.source import Part
+from ensemble_ml.training.climate_data import Dates, Sample
+from ensemble_ml.training.smoothing import Scales
+from ensemble_ml.training.surroundings_fit import Correction
+
+log = logging.getLogger(__name__)
+
+_FEW = 60  # dates times degrees of freedom of a spread, below which s_clim is smoothed
+SHRINK = torch.tensor([0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64])
+_SHRINK_DEFAULT = 2.0
+_LEAST_SPREAD = 0.02  # of s_clim over its field's root mean square
+_NEVER = 1e-6  # of a field's standard deviation: spread that is none
+_TINY = 1e-30
+
+
+@dataclass(eq=False)
+class Spread:
+    """s_clim (T, F, Y, X), and (T, F) each: k of s0; k, g and l of s1."""
+
+    climatology: Tensor
+    shrink: Tensor
+    members: int
+    full_shrink: Tensor
+    gain: Tensor
+    level: Tensor
+    corrected: Correction | None = None
+
+    def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
+        """What sigma is a multiple of, from what it follows."""
+        k = (self.shrink if shrink is None else shrink)[..., None, None]
+        count = torch.tensor([float(self.members if self.corrected is None else FOLLOWED)])
+        return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
+
+    def followed(self, sample: Sample, more: Tensor) -> Tensor:
+        """The members' spread, or the corrected s1 where a correction adds `more` to it."""
+        return sample.spread if self.corrected is None else widened(self.s1(sample.spread), more)
+
+    def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
+        k = self.full_shrink if shrink is None else shrink
+        count = torch.tensor([float(self.members)])
+        terms = (v[..., None, None] for v in (k, self.gain, self.level))
+        return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
+
+    def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """What the corrections add to mean and s1, (T, F, Y, X)."""
+        if self.corrected is None:
+            return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
+        return self.corrected(sample, self.members)
+
+    def expected(self, sample: Sample) -> Tensor:
+        """The full spread that the untrained model predicts, (T, F, Y, X)."""
+        return widened(self.s1(sample.spread), self.correction(sample)[1])
+
+
+def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
+    """s_clim (T, F, Y, X); `std` (F,) of the values themselves."""
+    total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
+    counts = torch.zeros_like(total)
+    for date in chosen:
+        square = dates.target(Part.SPREAD, date) ** 2
+        valid = torch.isfinite(square)
+        total += torch.where(valid, square, 0.0)
+        counts += valid
+    count = counts.amax((-2, -1))
+    dates.refuse_empty(count, Part.SPREAD)
+    variance = scales.filled((total / counts).float())
+    if float(count.min()) * (dates.reader.full_size - 1) < _FEW:
+        log.info("climate: %d dates are few, so the climatological spread is smoothed by one cell", len(chosen))
+        variance = scales.smooth(variance)
+    # Where no member ever rained, rain is still possible: a floor keeps sigma, and errors in units of it, finite.
+    typical = scales.mean(variance).float()
+    # Where members never differ at all (a sea surface that all of them were given), errors need a unit all the same.
+    given = torch.from_numpy(np.where(std > 0, std, 1.0)).float() ** 2
+    typical = torch.where(typical > _NEVER**2 * given, typical, given)
+    return torch.maximum(variance, _LEAST_SPREAD**2 * typical[..., None, None]).sqrt()
+
+
+def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climatology: Tensor, scales: Scales) -> Spread:
+    """g and l as ratios of means over the training dates `sample`, k by `_best_shrink`; k of s0 is the same for now."""
+    default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
+    spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
+    full, few, apart, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(4))
+    everywhere = scales.mean(climatology)
+    for date in sample:
+        found = dates.sample(int(date))
+        there = torch.isfinite(found.full_spread) & torch.isfinite(found.spread)
+        valid = there.any(-1).any(-1)
+        count += valid
+        full += torch.where(valid, scales.mean(found.full_spread, there), 0.0)
+        first = spread.s1(found.spread)  # s / c4(M): nothing is shrunk yet
+        few += torch.where(valid, scales.mean(first, there), 0.0)
+        apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
+    spread.level = _ratio(full, count * everywhere + apart)
+    spread.gain = _ratio(full, few) if dates.members > 1 else one
+    spread.full_shrink = _best_shrink(dates, validation, spread, scales)
+    spread.shrink = spread.full_shrink
+    return spread
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b as float32, one where either is nothing."""
+    good = (a > 0) & (b > 0)
+    return torch.where(good, a / torch.where(good, b, 1.0), 1.0).float()
+
+
+def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
+    """k of s1 (T, F): the best of a list on validation dates; a default where there is none, or one member only."""
+    if not len(validation) or dates.members < 2:
+        return torch.full(dates.shape, _SHRINK_DEFAULT)
+    errors = torch.zeros(len(SHRINK), *dates.shape, dtype=torch.float64)
+    for date in validation:
+        sample = dates.sample(int(date))
+        for position, k in enumerate(SHRINK):
+            error = _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
+            errors[position] += torch.nan_to_num(error)  # a date without the field lacks it at every k
+    return SHRINK[errors.argmin(0)]
+
+
+def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
+    """(T, F), NaN where the date lacks the field."""
+    error = s1 - sample.full_spread
+    return scales.mean(error**2, torch.isfinite(error))
+
+
+def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
+    """Mean squared error of s1 as a forecast of S, a row for each number of members: (N + 1, T, F) float32."""
+    full = dates.reader.full_size
+    rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)
+    for size in {size for size in sizes if size <= full} - {dates.members}:
+        other = replace(spread, members=size)
+        rows[size] = _spread_error(Dates(dates.reader, size), chosen, other, scales)
+    return rows
+
+
+def _spread_error(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
+    """The same for one number of members, (T, F)."""
+    total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
+    for date in chosen:
+        sample = dates.sample(int(date))
+        error = _square_error(spread.expected(sample), sample, scales)
+        total += torch.nan_to_num(error)
+        count += torch.isfinite(error)
+    # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
+    least = 1e-3 * scales.mean(spread.climatology**2)
+    return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()
