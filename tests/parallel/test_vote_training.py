@@ -38,12 +38,7 @@ def weights(folder):
 
 def test_resume_of_a_vote_is_equal_bit_for_bit(store, tmp_path):
     """A run of ten steps, and one that ended after five: weights, momenta of both ranks, and the log."""
-    run_ranks(joined, 2, voting(store, tmp_path / "whole"), data=2)
-    run_ranks(_until_five, 2, voting(store, tmp_path / "half"), data=2)
-    half = voting(store, tmp_path / "half")
-    half.resume = True
-    run_ranks(joined, 2, half, data=2)
-    a, b = weights(tmp_path / "whole" / "a"), weights(tmp_path / "half" / "a")
+    a, b = whole_and_gone_on(store, tmp_path, {}, (_until_five,), data=2)
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     apart = [k for k in a if k.startswith("rank1.momentum")]
     assert apart and any(not torch.equal(a[k], a[k.replace("rank1", "rank0")]) for k in apart)
@@ -72,32 +67,31 @@ def test_ranks_as_threads_train_as_processes_do(store, tmp_path, assign):
 
 def test_a_stop_leaves_momenta_apart_that_checkpoints_average(store, tmp_path):
     """A stop comes at any step; averaging there would make another run of it."""
-    found = []
-    for name in ("whole", "stopped"):
-        config = voting(store, tmp_path / name)
-        config.optim.momentum_kept = MomentumKept.mean
-        if name == "stopped":
-            run_ranks(stopped_at, 2, config, 4, data=2)
-            config.resume = True
-        run_ranks(joined, 2, config, data=2)
-        found.append(weights(tmp_path / name / "a"))
-    whole, stopped = found
+    whole, stopped = whole_and_gone_on(store, tmp_path, {"momentum_kept": MomentumKept.mean}, (stopped_at, 4), data=2)
     assert whole.keys() == stopped.keys() and all(torch.equal(whole[k], stopped[k]) for k in whole)
 
 
 def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
     """Terms of one cell stay with the rank that has it, in the resumed run as in the whole one."""
+    changes = {"exchange": ExchangeName.powersgd, "clip": 1.0}
+    whole, half = whole_and_gone_on(store, tmp_path, changes, (_until_five,), lat=2)
+    assert whole.keys() == half.keys() and all(torch.equal(whole[k], half[k]) for k in whole)
+
+
+def whole_and_gone_on(store, folder, changes, broken_off, **mesh):
+    """Weights of a run on two ranks, and of one that `broken_off` (a function and its arguments) ends before."""
     found = []
     for name in ("whole", "half"):
-        config = voting(store, tmp_path / name)
-        config.optim.exchange, config.optim.clip = ExchangeName.powersgd, 1.0
+        config = voting(store, folder / name)
+        for key, value in changes.items():
+            setattr(config.optim, key, value)
         if name == "half":
-            run_ranks(_until_five, 2, config, lat=2)
+            end, *given = broken_off
+            run_ranks(end, 2, config, *given, **mesh)
             config.resume = True
-        run_ranks(joined, 2, config, lat=2)
-        found.append(weights(tmp_path / name / "a"))
-    whole, half = found
-    assert whole.keys() == half.keys() and all(torch.equal(whole[k], half[k]) for k in whole)
+        run_ranks(joined, 2, config, **mesh)
+        found.append(weights(folder / name / "a"))
+    return found
 
 
 def _until_five(session, config):

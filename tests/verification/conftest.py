@@ -1,7 +1,11 @@
 """The ensemble and the forecasts that evaluations are tried on; a file may have its own."""
 
+import sys
+
 import pytest
 from fakes import known_forecast, known_store
+
+from ensemble_ml.verification import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +16,10 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def forecast(store, tmp_path_factory):
     return known_forecast(tmp_path_factory.mktemp("made") / "forecast", store)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Figures take most of the time of a small evaluation; one test looks at them."""
+    module = sys.modules[evaluate.__module__]  # the package's `evaluate` is the function
+    monkeypatch.setattr(module, "write_report", lambda *_: "<!doctype html>")

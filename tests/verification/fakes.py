@@ -94,3 +94,9 @@ def settings(forecast: Path | list[str], store: TensorStore, output: Path, **kw:
     """Few draws, unless told."""
     given = forecast if isinstance(forecast, list) else str(forecast)
     return EvaluateConfig(forecast=given, ensemble=store.path, output=str(output), **({"bootstrap": 100} | kw))
+
+
+def entry(content: dict, entrant: str, variable: str, level: int | None, lead: int = 48) -> dict:
+    """What scores.json says of one field of an entrant."""
+    wanted = {"entrant": entrant, "variable": variable, "level": level, "lead_hours": lead}
+    return next(row for row in content["scores"] if all(row[k] == v for k, v in wanted.items()))

@@ -74,3 +74,8 @@ def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_pat
     write_forecasts(folder, store, TEST[1:2], corrected(), names=("q", "tp"), train=TRAIN)
     with pytest.raises(UserError, match="lacks t_location, which other files hold"):
         evaluate(settings(folder, store, tmp_path / "r"), store)
+
+
+def test_a_box_may_not_take_the_name_of_a_weighting(store, forecast, tmp_path):
+    with pytest.raises(UserError, match=r"area.*stands for something else"):
+        evaluate(settings(forecast, store, tmp_path, regions={"area": [48, 5, 44, 16]}), store)
