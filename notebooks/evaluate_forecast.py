@@ -168,10 +168,10 @@ def by_date(values):
     return values.weighted(weights).mean(["latitude", "longitude"]).transpose("init_time", "lead_time")
 
 
-score = {who: by_date(crps_normal(mean, sigma, truth)) for who, (mean, sigma) in laws.items()}
 predicted = forecast[f"{name}_location"], forecast[f"{name}_scale"]
 family = predicted[0].attrs["distribution_family"]  # its own law: rain and wind are not normal
-score["predicted"] = by_date(api.crps_distribution(*predicted, truth, family=family, preserve_dims="all"))
+score = {"predicted": by_date(api.crps_distribution(*predicted, truth, family=family, preserve_dims="all"))}
+score |= {who: by_date(crps_normal(*law, truth)) for who, law in laws.items() if who != "predicted"}
 fair = crps_for_ensemble(members, truth, "realization", method="fair", preserve_dims="all")
 score[f"raw {members.sizes['realization']}, fair"] = by_date(fair)
 

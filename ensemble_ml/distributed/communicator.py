@@ -31,12 +31,6 @@ class Pending(Protocol):
         """Return once the result is in its tensor (on a GPU: ordered before later kernels of the current stream)."""
 
 
-def settle(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given: its clock is not the host's."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Communicator(Protocol):
     """A group of ranks; all of them call the same collectives in the same order.
 

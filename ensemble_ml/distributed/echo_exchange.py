@@ -31,6 +31,13 @@ def echoes(traffic: Traffic) -> Connect:
     return connect
 
 
+def check_exchange(config: OptimConfig, topology: Topology, local_size: int) -> None:
+    """Raise a UserError where the settings do not fit the ranks."""
+    exchange = make_exchange(config, topology, local_size=local_size, connect=echoes(Traffic()))
+    if isinstance(exchange, BucketExchange):
+        exchange.close()
+
+
 def exchange_traffic(
     config: OptimConfig,
     shapes: Sequence[torch.Size],

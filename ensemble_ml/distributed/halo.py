@@ -29,13 +29,7 @@ from torch.autograd.function import once_differentiable
 from ensemble_ml.distributed.strips import Across, Opposite, Side, Swap, strips
 from ensemble_ml.models.padding import Beyond
 
-__all__ = [
-    "Across",
-    "Filling",
-    "Folding",
-    "Side",
-    "halo",
-]
+__all__ = ["Across", "Filling", "Folding", "Side", "halo"]
 
 
 def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | None = None) -> Tensor:

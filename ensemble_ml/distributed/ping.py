@@ -14,9 +14,10 @@ from collections.abc import Callable
 
 import torch
 
-from ensemble_ml.distributed.communicator import Communicator, Pending, settle
+from ensemble_ml.distributed.communicator import Communicator, Pending
 from ensemble_ml.distributed.costs import AT_ONCE, Link, Links
 from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.models.speed import settle
 
 _SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes out of each rank
 _ROUNDS, _REPEATS = 6, 7

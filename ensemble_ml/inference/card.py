@@ -47,7 +47,6 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
 
 
 def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
-    config = meta["config"]
     predicts = ["the full ensemble's spread"] * spec.config.spread
     predicts += ["the distribution of the truth"] * spec.config.postprocess
     rows = [
@@ -55,20 +54,19 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
         ("network", f"{spec.config.name}, {spec.config.hidden} to {spec.config.max_hidden} channels"),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
-        ("calibration", _calibration(meta.get("widths"), config.get("data", {}).get("validation_members"))),
+        ("calibration", _calibration(meta.get("widths"), meta["config"]["data"]["validation_members"])),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
 
 
-def _calibration(widths: Sequence[Sequence[float]] | None, members: int | None) -> str:
+def _calibration(widths: Sequence[Sequence[float]] | None, members: int) -> str:
     found = [one for row in widths or () for one in row]
     if not found:
         return "none: there was no validation date with a truth"
-    seen = f" with {members} members" if members else ""
     between = f"{min(found):.3f} to {max(found):.3f}"
-    return f"scale of each lead, variable and level times {between}, by the validation dates{seen}"
+    return f"scale of each lead, variable and level times {between}, by the validation dates with {members} members"
 
 
 def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
@@ -93,10 +91,11 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
         "The validation dates chose the checkpoint; " if meta["validation_dates"] else "No date chose the checkpoint; "
     )
     seen = {str(date)[:13] for name in ("training_dates", "validation_dates") for date in meta[name]}
-    tested = [] if scores is None else [date for date in scores["dates"]["test"] if str(date)[:13] in seen]
-    apart = f"{len(tested)} test dates had a part in training" if tested else "test dates had no part in training"
     if scores is None:
         apart = "no test dates are known"
+    else:
+        tested = sum(str(date)[:13] in seen for date in scores["dates"]["test"])
+        apart = f"{tested} test dates had a part in training" if tested else "test dates had no part in training"
     return f"## Split\n\n{_table(('', 'start dates', 'from', 'to'), rows)}\n\n{chosen}{apart}."
 
 

@@ -77,6 +77,12 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
     return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
 
 
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given: its clock is not the host's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 is right, and faster than float32, on `device`."""
     if device.type == "cuda":
@@ -124,8 +130,7 @@ def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float
     for _ in range(4):
         start = time.perf_counter()
         step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        settle(device)
         found.append((time.perf_counter() - start) * 1e3)
         if time.perf_counter() > deadline or found[-1] > 4 * fastest:
             break

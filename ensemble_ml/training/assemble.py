@@ -16,7 +16,6 @@ import torch
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.communicator import settle
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
@@ -26,7 +25,7 @@ from ensemble_ml.loading.batches import spare_members
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
-from ensemble_ml.models.speed import candidates
+from ensemble_ml.models.speed import candidates, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store.source import bounds_at
 from ensemble_ml.training import setup

@@ -22,12 +22,13 @@ from ensemble_ml.config import PlanConfig, PlanSettings, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.costs import Link, Links, Piece, step_cost
 from ensemble_ml.distributed.echo import Message
-from ensemble_ml.distributed.echo_exchange import MODEL_AXES, exchange_traffic
+from ensemble_ml.distributed.echo_exchange import MODEL_AXES, check_exchange, exchange_traffic
 from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
+from ensemble_ml.machine import cores
 from ensemble_ml.models import ModelSpec, Speed
 from ensemble_ml.store import open_store
 from ensemble_ml.training import scaling, setup
@@ -62,7 +63,7 @@ class Planner:
         here = started.local_size if started.size > 1 else self.ranks
         self.local = min(self.settings.ranks_per_node or here, self.ranks)
         gpus = torch.cuda.device_count()
-        self.busy = min(self.local, gpus or setup.cores()) if started.size == 1 else started.size
+        self.busy = min(self.local, gpus or cores()) if started.size == 1 else started.size
         device = self.session.device
         # All ranks reckon with the first one's: they have to come to the same choice.
         room = self.session.once(lambda: (in_use(device), int(_ROOM * rank_memory(self.local, device))))
@@ -113,9 +114,8 @@ class Planner:
     def _followed(self, candidate: Candidate) -> Tracing | str:
         """What a step takes, or why the model cannot be shared out so, or the settings of the optimizer not."""
         try:
-            found = self.traced(candidate)
-            exchange_traffic(self.config.optim, found.parameters, candidate.topology, self._on_node, found.parts)
-            return found
+            check_exchange(self.config.optim, candidate.topology, self._on_node)
+            return self.traced(candidate)
         except UserError as error:
             return str(error)
 
@@ -172,7 +172,7 @@ class Planner:
         if self.session.world.size > 1 or self.busy == 1:
             found = probe(job, self.session)
         else:
-            found = measured_here(job, self.busy, max(1, setup.cores() // self.busy))
+            found = measured_here(job, self.busy, max(1, cores() // self.busy))
         return Found(found.pieces, found.links or everywhere)
 
     @property
@@ -225,7 +225,7 @@ def plan(config: PlanConfig) -> Path:
         setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = setup.build_spec(config, source)
-        here = torch.cuda.device_count() or setup.cores()
+        here = torch.cuda.device_count() or cores()
         ranks = config.plan.ranks or (session.world.size if session.world.size > 1 else here)
         planner = Planner(config, spec, config.plan, session, ranks)
         found = planner.candidates()

@@ -27,7 +27,7 @@ from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision,
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.buckets import Arrivals, make_buckets
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.communicator import Communicator, settle
+from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.costs import Links, Piece
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
@@ -38,6 +38,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.machine import keep_freed_memory
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
+from ensemble_ml.models.speed import settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.rehearsal import Rehearsal
 
@@ -206,8 +207,8 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
         return None
     facts: list[Any] = [_machine(session.device), torch.__version__, torch.get_num_threads(), session.topology.size]
     spec = job.spec.to_json()
-    facts += [spec, shape.topology.shape, shape.samples, job.config.optim.name.value, job.config.optim.exchange.value]
     optim = job.config.optim
+    facts += [spec, shape.topology.shape, shape.samples, optim.name.value, optim.exchange.value]
     facts += [optim.bucket_mb, optim.bits, optim.clip, optim.rank, shape.topology.size == session.topology.size]
     facts += [job.config.parallel.overlap, __version__]
     return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"

@@ -91,6 +91,13 @@ def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
     return counts[:, blocks].astype(np.float64)
 
 
+def fewest_blocks(block: np.ndarray, known: np.ndarray, default: int) -> int:
+    """The fewest blocks that a column of `known` (D, C) bool lies in: no interval of what depends on all columns is
+    narrower than so many allow. `block` (D,) is that of each date; columns without a date do not count.
+    """
+    return min((len(np.unique(block[dates])) for dates in known.T if dates.any()), default=default)
+
+
 def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) -> Interval:
     """Expanded percentile interval of the draws (B,) of a figure; NaN ends where one block leaves nothing to draw."""
     finite = draws[np.isfinite(draws)]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
+from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification import plots
+from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.page import image
 from ensemble_ml.verification.pictures import Bins, Pictures
 from ensemble_ml.verification.scores import Scores, gain
 from ensemble_ml.verification.significance import RATE, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.summary import short_name
+
+Families = Mapping[str, Mapping[str, str]]  # entrant -> field and lead -> law, as `values.settle_families` took it
 
 
 def headline(scores: Scores) -> str:
@@ -65,11 +72,12 @@ def curves(scores: Scores) -> str:
     return f"<h2>By lead time</h2>{image(plots.by_lead(panels), 'Ratio of scores by lead time; below one is better')}"
 
 
-def maps(scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None) -> str:
+def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None) -> str:
     """Maps of the gain, and of the spread on the last test date."""
     if min(grid.shape) < 2:
         return ""  # a row or a column makes no map
-    parts, gains = [], [found for column in pictures.headline for found in _gain_maps(scores, pictures, column)]
+    families = content["families"]
+    parts, gains = [], [found for c in pictures.headline for found in _gain_maps(families, scores, pictures, c)]
     if gains:
         text = (
             f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. Dots: significant "
@@ -87,37 +95,34 @@ def maps(scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None
     return f"<h2>Maps</h2>{''.join(parts)}" if parts else ""
 
 
-def _gain_maps(scores: Scores, pictures: Pictures, column: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def _gain_maps(
+    families: Families, scores: Scores, pictures: Pictures, column: int
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
     found = []
     for label in scores.forecasts:
         key = Key(label, Statistic.CRPS)
         ours = pictures.mean_map(column, key)
-        for other in (scores.best_baseline(scores.headline_lead), f"raw_{scores.full}"):
-            reference = _reference(scores, column, other) if other else None
-            if ours is None or reference is None or pictures.mean_map(column, reference) is None:
+        for other in filter(None, (scores.best_baseline(scores.headline_lead), f"raw_{scores.full}")):
+            reference = _reference(families, scores.columns[column], other)
+            theirs = pictures.mean_map(column, reference)
+            if ours is None or theirs is None:
                 continue
             with np.errstate(divide="ignore", invalid="ignore"):
-                percent = 100 * (1 - ours / np.asarray(pictures.mean_map(column, reference)))
+                percent = 100 * (1 - ours / theirs)
             first, second = pictures.block_means(column, key), pictures.block_means(column, reference)
             dots = np.zeros(percent.shape, bool)
             if first is not None and second is not None:
                 dots = significant(p_values(first - second))
-            found.append((f"{scores.columns[column].name}: {label} vs {short_name(str(other))}", percent, dots))
+            found.append((f"{scores.columns[column].name}: {label} vs {short_name(other)}", percent, dots))
     return found
 
 
-def _reference(scores: Scores, column: int, entrant: str) -> Key | None:
+def _reference(families: Families, column: Column, entrant: str) -> Key:
     """What CRPS the tables show of an entrant: where it was scored as two laws, that of the one taken."""
-    shown = Key(entrant, Statistic.CRPS)
-    if shown not in scores.state.total:
-        return None
-    for statistic in (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY):
-        other = Key(entrant, statistic)
-        if Key(entrant, Statistic.CRPS_FAMILY) in scores.state.total and other in scores.state.total:
-            first, second = (scores.state.total[key][:, 0, column] for key in (shown, other))
-            if second.any() and np.array_equal(first, second):
-                return other
-    return shown
+    law = families.get(entrant, {}).get(f"{column.name} {column.lead_hours} h")
+    if law is None:
+        return Key(entrant, Statistic.CRPS)
+    return Key(entrant, Statistic.CRPS_NORMAL if law == Family.NORMAL.value else Statistic.CRPS_FAMILY)
 
 
 def bins(scores: Scores, pictures: Pictures) -> str:

@@ -31,7 +31,8 @@ def write_report(
     """
     pictures = tables.pictures
     parts = [_top(content, scores)]
-    parts += [rankings.where(scores), sections.strata(content, scores), charts.maps(scores, pictures, grid, land)]
+    parts += [rankings.where(scores), sections.strata(content, scores)]
+    parts += [charts.maps(content, scores, pictures, grid, land)]
     parts += [rankings.entrants(scores), charts.curves(scores), sections.by_members(content, scores)]
     parts += [charts.bins(scores, pictures), sections.calibration(scores, tables.calibration, pictures.headline)]
     parts += [sections.together(content, scores)]

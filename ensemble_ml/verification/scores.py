@@ -13,7 +13,7 @@ import numpy as np
 
 from ensemble_ml.verification.aggregation import AggregationState, Column
 from ensemble_ml.verification.baselines import CORRECTIONS
-from ensemble_ml.verification.bootstrap import Interval, interval
+from ensemble_ml.verification.bootstrap import Interval, fewest_blocks, interval
 from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
 
 HEADLINE_LEAD = 48  # hours
@@ -72,6 +72,10 @@ class Scores:
         """How many blocks `dates` (D,) bool lie in."""
         return len(np.unique(self._block[dates]))
 
+    def fewest_blocks(self, known: np.ndarray) -> int:
+        """The fewest blocks that a column of `known` (D, C) bool lies in; all where none has a date."""
+        return fewest_blocks(self._block, known, self.blocks)
+
     def blocks_of(self, entrant: str, columns: Iterable[int]) -> int:
         """The fewest blocks that know one of `columns` of an entrant: a field of one block has no interval."""
         return min([self.blocks, *(self._blocks_of(entrant, int(c)) for c in columns)])
@@ -79,8 +83,7 @@ class Scores:
     def _blocks_of(self, entrant: str, column: int) -> int:
         if (entrant, column) not in self._known:
             there = [w[:, 0, column] > 0 for key, w in self.state.weight.items() if key.entrant == entrant]
-            counts = [self.blocks_among(dates) for dates in there if dates.any()]
-            self._known[entrant, column] = min(counts, default=self.blocks)
+            self._known[entrant, column] = self.fewest_blocks(np.stack(there, 1)) if there else self.blocks
         return self._known[entrant, column]
 
     @cached_property

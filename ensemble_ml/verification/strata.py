@@ -71,8 +71,7 @@ def stratum_ratio(
     if not np.isfinite(mean[0]):
         return None, there
     # A field that few blocks know bounds what is known of the mean, as in `Scores.ratio`.
-    fewest = min(scores.blocks_among(known[:, c]) for c in np.flatnonzero(known.any(0)))
-    return scores.interval(mean[0], mean[1:], fewest), there
+    return scores.interval(mean[0], mean[1:], scores.fewest_blocks(known)), there
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:

@@ -14,6 +14,7 @@ from ensemble_ml.config import Vertical
 from ensemble_ml.distributed import Session
 from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
+from ensemble_ml.models.speed import settle
 
 _CALLS = 3
 
@@ -48,8 +49,7 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
             began = time.perf_counter()
             for _ in range(_CALLS):
                 form(x).sum().backward()
-            if device != "cpu":
-                torch.cuda.synchronize()
+            settle(torch.device(device))
             if repeat:
                 times[name].append((time.perf_counter() - began) / _CALLS)
     return times

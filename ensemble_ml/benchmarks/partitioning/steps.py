@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ensemble_ml.distributed.partition import PartConvolution, partition_model
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.models import EnsembleInput, EnsembleModel, ModelSpec
 from ensemble_ml.models.linear import LinearCorrection
+from ensemble_ml.models.padding import Geometry
 from ensemble_ml.optim import Lion
 
 ONE, OURS, OVERLAP = "one rank", "shared out", "shared out, overlap"
@@ -164,7 +166,7 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
     total, topology = 0, session.topology
     place = topology.place
 
-    def count(module: Any, given: tuple[Tensor, ...]) -> None:
+    def count(geometry: Geometry, module: Any, given: tuple[Tensor, ...]) -> None:
         nonlocal total
         x = given[0]
         batch, channels, rows, columns, planes = (*x.shape, 1)[:5]
@@ -174,7 +176,6 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
         if topology.lat > 1:
             lines += columns * ((place.lat > 0) + (place.lat < topology.lat - 1))
         if topology.lon > 1:
-            geometry = getattr(module, "pad", module).geometry
             inner = 2 if geometry.wraps else (place.lon > 0) + (place.lon < topology.lon - 1)
             poles = (place.lat == 0, geometry.north), (place.lat == topology.lat - 1, geometry.south)
             crossed = sum(here and rule.beyond.value == "mirror" for here, rule in poles)
@@ -184,6 +185,7 @@ def surface_bytes(session: Session, spec: ModelSpec, batch: EnsembleInput, preci
 
     for module in model.modules():
         if isinstance(module, PartConvolution | LinearCorrection):
-            (module if isinstance(module, PartConvolution) else module.pad).register_forward_pre_hook(count)
+            bare = module if isinstance(module, PartConvolution) else module.pad  # gets a field without its rim
+            bare.register_forward_pre_hook(partial(count, module.pad.geometry))
     model(cut_input(shard, batch))
     return total

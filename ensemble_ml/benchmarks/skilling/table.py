@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ensemble_ml.verification.bootstrap import Interval, interval
+from ensemble_ml.verification.bootstrap import Interval, fewest_blocks, interval
 
 Key = tuple[str, str]  # statistic, entrant
 
@@ -73,10 +73,9 @@ class Board:
         return self.interval(means, min(known))
 
     def _fewest(self, statistic: str, entrants: Sequence[str], usable: np.ndarray) -> int:
-        """The fewest blocks that know one of the `usable` columns: no interval is narrower than they allow."""
-        weights = [self.table.weight[statistic, entrant][:, self.columns[usable]] > 0 for entrant in entrants]
-        known = [len(np.unique(self.block[dates])) for weight in weights for dates in weight.T]
-        return min(known, default=self.blocks)
+        """The fewest blocks that know one of the `usable` columns."""
+        known = [self.table.weight[statistic, entrant][:, self.columns[usable]] > 0 for entrant in entrants]
+        return fewest_blocks(self.block, np.hstack(known), self.blocks)
 
     def gain(self, *args: object, **kwargs: object) -> Interval:
         """By how many per cent the entrants' score is lower; arguments as of `ratio`."""

@@ -9,6 +9,7 @@ import torch
 
 from ensemble_ml.distributed.pack import pack_signs, unpack_signs
 from ensemble_ml.distributed.vote import majority
+from ensemble_ml.models.speed import settle
 
 
 def times(elements: int, ranks: int, repeats: int) -> dict[str, list[float]]:
@@ -34,15 +35,10 @@ def times(elements: int, ranks: int, repeats: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 2):
         for name, part in parts.items():
-            _wait(device)
+            settle(device)
             began = time.perf_counter()
             part()
-            _wait(device)
+            settle(device)
             if repeat > 1:
                 found[name].append((time.perf_counter() - began) * 1e3)
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
