@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ensemble_ml.benchmarks.results import summary, write_results
+from ensemble_ml.benchmarks.results import Figure, summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
 from ensemble_ml.benchmarks.skilling.entrants import Dates, Trained, forecast, split, start_of_ours, train_entrant
 from ensemble_ml.benchmarks.skilling.scoring import Data, groups_of, score
@@ -23,6 +23,7 @@ from ensemble_ml.config import BenchmarkConfig, SkillConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import TensorStore, open_store
 from ensemble_ml.store.source import Part, select_dates
+from ensemble_ml.training import load_checkpoint
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,15 @@ def run(config: BenchmarkConfig) -> Path:
     skill, folder = config.skill, Path(config.output) / "skill"
     store = _store(skill)
     dates = split(skill, store.layout.init_time)
+    start = start_of_ours(skill, dates, store, folder / "runs", config.size)  # its fits are those of all seeds
     trained = [train_entrant(name, skill, dates, store, folder / "runs", config.size) for name in skill.models]
-    trained.append(start_of_ours(skill, dates, store, folder / "runs", config.size))
+    trained.append(start)
     forecasts = _forecasts(trained, skill, dates, store, folder / "forecasts")
     contest = _contest(forecasts, skill, dates, store)
     figures, claims, notes = report(contest)
+    seconds = load_checkpoint(start.runs[0] / "checkpoints" / "last").meta.get("fit_seconds")
+    if seconds is not None:
+        figures["ours: the fits before its first step, made once for all trials and seeds"] = Figure.of([seconds], "s")
     print(summary(figures, claims))
     trials = [row for one in trained for row in one.trials]
     return write_results(

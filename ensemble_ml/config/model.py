@@ -57,6 +57,7 @@ class ModelConfig:
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
     surroundings: int = opt(512, "unet3d: hidden units of a small network of the points around, fitted after the linear correction; 0: none")
+    sharpness: bool = opt(True, "unet3d: a second such network says how wide the distribution is, beyond what the spread says")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")
     one_member: bool = opt(False, "also give the network one single member")

@@ -38,7 +38,8 @@ class Climate:
     | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
 
     `static` (n_static, Y, X): the fields that `spec.static` names, in its order; `correction`: W of `models.linear`;
-    `surroundings_first`, `surroundings_second`: W1 and W2 of `models.surroundings`; None: a network that adds nothing.
+    `surroundings_first`, `surroundings_second`, `sharpness_first`, `sharpness_second`: W1 to W4 of
+    `models.surroundings`; None: a network that adds nothing.
     """
 
     mean_p: np.ndarray
@@ -69,6 +70,8 @@ class Climate:
     level_spread_s: np.ndarray | None = None
     surroundings_first: np.ndarray | None = None
     surroundings_second: np.ndarray | None = None
+    sharpness_first: np.ndarray | None = None
+    sharpness_second: np.ndarray | None = None
 
     @classmethod
     def default(cls, spec: ModelSpec) -> Climate:
@@ -114,8 +117,7 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "level_spread_s": (len(spec.leads_in), surface),
         "static": (len(spec.static), rows, columns),
         "correction": correction_shape(spec),
-        "surroundings_first": surroundings_shapes(spec)[0],
-        "surroundings_second": surroundings_shapes(spec)[1],
+        **surroundings_shapes(spec),
     }
     return shapes
 

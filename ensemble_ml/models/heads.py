@@ -2,11 +2,11 @@
 
 Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 
-    location = base + s_clim dL + a s0        scale = s0 exp(B + dB + b)        spread = s1 exp(dC + c)
+    location = base + s_clim dL + a s0        scale = s0 exp(B + w + dB + b)        spread = s1 exp(dC + c)
 
 a, b, c come from the network, whose last layer starts at zero; dL, dB, dC are learned, one number a cell, and start at
-zero; base and B come from the train dates. So the untrained model *is* shrunk bias and inflation, and weight decay
-pulls the local terms back to what the train dates say. All learned terms are in spreads or logarithms: a step of a
+zero; base, B and w (`models.surroundings`) come from the train dates. So the untrained model *is* what the train dates
+say, and weight decay pulls the local terms back to it. All learned terms are in spreads or logarithms: a step of a
 sign-based optimizer moves each by the same sensible share.
 
 s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
@@ -107,32 +107,36 @@ class Heads(nn.Module):
         shift, more = (by * self.typical[..., None, None]).unbind(1)
         return mean + shift, widened(spread1, more)
 
-    def forward(self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor) -> dict[str, Tensor | None]:
+    def forward(
+        self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor, sharper: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
         """Return location, scale and spread.
 
         Args:
             mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
             spread0, spread1: s0 and s1, the same shape.
             network: (B, outputs, T, V, [Z,] Y, X), float32.
+            sharper: w, as mean.
         """
         found: dict[str, Tensor | None] = {"location": None, "scale": None, "spread": None}
         # unbind, not slices: the gradient is then one copy instead of one padded tensor a slice
         parts = network.unbind(1)
         if self.postprocess:
-            scale = spread0 * torch.exp(self.inflation + bounded(_plus(parts[1], self.local_scale)))
+            inflation = self.inflation[None] if sharper is None else self.inflation + bounded(sharper)
+            scale = spread0 * torch.exp(inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
             if self.local_location is not None:
                 shift = shift + self.climatology * self.local_location
-            found |= {"location": self._base(mean, spread0) + shift, "scale": scale}
+            found |= {"location": self._base(mean, spread0, inflation) + shift, "scale": scale}
         if self.spread:
             found["spread"] = spread1 * torch.exp(bounded(_plus(parts[-1], self.local_spread)))
         return found
 
-    def _base(self, mean: Tensor, spread0: Tensor) -> Tensor:
+    def _base(self, mean: Tensor, spread0: Tensor, inflation: Tensor) -> Tensor:
         base = mean + self.bias
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:
-                scale = spread0[:, :, index] * torch.exp(self.inflation[:, index])
+                scale = spread0[:, :, index] * torch.exp(inflation[:, :, index])
                 base[:, :, index] = distributions.location_of_mean(family, base[:, :, index], scale)
         return base
 

@@ -53,15 +53,14 @@ class EnsembleModel(nn.Module):
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
         self.scale = ScaleShift(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
-        weights = [getattr(climate, f"surroundings_{name}") for name in ("first", "second")]
-        self.surroundings = Surroundings(spec, *weights) if weights[0].size else None
+        self.surroundings, self.sharpness = (_small(spec, climate, name) for name in ("surroundings", "sharpness"))
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
     def forward(self, x: EnsembleInput) -> Prediction:
         """Predict `leads_out` from `leads_in`; parameters in physical units, never below float32."""
         self._check(x)
-        corrections = self._corrections(x)
+        corrections, sharper = self._corrections(x)
         if self.spec.masked:
             x = self.features.filled(x)
         spread0 = tuple(self._base_spread(x, part, suffix) for part, suffix in self._parts())
@@ -82,7 +81,7 @@ class EnsembleModel(nn.Module):
             if suffix in corrections:
                 mean, s1 = part.heads.corrected(mean, s1, corrections[suffix])
                 s0 = part.heads.followed(s1)
-            found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, s1, network).items()}
+            found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, s1, network, sharper.get(suffix)).items()}
         return Prediction(**found)
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -114,10 +113,11 @@ class EnsembleModel(nn.Module):
     def _climatology(self, part: _PlaneSet | None, like: Tensor) -> Tensor:
         return like[0] if part is None else part.heads.climatology  # where there is no variable, any empty tensor
 
-    def _corrections(self, x: EnsembleInput) -> dict[str, Tensor]:
-        """What linear correction and surroundings add in typical spreads, (B, KINDS, T, V, [Z,] Y, X), by set."""
+    def _corrections(self, x: EnsembleInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By set: what linear correction and surroundings add in typical spreads, (B, KINDS, T, V, [Z,] Y, X), and the
+        logarithm of what sigma is multiplied by, (B, T, V, [Z,] Y, X)."""
         if self.linear is None:
-            return {}
+            return {}, {}
         given: dict[str, Tensor] = {}
         for part, suffix in self._parts():
             if part is not None:
@@ -125,13 +125,18 @@ class EnsembleModel(nn.Module):
                 given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
         flat = [d.flatten(2, -3) for d in given.values()]
         padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))
-        found = self.linear(padded, x.count)
-        if self.surroundings is not None:
-            with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
-                found = found + self.surroundings(padded, self.features.common(x))
-        found = found.unflatten(1, (KINDS, -1))
-        pieces = found.split([d.shape[2] for d in flat], 2)
-        return {k: piece.reshape(given[k].shape) for k, piece in zip(given, pieces, strict=True)}
+        found = [self.linear(padded, x.count).unflatten(1, (KINDS, -1))]
+        with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
+            if self.surroundings is not None:
+                found[0] = found[0] + self.surroundings(padded, self.features.common(x)).unflatten(1, (KINDS, -1))
+            if self.sharpness is not None:
+                found.append(self.sharpness(padded, self.features.common(x))[:, None])
+        split = [values.split([d.shape[2] for d in flat], 2) for values in found]
+        shaped = [
+            {k: piece.unflatten(2, d.shape[2:-2]) for (k, d), piece in zip(given.items(), pieces, strict=True)}
+            for pieces in split
+        ]
+        return shaped[0], {k: v[:, 0] for k, v in shaped[1].items()} if len(shaped) > 1 else {}
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """(B, hidden, Y, X, Z), in the precision and memory order of `speed`."""
@@ -160,6 +165,11 @@ class EnsembleModel(nn.Module):
                 raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
         if x.mean_p.is_floating_point() and x.mean_p.dtype.itemsize < 4:
             raise UserError(f"input: dtype {x.mean_p.dtype}; give float32 or float64, the model lowers it itself")
+
+
+def _small(spec: ModelSpec, climate: Climate, name: str) -> Surroundings | None:
+    first, second = (getattr(climate, f"{name}_{layer}") for layer in ("first", "second"))
+    return Surroundings(spec, first, second) if first.size else None
 
 
 class _PlaneSet(nn.Module):

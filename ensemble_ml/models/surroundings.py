@@ -1,14 +1,16 @@
-"""A small network of what surrounds a point: what errors of mean and spread owe to it beyond a linear correction.
+"""Small networks of what surrounds a point: what errors owe to it beyond a linear correction, and how large they are.
 
 Axes: B date, C channel, O output, H hidden unit, K input, Y latitude, X longitude.
 
     x   = d at 3 x 3 points, |d_m| and |grad d_m| at the point, place, static fields, 1/M, log M, season     (K)
     d'' = W2 [gelu(W1 [x, 1]), 1]                                                                            (O)
+    w   = W4 [gelu(W3 [x, 1]), 1]                                                                            (O / 2)
 
-d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row. d'' is added to d'.
-Spread grows where the flow is steep, for what is uncertain there is where things are; no linear map of the departures
-says so. One hidden layer, fitted to single points of many dates (`training.surroundings_fit`), learns in a minute what
-the U-Net did not in five (ARCHITECTURE, "Tried"), and stays as it is in training.
+d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row. d'' is added to d',
+sigma multiplied by exp(w). Spread grows where the flow is steep, for what is uncertain there is where things are; no
+linear map of the departures says so. Nor does the spread say all of how large errors will be: that is for w
+(`model.sharpness`). Hidden layers fitted to single points of many dates (`training.point_fit`) learn in a minute what
+the U-Net did not in five (ARCHITECTURE, "Tried"), and stay as they are in training.
 """
 
 from __future__ import annotations
@@ -26,20 +28,26 @@ NEAR = 9  # points around, and the point itself
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
 
 
-def surroundings_shapes(spec: ModelSpec) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of W1 (H, K + 1) and W2 (O, H + 1), empty where there is no network."""
+def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Shapes of W1 and W3 (H, K + 1), W2 (O, H + 1), W4 (O / 2, H + 1) by their names in `Climate`; empty where there
+    is no such network."""
     channels = correction_shape(spec)[3]
     width = spec.config.surroundings if channels else 0
-    if not width:
-        return (0, 0), (0, 0)
-    return (width, (NEAR + 1) * channels + plane_count(spec) + 1), (channels, width + 1)
+    wide = width and spec.config.sharpness and spec.config.postprocess
+    first, none = (width, (NEAR + 1) * channels + plane_count(spec) + 1), (0, 0)
+    return {
+        "surroundings_first": first if width else none,
+        "surroundings_second": (channels, width + 1) if width else none,
+        "sharpness_first": first if wide else none,
+        "sharpness_second": (channels // KINDS, width + 1) if wide else none,
+    }
 
 
 class Surroundings(nn.Module):
-    """The network; `first` W1 and `second` W2.
+    """One of the two networks.
 
     Args:
-        first, second: W1 and W2.
+        first, second: W1 and W2, or W3 and W4.
     """
 
     first: Tensor
@@ -54,13 +62,18 @@ class Surroundings(nn.Module):
         self.channels = correction_shape(spec)[3]
 
     def forward(self, padded_BCYX: Tensor, common_BPYX: Tensor) -> Tensor:
-        """Departures with a row and a column more on each side, and the common planes -> d'' (B, O, Y, X)."""
+        """Departures with a row and a column more on each side, and the common planes -> d'' or w (B, O, Y, X)."""
         first, second = self.first.to(padded_BCYX.dtype), self.second.to(padded_BCYX.dtype)
         around = NEAR * self.channels
         others = torch.cat([self.sizes(padded_BCYX), common_BPYX.to(first.dtype)], 1)
         hidden = F.conv2d(padded_BCYX, first[:, :around].unflatten(1, (self.channels, 3, 3)), first[:, -1])
         hidden = F.gelu(hidden + F.conv2d(others, first[:, around:-1, None, None]))
         return F.conv2d(hidden, second[:, :-1, None, None], second[:, -1])
+
+    def at_points(self, inputs_KP: Tensor) -> Tensor:
+        """The same of single points, from x without the constant: (O, P)."""
+        hidden = F.gelu(self.first[:, :-1] @ inputs_KP + self.first[:, -1:])
+        return self.second[:, :-1] @ hidden + self.second[:, -1:]
 
     def sizes(self, padded_BCYX: Tensor) -> Tensor:
         """|d_m| and |grad d_m|, (B, C, Y, X)."""

@@ -32,8 +32,8 @@ from ensemble_ml.training import setup
 from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split
-from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.emos_fit import fit_emos_model
+from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.state import Average, State
 
@@ -182,21 +182,24 @@ def _begin(
         setup.refuse_other_layout(reader.spec, given)
     members = config.data.validation_members
     fit = on_first(
-        session, shard, reader, lambda whole: fit_climate(whole, train, validation, members, config.data.members)
-    )
+        session, shard, reader,
+        lambda whole: kept_fit(config.output, whole, train, validation, members, config.data.members),
+    )  # fmt: skip
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
     if given is not None:
         load_weights(model, given)
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
-    steps, found = config.steps, {}
+    steps = config.steps
+    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
-        steps, found = 0, {"emos": fit_emos_model(model, reader, train, validation, members, config.data.members)}
+        steps = 0
+        found["emos"] = fit_emos_model(model, reader, train, validation, members, config.data.members)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
         state.average = Average(model, config.average)  # in the type of weights that was chosen
-    return state, {"precision": speed.to_json(), "input_range": ranges(reader.spec, fit.input_range), **found}
+    return state, found | {"precision": speed.to_json()}
 
 
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
@@ -208,7 +211,9 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
         config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
         run_exchange(config, session),
     )  # fmt: skip
-    return state, {k: checkpoint.meta[k] for k in ("precision", "input_range", "emos") if k in checkpoint.meta}
+    return state, {
+        k: checkpoint.meta[k] for k in ("precision", "input_range", "emos", "fit_seconds") if k in checkpoint.meta
+    }
 
 
 def _batches(

@@ -66,6 +66,10 @@ class Dates:
         among = whole if len(whole) >= size else np.arange(self.reader.full_size)
         return np.sort(draw.permutation(among)[:size])
 
+    def beat(self) -> None:
+        """Tell ranks that wait for a fit that it goes on."""
+        getattr(self.reader.source, "beat", lambda: None)()
+
     def target(self, part: Part, date: int) -> Tensor:
         """Truth, mean or spread of all members, (T, F, Y, X)."""
         return join(self.reader.target(part, int(date)))

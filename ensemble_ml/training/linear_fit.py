@@ -67,7 +67,7 @@ class Linear:
 
     def added(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (1, O, Y, X) as what is added to mean and spread, (T, F, Y, X)."""
-        shift, more = self._unordered(outputs[0].unflatten(0, (KINDS, -1))) * self.typical
+        shift, more = self.unordered(outputs[0].unflatten(0, (KINDS, -1))) * self.typical
         return shift, more
 
     def channels(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
@@ -78,11 +78,11 @@ class Linear:
         return self.ordered(departures(*given)[0])
 
     def ordered(self, values: Tensor) -> Tensor:
-        """(KINDS, T, F, Y, X) -> (C, Y, X): pressure levels of all leads, then the surface of all leads."""
+        """(N, T, F, Y, X) -> (N T F, Y, X), of each of N kinds: pressure levels of all leads, then the surface's."""
         return values.flatten(1, 2)[:, self._order].flatten(0, 1)
 
-    def _unordered(self, values: Tensor) -> Tensor:
-        """(KINDS, T * F, Y, X) in the order of channels -> (KINDS, T, F, Y, X)."""
+    def unordered(self, values: Tensor) -> Tensor:
+        """(N, T F, Y, X) in the order of channels -> (N, T, F, Y, X)."""
         return values[:, torch.argsort(self._order)].unflatten(1, self.anchor.shape[:2])
 
     @property

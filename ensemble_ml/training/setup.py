@@ -145,7 +145,9 @@ def _requeued() -> bool:
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
-    theirs.setdefault("model.surroundings", 0)  # runs from before there was this network have none
+    for key, none in (("model.surroundings", 0), ("model.sharpness", False)):
+        # runs from before there was this network have none; other models never had any
+        theirs.setdefault(key, none if theirs.get("model.name", "unet3d") == "unet3d" else ours.get(key))
     if theirs.get("optim.momentum_kept") == MomentumKept.mean.value:  # averaged where checkpoints are
         also = (*also, "checkpoint_every", "validate_every")
     fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]

@@ -1,6 +1,6 @@
-"""The network of a point's surroundings: by hand at single points, its size, and models from before there was one."""
+"""The networks of a point's surroundings: by hand at single points, their size, and models from before them."""
 
-from math import cos, erf, hypot, log, pi, radians, sin, sqrt
+from math import cos, erf, hypot, log, pi, radians, sin, sqrt, tanh
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import torch
 from models.small_models import make_climate, make_input, make_spec
 
 from ensemble_ml.models import EnsembleModel, ModelSpec, climate_shapes
+from ensemble_ml.models.distributions import moments
 
 COLUMNS, ROWS = 16, 9
 
@@ -16,8 +17,8 @@ def gelu(x):
     return x * (1 + erf(x / sqrt(2))) / 2
 
 
-def by_hand(spec, climate, x, row, column):
-    """d'' of the mean of u at a point: every input from its definition."""
+def by_hand(climate, x, row, column, name):
+    """First output of a network, of u at a point: every input from its definition."""
     kinds = []
     for suffix in "ps":
         clim, anchor = (
@@ -45,10 +46,8 @@ def by_hand(spec, climate, x, row, column):
     given += [sin(latitude), cos(latitude), sin(longitude), cos(longitude)]
     angle = float(x.day_of_year[0]) * 2 * pi / 365.2425
     given += [1 / 3, log(3), sin(angle), cos(angle), 1.0]
-    hidden = [gelu(float(v)) for v in climate.surroundings_first.astype(float) @ given]
-    return float(climate.surroundings_second[0].astype(float) @ [*hidden, 1.0]) * sqrt(
-        np.mean(np.asarray(climate.spread_p, float) ** 2)
-    )
+    hidden = [gelu(float(v)) for v in getattr(climate, f"{name}_first").astype(float) @ given]
+    return float(getattr(climate, f"{name}_second")[0].astype(float) @ [*hidden, 1.0])
 
 
 @pytest.mark.parametrize(("row", "column"), [(4, 7), (3, 0), (0, 3), (8, 15)])
@@ -61,30 +60,71 @@ def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
     with_, without = (EnsembleModel(spec, climate) for _ in range(2))
     without.surroundings.second.zero_()
     added = (with_(x).location_p - without(x).location_p)[0, 0, 0, 0]
-    wanted = by_hand(spec, climate, x, row, column)
+    typical = sqrt(np.mean(np.asarray(climate.spread_p, float) ** 2))
+    wanted = by_hand(climate, x, row, column, "surroundings") * typical
     assert abs(wanted) > 1e-3
     assert float(added[row, column].detach()) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("row", "column"), [(4, 7), (8, 15)])
+def test_sigma_is_multiplied_by_what_a_sum_by_hand_gives(row, column):
+    spec = make_spec(
+        variables=("u",), surface=("t2m",), levels=(500,), leads_in=(24,), leads_out=(24,), local_terms=False
+    )
+    climate = make_climate(spec).checked(spec)
+    x = make_input(spec)
+    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
+    without.sharpness.second.zero_()
+    found = with_(x)
+    ratio = (found.scale_p / without(x).scale_p)[0, 0, 0, 0]
+    wanted = by_hand(climate, x, row, column, "sharpness")
+    assert abs(wanted) > 1e-3
+    assert log(float(ratio[row, column].detach())) == pytest.approx(3 * tanh(wanted / 3), rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(found.spread_p, without(x).spread_p, rtol=0, atol=0)
+
+
+def test_a_law_that_cannot_be_negative_keeps_its_mean_where_sigma_changes():
+    spec = make_spec(variables=("q",), surface=("t2m",), levels=(500,), leads_out=(24,), local_terms=False)
+    climate = make_climate(spec).checked(spec)
+    x = make_input(spec)
+    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
+    without.sharpness.second.zero_()
+    means = []
+    for model in (with_, without):
+        found = model(x)
+        means.append(moments(spec.families[0][0], found.location_p, found.scale_p)[0])
+    assert float((with_(x).scale_p / without(x).scale_p - 1).detach().abs().max()) > 1e-3
+    torch.testing.assert_close(*means, rtol=1e-4, atol=1e-5)
 
 
 def test_there_is_none_without_a_linear_correction_or_where_it_has_no_units():
     for config in ({"surroundings": 0}, {"linear": False}):
         spec = make_spec(**config)
-        assert EnsembleModel(spec, make_climate(spec)).surroundings is None
-        assert climate_shapes(spec)["surroundings_first"] == (0, 0)
+        model = EnsembleModel(spec, make_climate(spec))
+        assert model.surroundings is None and model.sharpness is None
+        assert climate_shapes(spec)["surroundings_first"] == climate_shapes(spec)["sharpness_second"] == (0, 0)
+
+
+def test_there_is_none_of_sigma_where_none_is_predicted_or_wanted():
+    for config in ({"sharpness": False}, {"postprocess": False}):
+        model = EnsembleModel(spec := make_spec(**config), make_climate(spec))
+        assert model.surroundings is not None and model.sharpness is None
 
 
 def test_a_climate_without_its_weights_adds_nothing():
     spec = make_spec()
     climate = make_climate(spec)
-    none = vars(climate) | {"surroundings_first": None, "surroundings_second": None}
+    none = vars(climate) | {f"{a}_{b}": None for a in ("surroundings", "sharpness") for b in ("first", "second")}
     model, x = EnsembleModel(spec, type(climate)(**none)), make_input(spec)
     plain = EnsembleModel(make_spec(surroundings=0), type(climate)(**none))
     plain.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         torch.testing.assert_close(model(x).spread_p, plain(x).spread_p, rtol=0, atol=0)
+        torch.testing.assert_close(model(x).scale_p, plain(x).scale_p, rtol=0, atol=0)
 
 
 def test_a_spec_from_before_there_was_one_has_none():
     plain = make_spec().to_json()
-    del plain["config"]["surroundings"]
-    assert ModelSpec.from_json(plain).config.surroundings == 0
+    del plain["config"]["surroundings"], plain["config"]["sharpness"]
+    config = ModelSpec.from_json(plain).config
+    assert config.surroundings == 0 and config.sharpness is False

@@ -13,6 +13,9 @@ from ensemble_ml.config import (
     TrackingConfig,
     TrainConfig,
 )
+from ensemble_ml.loading.reader import Reader
+from ensemble_ml.models import ModelSpec
+from ensemble_ml.training.climate_data import Dates
 
 TRAIN, VALIDATION = ["2001-01"], ["2001-02"]
 
@@ -57,3 +60,12 @@ def config_of(store, tmp_path):
         return TrainConfig(**settings | changes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def point_dates(store):
+    """Dates of one level, one surface variable and one lead, seen by three members."""
+    grid, lead = store.layout.grid, store.layout.lead_hours[-1]
+    kind = (store.layout.variables[:1], store.layout.levels[:1], store.layout.surface[:1])
+    config = ModelConfig(hidden=8, depth=1, surroundings=32)
+    return Dates(Reader(store, ModelSpec(config, *kind, (lead,), (lead,), grid.latitude, grid.longitude)), 3)

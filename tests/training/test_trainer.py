@@ -317,7 +317,7 @@ def test_surface_variables_alone(config_of, tmp_path, name):
 
 def test_what_the_machine_cannot_do_is_refused_before_the_long_fits(config_of, monkeypatch):
     monkeypatch.setattr("ensemble_ml.models.speed.has_bfloat16", lambda device: False)
-    monkeypatch.setattr("ensemble_ml.training.assemble.fit_climate", lambda *_: pytest.fail("the fits began"))
+    monkeypatch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
     with pytest.raises(UserError, match="bfloat16"):
         train(config_of(model__precision=Precision.bfloat16))
 

@@ -1,0 +1,220 @@
+"""Fits a hidden layer of `models.surroundings` to single points of training dates.
+
+Points of one field are alike, those of many dates are not: a step sees `_BATCH` points of as many dates, each reduced
+to a few random choices of members, where a step on whole fields sees four dates.
+
+Axes: T lead, F field (variables and levels, then surface variables), K input, O output, N row of the pool (a point of a
+date seen by some members), P point, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.machine import memory_limit
+from ensemble_ml.models.linear import KINDS
+from ensemble_ml.models.place import common_planes, plane_count
+from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.models.surroundings import Surroundings
+from ensemble_ml.training.climate_data import Dates, Sample
+from ensemble_ml.training.linear_fit import Linear, Targets, neighbourhoods
+
+_ROWS = 1_000_000  # points, at most
+_LEAST_STEPS = 500
+_BATCH = 4096
+_CHOICES, _EACH = 4, 500  # choices of members a date, at most; points of each, at least
+_RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 1e-2, 0.3, 0.1
+LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
+_SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable
+_MOST_OPERATIONS = 2e13  # of the steps
+_LEAST_SPREAD = 0.3  # that place, season and size are divided by: beyond what was seen they stay within a few
+_BEAT = 50  # steps
+_TINY = 1e-12
+
+
+@dataclass(eq=False)
+class Correction:
+    """What stands before the U-Net; `position` as `place.position_planes`."""
+
+    linear: Linear
+    surroundings: Surroundings | None
+    sharpness: Surroundings | None
+    position: Tensor
+
+    def __call__(self, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
+        """What is added to mean and spread (T, F, Y, X) of M members."""
+        padded = self.linear.padded(sample.mean, sample.spread, members)
+        found = self.linear.module(padded, torch.tensor([float(members)]))
+        if self.surroundings is not None:
+            found = found + self.surroundings(padded, self.common(sample, members))
+        return self.linear.added(found)
+
+    def sharper(self, sample: Sample, members: int) -> Tensor | None:
+        """Logarithm of what sigma is multiplied by, (T, F, Y, X); None where nothing says it."""
+        if self.sharpness is None:
+            return None
+        padded = self.linear.padded(sample.mean, sample.spread, members)
+        found = self.sharpness(padded, self.common(sample, members))
+        return self.linear.unordered(found)[0]
+
+    def common(self, sample: Sample, members: int) -> Tensor:
+        """Place, season and number of members, (1, P, Y, X)."""
+        return common_planes(self.position, torch.tensor([float(members)]), torch.tensor([sample.day]))
+
+
+@dataclass(eq=False)
+class Pool:
+    """Inputs (N, K), what the loss is made of (N, ...) with nothing where absent, and what outputs count for (N, O)."""
+
+    inputs: Tensor
+    given: list[Tensor]
+    weight: Tensor
+
+
+class Points:
+    """What single points of a date ask of a network."""
+
+    def __init__(self, correction: Correction, dates: Dates, targets: Targets):
+        self.correction, self.dates, self.targets = correction, dates, targets
+        self.area = torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
+        self.columns = dates.spec.grid.shape[1]
+        self.inputs = 10 * KINDS * dates.shape[0] * dates.shape[1] + plane_count(dates.spec)
+
+    def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
+        """Errors to explain, (O, Y X) in typical spreads, NaN where absent."""
+        linear = self.correction.linear
+        return linear.ordered(torch.stack(self.targets(date, sample, members)) / linear.typical).flatten(1)
+
+    def at(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        """x but for the constant, (K, P), and what linear terms leave of the errors, (O, P)."""
+        linear = self.correction.linear
+        network = self.correction.surroundings or self.correction.sharpness
+        assert network is not None
+        padded = linear.padded(sample.mean, sample.spread, members)
+        near = neighbourhoods(padded[0], at)
+        others = torch.cat([network.sizes(padded), self.correction.common(sample, members)], 1)
+        done = linear.module.at_points(near, at // self.columns, members)
+        left = self.wanted(date, sample, members)[:, at] - done
+        return torch.cat([near, others[0].flatten(1)[:, at]]), left
+
+
+Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]
+Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs (P, O) and the rows of the pool that they stand for
+
+
+def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Training and validation dates: a fifth of the former are the latter where there are none."""
+    if len(validation):
+        return train, validation
+    kept = len(train) - len(train) // 5
+    return train[:kept], train[kept:]
+
+
+def gather(
+    network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take, arrays: int, passes: int
+) -> Pool | None:
+    """Random points of all dates, each as a few random choices of members see it; none where memory holds too few.
+
+    Args:
+        network: that will be fitted, with so many `passes` over the points.
+        train: indices of start dates.
+        sizes: numbers of members that the training will show.
+        take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (O, P), NaN
+            where absent; what lacks one counts for nothing.
+    """
+    dates, outputs = points.dates, len(network.second)
+    cells = len(points.area)
+    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * points.inputs + 4 * (arrays + 1) * outputs)
+    budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * passes * network.first.numel())) / len(train)
+    choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
+    each = int(min(cells, budget / choices))
+    rows = each * len(train) * choices
+    if rows < min(LEAST_ROWS, len(train) * choices * cells):
+        return None
+    made = Pool(
+        torch.empty(rows, points.inputs, dtype=torch.bfloat16),
+        [torch.empty(rows, outputs) for _ in range(arrays)],
+        torch.empty(rows, outputs),
+    )
+    draw = np.random.default_rng(0)
+    for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw)):
+        sample, members = dates.sample(date, chosen), len(chosen)
+        at = torch.from_numpy(draw.choice(cells, each, replace=False))
+        inputs, given = take(date, sample, members, at)
+        there = torch.stack([torch.isfinite(values) for values in given]).all(0)
+        place = slice(row * each, (row + 1) * each)
+        made.inputs[place] = inputs.T.bfloat16()
+        for kept, values in zip(made.given, given, strict=True):
+            kept[place] = torch.where(there, values, 0.0).T
+        made.weight[place] = (there * points.area[at]).T
+    return made
+
+
+def choices_of(
+    dates: Dates, train: np.ndarray, sizes: Sequence[int], turns: int, draw: np.random.Generator
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Dates, each `turns` times, with positions of members: as many as are looked at, then as training shows; by dates
+    in turn where each comes but once."""
+    shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
+    for number, date in enumerate(train):
+        for turn in range(turns):
+            looked_at = (turn if turns > 1 else number) % 2 == 0
+            size = dates.members if looked_at else int(draw.choice(shown))
+            yield int(date), dates.drawn(int(date), size, draw)
+
+
+def learn(
+    network: Surroundings, pool: Pool, loss: Loss, *, unit: Tensor, common: int, passes: int, beat: Callable[[], None]
+) -> None:
+    """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them.
+
+    Args:
+        loss: of each output (P, O) in `unit`s (O,).
+        common: inputs of place, season and size, the last ones.
+        beat: called every few steps.
+    """
+    some = pool.inputs[:: max(1, len(pool.inputs) // 50_000)].float()
+    middle, spread = some.mean(0), some.std(0)
+    spread[-common:] = spread[-common:].clamp(min=_LEAST_SPREAD)
+    spread = torch.where(spread > _TINY, spread, torch.inf)  # what never varies says nothing
+    hidden, outputs = network.first.shape[0], len(network.second)
+    low = has_bfloat16(torch.device("cpu"))
+    state = torch.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(0)  # of the CPU alone
+        first, second = nn.Linear(len(middle), hidden), nn.Linear(hidden, outputs)
+        nn.init.zeros_(second.weight)
+        nn.init.zeros_(second.bias)
+        layers = nn.Sequential(first, nn.GELU(), nn.Dropout(_DROPOUT), second)
+        batch = min(_BATCH, max(256, len(pool.inputs) // 64), len(pool.inputs))
+        a_pass = len(pool.inputs) // batch
+        passes = max(passes, -(-_LEAST_STEPS // a_pass))
+        optimizer = torch.optim.AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, _RATE, total_steps=passes * a_pass + 1, pct_start=_WARM
+        )
+        share = pool.weight.mean()
+        for _ in range(passes):
+            order = torch.randperm(len(pool.inputs))
+            for step, chosen in enumerate(order[: a_pass * batch].split(batch)):
+                if step % _BEAT == 0:
+                    beat()
+                inputs = (pool.inputs[chosen].float() - middle) / spread
+                with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                    found = layers(inputs)
+                costs = loss(found.float(), chosen) * pool.weight[chosen]
+                optimizer.zero_grad()
+                (costs.mean() / share).backward()
+                optimizer.step()
+                schedule.step()
+    finally:
+        torch.set_rng_state(state)
+    with torch.no_grad():
+        slopes = first.weight / spread
+        network.first.copy_(torch.cat([slopes, (first.bias - slopes @ middle)[:, None]], 1))
+        network.second.copy_(torch.cat([second.weight, second.bias[:, None]], 1) * unit[:, None])

@@ -1,0 +1,169 @@
+"""Fits what the truth says of the forecasts: bias, inflation, and how wide the distribution is (see `climate_fit`).
+
+Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.models import distributions
+from ensemble_ml.store.source import Part
+from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced
+from ensemble_ml.training.point_fit import kept_apart
+from ensemble_ml.training.sharpness_fit import fit_sharpness
+from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
+from ensemble_ml.training.spread_fit import SHRINK, Spread
+
+log = logging.getLogger(__name__)
+
+_VALIDATION_DATES = 24  # enough for one number a field
+_FACTORS = torch.linspace(-1, 1, 25).exp()
+_SHARES = (0.0, 0.5, 1.0)  # of the sharpness' network
+_SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
+_LARGEST_RATIO = 25.0  # of one squared residual to s0^2
+_TINY = 1e-30
+
+
+@dataclass(eq=False)
+class Left:
+    """What the corrections are to explain: errors of mean and spread without them."""
+
+    truth: Truth | None
+    spread: Spread
+
+    def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
+        more = sample.full_spread - replace(self.spread, members=members).s1(sample.spread)
+        if self.truth is None:
+            return torch.zeros_like(more), more
+        return self.truth.error_left(date, sample.mean), more
+
+
+class Truth:
+    """Residuals of the training dates, and what is fitted to them."""
+
+    def __init__(self, dates: Dates, spread: Spread, scales: Scales, chosen: np.ndarray):
+        self.dates, self.spread, self.scales, self.chosen = dates, spread, scales, chosen
+        self.follows = neighbours(dates.reader.source.layout.init_time[chosen])
+        self.bias = self._bias()
+        self._known = set(chosen.tolist())
+        self.whole_bias = self.bias.map() * spread.climatology
+
+    def _bias(self) -> Estimate:
+        """Mean error of the mean of all members, in units of s_clim."""
+        mean = MapMean(self.scales, self.dates.shape)
+        for date, follows in zip(self.chosen, self.follows, strict=True):
+            error = self._error(date)
+            mean.add(self.scales.filled(error), present(error), follows=bool(follows))
+        self.dates.refuse_empty(mean.count, Part.TRUTH)
+        return mean.estimate()
+
+    def _error(self, date: int) -> Tensor:
+        error = self.dates.target(Part.TRUTH, date) - self.dates.target(Part.MEAN, date)
+        return error / self.spread.climatology.clamp(min=_TINY)
+
+    def error_left(self, date: int, mean: Tensor) -> Tensor:
+        """Error of `mean` beyond the bias of the (other) training dates, (T, F, Y, X)."""
+        return self.dates.target(Part.TRUTH, date) - mean - self._bias_without(date)
+
+    def _bias_without(self, date: int) -> Tensor:
+        if date not in self._known:
+            return self.whole_bias
+        error = torch.nan_to_num(self.scales.filled(self._error(date)))
+        return self.bias.without(error) * self.spread.climatology
+
+    def _unseen(self, sample: Sample, date: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Truth, corrected mean of M members with `date` left out of the bias, and what sigma follows."""
+        shift, more = self.spread.correction(sample)
+        centre = sample.mean + self._bias_without(date) + shift
+        return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
+
+    def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
+        """k of s0 (T, F) at which N(centre, c^2 s0^2) gives the truth the highest likelihood, c free for each k.
+
+        With c^2 = mean r, r = (y - centre)^2 / s0^2, minus the mean log likelihood is log(mean r) / 2 + mean log s0.
+        """
+        if self.dates.members < 2:
+            return self.spread.shrink
+        ratios, logs = (torch.zeros(len(SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
+        count = torch.zeros(self.dates.shape, dtype=torch.float64)
+        for date in chosen:
+            truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
+            there = torch.isfinite(truth - centre) & torch.isfinite(followed)
+            valid = there.any(-1).any(-1)
+            count += valid
+            for position, k in enumerate(SHRINK):
+                s0 = self.spread.s0(followed, k.expand(self.dates.shape))
+                ratio = (((truth - centre) / s0) ** 2).clamp(max=_LARGEST_RATIO)
+                ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
+                logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
+        count = count.clamp(min=1)
+        misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / count) + logs / count
+        return SHRINK[misfit.argmin(0)]
+
+    def inflation(self) -> Tensor:
+        """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean."""
+        ratios = MapMean(self.scales, self.dates.shape)
+        for date, follows in zip(self.chosen, self.follows, strict=True):
+            truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
+            ratio = ((truth - centre) / self.spread.s0(followed)) ** 2
+            ratio = ratio.clamp(max=_LARGEST_RATIO)
+            ratios.add(self.scales.filled(ratio), present(ratio), follows=bool(follows))
+        found = ratios.estimate()
+        field = found.parts[-1].clamp(min=1e-12)
+        local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
+        return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
+
+    def sharpen(self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]) -> None:
+        """Fit the sharpness' network, where there is one, and take the share of it at which the CRPS of the validation
+        dates is smallest, whatever factor sigma then has."""
+        correction = self.spread.corrected
+        if correction is None or correction.sharpness is None:
+            return
+        train, validation = kept_apart(train, validation)
+        targets, shrink, linear = Left(self, self.spread), self.spread.shrink, correction.linear
+        if not fit_sharpness(correction, self.dates, train, sizes, targets, shrink, inflation):
+            return
+        second = correction.sharpness.second
+        whole, chosen = second.clone(), spaced(validation, _VALIDATION_DATES)
+        costs = []
+        for share in _SHARES:
+            second.copy_(share * whole)
+            costs.append(self.best_factor(chosen, inflation, _FACTORS[::3])[1])
+        found = torch.stack(costs)
+        shares = torch.tensor(_SHARES)[found.argmin(0)]
+        second.copy_(linear.ordered(shares[None, ..., None, None]).flatten()[:, None] * whole)
+        gain = 1 - float((found.amin(0) / found[0]).mean())
+        log.info("sharpness: CRPS on the validation dates %.2f %% lower", 100 * gain)
+
+    def best_factor(self, chosen: np.ndarray, inflation: Tensor, factors: Tensor = _FACTORS) -> tuple[Tensor, Tensor]:
+        """Logarithm of the factor of sigma at which the CRPS is smallest, and that CRPS, both (T, F)."""
+        total = torch.zeros(len(factors), *self.dates.shape, dtype=torch.float64)
+        count = torch.zeros(self.dates.shape, dtype=torch.float64)
+        for date in chosen:
+            sample = self.dates.sample(int(date))
+            truth, centre, followed = self._unseen(sample, date)
+            scale = self.spread.s0(followed) * (inflation + self.spread.sharper(sample)).exp()
+            crps = (self._crps(centre, scale * c, truth) for c in factors)
+            scores = torch.stack([self.scales.mean(one, torch.isfinite(one)) for one in crps])
+            valid = torch.isfinite(scores).all(0)
+            total += torch.where(valid, scores, 0.0)
+            count += valid
+        scores = total / count.clamp(min=1)
+        best = scores.argmin(0)
+        smallest = scores.gather(0, best[None])[0]
+        return factors.log()[best], torch.where(smallest > 0, smallest, 1.0).float()
+
+    def _crps(self, centre: Tensor, scale: Tensor, truth: Tensor) -> Tensor:
+        scores = torch.empty_like(scale)
+        for position, family in enumerate(families(self.dates.spec)):
+            mean, sigma = centre[:, position], scale[:, position]
+            location = distributions.location_of_mean(family, mean, sigma)
+            scores[:, position] = distributions.crps(family, location, sigma, truth[:, position])
+        return scores

@@ -1,0 +1,24 @@
+"""What the fits of small networks start from: dates of one level, one surface variable, one lead, and a correction."""
+
+import numpy as np
+import torch
+
+from ensemble_ml.models.linear import LinearCorrection, correction_shape
+from ensemble_ml.models.place import position_planes
+from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
+from ensemble_ml.training.linear_fit import Linear, mean_state
+from ensemble_ml.training.point_fit import Correction
+
+TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
+SIZES = [1, 2, 3, 5]
+
+
+def nothing(dates):
+    """A correction that adds nothing yet."""
+    spec = dates.spec
+    anchor = mean_state(dates, TRAIN)
+    module = LinearCorrection(spec, np.zeros(correction_shape(spec)))
+    linear = Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
+    arrays = [np.zeros(shape) for shape in surroundings_shapes(spec).values()]
+    networks = Surroundings(spec, *arrays[:2]), Surroundings(spec, *arrays[2:])
+    return Correction(linear, *networks, position_planes(spec, np.zeros((0, *spec.grid.shape), np.float32)))

@@ -1,0 +1,96 @@
+"""Fits that are kept: the same for all seeds of an output folder, made anew where what they depend on differs."""
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ensemble_ml.training import fit_cache, load_checkpoint, train
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often something was fitted."""
+    made = []
+    fit = fit_cache.fit_climate
+    monkeypatch.setattr(fit_cache, "fit_climate", lambda *args: (made.append(1), fit(*args))[1])
+    return made
+
+
+def files(config):
+    return sorted((Path(config.output) / ".fits").iterdir())
+
+
+def test_another_seed_takes_the_same_fit(config_of, counted, caplog):
+    with caplog.at_level(logging.INFO):
+        first, second = (train(config_of(run=f"seed{seed}", seed=seed, steps=2)) for seed in (0, 1))
+    assert len(counted) == 1
+    assert "climate: as fitted before" in caplog.text
+    one, other = (load_checkpoint(run / "checkpoints" / "last") for run in (first, second))
+    same = [k for k in one.state_dict if "surroundings" in k or "sharpness" in k or k.endswith("inflation")]
+    assert len(same) >= 6 and all((one.state_dict[k] == other.state_dict[k]).all() for k in same)
+    assert one.meta["fit_seconds"] == pytest.approx(other.meta["fit_seconds"], abs=0.1)
+
+
+def test_a_kept_fit_is_the_fit_itself(config_of, counted):
+    train(config_of(run="a", steps=3))
+    once = load_checkpoint(train(config_of(run="b", steps=3)) / "checkpoints" / "last")
+    files(config_of())[0].unlink()
+    again = load_checkpoint(train(config_of(run="c", steps=3)) / "checkpoints" / "last")
+    assert len(counted) == 2
+    assert once.state_dict.keys() == again.state_dict.keys()
+    assert all((once.state_dict[k] == again.state_dict[k]).all() for k in once.state_dict)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data__train": ["2001-01-01/2001-01-14"]}, {"data__validation": ["2001-02-01/2001-02-02"]},
+        {"data__members": [1, 2]}, {"data__validation_members": 2}, {"model__surroundings": 8},
+    ],
+)  # fmt: skip
+def test_other_settings_are_fitted_anew(config_of, counted, changes):
+    train(config_of(run="a", steps=1))
+    train(config_of(run="b", steps=1, **changes))
+    assert len(counted) == 2 and len(files(config_of())) == 2
+
+
+def test_other_code_fits_anew(config_of, counted, monkeypatch):
+    train(config_of(run="a", steps=1))
+    monkeypatch.setattr(fit_cache, "_code", lambda: "other")
+    train(config_of(run="b", steps=1))
+    assert len(counted) == 2
+
+
+def test_a_broken_file_is_told_of_and_made_anew(config_of, counted, caplog):
+    train(config_of(run="a", steps=1))
+    (kept,) = files(config_of())
+    kept.write_bytes(kept.read_bytes()[:1000])
+    train(config_of(run="b", steps=1))
+    assert len(counted) == 2
+    assert "cannot be read" in caplog.text and str(kept) in caplog.text
+    train(config_of(run="c", steps=1))
+    assert len(counted) == 2
+
+
+def test_a_folder_that_takes_no_more_ends_no_run(config_of, monkeypatch, caplog):
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fit_cache, "save_file", full)
+    assert train(config_of(run="a", steps=1)).is_dir()
+    assert "the fit is not kept for other runs" in caplog.text
+    assert not files(config_of())
+
+
+def test_the_oldest_are_cleared_away(config_of, monkeypatch):
+    monkeypatch.setattr(fit_cache, "_KEPT", 2)
+    for units in (4, 8, 12):
+        train(config_of(run=f"u{units}", steps=1, model__surroundings=units))
+    assert len(files(config_of())) == 2
+
+
+def test_everything_of_a_fit_is_kept():
+    names = {field.name for field in fields(fit_cache.Fit)}
+    assert names == {"climate", "spread_error", "input_range", "seconds"}, "a new field must be written and read, too"
