@@ -1,36 +1,45 @@
 """Keeps what `climate_fit` found, so that the seeds and trials of one output folder fit it once.
 
-    OUTPUT/.fits/KEY.safetensors
+    OUTPUT/.fits/KEY.fit      sha256 of what follows, then arrays as safetensors
 
-KEY is a hash of all that a fit depends on: the store's fingerprint, the spec, the dates, the numbers of members, and
-the code of this package. A file is whole or not there; one that cannot be read is made anew.
+KEY is a hash of all that a fit depends on: the store's fingerprint, the spec but for the U-Net's own settings, the
+dates, the numbers of members, the code, and of the machine what decides how much is fitted and to which last bit. A
+file is whole or not there; one that cannot be read is made anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 import ensemble_ml
 from ensemble_ml.loading.reader import Reader
+from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import Climate
+from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.training.checkpoint import sync
 from ensemble_ml.training.climate_fit import Fit, fit_climate
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".fits"
+_SUFFIX, _DIGEST = ".fit", 32  # bytes of a sha256
 _KEPT = 8  # files, the latest
+_PARTS = "training", "models", "loading", "store"  # of the package, whose code is part of the key, beside its root
+_OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision"
 
 
 def kept_fit(
@@ -44,7 +53,7 @@ def kept_fit(
     Raises:
         UserError: as `fit_climate`.
     """
-    path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes)}.safetensors"
+    path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes)}{_SUFFIX}"
     found = _read(path)
     if found is not None:
         return found
@@ -54,41 +63,48 @@ def kept_fit(
 
 
 def _key(reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int]) -> str:
+    spec = reader.spec.to_json()
+    spec["config"] = {k: v for k, v in spec["config"].items() if k not in _OF_THE_NETWORK}
     given: dict[str, Any] = {
         "store": reader.source.fingerprint(),
-        "spec": reader.spec.to_json(),
+        "spec": spec,
         "dates": [np.asarray(dates).tolist() for dates in (train, validation)],
-        "members": [members, *sorted(sizes)],
-        "code": _code(),
+        "members": [members, *sorted(set(sizes))],
+        "code": _CODE,
+        "machine": [memory_limit(), has_bfloat16(torch.device("cpu")), torch.get_num_threads(), torch.__version__],
     }
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@cache
 def _code() -> str:
-    """Hash of the package's modules."""
+    """Hash of the modules that a fit may touch."""
     found = hashlib.sha256()
     root = Path(ensemble_ml.__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.glob("*.py"), *(path for part in _PARTS for path in (root / part).rglob("*.py"))]):
         found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
 
+_CODE = _code()  # what this process runs, whatever is edited meanwhile
+
+
 def _read(path: Path) -> Fit | None:
-    try:
-        with safe_open(path, "numpy") as file:
-            names = file.keys()
-            arrays = {name: file.get_tensor(name) for name in names}
-            seconds = float(file.metadata()["seconds"])
-        climate = Climate(**{k.name: arrays[k.name] for k in fields(Climate) if k.name in arrays})
-        found = Fit(climate, arrays["spread_error"], arrays["input_range"], seconds)
-    except FileNotFoundError:
+    if not path.exists():
         return None
+    try:
+        whole = path.read_bytes()
+        digest, data = whole[:_DIGEST], whole[_DIGEST:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("it is not as it was written")
+        arrays = load(data)
+        climate = Climate(**{k.name: arrays[k.name] for k in fields(Climate) if k.name in arrays})
+        found = Fit(climate, arrays["spread_error"], arrays["input_range"], arrays["seconds"].item())
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         log.warning("climate: %s cannot be read (%s), so it is fitted anew", path, error)
         return None
-    os.utime(path)
-    log.info("climate: as fitted before, in %.0f s (%s)", seconds, path)
+    with contextlib.suppress(OSError):  # it may be somebody else's
+        os.utime(path)
+    log.info("climate: as fitted before, in %.0f s (%s)", found.seconds, path)
     return found
 
 
@@ -96,13 +112,19 @@ def _write(path: Path, fit: Fit) -> None:
     """A run goes on without it where the folder takes no more."""
     climate = {k: v for k, v in vars(fit.climate).items() if v is not None}
     arrays = climate | {"spread_error": fit.spread_error, "input_range": fit.input_range}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    arrays["seconds"] = np.array(fit.seconds)
+    data = save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, draft, {"seconds": f"{fit.seconds:.1f}"})
+        draft.write_bytes(hashlib.sha256(data).digest() + data)
+        sync(draft)
         os.replace(draft, path)
-        for old in sorted(path.parent.glob("*.safetensors"), key=lambda p: p.stat().st_mtime)[:-_KEPT]:
-            old.unlink(missing_ok=True)
     except OSError as error:
         log.warning("climate: the fit is not kept for other runs (%s)", error)
-        draft.unlink(missing_ok=True)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other runs clear away, too
+        for old in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)[:-_KEPT]:
+            old.unlink()

@@ -9,6 +9,7 @@ date seen by some members), P point, Y latitude, X longitude.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.machine import memory_limit
-from ensemble_ml.models.linear import KINDS
-from ensemble_ml.models.place import common_planes, plane_count
+from ensemble_ml.models.place import common_planes
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import Surroundings
 from ensemble_ml.training.climate_data import Dates, Sample
@@ -31,9 +31,9 @@ _CHOICES, _EACH = 4, 500  # choices of members a date, at most; points of each, 
 _RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 1e-2, 0.3, 0.1
 LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
 _SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable
-_MOST_OPERATIONS = 2e13  # of the steps
+_MOST_OPERATIONS = 2e13  # of the passes that are asked for; few points are passed over more often
 _LEAST_SPREAD = 0.3  # that place, season and size are divided by: beyond what was seen they stay within a few
-_BEAT = 50  # steps
+_BEAT = 5.0  # seconds
 _TINY = 1e-12
 
 
@@ -83,24 +83,22 @@ class Points:
         self.correction, self.dates, self.targets = correction, dates, targets
         self.area = torch.from_numpy(dates.spec.grid.area_weights()).float().flatten()
         self.columns = dates.spec.grid.shape[1]
-        self.inputs = 10 * KINDS * dates.shape[0] * dates.shape[1] + plane_count(dates.spec)
 
     def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
         """Errors to explain, (O, Y X) in typical spreads, NaN where absent."""
         linear = self.correction.linear
         return linear.ordered(torch.stack(self.targets(date, sample, members)) / linear.typical).flatten(1)
 
-    def at(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, Tensor]:
-        """x but for the constant, (K, P), and what linear terms leave of the errors, (O, P)."""
-        linear = self.correction.linear
-        network = self.correction.surroundings or self.correction.sharpness
+    def at(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x but for the constant, (K, P), errors to explain, and what linear terms leave of them, (O, P)."""
+        linear, network = self.correction.linear, self.correction.surroundings
         assert network is not None
         padded = linear.padded(sample.mean, sample.spread, members)
         near = neighbourhoods(padded[0], at)
         others = torch.cat([network.sizes(padded), self.correction.common(sample, members)], 1)
         done = linear.module.at_points(near, at // self.columns, members)
-        left = self.wanted(date, sample, members)[:, at] - done
-        return torch.cat([near, others[0].flatten(1)[:, at]]), left
+        wanted = self.wanted(date, sample, members)[:, at]
+        return torch.cat([near, others[0].flatten(1)[:, at]]), wanted, wanted - done
 
 
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]
@@ -116,20 +114,23 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
 
 
 def gather(
-    network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take, arrays: int, passes: int
-) -> Pool | None:
+    network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take, arrays: int,
+    passes: int, seed: int,
+) -> Pool | None:  # fmt: skip
     """Random points of all dates, each as a few random choices of members see it; none where memory holds too few.
 
     Args:
-        network: that will be fitted, with so many `passes` over the points.
+        network: that will be fitted.
         train: indices of start dates.
         sizes: numbers of members that the training will show.
         take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (O, P), NaN
             where absent; what lacks one counts for nothing.
+        passes: over the pool, that its size has to leave time for.
+        seed: of the choices of points and members.
     """
-    dates, outputs = points.dates, len(network.second)
+    dates, outputs, inputs = points.dates, len(network.second), network.first.shape[1] - 1
     cells = len(points.area)
-    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * points.inputs + 4 * (arrays + 1) * outputs)
+    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * inputs + 4 * (arrays + 1) * outputs)
     budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * passes * network.first.numel())) / len(train)
     choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
     each = int(min(cells, budget / choices))
@@ -137,20 +138,20 @@ def gather(
     if rows < min(LEAST_ROWS, len(train) * choices * cells):
         return None
     made = Pool(
-        torch.empty(rows, points.inputs, dtype=torch.bfloat16),
+        torch.empty(rows, inputs, dtype=torch.bfloat16),
         [torch.empty(rows, outputs) for _ in range(arrays)],
         torch.empty(rows, outputs),
     )
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw)):
         sample, members = dates.sample(date, chosen), len(chosen)
         at = torch.from_numpy(draw.choice(cells, each, replace=False))
-        inputs, given = take(date, sample, members, at)
+        values, given = take(date, sample, members, at)
         there = torch.stack([torch.isfinite(values) for values in given]).all(0)
         place = slice(row * each, (row + 1) * each)
-        made.inputs[place] = inputs.T.bfloat16()
-        for kept, values in zip(made.given, given, strict=True):
-            kept[place] = torch.where(there, values, 0.0).T
+        made.inputs[place] = values.T.bfloat16()
+        for kept, some in zip(made.given, given, strict=True):
+            kept[place] = torch.where(there, some, 0.0).T
         made.weight[place] = (there * points.area[at]).T
     return made
 
@@ -176,12 +177,13 @@ def learn(
     Args:
         loss: of each output (P, O) in `unit`s (O,).
         common: inputs of place, season and size, the last ones.
-        beat: called every few steps.
+        beat: called every few seconds.
     """
     some = pool.inputs[:: max(1, len(pool.inputs) // 50_000)].float()
     middle, spread = some.mean(0), some.std(0)
+    varies = spread > _TINY
     spread[-common:] = spread[-common:].clamp(min=_LEAST_SPREAD)
-    spread = torch.where(spread > _TINY, spread, torch.inf)  # what never varies says nothing
+    spread = torch.where(varies, spread, torch.inf)  # what never varies says nothing
     hidden, outputs = network.first.shape[0], len(network.second)
     low = has_bfloat16(torch.device("cpu"))
     state = torch.get_rng_state()
@@ -198,12 +200,13 @@ def learn(
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, _RATE, total_steps=passes * a_pass + 1, pct_start=_WARM
         )
-        share = pool.weight.mean()
+        share, due = pool.weight.mean(), 0.0
         for _ in range(passes):
             order = torch.randperm(len(pool.inputs))
-            for step, chosen in enumerate(order[: a_pass * batch].split(batch)):
-                if step % _BEAT == 0:
+            for chosen in order[: a_pass * batch].split(batch):
+                if time.monotonic() > due:
                     beat()
+                    due = time.monotonic() + _BEAT
                 inputs = (pool.inputs[chosen].float() - middle) / spread
                 with torch.autocast("cpu", torch.bfloat16, enabled=low):
                     found = layers(inputs)

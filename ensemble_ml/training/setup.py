@@ -20,6 +20,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.padding import geometries
+from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point
 
@@ -170,7 +171,9 @@ def check_same_data(source: Source, checkpoint: Checkpoint) -> None:
 def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raise a UserError that says in what the spec of a checkpoint to start from differs."""
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
-    harmless = ("config.precision", "config.min_members")
+    harmless = ["config.precision", "config.min_members"]
+    if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):  # both have these networks, or none
+        harmless += ["config.surroundings", "config.sharpness"]
     differ = [k for k in ours if k not in harmless and ours[k] != theirs.get(k)]
     if differ:
         told = "; ".join(f"{k}: {_short(ours[k])} here, {_short(theirs.get(k))} there" for k in differ)

@@ -5,7 +5,7 @@ With e what is left of an error once mean and bias are corrected, sigma0 = s0 ex
     w = argmin CRPS of N(0, [sigma0 exp(w)]^2) at e
 
 over single points of training dates, e and sigma0 in typical spreads. The normal law stands for all families here:
-`climate_fit` takes as much of w as lowers the CRPS of the variable's own on the validation dates. Axes: as in
+`truth_fit` takes none, half or all of w, by the CRPS of the variable's own law on the validation dates. Axes: as in
 `point_fit`.
 """
 
@@ -59,7 +59,7 @@ def fit_sharpness(
         return False
     points = Points(correction, dates, targets)
     before = _Before(points, shrink, inflation)
-    pool = gather(network, points, train, sizes, before.take, 2, _PASSES)
+    pool = gather(network, points, train, sizes, before.take, arrays=2, passes=_PASSES, seed=1)
     if pool is None:
         log.info("sharpness: memory holds fewer than %d points, so nothing is added", LEAST_ROWS)
         return False
@@ -91,12 +91,11 @@ class _Before:
     def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
         """x (K, P); error and sigma0 (O, P) in typical spreads."""
         correction = self.points.correction
-        inputs, left = self.points.at(date, sample, members, at)
-        if correction.surroundings is not None:
-            left = left - correction.surroundings.at_points(inputs)
-        error, missing = left.chunk(KINDS)
+        assert correction.surroundings is not None
+        inputs, wanted, left = self.points.at(date, sample, members, at)
+        error, missing = (left - correction.surroundings.at_points(inputs)).chunk(KINDS)
         full = correction.linear.ordered(sample.full_spread[None]).flatten(1)[:, at] / self.typical
-        first = full - self.points.wanted(date, sample, members).chunk(KINDS)[1][:, at]  # s1, not yet corrected
+        first = full - wanted.chunk(KINDS)[1]  # s1, not yet corrected
         followed = widened(first, full - missing - first)
         climatology, inflation = self.climatology[:, at], self.inflation[:, at]
         scale = shrunk_spread(followed[None], torch.tensor([float(FOLLOWED)]), climatology, self.shrink)[0]

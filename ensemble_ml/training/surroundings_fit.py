@@ -51,10 +51,10 @@ def fit_surroundings(
     points = Points(correction, dates, targets)
 
     def take(date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
-        inputs, wanted = points.at(date, sample, members, at)
-        return inputs, [wanted]
+        inputs, _, left = points.at(date, sample, members, at)
+        return inputs, [left]
 
-    pool = gather(network, points, train, sizes, take, 1, _PASSES)
+    pool = gather(network, points, train, sizes, take, arrays=1, passes=_PASSES, seed=0)
     if pool is None:
         log.info("surroundings: memory holds fewer than %d points, so nothing is added", LEAST_ROWS)
         return

@@ -135,22 +135,22 @@ class Truth:
         costs = []
         for share in _SHARES:
             second.copy_(share * whole)
-            costs.append(self.best_factor(chosen, inflation, _FACTORS[::3])[1])
+            costs.append(self.best_factor(chosen, inflation)[1])
         found = torch.stack(costs)
         shares = torch.tensor(_SHARES)[found.argmin(0)]
         second.copy_(linear.ordered(shares[None, ..., None, None]).flatten()[:, None] * whole)
         gain = 1 - float((found.amin(0) / found[0]).mean())
         log.info("sharpness: CRPS on the validation dates %.2f %% lower", 100 * gain)
 
-    def best_factor(self, chosen: np.ndarray, inflation: Tensor, factors: Tensor = _FACTORS) -> tuple[Tensor, Tensor]:
+    def best_factor(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the factor of sigma at which the CRPS is smallest, and that CRPS, both (T, F)."""
-        total = torch.zeros(len(factors), *self.dates.shape, dtype=torch.float64)
+        total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
             sample = self.dates.sample(int(date))
             truth, centre, followed = self._unseen(sample, date)
             scale = self.spread.s0(followed) * (inflation + self.spread.sharper(sample)).exp()
-            crps = (self._crps(centre, scale * c, truth) for c in factors)
+            crps = (self._crps(centre, scale * c, truth) for c in _FACTORS)
             scores = torch.stack([self.scales.mean(one, torch.isfinite(one)) for one in crps])
             valid = torch.isfinite(scores).all(0)
             total += torch.where(valid, scores, 0.0)
@@ -158,7 +158,7 @@ class Truth:
         scores = total / count.clamp(min=1)
         best = scores.argmin(0)
         smallest = scores.gather(0, best[None])[0]
-        return factors.log()[best], torch.where(smallest > 0, smallest, 1.0).float()
+        return _FACTORS.log()[best], torch.where(smallest > 0, smallest, 1.0).float()
 
     def _crps(self, centre: Tensor, scale: Tensor, truth: Tensor) -> Tensor:
         scores = torch.empty_like(scale)

@@ -58,7 +58,7 @@ def test_other_settings_are_fitted_anew(config_of, counted, changes):
 
 def test_other_code_fits_anew(config_of, counted, monkeypatch):
     train(config_of(run="a", steps=1))
-    monkeypatch.setattr(fit_cache, "_code", lambda: "other")
+    monkeypatch.setattr(fit_cache, "_CODE", "other")
     train(config_of(run="b", steps=1))
     assert len(counted) == 2
 
@@ -66,29 +66,68 @@ def test_other_code_fits_anew(config_of, counted, monkeypatch):
 def test_a_broken_file_is_told_of_and_made_anew(config_of, counted, caplog):
     train(config_of(run="a", steps=1))
     (kept,) = files(config_of())
-    kept.write_bytes(kept.read_bytes()[:1000])
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-100] + bytes(100))  # as a node leaves it that dies before the disk has all
     train(config_of(run="b", steps=1))
     assert len(counted) == 2
     assert "cannot be read" in caplog.text and str(kept) in caplog.text
     train(config_of(run="c", steps=1))
     assert len(counted) == 2
+    kept.write_bytes(whole[:20])
+    train(config_of(run="d", steps=1))
+    assert len(counted) == 3
+
+
+def test_the_network_behind_the_fits_may_differ(config_of, counted):
+    train(config_of(run="a", steps=1))
+    train(config_of(run="b", steps=1, model__hidden=12, model__blocks=2))
+    assert len(counted) == 1
+
+
+def test_less_memory_fits_anew(config_of, counted, monkeypatch):
+    train(config_of(run="a", steps=1))
+    monkeypatch.setattr(fit_cache, "memory_limit", lambda: 1 << 30)
+    train(config_of(run="b", steps=1))
+    assert len(counted) == 2
 
 
 def test_a_folder_that_takes_no_more_ends_no_run(config_of, monkeypatch, caplog):
-    def full(*_args):
+    def full(_path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fit_cache, "save_file", full)
+    monkeypatch.setattr(fit_cache, "sync", full)
     assert train(config_of(run="a", steps=1)).is_dir()
     assert "the fit is not kept for other runs" in caplog.text
-    assert not files(config_of())
+    assert not files(config_of())  # nor a part of one
+
+
+def test_a_file_in_the_place_of_the_folder_ends_no_run(config_of, caplog):
+    folder = Path(config_of().output)
+    folder.mkdir()
+    (folder / ".fits").write_text("")
+    assert train(config_of(run="a", steps=1)).is_dir()
+    assert "the fit is not kept for other runs" in caplog.text
+
+
+def test_another_users_file_is_taken(config_of, counted, monkeypatch):
+    train(config_of(run="a", steps=1))
+
+    def refuse(_path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(fit_cache.os, "utime", refuse)
+    train(config_of(run="b", steps=1))
+    assert len(counted) == 1
 
 
 def test_the_oldest_are_cleared_away(config_of, monkeypatch):
     monkeypatch.setattr(fit_cache, "_KEPT", 2)
+    seen = []
     for units in (4, 8, 12):
         train(config_of(run=f"u{units}", steps=1, model__surroundings=units))
-    assert len(files(config_of())) == 2
+        seen.append(set(files(config_of())))
+    assert seen[1] > seen[0] and len(seen[2]) == 2
+    assert not seen[0] & seen[2]
 
 
 def test_everything_of_a_fit_is_kept():

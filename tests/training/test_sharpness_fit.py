@@ -1,29 +1,39 @@
 """The fit of the sharpness: how errors grow is found on dates not seen, noise is left alone, sizes differ."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from training.test_surroundings_fit import SIZES, TRAIN, VALIDATION, nothing  # noqa: F401: a fixture
+from training.fitting import SIZES, TRAIN, VALIDATION, nothing
 
+from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
-from ensemble_ml.models import distributions
+from ensemble_ml.loading.reader import Reader
+from ensemble_ml.models import ModelSpec, distributions
+from ensemble_ml.models.heads import bounded
 from ensemble_ml.training.climate_data import Dates
-from ensemble_ml.training.sharpness_fit import fit_sharpness
+from ensemble_ml.training.point_fit import Points
+from ensemble_ml.training.sharpness_fit import _Before, fit_sharpness
+from ensemble_ml.training.spread_fit import Spread
 
 NO_SHRINK, FLAT = 1e-6, 0.0
 
 
+def size_of(correction, sample, by=1.0):
+    """What errors grow with: the size of the departure of the mean."""
+    linear = correction.linear
+    apart = ((sample.mean - linear.anchor) / linear.typical).abs()
+    return torch.exp(by * (apart - apart.mean()) / apart.std()) * linear.typical
+
+
 def growing(correction, by=1.0):
-    """Errors whose size goes with that of the departure of the mean."""
+    """Errors of such sizes."""
 
     def errors(date, sample, members):
-        linear = correction.linear
         noise = torch.randn(sample.mean.shape, generator=torch.Generator().manual_seed(1000 * int(date) + members))
-        apart = ((sample.mean - linear.anchor) / linear.typical).abs()
-        sigma = torch.exp(by * (apart - apart.mean()) / apart.std())
-        return noise * sigma * linear.typical, torch.zeros_like(sample.mean)
+        return noise * size_of(correction, sample, by), torch.zeros_like(sample.mean)
 
     return errors
 
@@ -36,32 +46,38 @@ def fitted(point_dates, correction, errors, **changes):
 
 
 def costs(point_dates, correction, errors, date):
-    """CRPS with what the network says over that with the best constant."""
+    """CRPS with what the network says, without it, and with what is true, each with the best constant."""
     sample = Dates(point_dates.reader, 3).sample(date)
     error = errors(date, sample, 3)[0]
-    wide = correction.sharper(sample, 3)
+    wide = bounded(correction.sharper(sample, 3))
     factors = torch.linspace(-2, 2, 81).exp()
 
     def crps(scale):
         return min(float(distributions.crps(Family.NORMAL, torch.zeros(()), f * scale, error).mean()) for f in factors)
 
-    return crps(sample.full_spread * wide.exp()), crps(sample.full_spread)
+    scales = sample.full_spread * wide.exp(), sample.full_spread, size_of(correction, sample)
+    return np.array([crps(scale) for scale in scales])
 
 
 def test_how_errors_grow_is_found_on_dates_not_seen(point_dates):
     correction = nothing(point_dates)
     errors = growing(correction)
     assert fitted(point_dates, correction, errors)
-    both = [costs(point_dates, correction, errors, date) for date in VALIDATION]
-    assert sum(a for a, _ in both) < 0.93 * sum(b for _, b in both)
+    found, before, best = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
+    assert before - found > 0.3 * (before - best) > 0
 
 
-def test_errors_of_one_size_are_left_alone(point_dates):
+def test_errors_that_go_with_the_spread_are_left_alone(point_dates):
     correction = nothing(point_dates)
-    errors = growing(correction, by=0.0)
+
+    def errors(date, sample, members):
+        noise = torch.randn(sample.mean.shape, generator=torch.Generator().manual_seed(1000 * int(date) + members))
+        return noise * sample.full_spread, torch.zeros_like(sample.mean)
+
     assert fitted(point_dates, correction, errors)
-    both = [costs(point_dates, correction, errors, date) for date in VALIDATION]
-    assert sum(a for a, _ in both) < 1.02 * sum(b for _, b in both)
+    found, before, _ = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
+    assert found < 1.02 * before
+    assert float(correction.sharper(point_dates.sample(18), 3).mean()) == pytest.approx(0, abs=0.1)
 
 
 def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
@@ -89,8 +105,8 @@ def test_what_is_missing_is_not_learned_from(point_dates):
 
     assert fitted(point_dates, correction, gaps)
     assert torch.isfinite(correction.sharpness.second).all()
-    both = [costs(point_dates, correction, errors, date) for date in VALIDATION]
-    assert sum(a for a, _ in both) < 0.97 * sum(b for _, b in both)
+    found, before, best = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
+    assert before - found > 0.4 * (before - best) > 0
 
 
 def test_few_dates_give_none_and_say_so(point_dates, caplog):
@@ -107,3 +123,43 @@ def test_too_little_memory_gives_none_and_says_so(point_dates, monkeypatch, capl
     with caplog.at_level(logging.INFO):
         assert not fitted(point_dates, correction, growing(correction))
     assert "memory holds fewer than 20000 points" in caplog.text
+
+
+def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
+    """Several leads, levels and variables: order of fields, shrinkage, inflation, corrected spread of single points."""
+    layout = store.layout
+    leads = tuple(layout.lead_hours[-2:])
+    names = layout.variables[:2], tuple(layout.levels[:2]), layout.surface[:2]
+    grid = layout.grid.latitude, layout.grid.longitude
+    spec = ModelSpec(ModelConfig(hidden=8, depth=1, surroundings=8), *names, leads, leads, *grid)
+    dates = Dates(Reader(store, spec), 3)
+    draw = torch.Generator().manual_seed(1)
+    correction = nothing(dates)
+    networks = correction.surroundings.first, correction.surroundings.second, correction.linear.module.weight
+    for weights in networks:
+        weights.copy_(0.02 * torch.randn(weights.shape, generator=draw))
+    shape = correction.linear.anchor.shape
+    shrink = 1 + torch.rand(shape[:2], generator=draw)
+    inflation = 0.3 * torch.randn(shape, generator=draw)
+    correction.linear.climatology.copy_(0.5 + torch.rand(shape, generator=draw))
+    correction.linear.__post_init__()
+    spread = Spread(correction.linear.climatology, shrink, 3, shrink, shrink, torch.ones(shape[:2]), correction)
+
+    for members in (1, 3):
+        one = replace(spread, members=members)
+
+        def errors(_date, sample, count, one=one):
+            return sample.full_spread - sample.mean, sample.full_spread - replace(one, members=count).s1(sample.spread)
+
+        sample = Dates(dates.reader, members).sample(5)
+        at = torch.randperm(shape[-2] * shape[-1], generator=draw)[:40]
+        points = Points(correction, dates, errors)
+        inputs, (error, scale) = _Before(points, shrink, inflation).take(5, sample, members, at)
+        shift, more = one.correction(sample)
+        sigma = one.s0(one.followed(sample, more)) * inflation.exp()
+        linear = correction.linear
+        wanted = torch.stack([sigma, errors(5, sample, members)[0] - shift]) / linear.typical
+        sigmas, left = linear.ordered(wanted).flatten(1)[:, at].chunk(2)
+        torch.testing.assert_close(scale, sigmas, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(error, left, rtol=1e-4, atol=1e-4)
+        assert len(inputs) == correction.surroundings.first.shape[1] - 1

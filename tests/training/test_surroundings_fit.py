@@ -10,7 +10,7 @@ from training.fitting import SIZES, TRAIN, VALIDATION, nothing
 
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.linear import LinearCorrection
-from ensemble_ml.models.place import position_planes
+from ensemble_ml.models.place import plane_count, position_planes
 from ensemble_ml.models.surroundings import Surroundings
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear
@@ -108,6 +108,7 @@ def test_few_dates_give_none_and_say_so(point_dates, caplog):
 
 def test_ranks_that_wait_hear_of_it_while_it_fits(point_dates, monkeypatch):
     beats = []
+    monkeypatch.setattr("ensemble_ml.training.point_fit._BEAT", 0.0)
     monkeypatch.setattr(point_dates.reader.source, "beat", lambda: beats.append(1), raising=False)
     correction = nothing(point_dates)
     fit_surroundings(correction, point_dates, TRAIN, VALIDATION, SIZES, crooked(correction))
@@ -121,7 +122,7 @@ def test_what_linear_terms_leave_at_points_is_what_they_leave_of_the_field(point
     errors = crooked(correction)
     sample = point_dates.sample(3)
     at = torch.tensor([0, 5, 40, 143])
-    _, found = Points(correction, point_dates, errors).at(3, sample, 3, at)
+    _, _, found = Points(correction, point_dates, errors).at(3, sample, 3, at)
     linear = correction.linear
     left = [a - b for a, b in zip(errors(3, sample, 3), linear(sample.mean, sample.spread, 3), strict=True)]
     torch.testing.assert_close(found, linear.ordered(torch.stack(left) / linear.typical).flatten(1)[:, at])
@@ -176,3 +177,13 @@ def test_where_memory_allows_one_choice_a_date_the_sizes_still_differ(point_date
     assert once[::2] == [point_dates.members] * 4 and len(set(once[1::2])) > 1
     twice = [len(chosen) for _, chosen in choices_of(point_dates, np.arange(8), [1, 2, 3], 2, draw)]
     assert twice[::2] == [point_dates.members] * 8
+
+
+def test_what_never_varied_in_training_says_nothing_later(point_dates):
+    """One size in training: with others, 1/M and log M must not set off weights that nothing has taught."""
+    correction = nothing(point_dates)
+    fit_surroundings(correction, point_dates, TRAIN, VALIDATION, [3], crooked(correction))
+    first = correction.surroundings.first
+    count = plane_count(point_dates.spec)
+    sizes = first[:, -1 - count :][:, count - 4 : count - 2]  # 1/M and log M
+    assert first.any() and not sizes.any()

@@ -1,4 +1,6 @@
-"""Trains everyone alike: the same dates, inputs, trials, time, seeds and early stopping by the validation dates.
+"""Trains everyone alike: the same dates, inputs, trials, seeds, time of steps and early stopping by validation dates.
+
+What ours fits to its training dates before a first step (`START`) is made once, beside that time, and told of.
 
 A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
 training or a forecast that is whole is not made again, and one that was broken off goes on.
@@ -108,10 +110,8 @@ def train_entrant(
     """Run the trials of `name` with seed 0, then the best of them with the other seeds.
 
     Raises:
-        UserError: more trials than there are settings; a run of that name was made with other settings or dates.
+        UserError: a run of that name was made with other settings or dates.
     """
-    if config.trials > len(TRIALS):
-        raise UserError(f"skill.trials={config.trials}: there are {len(TRIALS)} settings to try; give {len(TRIALS)}")
     count = 1 if name in CLOSED_FORM else config.trials
     rows = []
     for trial in range(count):
@@ -130,7 +130,13 @@ def train_entrant(
 
 
 def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize) -> Trained:
-    """Our network as its fits leave it, which tells what training adds."""
+    """Our network as its fits leave it, which tells what training adds; all its trials and seeds take these fits.
+
+    Raises:
+        UserError: more trials than there are settings.
+    """
+    if config.trials > len(TRIALS):
+        raise UserError(f"skill.trials={config.trials}: there are {len(TRIALS)} settings to try; give {len(TRIALS)}")
     return Trained(START, (_train(START, 0, 0, config, dates, store, folder, size),), ())
 
 
