@@ -42,6 +42,12 @@ def command(name: str, content: dict) -> str:
     return "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
 
 
+def commit(content: dict) -> str:
+    """The commit that was measured, with a + where files had changed since."""
+    whole = content["commit"]
+    return whole[:7] + "+" * whole.endswith("+")
+
+
 def rows(claims: list[dict]) -> list[str]:
     """Lines of claims; what an older file says twice (at least, and at most) is said once."""
     return list(dict.fromkeys(map(row, claims)))
@@ -53,10 +59,12 @@ def table() -> str:
     found = {path.stem: json.loads(path.read_text()) for path in paths}
     claims = {name: content["claims"] for name, content in found.items() if content["claims"]}
     lines = [f"Of `{command('quickstart', found['quickstart'])}`:", "", *HEAD, *rows(claims["quickstart"])]
-    lines += ["", "| shown by | claims that hold |", "|---|---|"]
+    lines += ["", "| shown by | claims that hold | measured at | on |", "|---|---|---|---|"]
     for name, some in claims.items():
         held = rows([claim for claim in some if claim["holds"]])
-        lines.append(f"| `{command(name, found[name])}` | {len(held)} of {len(rows(some))} |")
+        where = f"{commit(found[name])} | {found[name]['machine']['processor']}"
+        lines.append(f"| `{command(name, found[name])}` | {len(held)} of {len(rows(some))} | {where} |")
+    lines += ["", "A + after a commit: with changes that were not committed yet."]
     lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
     for name, some in claims.items():
         lines += [f"{one} {name.partition('-')[0]} |" for one in rows([c for c in some if not c["holds"]])]

@@ -1,13 +1,15 @@
 """Parameters in fixed buckets, and the hooks that tell when a bucket's gradients are there.
 
-Buckets go in the reverse order of the parameters, which is about the order in which backward finishes them, and never
-change; DistributedDataParallel makes its own anew after the first step, so that a resumed run differs. Each parameter
-starts on a word of 64 elements, and its elements lie as they do in memory.
+Buckets go in the reverse order of the parameters, which is about the order in which backward finishes them. Small ones
+from all over the network, among them those that it reaches last, come behind (`late` of an optimizer's group): else
+the first bucket would wait for the end of backward, and all others for it. Buckets never change;
+DistributedDataParallel makes its own anew after the first step, so that a resumed run differs. Each parameter starts on
+a word of 64 elements, and its elements lie as they do in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,12 +45,16 @@ class Bucket:
         return [_like(flat[s.start : s.start + s.elements], params[s.index]) for s in self.slots]
 
 
-def make_buckets(params: Sequence[Tensor], limit: float) -> tuple[Bucket, ...]:
-    """Buckets of at most `limit` elements; a larger parameter has one of its own."""
+def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] = ()) -> tuple[Bucket, ...]:
+    """Buckets of at most `limit` elements; a larger parameter has one of its own.
+
+    Args:
+        late: places in `params` of those that come last.
+    """
     made: list[Bucket] = []
     slots: list[Slot] = []
     start = 0
-    for index in reversed(range(len(params))):
+    for index in sorted(reversed(range(len(params))), key=lambda i: i in late):
         size = words(params[index].numel()) * WORD
         if slots and start + size > limit:
             made.append(Bucket(tuple(slots), start))

@@ -84,6 +84,31 @@ class Piece:
         return Piece(self.seconds * factor, self.backward * factor, self.ready, measured=False)
 
 
+def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
+    """A piece of so many floating-point operations, from those `known` with theirs.
+
+    Seconds go along the line a + b flops that lies nearest to the known ones by ratio, neither a nor b below zero: what
+    a step takes whatever its size (the optimizer, calls of kernels) does not shrink with a rank's part of the grid.
+    """
+    nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
+    a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
+    return piece.scaled((a + b * flops) / (a + b * nearest))
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """a and b >= 0 that make the sum of ((a + b x) / y - 1)^2 smallest."""
+    u, v = [1 / one for one in y], [one / other for one, other in zip(x, y, strict=True)]
+    uu, uv, vv = (sum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
+    determinant = uu * vv - uv * uv
+    if determinant > 1e-9 * uu * vv:
+        a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
+        if a >= 0 and b >= 0:
+            return a, b
+        if b < 0:
+            return sum(u) / uu, 0.0
+    return 0.0, sum(v) / vv
+
+
 @dataclass(frozen=True)
 class Cost:
     """Predicted seconds of a step, by what they are spent on, and bytes that a rank sends in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -44,10 +45,11 @@ def exchange_traffic(
     topology: Topology,
     local_size: int,
     parts: Sequence[Shard | None] | None = None,
+    late: Sequence[bool] | None = None,
 ) -> tuple[list[list[Message]], bool]:
     """The messages that exchange each bucket of gradients of parameters of `shapes`, and whether backward hides them.
 
-    `parts`: what `shard.own_part` says of each parameter; None where all are used whole.
+    `parts`: what `shard.own_part` says of each parameter; None where all are used whole. `late`: as `buckets` has it.
 
     Raises:
         UserError: the settings do not fit the ranks.
@@ -60,7 +62,9 @@ def exchange_traffic(
     for p, part in zip(params, parts or [], strict=False):
         if part is not None:
             mark_own(p, part)
-    build(config, params, 1, exchange)
+    flags = list(late or [False] * len(params))
+    runs = groupby(zip(flags, params, strict=True), key=lambda pair: pair[0])
+    build(config, [{"params": [p for _, p in some], "late": flag} for flag, some in runs], 1, exchange)
     for p in params:
         p.grad = torch.zeros_like(p)
     exchange.ready()  # the ranks compare their models, once

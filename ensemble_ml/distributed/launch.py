@@ -11,6 +11,7 @@ word (killed, out of memory) is told from a slow one by its heartbeat, which a t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -97,8 +98,10 @@ class Session:
         while not self._store.check([key]):  # not in a collective, whose patience has an end
             time.sleep(0.02)
         size = int(self._store.get(key))
-        message = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if self.first else torch.empty(size).byte()
-        message = message.to(self.device)
+        if self.first:
+            message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        else:
+            message = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
@@ -148,6 +151,12 @@ class Session:
         if isinstance(error, Stopped) and error.requeue and self.first:
             time.sleep(_LAST)
 
+    def report(self, error: BaseException) -> None:
+        """Tell the others of a failure at once, before this rank has let go of what it holds, which may take long; the
+        error has to be raised on."""
+        if self._watch is not None and not isinstance(error, Stopped):
+            self._watch.report(error)
+
     def _fail(self, error: BaseException) -> None:
         """Tell the others; where the failure only echoes another rank's, that rank is named and this one leaves."""
         if self._watch is not None:
@@ -165,9 +174,18 @@ class _Watch:
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()
-        self._end, self._leaving = threading.Event(), False
+        self._end, self._leaving, self._reported = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+
+    def report(self, error: BaseException) -> None:
+        """Write the cause; what may be the echo of another rank's failure waits for `fail`."""
+        if _echo(error):
+            return
+        with contextlib.suppress(dist.DistError):
+            if self._told() is None:
+                self._reported = True
+                self._tell(self._rank, error)
 
     def fail(self, error: BaseException) -> None:
         """Write the cause, unless another rank's failure is behind it; that one is printed, and this process ends."""
@@ -207,6 +225,8 @@ class _Watch:
                 if self._leaving and told is None and self._all_done():
                     return
             except dist.DistError:
+                if self._reported:  # the others have left for it, and this rank's own error is on its way up
+                    return
                 if self._leaving or not self._end.is_set():
                     self._leave({"rank": 0, "host": "", "step": self._session.step, "cause": "no longer answers"})
                 return

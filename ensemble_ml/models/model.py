@@ -88,7 +88,7 @@ class EnsembleModel(nn.Module):
         """Parameters for an optimizer: matrices decay, scales and biases do not, local terms decay to climatology.
 
         Local terms are departures from what the train dates say, so the ordinary decay pulls them there. Groups carry
-        a `name`; those without `weight_decay` take the optimizer's own.
+        a `name`; those without `weight_decay` take the optimizer's own. `late`: backward reaches some of them last.
         """
         groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": [], "local": []}
         for name, parameter in self.named_parameters():
@@ -97,7 +97,7 @@ class EnsembleModel(nn.Module):
         made: list[dict[str, Any]] = [{"name": k, "params": v} for k, v in groups.items() if v]
         for group in made:
             if group["name"] == "plain":
-                group["weight_decay"] = 0.0
+                group |= {"weight_decay": 0.0, "late": True}
         return made
 
     def _parts(self) -> tuple[tuple[_PlaneSet | None, str], tuple[_PlaneSet | None, str]]:

@@ -119,8 +119,19 @@ def assemble(
     loss = _loss(config, reader.spec, state, shard, session.mesh.model)
     run = Run(config, own, train, validation, state, loss, facts, session)
     if config.parallel.overlap == "auto" and shard is not None:
-        _measure_overlap(run, overlap)
+        _settle_overlap(run, overlap, checkpoint)
     return run
+
+
+def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -> None:
+    """Set the switch to what is faster; where a run goes on over the same mesh, as it was, for it moves last bits."""
+    mesh = list(run.session.topology.shape)
+    kept = checkpoint.meta.get("overlap") if checkpoint is not None else None
+    if kept is not None and kept["mesh"] == mesh:
+        overlap.on = kept["on"]
+    else:
+        _measure_overlap(run, overlap)
+    run.facts["overlap"] = {"mesh": mesh, "on": overlap.on}
 
 
 def _measure_overlap(run: Run, overlap: Overlap) -> None:

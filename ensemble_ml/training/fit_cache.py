@@ -25,20 +25,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-import ensemble_ml
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import Climate
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.training.checkpoint import sync
 from ensemble_ml.training.climate_fit import Fit, fit_climate
+from ensemble_ml.training.code import hash_of
 
 log = logging.getLogger(__name__)
 
 FOLDER = ".fits"
 _SUFFIX, _DIGEST = ".fit", 32  # bytes of a sha256
 _KEPT = 8  # files, the latest
-_PARTS = "training", "models", "loading", "store"  # of the package, whose code is part of the key, beside its root
+_CODE = hash_of("training", "models", "loading", "store")
 _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision"
 
 
@@ -74,18 +74,6 @@ def _key(reader: Reader, train: np.ndarray, validation: np.ndarray, members: int
         "machine": [memory_limit(), has_bfloat16(torch.device("cpu")), torch.get_num_threads(), torch.__version__],
     }
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _code() -> str:
-    """Hash of the modules that a fit may touch."""
-    found = hashlib.sha256()
-    root = Path(ensemble_ml.__file__).parent
-    for path in sorted([*root.glob("*.py"), *(path for part in _PARTS for path in (root / part).rglob("*.py"))]):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
-
-
-_CODE = _code()  # what this process runs, whatever is edited meanwhile
 
 
 def _read(path: Path) -> Fit | None:

@@ -138,11 +138,11 @@ def fit_linear(
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
     centre = float(np.mean([1 / size for size in shown]))
     gram, right = _sums(rows, train, shown, centre)
-    whole = _solutions(gram.sum(0), right.sum(0), PENALTIES)  # (1 + penalty, TERMS * K, O)
+    whole = _solutions(gram.sum(0), right.sum(0), PENALTIES, dates.beat)  # (1 + penalty, TERMS * K, O)
     errors = sum(_errors(rows, date, whole[None], centre, None) for date in validation)[0]  # type: ignore[index]
     common = _taken(whole, errors.argmin(0))
     more = torch.stack(
-        [_solutions(g, r - g @ common.double(), BAND_PENALTIES) for g, r in zip(gram, right, strict=True)]
+        [_solutions(g, r - g @ common.double(), BAND_PENALTIES, dates.beat) for g, r in zip(gram, right, strict=True)]
     )
     of_bands: Tensor = sum(_errors(rows, date, more, centre, common) for date in validation)  # type: ignore[assignment]
     left = of_bands.amin(1).sum(0)
@@ -238,13 +238,17 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
     return gram, right
 
 
-def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float]) -> Tensor:
-    """None at all, then coefficients at each of `penalties`, of predictors brought to the same size, float32."""
+def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], beat: Callable[[], None]) -> Tensor:
+    """None at all, then coefficients at each of `penalties`, of predictors brought to the same size, float32; `beat` is
+    called before each."""
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
     one = torch.eye(len(gram), dtype=gram.dtype)
-    found = [torch.cholesky_solve(wanted, torch.linalg.cholesky(scaled + p * one)) for p in penalties]
+    found = []
+    for penalty in penalties:
+        beat()
+        found.append(torch.cholesky_solve(wanted, torch.linalg.cholesky(scaled + penalty * one)))
     return torch.cat([torch.zeros_like(found[0])[None], torch.stack(found) * scale[:, None]]).float()
 
 

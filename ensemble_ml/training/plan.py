@@ -20,7 +20,7 @@ import torch
 
 from ensemble_ml.config import PlanConfig, PlanSettings, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
-from ensemble_ml.distributed.costs import Link, Links, Piece, step_cost
+from ensemble_ml.distributed.costs import Link, Links, Piece, reckoned, step_cost
 from ensemble_ml.distributed.echo import Message
 from ensemble_ml.distributed.echo_exchange import MODEL_AXES, check_exchange, exchange_traffic
 from ensemble_ml.distributed.gather import sharing_cores
@@ -97,7 +97,7 @@ class Planner:
         check_any(found, self.ranks, self.fits)
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
-        followed = self.session.once(lambda: {c.degrees: self._followed(c) for c in found if not c.why})
+        followed = self.session.once(lambda: {c.degrees: self.followed(c) for c in found if not c.why})
         found = [replace(c, why=why) if isinstance(why := followed.get(c.degrees), str) else c for c in found]
         check_any(found, self.ranks, self.fits)
         traced = {degrees: trace for degrees, trace in followed.items() if not isinstance(trace, str)}
@@ -111,7 +111,7 @@ class Planner:
         costed = iter(zip(fitting, pieces, links, strict=True))
         return [c if c.why else self.costed(*next(costed), traced[c.degrees]) for c in found]
 
-    def _followed(self, candidate: Candidate) -> Tracing | str:
+    def followed(self, candidate: Candidate) -> Tracing | str:
         """What a step takes, or why the model cannot be shared out so, or the settings of the optimizer not."""
         try:
             check_exchange(self.config.optim, candidate.topology, self._on_node)
@@ -154,7 +154,7 @@ class Planner:
                 own = c.shape[0] * c.shape[1] * c.samples
                 if fixed + 0.9 * a_cell * own > self.memory:
                     continue
-                followed = self._followed(c)
+                followed = self.followed(c)
                 if not isinstance(followed, str) and followed.memory + self.base <= self.memory:
                     return f"{told}; {ranks} ranks would do ({c}), or a smaller batch_size"
         return f"{told}; no number of ranks up to {64 * self.ranks} would do; use a smaller model or batch_size"
@@ -169,6 +169,12 @@ class Planner:
         everywhere = dict.fromkeys(range(len(fitting)), given)
         if settings.gflops and not ask:
             return Found({}, everywhere)
+        if ask and self.session.world.size == 1 and self.busy == 1:
+            raise UserError(
+                f"plan.alpha, plan.beta: one process measures here for {self.ranks} ranks, so there is no link to time;"
+                " give seconds a message and seconds a byte of the links (plan.alpha=2e-5 plan.beta=1e-9), or start"
+                " two ranks or more"
+            )
         if self.session.world.size > 1 or self.busy == 1:
             found = probe(job, self.session)
         else:
@@ -183,7 +189,7 @@ class Planner:
     def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
         """A candidate with its cost."""
         buckets, overlap = exchange_traffic(
-            self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts
+            self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts, traced.late
         )
         messages = [_between(m, c.topology) for m in traced.traffic.messages]
         cost = step_cost(piece, messages, buckets, links, overlap=overlap)
@@ -203,15 +209,12 @@ def _between(message: Message, topology: Topology) -> Message:
 def _completed(
     fitting: Sequence[Candidate], pieces: dict[int, Piece], traced: dict[tuple[int, int, int], Tracing], gflops: float
 ) -> list[Piece]:
-    """A piece for every candidate: measured, or reckoned by its arithmetic from the measured one that is nearest."""
+    """A piece for every candidate: measured, or reckoned by its arithmetic from those that are."""
     flops = [traced[c.degrees].flops for c in fitting]
     if gflops:
         return [Piece(f / 1e9 / gflops, 2 / 3 * f / 1e9 / gflops, measured=False) for f in flops]
-    found = []
-    for i, own in enumerate(flops):
-        near = min(pieces, key=lambda k: abs(flops[k] - own))
-        found.append(pieces[i] if i in pieces else pieces[near].scaled(own / flops[near]))
-    return found
+    known = [(flops[i], piece) for i, piece in pieces.items()]
+    return [pieces[i] if i in pieces else reckoned(known, own) for i, own in enumerate(flops)]
 
 
 def plan(config: PlanConfig) -> Path:
@@ -260,7 +263,7 @@ def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> No
 def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list[dict[str, Any]]:
     """Print, plot and return the predicted scaling."""
     fitting = [c for c in found if not c.why]
-    links = planner.measured.links[len(fitting) - 1]
+    links = {axes: link for some in planner.measured.links.values() for axes, link in some.items()}
     points = scaling.simulated(planner, fitting, planner.measured.pieces, links)
     text = scaling.table(points)
     print(f"\n{text}")

@@ -1,6 +1,6 @@
 """Measures the local part of a step at the shapes that partitions give, on all ranks of a node at once.
 
-Times are kept on disk by what they depend on: machine, versions, model, shape, samples, threads, ranks that are busy.
+Times are kept on disk by what they depend on: machine, code, model, shape, samples, threads, ranks that are busy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from ensemble_ml import __version__
 from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
-from ensemble_ml.distributed.buckets import Arrivals, make_buckets
+from ensemble_ml.distributed.buckets import Arrivals
 from ensemble_ml.distributed.choice import make_exchange
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.costs import Links, Piece
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
+from ensemble_ml.distributed.exchange import BucketExchange
 from ensemble_ml.distributed.mesh import Members, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
@@ -40,9 +40,11 @@ from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
 from ensemble_ml.models.speed import settle
 from ensemble_ml.optim import Exchange, build
+from ensemble_ml.training.code import hash_of
 from ensemble_ml.training.rehearsal import Rehearsal
 
 _VISITS = 3  # of every shape, in turn: where others use the machine, its pace changes from one minute to the next
+_CODE = hash_of("training", "models", "distributed", "optim")
 _LEAST, _MOST = 2, 4  # counted steps of a visit
 _PROCESS = (
     "import sys, pathlib; from ensemble_ml.training.probing import main;"
@@ -172,23 +174,26 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
     """A training step that returns seconds of itself, of backward, and until each bucket of gradients was there."""
     device = rehearsal.device
     optimizer, _ = build(config, rehearsal.model.param_groups(), 1, exchange)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    buckets = make_buckets(params, config.bucket_mb * 1e6 / 4)
     stamps: list[float] = []
-    arrivals = Arrivals(params, buckets, lambda _: stamps.append(_now(device)))
+    arrivals = None
+    if isinstance(exchange, BucketExchange):
+        exchange.ready()
+        arrivals = Arrivals(exchange.params, exchange.buckets, lambda _: stamps.append(_now(device)))
 
     def step() -> list[float]:
         stamps.clear()
         begin = _now(device)
         optimizer.zero_grad(set_to_none=True)
         exchange.begin(0)
-        arrivals.begin()
+        if arrivals is not None:
+            arrivals.begin()
         losses = rehearsal.loss(rehearsal.model(rehearsal.batch.inputs), rehearsal.batch)
         middle = _now(device)
         losses["loss"].backward()
         end = _now(device)
-        arrivals.flush()
-        ready = [stamp - middle for stamp in stamps]
+        if arrivals is not None:
+            arrivals.flush()
+        ready = [stamp - middle for stamp in stamps] or [end - middle]
         exchange.finish()
         optimizer.step()
         return [_now(device) - begin, end - middle, *ready]
@@ -210,7 +215,7 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
     optim = job.config.optim
     facts += [spec, shape.topology.shape, shape.samples, optim.name.value, optim.exchange.value]
     facts += [optim.bucket_mb, optim.bits, optim.clip, optim.rank, shape.topology.size == session.topology.size]
-    facts += [job.config.parallel.overlap, __version__]
+    facts += [session.world.local_size, _CODE]
     return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
 
 

@@ -91,6 +91,7 @@ class Tracing:
     batch: int
     parameters: tuple[torch.Size, ...]
     parts: tuple[Shard | None, ...]  # of the parameters, `shard.own_part`
+    late: tuple[bool, ...]  # of the parameters, in the order in which the optimizer has them
 
     @property
     def memory(self) -> int:
@@ -110,13 +111,14 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         values = [p.element_size() * p.numel() for p in model.parameters()]
         resident = sum(values) + sum(b.element_size() * b.numel() for b in model.buffers())
         held = _bytes_of(batch) + _bytes_of(batch.inputs)
-        shapes = tuple(p.shape for p in model.parameters())
-        parts = tuple(own_part(p) for p in model.parameters())
+        named = [(p, bool(group.get("late"))) for group in model.param_groups() for p in group["params"]]
+        shapes = tuple(p.shape for p, _ in named)
+        parts = tuple(own_part(p) for p, _ in named)
     several = topology.data * topology.spatial > 1
     copies = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average) + several
     return Tracing(
         rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident, copies * sum(values), held,
-        shapes, parts,
+        shapes, parts, tuple(late for _, late in named),
     )  # fmt: skip
 
 

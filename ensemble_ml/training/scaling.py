@@ -2,8 +2,9 @@
 
 Strong: the batch of the run over more and more devices. Weak: the batch grows with the devices, each spatial group
 keeping the samples it has on the fewest devices that hold one. What is measured is the local part of a step at the
-shapes that the planner measured; at other shapes it is reckoned by the arithmetic that the model itself takes there,
-and messages by the links. So congestion, stragglers and slower links between distant nodes are not in it.
+shapes that the planner measured; at other shapes it is reckoned by the arithmetic that the model itself takes there
+(`costs.reckoned`), and messages by the links. So congestion, stragglers and slower links between distant nodes are not
+in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ensemble_ml.distributed.costs import Cost, Links, Piece
+from ensemble_ml.distributed.costs import Cost, Links, Piece, reckoned
 from ensemble_ml.distributed.planner import Candidate, pick
 
 if TYPE_CHECKING:
@@ -72,13 +73,14 @@ def _best(
 ) -> Candidate | None:
     costed = []
     for candidate in planner.open(devices, batch):
-        traced = planner.traced(candidate)
+        traced = planner.followed(candidate)
+        if isinstance(traced, str):  # the optimizer's settings do not go with it
+            continue
         if planner.settings.gflops:
             seconds = traced.flops / 1e9 / planner.settings.gflops
             piece = Piece(seconds, 2 / 3 * seconds, measured=False)
         else:
-            flops, near = min(known, key=lambda pair: abs(pair[0] - traced.flops))
-            piece = near.scaled(traced.flops / flops)
+            piece = reckoned(known, traced.flops)
         if traced.memory + planner.base <= planner.memory:
             costed.append(planner.costed(replace(candidate, memory=traced.memory), piece, links, traced))
     return pick(costed) if costed else None

@@ -116,8 +116,12 @@ class Trainer:
                 self._save(tracker, best=self._validated(tracker))
                 self.keeper.finish()
             stop.arm()
-            self._loop(tracker, stop)
-            self.keeper.finish()
+            try:
+                self._loop(tracker, stop)
+                self.keeper.finish()
+            except BaseException as error:  # closing loader and keeper may wait for the others, or for storage
+                self.session.report(error)
+                raise
             self._say_end(tracker)
 
     def _tracker(self, resumed: bool) -> Tracker | Silent:

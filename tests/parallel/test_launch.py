@@ -80,6 +80,25 @@ def test_a_rank_that_fails_takes_the_others_down(how, cause, limit):
         assert f"rank 1 ({os.uname().nodename}) {cause}" in text
 
 
+def fails_with_much_to_close(session):
+    """As a rank whose loader waits for storage that has gone."""
+    if session.topology.rank == 1:
+        try:
+            raise OSError("the 3rd shard is damaged")
+        except OSError as error:
+            session.report(error)
+            raise
+        finally:
+            time.sleep(12)
+    session.mesh.world.all_reduce(torch.zeros(1))
+
+
+def test_the_others_hear_of_a_failure_before_all_is_closed():
+    ends = run_ranks(fails_with_much_to_close, 2, statuses=True, silence=30)
+    assert ends[0][1] < 8 and ends[1][1] > 11
+    assert "rank 1" in ends[0][2] and "OSError: the 3rd shard is damaged" in ends[0][2]
+
+
 def slow(session):
     if session.topology.rank == 1:
         time.sleep(4)  # longer than `silence`, but its heart beats

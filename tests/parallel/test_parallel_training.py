@@ -28,7 +28,7 @@ from ensemble_ml.config import (
 from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.store.read import TensorStore
-from ensemble_ml.training import load_checkpoint, train, trainer
+from ensemble_ml.training import assemble, load_checkpoint, train, trainer
 from ensemble_ml.training.tracking import read_log
 
 
@@ -230,6 +230,24 @@ def test_lion_and_the_fastest_precision(store, tmp_path):
     run_ranks(joined, 2, config, lat=2)
     steps, scores = logged(tmp_path / "a")
     assert len(steps) == 6 and len(scores) == 3 and all(np.isfinite(s["loss"]) for s in steps)
+
+
+def test_a_run_that_goes_on_overlaps_as_it_did(store, tmp_path, monkeypatch):
+    """What is faster is measured once a mesh: it moves last bits, and another measurement may differ."""
+
+    def found_faster(on):
+        monkeypatch.setattr(assemble, "_measure_overlap", lambda run, overlap: setattr(overlap, "on", on))
+
+    config = config_of(store, tmp_path, steps=4, parallel=ParallelConfig(lat=2, overlap="auto"))
+    last = tmp_path / "a" / "checkpoints" / "last"
+    found_faster(True)
+    assert run_ranks(stopped_at, 2, config, 2, lat=2) == [True] * 2
+    kept = load_checkpoint(last).meta["overlap"]
+    assert kept == {"mesh": [1, 1, 2, 1], "on": True}
+    found_faster(False)
+    run_ranks(joined, 2, dataclasses.replace(config, resume=True), lat=2)
+    assert load_checkpoint(last).meta["step"] == 4
+    assert load_checkpoint(last).meta["overlap"] == kept
 
 
 def refused(session, config):

@@ -27,7 +27,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.choice import make_exchange
-from ensemble_ml.distributed.costs import AT_ONCE, Cost, Link, Piece, exposed, halo_seconds, step_cost
+from ensemble_ml.distributed.costs import AT_ONCE, Cost, Link, Piece, exposed, halo_seconds, reckoned, step_cost
 from ensemble_ml.distributed.echo import Message, Phase
 from ensemble_ml.distributed.echo_exchange import exchange_traffic
 from ensemble_ml.distributed.footprint import Footprint
@@ -109,6 +109,31 @@ def test_what_a_line_takes_unasked_costs_no_time():
 )
 def test_exposed_exchange(times, ready, left):
     assert exposed(times, ready, backward=4.0) == pytest.approx(left)
+
+
+def piece(seconds):
+    return Piece(seconds, seconds / 2, (0.5, 1.0))
+
+
+def test_what_a_step_takes_whatever_its_size_does_not_shrink():
+    known = [(100.0, piece(0.3)), (200.0, piece(0.5)), (400.0, piece(0.9))]  # 0.1 + 0.002 a unit
+    found = reckoned(known, 25.0)
+    assert found.seconds == pytest.approx(0.15) and found.backward == pytest.approx(0.075)
+    assert found.ready == (0.5, 1.0) and not found.measured
+    assert reckoned(known, 800.0).seconds == pytest.approx(1.7)
+
+
+@pytest.mark.parametrize(
+    ("known", "at_50"),
+    [
+        ([(100.0, 0.3)], 0.15),  # one size tells nothing of a
+        ([(100.0, 0.3), (100.0, 0.3)], 0.15),
+        ([(100.0, 0.1), (200.0, 0.4)], 0.05),  # a below zero: in proportion, from the nearest
+        ([(100.0, 0.4), (200.0, 0.1)], 0.4),  # larger and faster is noise: all the same
+    ],
+)
+def test_lines_that_no_machine_has(known, at_50):
+    assert reckoned([(flops, piece(seconds)) for flops, seconds in known], 50.0).seconds == pytest.approx(at_50)
 
 
 @given(
@@ -316,6 +341,10 @@ def test_simulated_scaling(store, tmp_path):
         (["plan.ranks=2", "plan.memory_gb=1e-3"], "of it for weights, optimizer and libraries; use a smaller model"),
         (["plan.ranks=1", "plan.memory_gb=0.009", "batch_size=8"], "ranks would do (data="),
         (["plan.beta=null"], "give plan.alpha and plan.beta, or neither"),
+        (
+            ["plan.alpha=null", "plan.beta=null", "plan.ranks=4", "plan.ranks_per_node=1"],
+            "plan.alpha, plan.beta: one process measures here for 4 ranks, so there is no link to time; give seconds",
+        ),
         (["data.store=nowhere.zarr"], "nowhere.zarr"),
     ],
 )

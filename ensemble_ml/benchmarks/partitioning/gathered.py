@@ -43,7 +43,7 @@ class _Gather(torch.autograd.Function):
         ctx.shard, ctx.comm = shard, comm
         own = x.permute(0, 2, 3, 4, 1).reshape(-1)
         batch, channels, _, _, planes = x.shape
-        places = [(rows, columns) for rows in shard.rows for columns in shard.columns]
+        places = _places(shard)
         sizes = [batch * channels * planes * (b - a) * (d - c) for (a, b), (c, d) in places]
         found = x.new_empty(comm.size * max(sizes))
         given = own if len(own) == max(sizes) else torch.cat([own, own.new_zeros(max(sizes) - len(own))])
@@ -58,7 +58,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        total = grad.permute(0, 2, 3, 4, 1).contiguous()
-        ctx.comm.all_reduce(total.view(-1))
-        (top, bottom), (left, right) = ctx.shard.own_rows, ctx.shard.own_columns
-        return total[:, top:bottom, left:right].permute(0, 4, 1, 2, 3), None, None
+        # Each rank needs the sum of its own part alone, N (P-1) / P bytes where an all-reduce sends twice that; gloo's
+        # reduce_scatter is an all-reduce inside, so parts go straight to their ranks.
+        comm, whole = ctx.comm, grad.permute(0, 2, 3, 4, 1)
+        parts = [whole[:, slice(*rows), slice(*columns)] for rows, columns in _places(ctx.shard)]
+        own, sizes = parts[comm.rank].shape, [part.numel() for part in parts]
+        found = grad.new_empty(comm.size * sizes[comm.rank])
+        given = torch.cat([part.reshape(-1) for part in parts])
+        comm.all_to_all_single(found, given, [sizes[comm.rank]] * comm.size, sizes)
+        return found.view(comm.size, *own).sum(0).permute(0, 4, 1, 2, 3), None, None
+
+
+def _places(shard: Shard) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Rows and columns of each rank."""
+    return [(rows, columns) for rows in shard.rows for columns in shard.columns]
