@@ -107,7 +107,8 @@ def test_a_sweep_trains_one_run_a_seed(road, tmp_path):
     ]
     command = [sys.executable, "-m", "ensemble_ml", "train", "-m", *arguments, "run=seed${seed}", "seed=0,1"]
     subprocess.run(command, check=True, cwd=tmp_path)
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["seed0", "seed1"]
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [".fits", "seed0", "seed1"]
+    assert len(list((tmp_path / "runs" / ".fits").iterdir())) == 1  # one fit for both
 
 
 def test_predict_from_store_equals_predict_from_archive(road):

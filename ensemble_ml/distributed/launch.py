@@ -153,8 +153,9 @@ class Session:
 
     def report(self, error: BaseException) -> None:
         """Tell the others of a failure at once, before this rank has let go of what it holds, which may take long; the
-        error has to be raised on."""
-        if self._watch is not None and not isinstance(error, Stopped):
+        error has to be raised on. What all ranks may meet at the same step (a user's mistake, gradients that are not
+        finite, an interruption) waits for the end of the session, so that each says it itself."""
+        if self._watch is not None and not isinstance(error, UserError | KeyboardInterrupt):
             self._watch.report(error)
 
     def _fail(self, error: BaseException) -> None:
