@@ -58,7 +58,6 @@ class BucketExchange(Exchange):
         self._limit = bucket_mb * 1e6 / 4 if overlap else float("inf")
         self.buckets: tuple[Bucket, ...] = ()
         self.step = 0
-        self._late: set[int] = set()
         self._arrivals: Arrivals | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
@@ -66,7 +65,6 @@ class BucketExchange(Exchange):
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
-        self._late = {id(p) for group in optimizer.param_groups if group.get("late") for p in group["params"]}
         self.close()
 
     def ready(self) -> None:
@@ -79,7 +77,8 @@ class BucketExchange(Exchange):
             return
         self._set_apart()
         check_same_model(self.params, self.group)
-        late = {i for i, p in enumerate(self.params) if id(p) in self._late}
+        last = {id(p) for group in self.optimizer.param_groups if group.get("late") for p in group["params"]}
+        late = {i for i, p in enumerate(self.params) if id(p) in last}
         self.buckets = make_buckets(self.params, self._limit, late)
         self._prepare()
         self._arrivals = Arrivals(self.params, self.buckets, self._full)

@@ -21,7 +21,7 @@ from ensemble_ml.models.linear import KINDS, LinearCorrection
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.speed import Speed
-from ensemble_ml.models.surroundings import Surroundings
+from ensemble_ml.models.surroundings import make_network
 
 
 class EnsembleModel(nn.Module):
@@ -53,7 +53,9 @@ class EnsembleModel(nn.Module):
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
         self.scale = ScaleShift(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
-        self.surroundings, self.sharpness = (_small(spec, climate, name) for name in ("surroundings", "sharpness"))
+        self.surroundings, self.sharpness = (
+            make_network(spec, vars(climate), name) for name in ("surroundings", "sharpness")
+        )
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
@@ -125,18 +127,20 @@ class EnsembleModel(nn.Module):
                 given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
         flat = [d.flatten(2, -3) for d in given.values()]
         padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))
-        found = [self.linear(padded, x.count).unflatten(1, (KINDS, -1))]
-        with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
-            if self.surroundings is not None:
-                found[0] = found[0] + self.surroundings(padded, self.features.common(x)).unflatten(1, (KINDS, -1))
-            if self.sharpness is not None:
-                found.append(self.sharpness(padded, self.features.common(x))[:, None])
-        split = [values.split([d.shape[2] for d in flat], 2) for values in found]
-        shaped = [
-            {k: piece.unflatten(2, d.shape[2:-2]) for (k, d), piece in zip(given.items(), pieces, strict=True)}
-            for pieces in split
-        ]
-        return shaped[0], {k: v[:, 0] for k, v in shaped[1].items()} if len(shaped) > 1 else {}
+        found, sharper = self.linear(padded, x.count), None
+        if self.surroundings is not None:  # without which there is no sharpness
+            common = self.features.common(x)
+            with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
+                found = found + self.surroundings(padded, common)
+                sharper = None if self.sharpness is None else self.sharpness(padded, common)
+
+        def by_set(values: Tensor) -> dict[str, Tensor]:
+            """(B, N, fields of all sets, Y, X) -> (B, N, T, V, [Z,] Y, X) of each."""
+            pieces = zip(given.items(), values.split([d.shape[2] for d in flat], 2), strict=True)
+            return {k: piece.unflatten(2, d.shape[2:-2]) for (k, d), piece in pieces}
+
+        wide = {} if sharper is None else {k: v[:, 0] for k, v in by_set(sharper[:, None]).items()}
+        return by_set(found.unflatten(1, (KINDS, -1))), wide
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """(B, hidden, Y, X, Z), in the precision and memory order of `speed`."""
@@ -165,11 +169,6 @@ class EnsembleModel(nn.Module):
                 raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
         if x.mean_p.is_floating_point() and x.mean_p.dtype.itemsize < 4:
             raise UserError(f"input: dtype {x.mean_p.dtype}; give float32 or float64, the model lowers it itself")
-
-
-def _small(spec: ModelSpec, climate: Climate, name: str) -> Surroundings | None:
-    first, second = (getattr(climate, f"{name}_{layer}") for layer in ("first", "second"))
-    return Surroundings(spec, first, second) if first.size else None
 
 
 class _PlaneSet(nn.Module):

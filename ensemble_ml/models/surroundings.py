@@ -15,6 +15,8 @@ the U-Net did not in five (ARCHITECTURE, "Tried"), and stay as they are in train
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,12 @@ def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         "sharpness_first": first if wide else none,
         "sharpness_second": (channels // KINDS, width + 1) if wide else none,
     }
+
+
+def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> Surroundings | None:
+    """The network of the `weights` NAME_first and NAME_second; None where these are empty."""
+    first, second = weights[f"{name}_first"], weights[f"{name}_second"]
+    return Surroundings(spec, first, second) if first.size else None
 
 
 class Surroundings(nn.Module):

@@ -185,6 +185,14 @@ def spaced(dates: np.ndarray, most: int) -> np.ndarray:
     return dates[np.linspace(0, len(dates) - 1, most).round().astype(int)]
 
 
+def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Dates to fit to and dates to choose by: a fifth of the training dates are the latter where there are none."""
+    if len(validation):
+        return train, validation
+    kept = len(train) - len(train) // 5
+    return train[:kept], train[kept:]
+
+
 def neighbours(times: np.ndarray) -> np.ndarray:
     """For each date, whether the one before it is as near as dates come here, (D,) bool."""
     if len(times) < 2:

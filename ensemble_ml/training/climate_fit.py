@@ -35,7 +35,7 @@ from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, ModelSpec
 from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.models.place import position_planes
-from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
+from ensemble_ml.models.surroundings import make_network, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.training.climate_data import MOST_DATES, Dates, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
@@ -130,23 +130,23 @@ def _correction(
     targets = Left(truth, spread)
     fit_linear(linear, dates, train, validation, sizes, targets)
     position = position_planes(spec, static)
-    correction = Correction(linear, _small(spec, "surroundings"), _small(spec, "sharpness"), position)
+    nothing = _no_weights(spec)
+    surroundings, sharpness = (make_network(spec, nothing, name) for name in ("surroundings", "sharpness"))
+    correction = Correction(linear, surroundings, sharpness, position)
     if correction.surroundings is not None:
         fit_surroundings(correction, dates, train, validation, sizes, targets)
     spread.corrected = correction
     return correction
 
 
-def _small(spec: ModelSpec, name: str) -> Surroundings | None:
-    """A network that adds nothing yet; None where the model has none of that name."""
-    shapes = surroundings_shapes(spec)
-    first, second = (np.zeros(shapes[f"{name}_{layer}"], np.float32) for layer in ("first", "second"))
-    return Surroundings(spec, first, second) if first.size else None
+def _no_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """Weights of the small networks with which they add nothing, by their names in `Climate`."""
+    return {name: np.zeros(shape, np.float32) for name, shape in surroundings_shapes(spec).items()}
 
 
 def _weights(spec: ModelSpec, correction: Correction | None) -> dict[str, np.ndarray]:
     """The correction's weights by their names in `Climate`."""
-    found = {name: np.zeros(shape, np.float32) for name, shape in surroundings_shapes(spec).items()}
+    found = _no_weights(spec)
     found["correction"] = np.zeros(correction_shape(spec), np.float32)
     if correction is not None:
         found["correction"] = correction.linear.module.weight.numpy()

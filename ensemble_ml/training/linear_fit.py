@@ -30,7 +30,7 @@ from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample
+from ensemble_ml.training.climate_data import Dates, Sample, kept_apart
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +128,7 @@ def fit_linear(
         sizes: numbers of members that the training will show.
         targets: from a date, its sample and M: errors of mean and spread to explain, (T, F, Y, X), NaN where absent.
     """
-    if not len(validation):
-        kept = len(train) - len(train) // 5
-        train, validation = train[:kept], train[kept:]
+    train, validation = kept_apart(train, validation)
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d training dates are too few, so there is none", len(train) + len(validation))
         return

@@ -9,6 +9,7 @@ date seen by some members), P point, Y latitude, X longitude.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from ensemble_ml.models.surroundings import Surroundings
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear, Targets, neighbourhoods
 
+log = logging.getLogger(__name__)
+
 _ROWS = 1_000_000  # points, at most
 _LEAST_STEPS = 500
 _BATCH = 4096
 _CHOICES, _EACH = 4, 500  # choices of members a date, at most; points of each, at least
 _RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 1e-2, 0.3, 0.1
-LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
+_LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
 _SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable
 _MOST_OPERATIONS = 2e13  # of the passes that are asked for; few points are passed over more often
 _LEAST_SPREAD = 0.3  # that place, season and size are divided by: beyond what was seen they stay within a few
@@ -105,22 +108,15 @@ Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs (P, O) and the rows of the pool that they stand for
 
 
-def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation dates: a fifth of the former are the latter where there are none."""
-    if len(validation):
-        return train, validation
-    kept = len(train) - len(train) // 5
-    return train[:kept], train[kept:]
-
-
 def gather(
-    network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take, arrays: int,
-    passes: int, seed: int,
+    name: str, network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take,
+    arrays: int, passes: int, seed: int,
 ) -> Pool | None:  # fmt: skip
-    """Random points of all dates, each as a few random choices of members see it; none where memory holds too few.
+    """Random points of all dates, each as a few random choices of members see it; none where memory holds too few,
+    which is told.
 
     Args:
-        network: that will be fitted.
+        name, network: of what will be fitted.
         train: indices of start dates.
         sizes: numbers of members that the training will show.
         take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (O, P), NaN
@@ -135,7 +131,8 @@ def gather(
     choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
     each = int(min(cells, budget / choices))
     rows = each * len(train) * choices
-    if rows < min(LEAST_ROWS, len(train) * choices * cells):
+    if rows < min(_LEAST_ROWS, len(train) * choices * cells):
+        log.info("%s: memory holds fewer than %d points, so nothing is added", name, _LEAST_ROWS)
         return None
     made = Pool(
         torch.empty(rows, inputs, dtype=torch.bfloat16),

@@ -26,7 +26,7 @@ from ensemble_ml.models.linear import KINDS
 from ensemble_ml.models.place import plane_count
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets
-from ensemble_ml.training.point_fit import LEAST_ROWS, Correction, Points, Pool, gather, learn
+from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,8 @@ def fit_sharpness(
         return False
     points = Points(correction, dates, targets)
     before = _Before(points, shrink, inflation)
-    pool = gather(network, points, train, sizes, before.take, arrays=2, passes=_PASSES, seed=1)
+    pool = gather("sharpness", network, points, train, sizes, before.take, arrays=2, passes=_PASSES, seed=1)
     if pool is None:
-        log.info("sharpness: memory holds fewer than %d points, so nothing is added", LEAST_ROWS)
         return False
     error, scale = pool.given
     zero = torch.zeros(())

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ensemble_ml.models.linear import KINDS
 from ensemble_ml.models.place import plane_count
-from ensemble_ml.training.climate_data import Dates, Sample, spaced
+from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
 from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets
-from ensemble_ml.training.point_fit import LEAST_ROWS, Correction, Points, Pool, gather, kept_apart, learn
+from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,8 @@ def fit_surroundings(
         inputs, _, left = points.at(date, sample, members, at)
         return inputs, [left]
 
-    pool = gather(network, points, train, sizes, take, arrays=1, passes=_PASSES, seed=0)
+    pool = gather("surroundings", network, points, train, sizes, take, arrays=1, passes=_PASSES, seed=0)
     if pool is None:
-        log.info("surroundings: memory holds fewer than %d points, so nothing is added", LEAST_ROWS)
         return
     (wanted,), unit = pool.given, _sizes(pool)
     learn(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ensemble_ml.models import distributions
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample, families, neighbours, present, spaced
-from ensemble_ml.training.point_fit import kept_apart
+from ensemble_ml.training.climate_data import Dates, Sample, families, kept_apart, neighbours, present, spaced
 from ensemble_ml.training.sharpness_fit import fit_sharpness
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 from ensemble_ml.training.spread_fit import SHRINK, Spread

@@ -43,6 +43,14 @@ def test_a_classic_file_that_was_cut_short_is_not_read_as_zeros(tmp_path, form, 
             check_whole(str(path))
 
 
+def test_a_version_that_nobody_wrote_is_left_to_the_library(tmp_path):
+    path = tmp_path / "a.nc"
+    path.write_bytes(b"CDF\x03" + bytes(200))
+    check_whole(str(path))
+    with pytest.raises(UserError, match=r"a.nc: cannot be opened as NetCDF .*Unknown file format"):
+        open_archive(path)
+
+
 def test_a_classic_archive_is_read_while_it_is_whole(tmp_path):
     path = tmp_path / "a.nc"
     dataset().to_netcdf(path, format="NETCDF3_64BIT")

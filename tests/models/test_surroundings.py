@@ -50,15 +50,19 @@ def by_hand(climate, x, row, column, name):
     return float(getattr(climate, f"{name}_second")[0].astype(float) @ [*hidden, 1.0])
 
 
+def with_and_without(name, variable):
+    """Climate, input, a model of one variable, and the same with a network that adds nothing."""
+    one = {"variables": (variable,), "surface": ("t2m",), "levels": (500,), "leads_in": (24,), "leads_out": (24,)}
+    spec = make_spec(**one, local_terms=False)
+    climate = make_climate(spec).checked(spec)
+    models = [EnsembleModel(spec, climate) for _ in range(2)]
+    getattr(models[1], name).second.zero_()
+    return climate, make_input(spec), *models
+
+
 @pytest.mark.parametrize(("row", "column"), [(4, 7), (3, 0), (0, 3), (8, 15)])
 def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
-    spec = make_spec(
-        variables=("u",), surface=("t2m",), levels=(500,), leads_in=(24,), leads_out=(24,), local_terms=False
-    )
-    climate = make_climate(spec).checked(spec)
-    x = make_input(spec)
-    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
-    without.surroundings.second.zero_()
+    climate, x, with_, without = with_and_without("surroundings", "u")
     added = (with_(x).location_p - without(x).location_p)[0, 0, 0, 0]
     typical = sqrt(np.mean(np.asarray(climate.spread_p, float) ** 2))
     wanted = by_hand(climate, x, row, column, "surroundings") * typical
@@ -68,13 +72,7 @@ def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
 
 @pytest.mark.parametrize(("row", "column"), [(4, 7), (8, 15)])
 def test_sigma_is_multiplied_by_what_a_sum_by_hand_gives(row, column):
-    spec = make_spec(
-        variables=("u",), surface=("t2m",), levels=(500,), leads_in=(24,), leads_out=(24,), local_terms=False
-    )
-    climate = make_climate(spec).checked(spec)
-    x = make_input(spec)
-    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
-    without.sharpness.second.zero_()
+    climate, x, with_, without = with_and_without("sharpness", "u")
     found = with_(x)
     ratio = (found.scale_p / without(x).scale_p)[0, 0, 0, 0]
     wanted = by_hand(climate, x, row, column, "sharpness")
@@ -84,15 +82,11 @@ def test_sigma_is_multiplied_by_what_a_sum_by_hand_gives(row, column):
 
 
 def test_a_law_that_cannot_be_negative_keeps_its_mean_where_sigma_changes():
-    spec = make_spec(variables=("q",), surface=("t2m",), levels=(500,), leads_out=(24,), local_terms=False)
-    climate = make_climate(spec).checked(spec)
-    x = make_input(spec)
-    with_, without = (EnsembleModel(spec, climate) for _ in range(2))
-    without.sharpness.second.zero_()
+    _, x, with_, without = with_and_without("sharpness", "q")
     means = []
     for model in (with_, without):
         found = model(x)
-        means.append(moments(spec.families[0][0], found.location_p, found.scale_p)[0])
+        means.append(moments(model.spec.families[0][0], found.location_p, found.scale_p)[0])
     assert float((with_(x).scale_p / without(x).scale_p - 1).detach().abs().max()) > 1e-3
     torch.testing.assert_close(*means, rtol=1e-4, atol=1e-5)
 

@@ -5,7 +5,7 @@ import torch
 
 from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.models.place import position_planes
-from ensemble_ml.models.surroundings import Surroundings, surroundings_shapes
+from ensemble_ml.models.surroundings import make_network, surroundings_shapes
 from ensemble_ml.training.linear_fit import Linear, mean_state
 from ensemble_ml.training.point_fit import Correction
 
@@ -19,6 +19,18 @@ def nothing(dates):
     anchor = mean_state(dates, TRAIN)
     module = LinearCorrection(spec, np.zeros(correction_shape(spec)))
     linear = Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
-    arrays = [np.zeros(shape) for shape in surroundings_shapes(spec).values()]
-    networks = Surroundings(spec, *arrays[:2]), Surroundings(spec, *arrays[2:])
+    weights = {name: np.zeros(shape) for name, shape in surroundings_shapes(spec).items()}
+    networks = (make_network(spec, weights, name) for name in ("surroundings", "sharpness"))
     return Correction(linear, *networks, position_planes(spec, np.zeros((0, *spec.grid.shape), np.float32)))
+
+
+def missing_early(errors):
+    """The same errors, of which those of the mean of the first field are missing on the first eight dates."""
+
+    def gaps(date, sample, members):
+        mean, spread = (values.clone() for values in errors(date, sample, members))
+        if date < 8:
+            mean[:, 0] = torch.nan
+        return mean, spread
+
+    return gaps

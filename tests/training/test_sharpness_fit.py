@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training.fitting import SIZES, TRAIN, VALIDATION, nothing
+from training.fitting import SIZES, TRAIN, VALIDATION, missing_early, nothing
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
@@ -96,14 +96,7 @@ def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
 def test_what_is_missing_is_not_learned_from(point_dates):
     correction = nothing(point_dates)
     errors = growing(correction)
-
-    def gaps(date, sample, members):
-        error, more = (values.clone() for values in errors(date, sample, members))
-        if date < 8:
-            error[:, 0] = torch.nan
-        return error, more
-
-    assert fitted(point_dates, correction, gaps)
+    assert fitted(point_dates, correction, missing_early(errors))
     assert torch.isfinite(correction.sharpness.second).all()
     found, before, best = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
     assert before - found > 0.4 * (before - best) > 0

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 from models.small_models import make_climate, make_input, make_spec
-from training.fitting import SIZES, TRAIN, VALIDATION, nothing
+from training.fitting import SIZES, TRAIN, VALIDATION, missing_early, nothing
 
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.place import plane_count, position_planes
-from ensemble_ml.models.surroundings import Surroundings
+from ensemble_ml.models.surroundings import make_network
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear
 from ensemble_ml.training.point_fit import Correction, Points, choices_of
@@ -69,14 +69,7 @@ def test_the_fit_is_the_same_each_time_and_leaves_the_random_state_alone(point_d
 def test_what_is_missing_of_a_target_is_not_learned_from(point_dates):
     correction = nothing(point_dates)
     errors = crooked(correction)
-
-    def gaps(date, sample, members):
-        mean, spread = (v.clone() for v in errors(date, sample, members))
-        if date < 8:
-            mean[:, 0] = torch.nan
-        return mean, spread
-
-    fit_surroundings(correction, point_dates, TRAIN, VALIDATION, SIZES, gaps)
+    fit_surroundings(correction, point_dates, TRAIN, VALIDATION, SIZES, missing_early(errors))
     sample = Dates(point_dates.reader, 3).sample(18)
     wanted, got = errors(18, sample, 3)[0][:, 0], correction(sample, 3)[0][:, 0]
     assert float(((wanted - got) ** 2).sum() / (wanted**2).sum()) < 0.2  # half of each would leave a quarter
@@ -150,10 +143,7 @@ def test_the_fit_sees_what_the_model_adds():
         return joined(getattr(climate, f"{name}_p"), getattr(climate, f"{name}_s"))
 
     module = LinearCorrection(spec, climate.correction)
-    networks = (
-        Surroundings(spec, getattr(climate, f"{name}_first"), getattr(climate, f"{name}_second"))
-        for name in ("surroundings", "sharpness")
-    )
+    networks = (make_network(spec, vars(climate), name) for name in ("surroundings", "sharpness"))
     linear = Linear(module, of("anchor"), of("spread"), of("spread_shrink"))
     correction = Correction(linear, *networks, position_planes(spec, climate.static))
     leads = spec.lead_positions
