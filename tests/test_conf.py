@@ -86,6 +86,7 @@ def test_a_sweep_in_jobs_of_its_own(tmp_path):
     small = [
         "model.hidden=4",
         "model.surroundings=16",
+        "model.residuals=16",
         "model.max_hidden=4",
         "model.depth=1",
         "model.precision=float32",

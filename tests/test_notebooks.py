@@ -29,7 +29,7 @@ def run(tmp_path_factory):
             steps=3,
             batch_size=2,
             data=DataConfig(store=store.path, train=["2001-01-01/2001-01-10"], validation=["2001-01-11"], members=[3]),
-            model=ModelConfig(hidden=8, max_hidden=8, surroundings=16, depth=1),
+            model=ModelConfig(hidden=8, max_hidden=8, surroundings=16, residuals=16, depth=1),
             tracking=TrackingConfig(tensorboard=False),
         )
     )

@@ -20,6 +20,7 @@ QUICK = [
     "threads=1",
     "model.hidden=8",
     "model.surroundings=16",
+    "model.residuals=16",
     "model.max_hidden=16",
     "model.precision=float32",
     "tracking.tensorboard=false",

@@ -64,8 +64,9 @@ def road(archive):
     """The folder after the whole road."""
     given = f"input={archive}/ens", f"truth={archive}/era", f"output={archive}/a.zarr"
     assert run("prepare", *given, "gaps=mask") == 0
-    small = ("steps=4", "threads=1", "model.hidden=8", "model.surroundings=16", "model.max_hidden=8", "model.depth=1",
-             "model.precision=float32", "tracking.tensorboard=false", "data.members=[1,2,3]")  # fmt: skip
+    small = ("steps=4", "threads=1", "model.hidden=8", "model.surroundings=16", "model.residuals=16",
+             "model.max_hidden=8", "model.depth=1", "model.precision=float32", "tracking.tensorboard=false",
+             "data.members=[1,2,3]")  # fmt: skip
     assert run("train", f"data.store={archive}/a.zarr", "run=a", f"output={archive}/runs", *small,
                "data.train=['1999/2002']", "data.validation=['2003']", "data.validation_members=2") == 0  # fmt: skip
     best = f"checkpoint={archive}/runs/a/checkpoints/best"

@@ -38,7 +38,7 @@ class Climate:
     | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
 
     `static` (n_static, Y, X): the fields that `spec.static` names, in its order; `correction`: W of `models.linear`;
-    `surroundings_first`, `surroundings_second`, `sharpness_first`, `sharpness_second`: W1 to W4 of
+    `surroundings_first`, `surroundings_second`, `residuals_first`, `residuals_second`: W1 to W4 of
     `models.surroundings`; None: a network that adds nothing.
     """
 
@@ -70,8 +70,8 @@ class Climate:
     level_spread_s: np.ndarray | None = None
     surroundings_first: np.ndarray | None = None
     surroundings_second: np.ndarray | None = None
-    sharpness_first: np.ndarray | None = None
-    sharpness_second: np.ndarray | None = None
+    residuals_first: np.ndarray | None = None
+    residuals_second: np.ndarray | None = None
 
     @classmethod
     def default(cls, spec: ModelSpec) -> Climate:

@@ -5,15 +5,15 @@ Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y 
     location = base + s_clim dL + a s0        scale = s0 exp(B + w + dB + b)        spread = s1 exp(dC + c)
 
 a, b, c come from the network, whose last layer starts at zero; dL, dB, dC are learned, one number a cell, and start at
-zero; base, B and w (`models.surroundings`) come from the train dates. So the untrained model *is* what the train dates
-say, and weight decay pulls the local terms back to it. All learned terms are in spreads or logarithms: a step of a
-sign-based optimizer moves each by the same sensible share.
+zero; base, B, and v and w (`models.surroundings`) come from the train dates. So the untrained model *is* what the train
+dates say, and weight decay pulls the local terms back to it. All learned terms are in spreads or logarithms: a step of
+a sign-based optimizer moves each by the same sensible share.
 
 s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
 itself): see `features`. With a linear correction sigma follows s1 as it is corrected, for its neighbours know more of
-the flow: s0 is then that of `FOLLOWED` members with this spread. The base is m + L for a normal variable. For one that
-cannot be negative it is the location at which the distribution's *mean* is m + L: where all members are dry, the
-untrained forecast is dry too.
+the flow: s0 is then that of `FOLLOWED` members with this spread. The base is m + L + v s0 exp(B) for a normal variable.
+For one that cannot be negative it is the location at which the distribution's *mean* is that: where all members are
+dry, the untrained forecast is dry too.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Heads(nn.Module):
         return mean + shift, widened(spread1, more)
 
     def forward(
-        self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor, sharper: Tensor | None = None
+        self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor, residuals: Tensor | None = None
     ) -> dict[str, Tensor | None]:
         """Return location, scale and spread.
 
@@ -116,24 +116,25 @@ class Heads(nn.Module):
             mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
             spread0, spread1: s0 and s1, the same shape.
             network: (B, outputs, T, V, [Z,] Y, X), float32.
-            sharper: w, as mean.
+            residuals: v and w, (B, 2, T, V, [Z,] Y, X).
         """
         found: dict[str, Tensor | None] = {"location": None, "scale": None, "spread": None}
         # unbind, not slices: the gradient is then one copy instead of one padded tensor a slice
         parts = network.unbind(1)
         if self.postprocess:
-            inflation = self.inflation[None] if sharper is None else self.inflation + bounded(sharper)
+            centre, inflation = mean + self.bias, self.inflation[None]
+            if residuals is not None:
+                centre, inflation = informed(centre, spread0, inflation, residuals.transpose(0, 1))
             scale = spread0 * torch.exp(inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
             if self.local_location is not None:
                 shift = shift + self.climatology * self.local_location
-            found |= {"location": self._base(mean, spread0, inflation) + shift, "scale": scale}
+            found |= {"location": self._base(centre, spread0, inflation) + shift, "scale": scale}
         if self.spread:
             found["spread"] = spread1 * torch.exp(bounded(_plus(parts[-1], self.local_spread)))
         return found
 
-    def _base(self, mean: Tensor, spread0: Tensor, inflation: Tensor) -> Tensor:
-        base = mean + self.bias
+    def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> Tensor:
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:
                 scale = spread0[:, :, index] * torch.exp(inflation[:, :, index])
@@ -149,6 +150,12 @@ def typical_spread(climatology: Tensor) -> Tensor:
 def widened(spread: Tensor, more: Tensor) -> Tensor:
     """spread + more, that keeps a share of the spread where it would be below it."""
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
+
+
+def informed(centre: Tensor, spread0: Tensor, inflation: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and logarithm of sigma / s0 with v and w (2, ...) of `surroundings`; all (...)."""
+    v, w = bounded(residuals).unbind(0)
+    return centre + v * spread0 * torch.exp(inflation), inflation + w
 
 
 def _plus(network: Tensor, local: Tensor | None) -> Tensor:

@@ -118,8 +118,6 @@ class ModelSpec:
     def from_json(cls, plain: Mapping[str, Any]) -> ModelSpec:
         """Inverse of `to_json`."""
         config = dict(plain["config"])
-        for key, none in (("surroundings", 0), ("sharpness", False)):
-            config.setdefault(key, none)  # from before there was this network
         kinds = {"vertical": Vertical, "pole": Pole, "precision": Precision, "standardise": Standardise}
         for key in kinds.keys() & config.keys():  # a checkpoint may be older than a setting
             config[key] = kinds[key](config[key])

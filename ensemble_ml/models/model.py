@@ -53,8 +53,8 @@ class EnsembleModel(nn.Module):
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
         self.scale = ScaleShift(widths[0])
         self.linear = LinearCorrection(spec, climate.correction) if spec.linear else None
-        self.surroundings, self.sharpness = (
-            make_network(spec, vars(climate), name) for name in ("surroundings", "sharpness")
+        self.surroundings, self.residuals = (
+            make_network(spec, vars(climate), name) for name in ("surroundings", "residuals")
         )
         self.register_buffer("error_p", torch.from_numpy(climate.error_p))
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
@@ -62,7 +62,7 @@ class EnsembleModel(nn.Module):
     def forward(self, x: EnsembleInput) -> Prediction:
         """Predict `leads_out` from `leads_in`; parameters in physical units, never below float32."""
         self._check(x)
-        corrections, sharper = self._corrections(x)
+        corrections, residuals = self._corrections(x)
         if self.spec.masked:
             x = self.features.filled(x)
         spread0 = tuple(self._base_spread(x, part, suffix) for part, suffix in self._parts())
@@ -83,7 +83,8 @@ class EnsembleModel(nn.Module):
             if suffix in corrections:
                 mean, s1 = part.heads.corrected(mean, s1, corrections[suffix])
                 s0 = part.heads.followed(s1)
-            found |= {f"{k}_{suffix}": v for k, v in part.heads(mean, s0, s1, network, sharper.get(suffix)).items()}
+            heads = part.heads(mean, s0, s1, network, residuals.get(suffix))
+            found |= {f"{k}_{suffix}": v for k, v in heads.items()}
         return Prediction(**found)
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -116,8 +117,8 @@ class EnsembleModel(nn.Module):
         return like[0] if part is None else part.heads.climatology  # where there is no variable, any empty tensor
 
     def _corrections(self, x: EnsembleInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By set: what linear correction and surroundings add in typical spreads, (B, KINDS, T, V, [Z,] Y, X), and the
-        logarithm of what sigma is multiplied by, (B, T, V, [Z,] Y, X)."""
+        """By set: what linear correction and surroundings add in typical spreads, (B, KINDS, T, V, [Z,] Y, X), and v
+        and w of `surroundings`, (B, 2, T, V, [Z,] Y, X)."""
         if self.linear is None:
             return {}, {}
         given: dict[str, Tensor] = {}
@@ -127,20 +128,22 @@ class EnsembleModel(nn.Module):
                 given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
         flat = [d.flatten(2, -3) for d in given.values()]
         padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))
-        found, sharper = self.linear(padded, x.count), None
-        if self.surroundings is not None:  # without which there is no sharpness
+        (mean, spread), residuals = self.linear(padded, x.count).chunk(KINDS, 1), None
+        if self.surroundings is not None:  # without which there are no residuals
+            heads = [part.heads for part, _ in self._parts() if part is not None]
+            climatology = torch.cat([(h.climatology / h.typical[..., None, None]).flatten(0, -3) for h in heads])
             common = self.features.common(x)
             with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
-                found = found + self.surroundings(padded, common)
-                sharper = None if self.sharpness is None else self.sharpness(padded, common)
+                spread = spread + self.surroundings(padded, climatology, common)
+                residuals = None if self.residuals is None else self.residuals(padded, climatology, common)
 
         def by_set(values: Tensor) -> dict[str, Tensor]:
-            """(B, N, fields of all sets, Y, X) -> (B, N, T, V, [Z,] Y, X) of each."""
+            """(B, 2, fields of all sets, Y, X) -> (B, 2, T, V, [Z,] Y, X) of each."""
             pieces = zip(given.items(), values.split([d.shape[2] for d in flat], 2), strict=True)
             return {k: piece.unflatten(2, d.shape[2:-2]) for (k, d), piece in pieces}
 
-        wide = {} if sharper is None else {k: v[:, 0] for k, v in by_set(sharper[:, None]).items()}
-        return by_set(found.unflatten(1, (KINDS, -1))), wide
+        added = by_set(torch.stack([mean, spread], 1))
+        return added, {} if residuals is None else by_set(residuals.unflatten(1, (2, -1)))
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
         """(B, hidden, Y, X, Z), in the precision and memory order of `speed`."""

@@ -1,16 +1,18 @@
-"""Small networks of what surrounds a point: what errors owe to it beyond a linear correction, and how large they are.
+"""Small networks of what surrounds a point: what spread and errors owe to it beyond a linear correction.
 
-Axes: B date, C channel, O output, H hidden unit, K input, Y latitude, X longitude.
+Axes: B date, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit, K input, Y latitude,
+X longitude.
 
-    x   = d at 3 x 3 points, |d_m| and |grad d_m| at the point, place, static fields, 1/M, log M, season     (K)
-    d'' = W2 [gelu(W1 [x, 1]), 1]                                                                            (O)
-    w   = W4 [gelu(W3 [x, 1]), 1]                                                                            (O / 2)
+    x    = d at 3 x 3 points, |d_m|, |grad d_m| and log s at the point, place, static fields, 1/M, log M, season  (K)
+    d''  = W2 [gelu(W1 [x, 1]), 1]                                                                                (F)
+    v, w = W4 [gelu(W3 [x, 1]), 1]                                                                                (2 F)
 
-d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row. d'' is added to d',
-sigma multiplied by exp(w). Spread grows where the flow is steep, for what is uncertain there is where things are; no
-linear map of the departures says so. Nor does the spread say all of how large errors will be: that is for w
-(`model.sharpness`). Hidden layers fitted to single points of many dates (`training.point_fit`) learn in a minute what
-the U-Net did not in five (ARCHITECTURE, "Tried"), and stay as they are in training.
+d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row, s = d_s + s_clim the
+spread drawn to climate. d'' is added to the spread's d', v sigmas to the mean, and sigma is multiplied by exp(w)
+(`model.residuals`). Spread grows where the flow is steep, for what is uncertain there is where things are; no linear
+map of the departures says so. Nor does the spread say all of how large errors will be. Hidden layers fitted to single
+points of many dates (`training.point_fit`) learn in a minute what the U-Net did not in five (ARCHITECTURE, "Tried"),
+and stay as they are in training.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from ensemble_ml.models.place import plane_count
 
 NEAR = 9  # points around, and the point itself
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
+_LEAST_SPREAD = 1e-2  # typical spreads: below this a spread is as good as none, and its logarithm stays put
 
 
 def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Shapes of W1 and W3 (H, K + 1), W2 (O, H + 1), W4 (O / 2, H + 1) by their names in `Climate`; empty where there
+    """Shapes of W1 and W3 (H, K + 1), W2 (F, H + 1), W4 (2 F, H + 1) by their names in `Climate`; empty where there
     is no such network."""
     channels = correction_shape(spec)[3]
+    inputs, fields = (NEAR + 1) * channels + channels // KINDS + plane_count(spec), channels // KINDS
     width = spec.config.surroundings if channels else 0
-    wide = width and spec.config.sharpness and spec.config.postprocess
-    first, none = (width, (NEAR + 1) * channels + plane_count(spec) + 1), (0, 0)
-    return {
-        "surroundings_first": first if width else none,
-        "surroundings_second": (channels, width + 1) if width else none,
-        "sharpness_first": first if wide else none,
-        "sharpness_second": (channels // KINDS, width + 1) if wide else none,
-    }
+    wide = spec.config.residuals if width and spec.config.postprocess else 0
+    shapes = {}
+    for name, units, outputs in (("surroundings", width, fields), ("residuals", wide, 2 * fields)):
+        shapes[f"{name}_first"] = (units, inputs + 1) if units else (0, 0)
+        shapes[f"{name}_second"] = (outputs, units + 1) if units else (0, 0)
+    return shapes
 
 
 def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> Surroundings | None:
@@ -69,26 +71,28 @@ class Surroundings(nn.Module):
         self.register_buffer("stretch", _stretch(spec), persistent=False)
         self.channels = correction_shape(spec)[3]
 
-    def forward(self, padded_BCYX: Tensor, common_BPYX: Tensor) -> Tensor:
-        """Departures with a row and a column more on each side, and the common planes -> d'' or w (B, O, Y, X)."""
+    def forward(self, padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor) -> Tensor:
+        """Departures with a row and a column more on each side, s_clim in typical spreads and the common planes -> d'',
+        or v and w: (B, outputs, Y, X)."""
         first, second = self.first.to(padded_BCYX.dtype), self.second.to(padded_BCYX.dtype)
         around = NEAR * self.channels
-        others = torch.cat([self.sizes(padded_BCYX), common_BPYX.to(first.dtype)], 1)
+        others = torch.cat([self.sizes(padded_BCYX, climatology_FYX), common_BPYX.to(first.dtype)], 1)
         hidden = F.conv2d(padded_BCYX, first[:, :around].unflatten(1, (self.channels, 3, 3)), first[:, -1])
         hidden = F.gelu(hidden + F.conv2d(others, first[:, around:-1, None, None]))
         return F.conv2d(hidden, second[:, :-1, None, None], second[:, -1])
 
     def at_points(self, inputs_KP: Tensor) -> Tensor:
-        """The same of single points, from x without the constant: (O, P)."""
+        """The same of single points, from x without the constant: (outputs, P)."""
         hidden = F.gelu(self.first[:, :-1] @ inputs_KP + self.first[:, -1:])
         return self.second[:, :-1] @ hidden + self.second[:, -1:]
 
-    def sizes(self, padded_BCYX: Tensor) -> Tensor:
-        """|d_m| and |grad d_m|, (B, C, Y, X)."""
-        mean = padded_BCYX[:, : self.channels // KINDS]
+    def sizes(self, padded_BCYX: Tensor, climatology_FYX: Tensor) -> Tensor:
+        """|d_m|, |grad d_m| and log s, (B, 3 F, Y, X)."""
+        mean, spread = padded_BCYX.chunk(KINDS, 1)
         across = (mean[..., 1:-1, 2:] - mean[..., 1:-1, :-2]) / 2 * self.stretch.to(mean.dtype)
         along = (mean[..., 2:, 1:-1] - mean[..., :-2, 1:-1]) / 2
-        return torch.cat([mean[..., 1:-1, 1:-1].abs(), torch.hypot(across, along)], 1)
+        logs = (spread[..., 1:-1, 1:-1] + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
+        return torch.cat([mean[..., 1:-1, 1:-1].abs(), torch.hypot(across, along), logs], 1)
 
 
 def _stretch(spec: ModelSpec) -> Tensor:

@@ -11,9 +11,9 @@ With m, s mean and spread of the first M members, S the spread of all, y the tru
     s1        = the full spread expected from M members (`features.unbiased_spread`), its k by RMSE on validation dates
     bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
     linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`),
-                and what a small network of the surroundings adds to it                        (`surroundings_fit`)
+                and what a small network of the surroundings adds to that of S                 (`surroundings_fit`)
     inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
-    sharpness = what another such network says of the size of these errors                        (`sharpness_fit`)
+    residuals = what another such network says of these errors: what to expect, and how large         (`residual_fit`)
 
 c, one number a field, minimises the CRPS of the variable's own family, so heavy tails and zeros are allowed for; the
 CRPS that is left is the scale of the loss. Residuals leave their own date out of the bias, or sigma would come out too
@@ -131,8 +131,8 @@ def _correction(
     fit_linear(linear, dates, train, validation, sizes, targets)
     position = position_planes(spec, static)
     nothing = _no_weights(spec)
-    surroundings, sharpness = (make_network(spec, nothing, name) for name in ("surroundings", "sharpness"))
-    correction = Correction(linear, surroundings, sharpness, position)
+    surroundings, residuals = (make_network(spec, nothing, name) for name in ("surroundings", "residuals"))
+    correction = Correction(linear, surroundings, residuals, position)
     if correction.surroundings is not None:
         fit_surroundings(correction, dates, train, validation, sizes, targets)
     spread.corrected = correction
@@ -150,7 +150,7 @@ def _weights(spec: ModelSpec, correction: Correction | None) -> dict[str, np.nda
     found["correction"] = np.zeros(correction_shape(spec), np.float32)
     if correction is not None:
         found["correction"] = correction.linear.module.weight.numpy()
-        for name in ("surroundings", "sharpness"):
+        for name in ("surroundings", "residuals"):
             if (network := getattr(correction, name)) is not None:
                 found |= {f"{name}_first": network.first.numpy(), f"{name}_second": network.second.numpy()}
     return found
@@ -187,6 +187,8 @@ def _truth_terms(
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
     inflation = truth.inflation()
-    truth.sharpen(inflation, train, validation, sizes)
-    factor, error = truth.best_factor(sample, inflation)
+    truth.learn_residuals(inflation, train, validation, sizes)
+    # What was fitted to the training dates is too sure of them: validation dates say how wide it is elsewhere.
+    unseen = spaced(validation, _SAMPLE_DATES) if len(validation) else sample
+    factor, error = truth.best_factor(unseen, inflation)
     return {"bias": truth.whole_bias, "inflation": inflation + factor[..., None, None], "error": error}

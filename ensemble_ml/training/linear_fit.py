@@ -7,9 +7,11 @@ Bands of latitude (`models.linear`) are fitted in two steps: one W for all, then
 what W leaves with the band's share of each point as its weight. The sums of all bands are those of the globe.
 
 Targets, in typical spreads: y - m - bias (without the date itself) for the mean, S - s1 for the spread, from a few
-ensemble sizes M < N at once. Predictors are standardised; each output takes the penalty of a list with the smallest
-squared error on the validation dates (a fifth of the training dates where there are none), or no correction at all.
-What a target is missing of is taken to be like the rest of it.
+ensemble sizes M < N at once. Points count by their area over the square of how large the spread is there and then, all
+fields together, for errors are as large as the spread: generalised least squares (Aitken 1935, doi:10.1017/
+S0370164600014346), which is near to what the CRPS asks for, too. Predictors are standardised; each output takes the
+penalty of a list with the smallest squared error on the validation dates (a fifth of the training dates where there are
+none), or no correction at all. What a target is missing of is taken to be like the rest of it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import memory_limit
+from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures
@@ -40,6 +43,7 @@ _MOST_OPERATIONS = 1e13  # of the sums: on large grids a random part of the poin
 FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
 _CHOICES = 4  # of members a date, at most: the first, then random ones
+_LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # of the spread to climate's: no point counts for all
 _TINY = 1e-12
 
 Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
@@ -56,6 +60,7 @@ class Linear:
 
     def __post_init__(self) -> None:
         self.typical = typical_spread(self.climatology)[..., None, None]
+        self.relative_climatology = self.ordered((self.climatology / self.typical)[None])  # (T F, Y, X)
 
     def __call__(self, mean: Tensor, spread: Tensor, members: int) -> tuple[Tensor, Tensor]:
         """What is added to mean and spread (T, F, Y, X) of M members."""
@@ -69,6 +74,13 @@ class Linear:
         """Outputs (1, O, Y, X) as what is added to mean and spread, (T, F, Y, X)."""
         shift, more = self.unordered(outputs[0].unflatten(0, (KINDS, -1))) * self.typical
         return shift, more
+
+    def relative(self, spread: Tensor, members: int) -> Tensor:
+        """How large the spread of M members is over climate's: geometric mean over leads and fields, (Y, X)."""
+        count, shrink = torch.tensor([float(members)]), self.shrink[..., None, None]
+        s0 = shrunk_spread(torch.nan_to_num(spread)[None], count, self.climatology, shrink)[0]
+        ratio = (s0 / self.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
+        return ratio.log().mean((0, 1)).exp()
 
     def channels(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
         """Departures (C, Y, X) in the order of the model's channels."""
@@ -150,12 +162,13 @@ def fit_linear(
         linear.module.weight[band].copy_(weight)
     gain = 1 - (left / errors[0].clamp(min=_TINY)).sqrt()
     mean, spread = (100 * float(part.mean()) for part in gain.chunk(KINDS))
-    log.info("linear correction: RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower", mean, spread)
+    told = "linear correction: weighted RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower"
+    log.info(told, mean, spread)
 
 
 class _Rows:
-    """Predictors (K, P), targets (O, P) of a date seen by M members, each with the root of its area, and which
-    targets are there."""
+    """Predictors (K, P), targets (O, P) of a date seen by M members, each times the root of what its point counts for;
+    which targets are there, (O, P); these roots, (P,)."""
 
     def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
         self.linear, self.dates, self.targets = linear, dates, targets
@@ -169,24 +182,22 @@ class _Rows:
         self.choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
         self.points = int(min(cells, max(1, budget / self.choices)))
 
-    def __call__(self, date: int, members: int, chosen: np.ndarray | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, date: int, members: int, chosen: np.ndarray | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sample = Dates(self.dates.reader, members).sample(int(date), chosen)
         at = self._at(int(date))
         near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)
         errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
         wanted = self.linear.ordered(errors).flatten(1)[:, at]
-        weights, there = self.weights[at], torch.isfinite(wanted)
-        return near * weights, torch.where(there, wanted, 0.0) * weights, there
+        weights = (self.weights / self.linear.relative(sample.spread, members).flatten())[at]
+        there = torch.isfinite(wanted)
+        return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
 
     def shares(self, date: int) -> list[tuple[Tensor, Tensor]]:
         """For each band, which of a date's points lie in it, and the root of its share of them."""
         roots = self.bands[:, self._at(int(date)) // self.columns]
         return [((root > 0).nonzero()[:, 0], root[root > 0]) for root in roots]
-
-    def areas(self, date: int, points: Tensor, root: Tensor) -> Tensor:
-        """What each of `points` counts for, if they count for one together."""
-        area = (self.weights[self._at(int(date))][points] * root).double() ** 2
-        return area / area.sum()
 
     def _at(self, date: int) -> Tensor:
         """Which points of a date are looked at."""
@@ -222,13 +233,15 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
         absent = torch.zeros(count, outputs, dtype=torch.float64)
         choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
         for date, turn in product(train, range(choices)):
-            near, wanted, there = rows(date, size, rows.dates.drawn(int(date), size, draw) if turn else None)
+            chosen = rows.dates.drawn(int(date), size, draw) if turn else None
+            near, wanted, there, weights = rows(date, size, chosen)
             for band, (points, root) in enumerate(rows.shares(date)):
                 here, aim = near[:, points] * root, wanted[:, points] * root
                 own[band] += here @ here.T
                 cross[band] += here @ aim.T
                 if not there.all():
-                    absent[band] += (~there[:, points]).double() @ rows.areas(date, points, root)
+                    counts = (weights[points] * root).double() ** 2
+                    absent[band] += (~there[:, points]).double() @ counts / counts.sum()
         for band in range(count):
             gram[band] += torch.kron(torch.outer(terms, terms), own[band])
             scale = (1 - absent[band] / (len(train) * choices)).clamp(min=_TINY)
@@ -258,7 +271,7 @@ def _taken(candidates: Tensor, best: Tensor) -> Tensor:
 def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float, common: Tensor | None) -> Tensor:
     """Squared errors (band, candidate, O) on a date; with `common`, of what each band adds to that, else of all."""
     members = rows.dates.members
-    near, wanted, there = rows(date, members)
+    near, wanted, there, _ = rows(date, members)
 
     def weight(of: Tensor) -> Tensor:
         first, second = of.unflatten(-2, (TERMS, -1)).unbind(-3)

@@ -3,7 +3,8 @@
 Points of one field are alike, those of many dates are not: a step sees `_BATCH` points of as many dates, each reduced
 to a few random choices of members, where a step on whole fields sees four dates.
 
-Axes: T lead, F field (variables and levels, then surface variables), K input, O output, N row of the pool (a point of a
+Axes: T lead, F field (variables and levels, then surface variables), K input, U output, O = 2 T F outputs of the linear
+correction, N row of the pool (a point of a
 date seen by some members), P point, Y latitude, X longitude.
 """
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.machine import memory_limit
+from ensemble_ml.models.linear import KINDS
 from ensemble_ml.models.place import common_planes
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import Surroundings
@@ -31,10 +33,11 @@ _ROWS = 1_000_000  # points, at most
 _LEAST_STEPS = 500
 _BATCH = 4096
 _CHOICES, _EACH = 4, 500  # choices of members a date, at most; points of each, at least
-_RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 1e-2, 0.3, 0.1
+_RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 0.1, 0.3, 0.1
+_PASSES = 4
 _LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
 _SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable
-_MOST_OPERATIONS = 2e13  # of the passes that are asked for; few points are passed over more often
+_MOST_OPERATIONS = 3e13  # of the passes that are asked for; few points are passed over more often
 _LEAST_SPREAD = 0.3  # that place, season and size are divided by: beyond what was seen they stay within a few
 _BEAT = 5.0  # seconds
 _TINY = 1e-12
@@ -46,7 +49,7 @@ class Correction:
 
     linear: Linear
     surroundings: Surroundings | None
-    sharpness: Surroundings | None
+    residuals: Surroundings | None
     position: Tensor
 
     def __call__(self, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
@@ -54,16 +57,21 @@ class Correction:
         padded = self.linear.padded(sample.mean, sample.spread, members)
         found = self.linear.module(padded, torch.tensor([float(members)]))
         if self.surroundings is not None:
-            found = found + self.surroundings(padded, self.common(sample, members))
+            mean, spread = found.chunk(KINDS, 1)
+            found = torch.cat([mean, spread + self.of(self.surroundings, padded, sample, members)], 1)
         return self.linear.added(found)
 
-    def sharper(self, sample: Sample, members: int) -> Tensor | None:
-        """Logarithm of what sigma is multiplied by, (T, F, Y, X); None where nothing says it."""
-        if self.sharpness is None:
+    def expected(self, sample: Sample, members: int) -> Tensor | None:
+        """v and w of `models.surroundings`, (2, T, F, Y, X); None where nothing says them."""
+        if self.residuals is None:
             return None
         padded = self.linear.padded(sample.mean, sample.spread, members)
-        found = self.sharpness(padded, self.common(sample, members))
-        return self.linear.unordered(found)[0]
+        found = self.of(self.residuals, padded, sample, members)
+        return self.linear.unordered(found[0].unflatten(0, (2, -1)))
+
+    def of(self, network: Surroundings, padded: Tensor, sample: Sample, members: int) -> Tensor:
+        """What a network says of a date, (1, U, Y, X), from departures with a row and a column more on each side."""
+        return network(padded, self.linear.relative_climatology, self.common(sample, members))
 
     def common(self, sample: Sample, members: int) -> Tensor:
         """Place, season and number of members, (1, P, Y, X)."""
@@ -72,7 +80,7 @@ class Correction:
 
 @dataclass(eq=False)
 class Pool:
-    """Inputs (N, K), what the loss is made of (N, ...) with nothing where absent, and what outputs count for (N, O)."""
+    """Inputs (N, K), what the loss is made of (N, F) with nothing where absent, and what fields count for (N, F)."""
 
     inputs: Tensor
     given: list[Tensor]
@@ -98,19 +106,20 @@ class Points:
         assert network is not None
         padded = linear.padded(sample.mean, sample.spread, members)
         near = neighbourhoods(padded[0], at)
-        others = torch.cat([network.sizes(padded), self.correction.common(sample, members)], 1)
+        sizes = network.sizes(padded, linear.relative_climatology)
+        others = torch.cat([sizes, self.correction.common(sample, members)], 1)
         done = linear.module.at_points(near, at // self.columns, members)
         wanted = self.wanted(date, sample, members)[:, at]
         return torch.cat([near, others[0].flatten(1)[:, at]]), wanted, wanted - done
 
 
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]
-Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs (P, O) and the rows of the pool that they stand for
+Loss = Callable[[Tensor, Tensor], Tensor]  # (P, T F), of outputs (P, U) and the rows of the pool that they stand for
 
 
 def gather(
     name: str, network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take,
-    arrays: int, passes: int, seed: int,
+    arrays: int, seed: int,
 ) -> Pool | None:  # fmt: skip
     """Random points of all dates, each as a few random choices of members see it; none where memory holds too few,
     which is told.
@@ -119,15 +128,15 @@ def gather(
         name, network: of what will be fitted.
         train: indices of start dates.
         sizes: numbers of members that the training will show.
-        take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (O, P), NaN
+        take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (T F, P), NaN
             where absent; what lacks one counts for nothing.
-        passes: over the pool, that its size has to leave time for.
         seed: of the choices of points and members.
     """
-    dates, outputs, inputs = points.dates, len(network.second), network.first.shape[1] - 1
+    dates, inputs = points.dates, network.first.shape[1] - 1
+    fields = len(points.correction.linear.relative_climatology)
     cells = len(points.area)
-    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * inputs + 4 * (arrays + 1) * outputs)
-    budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * passes * network.first.numel())) / len(train)
+    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * inputs + 4 * (arrays + 1) * fields)
+    budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * _PASSES * network.first.numel())) / len(train)
     choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
     each = int(min(cells, budget / choices))
     rows = each * len(train) * choices
@@ -136,8 +145,8 @@ def gather(
         return None
     made = Pool(
         torch.empty(rows, inputs, dtype=torch.bfloat16),
-        [torch.empty(rows, outputs) for _ in range(arrays)],
-        torch.empty(rows, outputs),
+        [torch.empty(rows, fields) for _ in range(arrays)],
+        torch.empty(rows, fields),
     )
     draw = np.random.default_rng(seed)
     for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw)):
@@ -167,12 +176,12 @@ def choices_of(
 
 
 def learn(
-    network: Surroundings, pool: Pool, loss: Loss, *, unit: Tensor, common: int, passes: int, beat: Callable[[], None]
+    network: Surroundings, pool: Pool, loss: Loss, *, unit: Tensor, common: int, beat: Callable[[], None]
 ) -> None:
     """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them.
 
     Args:
-        loss: of each output (P, O) in `unit`s (O,).
+        loss: of outputs (P, U) in `unit`s (U,).
         common: inputs of place, season and size, the last ones.
         beat: called every few seconds.
     """
@@ -192,7 +201,7 @@ def learn(
         layers = nn.Sequential(first, nn.GELU(), nn.Dropout(_DROPOUT), second)
         batch = min(_BATCH, max(256, len(pool.inputs) // 64), len(pool.inputs))
         a_pass = len(pool.inputs) // batch
-        passes = max(passes, -(-_LEAST_STEPS // a_pass))
+        passes = max(_PASSES, -(-_LEAST_STEPS // a_pass))
         optimizer = torch.optim.AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, _RATE, total_steps=passes * a_pass + 1, pct_start=_WARM

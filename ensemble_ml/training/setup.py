@@ -146,9 +146,6 @@ def _requeued() -> bool:
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
-    for key, none in (("model.surroundings", 0), ("model.sharpness", False)):
-        # runs from before there was this network have none; other models never had any
-        theirs.setdefault(key, none if theirs.get("model.name", "unet3d") == "unet3d" else ours.get(key))
     if theirs.get("optim.momentum_kept") == MomentumKept.mean.value:  # averaged where checkpoints are
         also = (*also, "checkpoint_every", "validate_every")
     fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]
@@ -173,7 +170,7 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     ours, theirs = flat(spec.to_json()), flat(checkpoint.spec.to_json())
     harmless = ["config.precision", "config.min_members"]
     if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):  # both have these networks, or none
-        harmless += ["config.surroundings", "config.sharpness"]
+        harmless += ["config.surroundings", "config.residuals"]
     differ = [k for k in ours if k not in harmless and ours[k] != theirs.get(k)]
     if differ:
         told = "; ".join(f"{k}: {_short(ours[k])} here, {_short(theirs.get(k))} there" for k in differ)

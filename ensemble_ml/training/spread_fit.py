@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
-from ensemble_ml.models.heads import FOLLOWED, bounded, widened
+from ensemble_ml.models.heads import FOLLOWED, widened
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.point_fit import Correction
@@ -64,10 +64,9 @@ class Spread:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
         return self.corrected(sample, self.members)
 
-    def sharper(self, sample: Sample) -> Tensor:
-        """Logarithm of what sigma is multiplied by beyond the inflation, (T, F, Y, X)."""
-        more = None if self.corrected is None else self.corrected.sharper(sample, self.members)
-        return torch.zeros_like(sample.mean) if more is None else bounded(more)
+    def expected_errors(self, sample: Sample) -> Tensor | None:
+        """v and w of the residuals' network, (2, T, F, Y, X); None where there is none."""
+        return None if self.corrected is None else self.corrected.expected(sample, self.members)
 
     def expected(self, sample: Sample) -> Tensor:
         """The full spread that the untrained model predicts, (T, F, Y, X)."""

@@ -1,6 +1,6 @@
-"""Fits the network of `models.surroundings` that adds to mean and spread to what the linear correction leaves.
+"""Fits the network of `models.surroundings` that adds to the spread to what the linear correction leaves of it.
 
-Targets are errors in typical spreads, each divided by its own root mean square. What the network adds to an output is
+Targets are errors in typical spreads, each divided by its own root mean square. What the network adds to a field is
 then scaled by the share of it, none to all, that leaves the smallest squared error on the validation dates: a field
 that it learned nothing of keeps its linear correction. Axes: as in `point_fit`.
 """
@@ -22,7 +22,6 @@ from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, lea
 
 log = logging.getLogger(__name__)
 
-_PASSES = 4
 _VALIDATION_DATES = 40
 _TINY = 1e-12
 
@@ -52,9 +51,9 @@ def fit_surroundings(
 
     def take(date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
         inputs, _, left = points.at(date, sample, members, at)
-        return inputs, [left]
+        return inputs, [left.chunk(KINDS)[1]]
 
-    pool = gather("surroundings", network, points, train, sizes, take, arrays=1, passes=_PASSES, seed=0)
+    pool = gather("surroundings", network, points, train, sizes, take, arrays=1, seed=0)
     if pool is None:
         return
     (wanted,), unit = pool.given, _sizes(pool)
@@ -64,36 +63,35 @@ def fit_surroundings(
         lambda found, chosen: (found - wanted[chosen] / unit) ** 2,
         unit=unit,
         common=plane_count(dates.spec),
-        passes=_PASSES,
         beat=dates.beat,
     )
     shares, gain = _shares(points, spaced(validation, _VALIDATION_DATES))
     network.second *= shares[:, None]
-    mean, spread = (100 * float(part.mean()) for part in gain.chunk(KINDS))
-    told = "surroundings: fitted to %d points; RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower"
-    log.info(told, len(pool.inputs), mean, spread)
+    told = "surroundings: fitted to %d points; RMSE of the spread on the validation dates %.1f %% lower"
+    log.info(told, len(pool.inputs), 100 * float(gain.mean()))
 
 
 def _sizes(pool: Pool) -> Tensor:
-    """Root mean square of each target, (O,)."""
+    """Root mean square of each target, (T F,)."""
     pairs = zip(pool.given[0].T, pool.weight.T, strict=True)
     power = torch.stack([(w**2 * c).sum() / c.sum().clamp(min=_TINY) for w, c in pairs])
     return power.sqrt().clamp(min=_TINY)
 
 
 def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
-    """How much of each output to take, (O,), and by what share its root mean square error then falls."""
+    """How much of each output to take, (T F,), and by what share its root mean square error then falls."""
     both = own = whole = torch.zeros((), dtype=torch.float64)
-    linear, network = points.correction.linear, points.correction.surroundings
+    correction = points.correction
+    linear, network = correction.linear, correction.surroundings
     assert network is not None
     for date in validation:
         sample, members = points.dates.sample(int(date)), points.dates.members
         padded = linear.padded(sample.mean, sample.spread, members)
         errors = points.wanted(int(date), sample, members)
-        errors -= linear.module(padded, torch.tensor([float(members)]))[0].flatten(1)
+        errors = (errors - linear.module(padded, torch.tensor([float(members)]))[0].flatten(1)).chunk(KINDS)[1]
         weight = torch.isfinite(errors) * points.area
-        errors = errors.nan_to_num_()
-        found = network(padded, points.correction.common(sample, members))[0].flatten(1)
+        errors = errors.nan_to_num()
+        found = correction.of(network, padded, sample, members)[0].flatten(1)
         both = both + (weight * errors * found).sum(1, dtype=torch.float64)
         own = own + (weight * found**2).sum(1, dtype=torch.float64)
         whole = whole + (weight * errors**2).sum(1, dtype=torch.float64)

@@ -8,23 +8,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ensemble_ml.models import distributions
+from ensemble_ml.models.heads import informed
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families, kept_apart, neighbours, present, spaced
-from ensemble_ml.training.sharpness_fit import fit_sharpness
+from ensemble_ml.training.residual_fit import fit_residuals
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 from ensemble_ml.training.spread_fit import SHRINK, Spread
 
 log = logging.getLogger(__name__)
 
-_VALIDATION_DATES = 24  # enough for one number a field
+_VALIDATION_DATES, _POINTS = 80, 1000  # of each date: enough for a few numbers a field
 _FACTORS = torch.linspace(-1, 1, 25).exp()
-_SHARES = (0.0, 0.5, 1.0)  # of the sharpness' network
+_NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # where nothing but a comparison is asked for
+_SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # of v and of w
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
 _LARGEST_RATIO = 25.0  # of one squared residual to s0^2
 _TINY = 1e-30
@@ -119,27 +122,53 @@ class Truth:
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
-    def sharpen(self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]) -> None:
-        """Fit the sharpness' network, where there is one, and take the share of it at which the CRPS of the validation
-        dates is smallest, whatever factor sigma then has."""
+    def learn_residuals(
+        self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]
+    ) -> None:
+        """Fit the residuals' network, where there is one, and take the shares of v and of w, field by field, at which
+        the CRPS of the validation dates is smallest, whatever factor sigma then has."""
         correction = self.spread.corrected
-        if correction is None or correction.sharpness is None:
+        if correction is None or correction.residuals is None:
             return
         train, validation = kept_apart(train, validation)
-        targets, shrink, linear = Left(self, self.spread), self.spread.shrink, correction.linear
-        if not fit_sharpness(correction, self.dates, train, sizes, targets, shrink, inflation):
+        targets, shrink = Left(self, self.spread), self.spread.shrink
+        if not fit_residuals(correction, self.dates, train, sizes, targets, shrink, inflation):
             return
-        second = correction.sharpness.second
-        whole, chosen = second.clone(), spaced(validation, _VALIDATION_DATES)
-        costs = []
-        for share in _SHARES:
-            second.copy_(share * whole)
-            costs.append(self.best_factor(chosen, inflation)[1])
-        found = torch.stack(costs)
-        shares = torch.tensor(_SHARES)[found.argmin(0)]
-        second.copy_(linear.ordered(shares[None, ..., None, None]).flatten()[:, None] * whole)
-        gain = 1 - float((found.amin(0) / found[0]).mean())
-        log.info("sharpness: CRPS on the validation dates %.2f %% lower", 100 * gain)
+        second, linear = correction.residuals.second, correction.linear
+        seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)
+        tried = [(torch.tensor(pair), self._cost(*seen, torch.tensor(pair))) for pair in product(_SHARES, repeat=2)]
+        costs = torch.stack([cost for _, cost in tried])
+        shares = torch.stack([pair for pair, _ in tried])[costs.argmin(0)].permute(2, 0, 1)  # (2, T, F)
+        second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
+        gain = 1 - float((costs.amin(0) / costs[0]).mean())
+        log.info("residuals: CRPS on the validation dates %.2f %% lower", 100 * gain)
+
+    def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
+        given, said, areas = [], [], []
+        for date in chosen:
+            sample = self.dates.sample(int(date))
+            truth, centre, followed = self._unseen(sample, int(date))
+            sigma0 = self.spread.s0(followed) * inflation.exp()
+            more = self.spread.expected_errors(sample)
+            assert more is not None
+            at = torch.randperm(self.scales.area.numel(), generator=torch.Generator().manual_seed(int(date)))[:_POINTS]
+            given.append(torch.stack([truth, centre, sigma0]).flatten(-2)[..., at])
+            said.append(more.flatten(-2)[..., at])
+            areas.append(self.scales.area.expand(truth.shape[-2:]).flatten()[at])
+        return torch.cat(given, -1), torch.cat(said, -1), torch.cat(areas)
+
+    def _cost(self, given: Tensor, said: Tensor, areas: Tensor, shares: Tensor) -> Tensor:
+        """CRPS (T, F) with shares (2,) of v and of w, at the best of a few factors of sigma."""
+        truth, centre, sigma0 = given
+        centre, wide = informed(centre, sigma0, torch.zeros(()), shares[:, None, None, None] * said)
+        found = []
+        for factor in _NEAR:
+            crps = self._crps(centre, sigma0 * wide.exp() * factor, truth)
+            there = torch.isfinite(crps) * areas
+            found.append((crps.nan_to_num() * there).sum(-1) / there.sum(-1).clamp(min=_TINY))
+        least = torch.stack(found).amin(0)
+        return torch.where(least > 0, least, 1.0)
 
     def best_factor(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithm of the factor of sigma at which the CRPS is smallest, and that CRPS, both (T, F)."""
@@ -147,9 +176,11 @@ class Truth:
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
             sample = self.dates.sample(int(date))
-            truth, centre, followed = self._unseen(sample, date)
-            scale = self.spread.s0(followed) * (inflation + self.spread.sharper(sample)).exp()
-            crps = (self._crps(centre, scale * c, truth) for c in _FACTORS)
+            truth, centre, followed = self._unseen(sample, int(date))
+            s0 = self.spread.s0(followed)
+            more = self.spread.expected_errors(sample)
+            centre, wide = (centre, inflation) if more is None else informed(centre, s0, inflation, more)
+            crps = (self._crps(centre, s0 * wide.exp() * c, truth) for c in _FACTORS)
             scores = torch.stack([self.scales.mean(one, torch.isfinite(one)) for one in crps])
             valid = torch.isfinite(scores).all(0)
             total += torch.where(valid, scores, 0.0)

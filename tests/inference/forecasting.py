@@ -116,7 +116,7 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
         kind = name.rsplit("_", 1)[0]
         bounds = {"bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1), "shrink": (1, 3)}
         bounds |= {"anchor": (-0.5, 0.5), "correction": (-0.01, 0.01)}
-        bounds |= {"surroundings": (-0.02, 0.02), "sharpness": (-0.02, 0.02)}
+        bounds |= {"surroundings": (-0.02, 0.02), "residuals": (-0.02, 0.02)}
         low, high = bounds.get(kind, (0.5, 2))
         arrays[name] = rng.uniform(low, high, shape).astype(np.float32)
         names = spec.variables if name.endswith("_p") else spec.surface

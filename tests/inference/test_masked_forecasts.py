@@ -16,7 +16,7 @@ from ensemble_ml.store import open_store
 
 SHAPE = 9, 16
 LAND = land(SHAPE)
-SMALL = ["steps=3", "threads=1", "model.hidden=8", "model.surroundings=16",
+SMALL = ["steps=3", "threads=1", "model.hidden=8", "model.surroundings=16", "model.residuals=16",
          "model.max_hidden=8", "model.depth=1", "model.precision=float32",
          "tracking.tensorboard=false", "data.members=[1,2,4]", "data.validation_members=3"]  # fmt: skip
 

@@ -25,7 +25,7 @@ def make_spec(
     region=None,
     **config,
 ) -> ModelSpec:
-    settings = {"hidden": 8, "max_hidden": 16, "depth": 2, "surroundings": 8} | config
+    settings = {"hidden": 8, "max_hidden": 16, "depth": 2, "surroundings": 8, "residuals": 8} | config
     latitude = np.linspace(90, -90, rows) if pole_row else 90 - (np.arange(rows) + 0.5) * 180 / rows
     longitude = np.arange(columns) * 360 / columns
     if region is not None:
@@ -42,7 +42,7 @@ def make_climate(spec: ModelSpec, seed=1) -> Climate:
         kind = name.rsplit("_", 1)[0]
         ranges = {"mean": (2, 6), "bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1)}
         ranges |= {"anchor": (2, 6), "correction": (-0.01, 0.01)}
-        ranges |= {"surroundings": (-0.05, 0.05), "sharpness": (-0.05, 0.05)}
+        ranges |= {"surroundings": (-0.05, 0.05), "residuals": (-0.05, 0.05)}
         low, high = ranges.get(kind, (0.5, 2))
         values[name] = rng.uniform(low, high, shape).astype(np.float32)
     return Climate(**values)

@@ -1,4 +1,4 @@
-"""The networks of a point's surroundings: by hand at single points, their size, and models from before them."""
+"""The networks of a point's surroundings: by hand at single points, and where there are none."""
 
 from math import cos, erf, hypot, log, pi, radians, sin, sqrt, tanh
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from models.small_models import make_climate, make_input, make_spec
 
-from ensemble_ml.models import EnsembleModel, ModelSpec, climate_shapes
+from ensemble_ml.models import EnsembleModel, climate_shapes
 from ensemble_ml.models.distributions import moments
 
 COLUMNS, ROWS = 16, 9
@@ -18,7 +18,7 @@ def gelu(x):
 
 
 def by_hand(climate, x, row, column, name):
-    """First output of a network, of u at a point: every input from its definition."""
+    """Outputs of a network at a point, those of u first: every input from its definition."""
     kinds = []
     for suffix in "ps":
         clim, anchor = (
@@ -28,7 +28,7 @@ def by_hand(climate, x, row, column, name):
             np.asarray(getattr(x, f"{n}_{suffix}")[0], float).reshape(ROWS, COLUMNS) for n in ("mean", "spread")
         )
         k, unit = float(np.ravel(getattr(climate, f"spread_shrink_{suffix}"))[0]), sqrt(np.mean(clim**2))
-        kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit))
+        kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit, clim / unit))
     channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]  # u, t2m: means; then spreads
 
     def at(c, i, j):
@@ -43,11 +43,12 @@ def by_hand(climate, x, row, column, name):
     given = [at(c, i, j) for c in range(4) for i in (-1, 0, 1) for j in (-1, 0, 1)]
     given += [abs(at(c, 0, 0)) for c in range(2)]
     given += [hypot((at(c, 0, 1) - at(c, 0, -1)) / 2 * stretch, (at(c, 1, 0) - at(c, -1, 0)) / 2) for c in range(2)]
+    given += [log(max(at(2 + c, 0, 0) + kinds[c][2][row, column], 0.01)) for c in range(2)]
     given += [sin(latitude), cos(latitude), sin(longitude), cos(longitude)]
     angle = float(x.day_of_year[0]) * 2 * pi / 365.2425
     given += [1 / 3, log(3), sin(angle), cos(angle), 1.0]
     hidden = [gelu(float(v)) for v in getattr(climate, f"{name}_first").astype(float) @ given]
-    return float(getattr(climate, f"{name}_second")[0].astype(float) @ [*hidden, 1.0])
+    return getattr(climate, f"{name}_second").astype(float) @ [*hidden, 1.0]
 
 
 def with_and_without(name, variable):
@@ -63,26 +64,29 @@ def with_and_without(name, variable):
 @pytest.mark.parametrize(("row", "column"), [(4, 7), (3, 0), (0, 3), (8, 15)])
 def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
     climate, x, with_, without = with_and_without("surroundings", "u")
-    added = (with_(x).location_p - without(x).location_p)[0, 0, 0, 0]
+    added = (with_(x).spread_p - without(x).spread_p)[0, 0, 0, 0]
     typical = sqrt(np.mean(np.asarray(climate.spread_p, float) ** 2))
-    wanted = by_hand(climate, x, row, column, "surroundings") * typical
+    wanted = by_hand(climate, x, row, column, "surroundings")[0] * typical
     assert abs(wanted) > 1e-3
     assert float(added[row, column].detach()) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize(("row", "column"), [(4, 7), (8, 15)])
-def test_sigma_is_multiplied_by_what_a_sum_by_hand_gives(row, column):
-    climate, x, with_, without = with_and_without("sharpness", "u")
-    found = with_(x)
-    ratio = (found.scale_p / without(x).scale_p)[0, 0, 0, 0]
-    wanted = by_hand(climate, x, row, column, "sharpness")
-    assert abs(wanted) > 1e-3
-    assert log(float(ratio[row, column].detach())) == pytest.approx(3 * tanh(wanted / 3), rel=1e-3, abs=1e-5)
-    torch.testing.assert_close(found.spread_p, without(x).spread_p, rtol=0, atol=0)
+def test_mean_and_sigma_are_what_sums_by_hand_give(row, column):
+    climate, x, with_, without = with_and_without("residuals", "u")
+    found, before = with_(x), without(x)
+    v, _, w, _ = (3 * tanh(value / 3) for value in by_hand(climate, x, row, column, "residuals"))  # of u, t2m each
+    sigma0, sigma = (float(p.scale_p[0, 0, 0, 0, row, column].detach()) for p in (before, found))
+    moved = float((found.location_p - before.location_p)[0, 0, 0, 0, row, column].detach())
+    assert min(abs(v), abs(w)) > 1e-4
+    assert moved == pytest.approx(v * sigma0, rel=1e-3, abs=2e-6)
+    assert log(sigma / sigma0) == pytest.approx(w, rel=1e-3, abs=1e-6)
+    torch.testing.assert_close(found.spread_p, before.spread_p, rtol=0, atol=0)
 
 
 def test_a_law_that_cannot_be_negative_keeps_its_mean_where_sigma_changes():
-    _, x, with_, without = with_and_without("sharpness", "q")
+    _, x, with_, without = with_and_without("residuals", "q")
+    with_.residuals.second[:2] = 0  # v
     means = []
     for model in (with_, without):
         found = model(x)
@@ -95,30 +99,23 @@ def test_there_is_none_without_a_linear_correction_or_where_it_has_no_units():
     for config in ({"surroundings": 0}, {"linear": False}):
         spec = make_spec(**config)
         model = EnsembleModel(spec, make_climate(spec))
-        assert model.surroundings is None and model.sharpness is None
-        assert climate_shapes(spec)["surroundings_first"] == climate_shapes(spec)["sharpness_second"] == (0, 0)
+        assert model.surroundings is None and model.residuals is None
+        assert climate_shapes(spec)["surroundings_first"] == climate_shapes(spec)["residuals_second"] == (0, 0)
 
 
-def test_there_is_none_of_sigma_where_none_is_predicted_or_wanted():
-    for config in ({"sharpness": False}, {"postprocess": False}):
+def test_there_is_none_of_residuals_where_none_are_predicted_or_wanted():
+    for config in ({"residuals": 0}, {"postprocess": False}):
         model = EnsembleModel(spec := make_spec(**config), make_climate(spec))
-        assert model.surroundings is not None and model.sharpness is None
+        assert model.surroundings is not None and model.residuals is None
 
 
 def test_a_climate_without_its_weights_adds_nothing():
     spec = make_spec()
     climate = make_climate(spec)
-    none = vars(climate) | {f"{a}_{b}": None for a in ("surroundings", "sharpness") for b in ("first", "second")}
+    none = vars(climate) | {f"{a}_{b}": None for a in ("surroundings", "residuals") for b in ("first", "second")}
     model, x = EnsembleModel(spec, type(climate)(**none)), make_input(spec)
     plain = EnsembleModel(make_spec(surroundings=0), type(climate)(**none))
     plain.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         torch.testing.assert_close(model(x).spread_p, plain(x).spread_p, rtol=0, atol=0)
         torch.testing.assert_close(model(x).scale_p, plain(x).scale_p, rtol=0, atol=0)
-
-
-def test_a_spec_from_before_there_was_one_has_none():
-    plain = make_spec().to_json()
-    del plain["config"]["surroundings"], plain["config"]["sharpness"]
-    config = ModelSpec.from_json(plain).config
-    assert config.surroundings == 0 and config.sharpness is False

@@ -42,7 +42,12 @@ def store(tmp_path_factory):
 def config_of(store, output, **changes):
     optim = OptimConfig(name=changes.pop("optimizer", OptimName.adamw), warmup=2, lr=1e-3, clip=1.0)
     model = ModelConfig(
-        hidden=8, max_hidden=8, surroundings=16, depth=2, precision=changes.pop("precision", Precision.float64)
+        hidden=8,
+        max_hidden=8,
+        surroundings=16,
+        residuals=16,
+        depth=2,
+        precision=changes.pop("precision", Precision.float64),
     )
     settings = dict(
         run="a", output=str(output), steps=10, batch_size=3, validate_every=5, checkpoint_every=5, threads=1,
@@ -181,7 +186,7 @@ def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher)
     for name, more in (("alone", []), (launcher, ["parallel.lat=2"])):
         settings = [
             "run=a", f"output={tmp_path / name}", f"data.store={store}", "data.train=[2001]", "data.members=[2]",
-            "model.hidden=4", "model.surroundings=16",
+            "model.hidden=4", "model.surroundings=16", "model.residuals=16",
             "model.max_hidden=4", "model.depth=1", "model.precision=float64", "steps=4", "threads=1",
             "tracking.tensorboard=false", "tracking.log_every=1", "validate_every=4",
         ]  # fmt: skip

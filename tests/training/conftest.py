@@ -46,9 +46,14 @@ def config_of(store, tmp_path):
             group, name = key.split("__")
             groups[group][name] = changes.pop(key)
         data = {"store": store.path, "train": TRAIN, "validation": VALIDATION, "members": [1, 2, 4, 6]} | groups["data"]
-        model = {"hidden": 8, "max_hidden": 8, "surroundings": 16, "depth": 1, "precision": Precision.float32} | groups[
-            "model"
-        ]
+        model = {
+            "hidden": 8,
+            "max_hidden": 8,
+            "surroundings": 16,
+            "residuals": 16,
+            "depth": 1,
+            "precision": Precision.float32,
+        } | groups["model"]
         settings = dict(
             run="a", output=str(tmp_path / "runs"), steps=12, validate_every=6, checkpoint_every=4, threads=1,
             data=DataConfig(**{"validation_members": 3} | data),
@@ -67,5 +72,5 @@ def point_dates(store):
     """Dates of one level, one surface variable and one lead, seen by three members."""
     grid, lead = store.layout.grid, store.layout.lead_hours[-1]
     kind = (store.layout.variables[:1], store.layout.levels[:1], store.layout.surface[:1])
-    config = ModelConfig(hidden=8, depth=1, surroundings=32)
+    config = ModelConfig(hidden=8, depth=1, surroundings=32, residuals=32)
     return Dates(Reader(store, ModelSpec(config, *kind, (lead,), (lead,), grid.latitude, grid.longitude)), 3)

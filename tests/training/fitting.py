@@ -20,17 +20,17 @@ def nothing(dates):
     module = LinearCorrection(spec, np.zeros(correction_shape(spec)))
     linear = Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
     weights = {name: np.zeros(shape) for name, shape in surroundings_shapes(spec).items()}
-    networks = (make_network(spec, weights, name) for name in ("surroundings", "sharpness"))
+    networks = (make_network(spec, weights, name) for name in ("surroundings", "residuals"))
     return Correction(linear, *networks, position_planes(spec, np.zeros((0, *spec.grid.shape), np.float32)))
 
 
-def missing_early(errors):
-    """The same errors, of which those of the mean of the first field are missing on the first eight dates."""
+def missing_often(errors, kind):
+    """The same errors, of which those of the first field's mean (0) or spread (1) are missing every other date."""
 
     def gaps(date, sample, members):
-        mean, spread = (values.clone() for values in errors(date, sample, members))
-        if date < 8:
-            mean[:, 0] = torch.nan
-        return mean, spread
+        found = [values.clone() for values in errors(date, sample, members)]
+        if date % 2 == 0:
+            found[kind][:, 0] = torch.nan
+        return tuple(found)
 
     return gaps

@@ -60,6 +60,40 @@ def test_linear_errors_are_found_again_for_any_number_of_members(dates):
     assert left(errors, dates, found, 18, 1)[0] < 0.02  # one member has no spread to depart
 
 
+def test_points_count_by_how_large_the_spread_is(dates):
+    linear = linear_of(dates)
+    near = torch.full_like(linear.shrink, 1e-6)
+    free = Linear(linear.module, linear.anchor, linear.climatology, near)
+    twice = 2 * linear.climatology
+    torch.testing.assert_close(free.relative(twice, 3), torch.full_like(twice[0, 0], 2.0))
+    torch.testing.assert_close(free.relative(twice, 1), torch.ones_like(twice[0, 0]))  # one member has no spread
+    torch.testing.assert_close(free.relative(torch.full_like(twice, torch.nan), 3), torch.full_like(twice[0, 0], 0.2))
+
+
+def test_errors_that_grow_with_the_spread_blur_less_than_their_squares_would(dates, monkeypatch):
+    true, relative = linear_of(dates, alike(dates)), Linear.relative
+
+    def errors(date, sample, members):
+        draw = torch.Generator().manual_seed(1000 * int(date) + members)
+        noise = relative(true, sample.spread, members) ** 3
+        return tuple(
+            v + noise * torch.randn(v.shape, generator=draw) for v in true(sample.mean, sample.spread, members)
+        )
+
+    def known(_date, sample, members):
+        return true(sample.mean, sample.spread, members)
+
+    shares = []
+    for weighted in (True, False):
+        found = linear_of(dates)
+        with monkeypatch.context() as patch:
+            if not weighted:
+                patch.setattr(Linear, "relative", lambda _, spread, __: torch.ones_like(spread[0, 0]))
+            fit_linear(found, dates, TRAIN, VALIDATION, [3, 5], errors)
+        shares.append(sum(left(known, dates, found, 18, 3)))
+    assert shares[0] < 0.9 * shares[1]
+
+
 def test_what_changes_with_latitude_is_found_but_for_what_bands_blur(dates):
     """Weights that change their sign from hemisphere to hemisphere: one for all finds none of them."""
     weight = alike(dates) * np.sin(np.deg2rad(NODES))[:, None, None, None, None, None]
@@ -99,9 +133,8 @@ def test_few_dates_give_no_correction(dates):
 
 def test_the_model_adds_what_a_sum_by_hand_gives():
     """At a point inside, and at the pole, where the rows beyond lie on the other side and wind changes its sign."""
-    spec = make_spec(
-        variables=("u",), surface=("t2m",), levels=(500,), leads_in=(24,), leads_out=(24,), local_terms=False
-    )
+    one = {"variables": ("u",), "surface": ("t2m",), "levels": (500,), "leads_in": (24,), "leads_out": (24,)}
+    spec = make_spec(**one, local_terms=False, surroundings=0)
     climate = make_climate(spec).checked(spec)
     x = make_input(spec)
     with_, without = (EnsembleModel(spec, climate) for _ in range(2))

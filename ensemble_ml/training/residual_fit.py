@@ -1,12 +1,13 @@
-"""Fits the network of `models.surroundings` that says how wide the distribution is, beyond what the spread says.
+"""Fits the network of `models.surroundings` that says what errors are left to expect, and how large they are.
 
 With e what is left of an error once mean and bias are corrected, sigma0 = s0 exp(B) what sigma is without the network:
 
-    w = argmin CRPS of N(0, [sigma0 exp(w)]^2) at e
+    v, w = argmin CRPS of N(v sigma0, [sigma0 exp(w)]^2) at e
 
-over single points of training dates, e and sigma0 in typical spreads. The normal law stands for all families here:
-`truth_fit` takes none, half or all of w, by the CRPS of the variable's own law on the validation dates. Axes: as in
-`point_fit`.
+over single points of training dates, e and sigma0 in typical spreads. Mean and width are fitted at once: an error
+counts by how large errors are where it stands, so less of the mean is fitted to chance than by squared errors. The
+normal law stands for all families here: `truth_fit` takes shares of v and w by the CRPS of the variable's own law on
+the validation dates. Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, lea
 
 log = logging.getLogger(__name__)
 
-_PASSES = 2
 _TINY = 1e-12
 
 
-def fit_sharpness(
+def fit_residuals(
     correction: Correction,
     dates: Dates,
     train: np.ndarray,
@@ -43,7 +43,7 @@ def fit_sharpness(
     shrink: Tensor,
     inflation: Tensor,
 ) -> bool:
-    """Give `correction.sharpness` its weights, and say whether it has got any.
+    """Give `correction.residuals` its weights, and say whether it has got any.
 
     Args:
         train: indices of start dates.
@@ -52,27 +52,27 @@ def fit_sharpness(
         shrink: k (T, F) of s0, which follows the corrected spread.
         inflation: B (T, F, Y, X).
     """
-    network = correction.sharpness
+    network = correction.residuals
     assert network is not None
     if len(train) < FEWEST_DATES:
-        log.info("sharpness: %d dates are too few, so nothing is added", len(train))
+        log.info("residuals: %d dates are too few, so nothing is added", len(train))
         return False
     points = Points(correction, dates, targets)
     before = _Before(points, shrink, inflation)
-    pool = gather("sharpness", network, points, train, sizes, before.take, arrays=2, passes=_PASSES, seed=1)
+    pool = gather("residuals", network, points, train, sizes, before.take, arrays=2, seed=1)
     if pool is None:
         return False
     error, scale = pool.given
-    zero = torch.zeros(())
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
-        sigma = scale[chosen].clamp(min=_TINY) * bounded(found).exp()
-        return distributions.crps(Family.NORMAL, zero, sigma, error[chosen]) / typical
+        sigma0 = scale[chosen].clamp(min=_TINY)
+        v, w = bounded(found).chunk(2, 1)
+        return distributions.crps(Family.NORMAL, v * sigma0, sigma0 * w.exp(), error[chosen]) / typical
 
     typical = _typical_cost(pool)
     one = torch.ones(len(network.second))
-    learn(network, pool, cost, unit=one, common=plane_count(dates.spec), passes=_PASSES, beat=dates.beat)
-    log.info("sharpness: fitted to %d points", len(pool.inputs))
+    learn(network, pool, cost, unit=one, common=plane_count(dates.spec), beat=dates.beat)
+    log.info("residuals: fitted to %d points", len(pool.inputs))
     return True
 
 
@@ -82,17 +82,18 @@ class _Before:
     def __init__(self, points: Points, shrink: Tensor, inflation: Tensor):
         self.points = points
         linear = points.correction.linear
-        self.climatology = linear.ordered((linear.climatology / linear.typical)[None]).flatten(1)
+        self.climatology = linear.relative_climatology.flatten(1)
         self.inflation = linear.ordered(inflation[None]).flatten(1)
         self.shrink = linear.ordered(shrink[None, ..., None, None]).flatten(1)
         self.typical = linear.ordered(linear.typical[None]).flatten(1)
 
     def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """x (K, P); error and sigma0 (O, P) in typical spreads."""
+        """x (K, P); error and sigma0 (T F, P) in typical spreads."""
         correction = self.points.correction
         assert correction.surroundings is not None
         inputs, wanted, left = self.points.at(date, sample, members, at)
-        error, missing = (left - correction.surroundings.at_points(inputs)).chunk(KINDS)
+        error, missing = left.chunk(KINDS)
+        missing = missing - correction.surroundings.at_points(inputs)
         full = correction.linear.ordered(sample.full_spread[None]).flatten(1)[:, at] / self.typical
         first = full - wanted.chunk(KINDS)[1]  # s1, not yet corrected
         followed = widened(first, full - missing - first)
@@ -102,7 +103,7 @@ class _Before:
 
 
 def _typical_cost(pool: Pool) -> Tensor:
-    """Mean CRPS of each output without the network, (O,)."""
+    """Mean CRPS of each field without the network, (T F,)."""
     some = slice(None, None, max(1, len(pool.inputs) // 50_000))
     error, scale, weight = pool.given[0][some], pool.given[1][some].clamp(min=_TINY), pool.weight[some]
     costs = distributions.crps(Family.NORMAL, torch.zeros(()), scale, error) * weight

@@ -1,4 +1,4 @@
-"""The fit of the sharpness: how errors grow is found on dates not seen, noise is left alone, sizes differ."""
+"""The fit of the residuals: what to expect of errors and how they grow is found on dates not seen, noise left alone."""
 
 import logging
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from training.fitting import SIZES, TRAIN, VALIDATION, missing_early, nothing
+from training.fitting import SIZES, TRAIN, VALIDATION, missing_often, nothing
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
@@ -15,7 +15,7 @@ from ensemble_ml.models import ModelSpec, distributions
 from ensemble_ml.models.heads import bounded
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.point_fit import Points
-from ensemble_ml.training.sharpness_fit import _Before, fit_sharpness
+from ensemble_ml.training.residual_fit import _Before, fit_residuals
 from ensemble_ml.training.spread_fit import Spread
 
 NO_SHRINK, FLAT = 1e-6, 0.0
@@ -42,14 +42,14 @@ def fitted(point_dates, correction, errors, **changes):
     shape = correction.linear.anchor.shape
     shrink, inflation = torch.full(shape[:2], NO_SHRINK), torch.full(shape, FLAT)
     given = {"train": TRAIN, "sizes": SIZES} | changes
-    return fit_sharpness(correction, point_dates, given["train"], given["sizes"], errors, shrink, inflation)
+    return fit_residuals(correction, point_dates, given["train"], given["sizes"], errors, shrink, inflation)
 
 
 def costs(point_dates, correction, errors, date):
     """CRPS with what the network says, without it, and with what is true, each with the best constant."""
     sample = Dates(point_dates.reader, 3).sample(date)
     error = errors(date, sample, 3)[0]
-    wide = bounded(correction.sharper(sample, 3))
+    wide = bounded(correction.expected(sample, 3)[1])
     factors = torch.linspace(-2, 2, 81).exp()
 
     def crps(scale):
@@ -77,7 +77,7 @@ def test_errors_that_go_with_the_spread_are_left_alone(point_dates):
     assert fitted(point_dates, correction, errors)
     found, before, _ = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
     assert found < 1.02 * before
-    assert float(correction.sharper(point_dates.sample(18), 3).mean()) == pytest.approx(0, abs=0.1)
+    assert float(correction.expected(point_dates.sample(18), 3)[1].mean()) == pytest.approx(0, abs=0.1)
 
 
 def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
@@ -89,25 +89,47 @@ def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
         return noise * sample.full_spread * (3.0 if members == 1 else 1.0), torch.zeros_like(sample.mean)
 
     assert fitted(point_dates, correction, errors)
-    wide = [float(correction.sharper(Dates(point_dates.reader, m).sample(18), m).mean()) for m in (1, 3)]
+    wide = [float(correction.expected(Dates(point_dates.reader, m).sample(18), m)[1].mean()) for m in (1, 3)]
     assert wide[0] - wide[1] == pytest.approx(np.log(3), abs=0.25)
 
 
-def test_what_is_missing_is_not_learned_from(point_dates):
+def test_what_to_expect_of_errors_is_found_on_dates_not_seen(point_dates):
+    """In sigmas, on one side of the anchor alone, under noise of the size of the spread."""
     correction = nothing(point_dates)
-    errors = growing(correction)
-    assert fitted(point_dates, correction, missing_early(errors))
-    assert torch.isfinite(correction.sharpness.second).all()
-    found, before, best = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
-    assert before - found > 0.4 * (before - best) > 0
+
+    def expected(sample):
+        return 1.5 * (sample.mean > correction.linear.anchor)
+
+    def errors(date, sample, members):
+        noise = torch.randn(sample.mean.shape, generator=torch.Generator().manual_seed(1000 * int(date) + members))
+        return (expected(sample) + noise) * sample.full_spread, torch.zeros_like(sample.mean)
+
+    assert fitted(point_dates, correction, errors)
+    for date in VALIDATION:
+        sample = Dates(point_dates.reader, 3).sample(date)
+        wanted, found = expected(sample), bounded(correction.expected(sample, 3)[0])
+        assert float(((wanted - found) ** 2).sum() / (wanted**2).sum()) < 0.4
+
+
+def test_what_is_missing_is_not_learned_from(point_dates):
+    def errors(date, sample, members):
+        noise = torch.randn(sample.mean.shape, generator=torch.Generator().manual_seed(1000 * int(date) + members))
+        return (1 + 0.3 * noise) * sample.full_spread, torch.zeros_like(sample.mean)
+
+    found = []
+    for given in (errors, missing_often(errors, 0)):
+        correction = nothing(point_dates)
+        assert fitted(point_dates, correction, given)
+        found.append(correction.expected(Dates(point_dates.reader, 3).sample(18), 3)[:, :, 0].mean((1, 2, 3)))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.1)  # zeros on half of the dates would draw it to them
 
 
 def test_few_dates_give_none_and_say_so(point_dates, caplog):
     correction = nothing(point_dates)
     with caplog.at_level(logging.INFO):
         assert not fitted(point_dates, correction, growing(correction), train=TRAIN[:6])
-    assert "sharpness: 6 dates are too few, so nothing is added" in caplog.text
-    assert not correction.sharpness.second.any()
+    assert "residuals: 6 dates are too few, so nothing is added" in caplog.text
+    assert not correction.residuals.second.any()
 
 
 def test_too_little_memory_gives_none_and_says_so(point_dates, monkeypatch, caplog):
@@ -124,7 +146,7 @@ def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
     leads = tuple(layout.lead_hours[-2:])
     names = layout.variables[:2], tuple(layout.levels[:2]), layout.surface[:2]
     grid = layout.grid.latitude, layout.grid.longitude
-    spec = ModelSpec(ModelConfig(hidden=8, depth=1, surroundings=8), *names, leads, leads, *grid)
+    spec = ModelSpec(ModelConfig(hidden=8, depth=1, surroundings=8, residuals=8), *names, leads, leads, *grid)
     dates = Dates(Reader(store, spec), 3)
     draw = torch.Generator().manual_seed(1)
     correction = nothing(dates)
