@@ -56,7 +56,7 @@ class ModelConfig:
     pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
     local_terms: bool = opt(True, "one learned correction a grid cell (locally connected), started from the training dates")
     linear: bool = opt(True, "unet3d: start from a linear correction by all fields around a point, fitted to the training dates in closed form")
-    surroundings: int = opt(512, "unet3d: hidden units of a small network of the points around, what the spread owes to them beyond the linear correction; 0: none")
+    surroundings: int = opt(512, "unet3d: hidden units of a small network of the points around, what the spread owes to them beyond the linear correction; 0: neither this one nor the next")
     residuals: int = opt(1024, "unet3d: of a second such network, what errors are to be expected, and how large; 0: none")
     spread: bool = opt(True, "head that predicts the full ensemble's spread")
     postprocess: bool = opt(True, "head that predicts the distribution of the truth; off where the store has none")

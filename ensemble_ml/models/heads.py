@@ -5,7 +5,7 @@ Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y 
     location = base + s_clim dL + a s0        scale = s0 exp(B + w + dB + b)        spread = s1 exp(dC + c)
 
 a, b, c come from the network, whose last layer starts at zero; dL, dB, dC are learned, one number a cell, and start at
-zero; base, B, and v and w (`models.surroundings`) come from the train dates. So the untrained model *is* what the train
+zero; base, B, and v and w (`models.surroundings`) are fitted before it is trained. So the untrained model *is* what the
 dates say, and weight decay pulls the local terms back to it. All learned terms are in spreads or logarithms: a step of
 a sign-based optimizer moves each by the same sensible share.
 

@@ -128,13 +128,13 @@ class EnsembleModel(nn.Module):
                 given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
         flat = [d.flatten(2, -3) for d in given.values()]
         padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))
-        (mean, spread), residuals = self.linear(padded, x.count).chunk(KINDS, 1), None
+        found, residuals = self.linear(padded, x.count), None
         if self.surroundings is not None:  # without which there are no residuals
             heads = [part.heads for part, _ in self._parts() if part is not None]
             climatology = torch.cat([(h.climatology / h.typical[..., None, None]).flatten(0, -3) for h in heads])
             common = self.features.common(x)
             with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
-                spread = spread + self.surroundings(padded, climatology, common)
+                found[:, len(climatology) :] += self.surroundings(padded, climatology, common)
                 residuals = None if self.residuals is None else self.residuals(padded, climatology, common)
 
         def by_set(values: Tensor) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class EnsembleModel(nn.Module):
             pieces = zip(given.items(), values.split([d.shape[2] for d in flat], 2), strict=True)
             return {k: piece.unflatten(2, d.shape[2:-2]) for (k, d), piece in pieces}
 
-        added = by_set(torch.stack([mean, spread], 1))
+        added = by_set(found.unflatten(1, (KINDS, -1)))
         return added, {} if residuals is None else by_set(residuals.unflatten(1, (2, -1)))
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:

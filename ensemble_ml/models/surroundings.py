@@ -30,6 +30,7 @@ from ensemble_ml.models.place import plane_count
 
 NEAR = 9  # points around, and the point itself
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
+_UNITS = 256  # that are held at once: a global field of each takes as much memory as many fields of the forecast
 _LEAST_SPREAD = 1e-2  # typical spreads: below this a spread is as good as none, and its logarithm stays put
 
 
@@ -77,9 +78,13 @@ class Surroundings(nn.Module):
         first, second = self.first.to(padded_BCYX.dtype), self.second.to(padded_BCYX.dtype)
         around = NEAR * self.channels
         others = torch.cat([self.sizes(padded_BCYX, climatology_FYX), common_BPYX.to(first.dtype)], 1)
-        hidden = F.conv2d(padded_BCYX, first[:, :around].unflatten(1, (self.channels, 3, 3)), first[:, -1])
-        hidden = F.gelu(hidden + F.conv2d(others, first[:, around:-1, None, None]))
-        return F.conv2d(hidden, second[:, :-1, None, None], second[:, -1])
+        found = second[:, -1:, None].expand(len(others), -1, *others.shape[2:])
+        for start in range(0, len(first), _UNITS):
+            units = slice(start, start + _UNITS)
+            near, rest = first[units, :around].unflatten(1, (self.channels, 3, 3)), first[units, around:-1, None, None]
+            hidden = F.gelu(F.conv2d(padded_BCYX, near, first[units, -1]) + F.conv2d(others, rest))
+            found = found + F.conv2d(hidden, second[:, :-1][:, units, None, None])
+        return found
 
     def at_points(self, inputs_KP: Tensor) -> Tensor:
         """The same of single points, from x without the constant: (outputs, P)."""

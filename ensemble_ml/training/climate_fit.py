@@ -15,9 +15,10 @@ With m, s mean and spread of the first M members, S the spread of all, y the tru
     inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
     residuals = what another such network says of these errors: what to expect, and how large         (`residual_fit`)
 
-c, one number a field, minimises the CRPS of the variable's own family, so heavy tails and zeros are allowed for; the
-CRPS that is left is the scale of the loss. Residuals leave their own date out of the bias, or sigma would come out too
-small by as much as the bias was fitted to noise.
+c, one number a field, minimises the CRPS of the variable's own family on dates to choose by (validation dates; a fifth
+of the training dates where there are none), so heavy tails and zeros are allowed for; the CRPS that is left there is
+the scale of the loss. Residuals leave their own date out of the bias, or sigma would come out too small by as much as
+the bias was fitted to noise.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.models.place import position_planes
 from ensemble_ml.models.surroundings import make_network, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
-from ensemble_ml.training.climate_data import MOST_DATES, Dates, spaced, split
+from ensemble_ml.training.climate_data import MOST_DATES, Dates, kept_apart, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
 from ensemble_ml.training.point_fit import Correction
 from ensemble_ml.training.smoothing import Scales
@@ -48,6 +49,7 @@ from ensemble_ml.training.truth_fit import Left, Truth
 log = logging.getLogger(__name__)
 
 _SAMPLE_DATES = 24  # enough for one number a field
+_FEWEST = 4  # dates that say anything of it
 
 
 @dataclass(eq=False)
@@ -72,8 +74,8 @@ def fit_climate(
     members: int,
     sizes: Sequence[int] = (),
 ) -> Fit:
-    """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty and the
-    shares of the small networks on `validation`.
+    """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty, the shares of the
+    small networks and the width of sigma on `validation`.
 
     Args:
         reader: of the store.
@@ -186,9 +188,21 @@ def _truth_terms(
         return {"bias": nothing, "inflation": nothing, "error": torch.ones(dates.shape)}
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
-    inflation = truth.inflation()
-    truth.learn_residuals(inflation, train, validation, sizes)
-    # What was fitted to the training dates is too sure of them: validation dates say how wide it is elsewhere.
-    unseen = spaced(validation, _SAMPLE_DATES) if len(validation) else sample
-    factor, error = truth.best_factor(unseen, inflation)
-    return {"bias": truth.whole_bias, "inflation": inflation + factor[..., None, None], "error": error}
+    unseen = spaced(kept_apart(train, validation)[1], _SAMPLE_DATES)
+    inflation, error = _widened(truth, truth.inflation(), unseen, sample)
+    if truth.learn_residuals(inflation, train, validation, sizes):
+        inflation, error = _widened(truth, inflation, unseen, sample)
+    return {"bias": truth.whole_bias, "inflation": inflation, "error": error}
+
+
+def _widened(truth: Truth, inflation: Tensor, unseen: np.ndarray, sample: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Inflation at which the CRPS is smallest, and that CRPS (T, F).
+
+    What was fitted to training dates is too sure of them, so dates to choose by say it; of a field that few of them
+    have, training dates.
+    """
+    factor, error, count = truth.best_factor(unseen, inflation)
+    if bool((count < _FEWEST).any()):
+        other, known, _ = truth.best_factor(sample, inflation)
+        factor, error = torch.where(count < _FEWEST, other, factor), torch.where(count < _FEWEST, known, error)
+    return inflation + factor[..., None, None], error

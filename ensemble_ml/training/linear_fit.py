@@ -10,7 +10,7 @@ Targets, in typical spreads: y - m - bias (without the date itself) for the mean
 ensemble sizes M < N at once. Points count by their area over the square of how large the spread is there and then, all
 fields together, for errors are as large as the spread: generalised least squares (Aitken 1935, doi:10.1017/
 S0370164600014346), which is near to what the CRPS asks for, too. Predictors are standardised; each output takes the
-penalty of a list with the smallest squared error on the validation dates (a fifth of the training dates where there are
+penalty of a list with the smallest such error on the validation dates (a fifth of the training dates where there are
 none), or no correction at all. What a target is missing of is taken to be like the rest of it.
 """
 
@@ -76,11 +76,12 @@ class Linear:
         return shift, more
 
     def relative(self, spread: Tensor, members: int) -> Tensor:
-        """How large the spread of M members is over climate's: geometric mean over leads and fields, (Y, X)."""
+        """How large the spread of M members is over climate's: geometric mean over leads and fields, (Y, X); like
+        climate's where there is none."""
         count, shrink = torch.tensor([float(members)]), self.shrink[..., None, None]
-        s0 = shrunk_spread(torch.nan_to_num(spread)[None], count, self.climatology, shrink)[0]
+        s0 = shrunk_spread(spread[None], count, self.climatology, shrink)[0]
         ratio = (s0 / self.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
-        return ratio.log().mean((0, 1)).exp()
+        return ratio.log().nan_to_num(0.0).mean((0, 1)).exp()
 
     def channels(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
         """Departures (C, Y, X) in the order of the model's channels."""
@@ -231,6 +232,7 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
         own = torch.zeros(count, predictors, predictors, dtype=torch.float64)
         cross = torch.zeros(count, predictors, outputs, dtype=torch.float64)
         absent = torch.zeros(count, outputs, dtype=torch.float64)
+        total = torch.zeros(count, dtype=torch.float64)
         choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
         for date, turn in product(train, range(choices)):
             chosen = rows.dates.drawn(int(date), size, draw) if turn else None
@@ -239,12 +241,13 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
                 here, aim = near[:, points] * root, wanted[:, points] * root
                 own[band] += here @ here.T
                 cross[band] += here @ aim.T
+                counts = (weights[points] * root).double() ** 2
+                total[band] += counts.sum()
                 if not there.all():
-                    counts = (weights[points] * root).double() ** 2
-                    absent[band] += (~there[:, points]).double() @ counts / counts.sum()
+                    absent[band] += (~there[:, points]).double() @ counts
         for band in range(count):
             gram[band] += torch.kron(torch.outer(terms, terms), own[band])
-            scale = (1 - absent[band] / (len(train) * choices)).clamp(min=_TINY)
+            scale = (1 - absent[band] / total[band].clamp(min=_TINY)).clamp(min=_TINY)
             right[band] += torch.kron(terms[:, None], cross[band] / scale)
     return gram, right
 

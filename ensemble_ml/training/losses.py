@@ -5,11 +5,11 @@ Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y 
     loss = sum w CRPS / error  /  sum w   +   spread_weight * sum w (spread - S)^2 / spread_error  /  sum w
 
 w is the exact cell area, zero where the target is missing. `error` and `spread_error` are what the untrained,
-statistical forecast has for the same lead, variable and level on the training dates (the latter for the same number of
-members): so every field starts near one, and a percent of one counts as much as a percent of another, as in the
-geometric means that scores are reported in. Sums and weights are added before they are divided, weights over all ranks,
-so short batches, missing fields and shards of any size are exact: a rank's loss is its share, and the sum over ranks is
-the loss of the whole batch.
+statistical forecast has for the same lead, variable and level, CRPS on validation dates, squared errors on training
+dates (for the same number of members): so every field starts near one, and a percent of one counts as much as a percent
+of another, as in the geometric means that scores are reported in. Sums and weights are added before they are divided,
+weights over all ranks, so short batches, missing fields and shards of any size are exact: a rank's loss is its share,
+and the sum over ranks is the loss of the whole batch.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class Correction:
         padded = self.linear.padded(sample.mean, sample.spread, members)
         found = self.linear.module(padded, torch.tensor([float(members)]))
         if self.surroundings is not None:
-            mean, spread = found.chunk(KINDS, 1)
-            found = torch.cat([mean, spread + self.of(self.surroundings, padded, sample, members)], 1)
+            found.chunk(KINDS, 1)[1].add_(self.of(self.surroundings, padded, sample, members))
         return self.linear.added(found)
 
     def expected(self, sample: Sample, members: int) -> Tensor | None:

@@ -63,13 +63,13 @@ def fit_residuals(
     if pool is None:
         return False
     error, scale = pool.given
+    typical = _typical_cost(pool)
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
         sigma0 = scale[chosen].clamp(min=_TINY)
         v, w = bounded(found).chunk(2, 1)
         return distributions.crps(Family.NORMAL, v * sigma0, sigma0 * w.exp(), error[chosen]) / typical
 
-    typical = _typical_cost(pool)
     one = torch.ones(len(network.second))
     learn(network, pool, cost, unit=one, common=plane_count(dates.spec), beat=dates.beat)
     log.info("residuals: fitted to %d points", len(pool.inputs))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 import torch
@@ -124,24 +123,25 @@ class Truth:
 
     def learn_residuals(
         self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]
-    ) -> None:
+    ) -> bool:
         """Fit the residuals' network, where there is one, and take the shares of v and of w, field by field, at which
-        the CRPS of the validation dates is smallest, whatever factor sigma then has."""
+        the CRPS of the validation dates is smallest, with sigma free to change a little; whether there is one now."""
         correction = self.spread.corrected
         if correction is None or correction.residuals is None:
-            return
+            return False
         train, validation = kept_apart(train, validation)
         targets, shrink = Left(self, self.spread), self.spread.shrink
         if not fit_residuals(correction, self.dates, train, sizes, targets, shrink, inflation):
-            return
+            return False
         second, linear = correction.residuals.second, correction.linear
         seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)
-        tried = [(torch.tensor(pair), self._cost(*seen, torch.tensor(pair))) for pair in product(_SHARES, repeat=2)]
-        costs = torch.stack([cost for _, cost in tried])
-        shares = torch.stack([pair for pair, _ in tried])[costs.argmin(0)].permute(2, 0, 1)  # (2, T, F)
+        tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
+        costs = torch.stack([self._cost(*seen, pair) for pair in tried])
+        shares = tried[costs.argmin(0)].permute(2, 0, 1)  # (2, T, F)
         second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
         gain = 1 - float((costs.amin(0) / costs[0]).mean())
         log.info("residuals: CRPS on the validation dates %.2f %% lower", 100 * gain)
+        return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
@@ -155,23 +155,25 @@ class Truth:
             at = torch.randperm(self.scales.area.numel(), generator=torch.Generator().manual_seed(int(date)))[:_POINTS]
             given.append(torch.stack([truth, centre, sigma0]).flatten(-2)[..., at])
             said.append(more.flatten(-2)[..., at])
-            areas.append(self.scales.area.expand(truth.shape[-2:]).flatten()[at])
+            areas.append(self.scales.area.flatten()[at])
         return torch.cat(given, -1), torch.cat(said, -1), torch.cat(areas)
 
     def _cost(self, given: Tensor, said: Tensor, areas: Tensor, shares: Tensor) -> Tensor:
         """CRPS (T, F) with shares (2,) of v and of w, at the best of a few factors of sigma."""
-        truth, centre, sigma0 = given
-        centre, wide = informed(centre, sigma0, torch.zeros(()), shares[:, None, None, None] * said)
+        self.dates.beat()
+        (truth, centre, sigma0), said = given, shares[:, None, None, None] * said
         found = []
         for factor in _NEAR:
-            crps = self._crps(centre, sigma0 * wide.exp() * factor, truth)
+            moved, wide = informed(centre, sigma0, factor.log(), said)
+            crps = self._crps(moved, sigma0 * wide.exp(), truth)
             there = torch.isfinite(crps) * areas
             found.append((crps.nan_to_num() * there).sum(-1) / there.sum(-1).clamp(min=_TINY))
         least = torch.stack(found).amin(0)
         return torch.where(least > 0, least, 1.0)
 
-    def best_factor(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor]:
-        """Logarithm of the factor of sigma at which the CRPS is smallest, and that CRPS, both (T, F)."""
+    def best_factor(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logarithm of the factor of sigma at which the CRPS is smallest, that CRPS, and on how many of the `chosen`
+        dates there is one, all (T, F); zero and one where there is none."""
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
@@ -179,16 +181,22 @@ class Truth:
             truth, centre, followed = self._unseen(sample, int(date))
             s0 = self.spread.s0(followed)
             more = self.spread.expected_errors(sample)
-            centre, wide = (centre, inflation) if more is None else informed(centre, s0, inflation, more)
-            crps = (self._crps(centre, s0 * wide.exp() * c, truth) for c in _FACTORS)
-            scores = torch.stack([self.scales.mean(one, torch.isfinite(one)) for one in crps])
+            found = []
+            for factor in _FACTORS.log():
+                moved, wide = centre, inflation + factor
+                if more is not None:
+                    moved, wide = informed(centre, s0, wide, more)
+                crps = self._crps(moved, s0 * wide.exp(), truth)
+                found.append(self.scales.mean(crps, torch.isfinite(crps)))
+            scores = torch.stack(found)
             valid = torch.isfinite(scores).all(0)
             total += torch.where(valid, scores, 0.0)
             count += valid
-        scores = total / count.clamp(min=1)
-        best = scores.argmin(0)
-        smallest = scores.gather(0, best[None])[0]
-        return _FACTORS.log()[best], torch.where(smallest > 0, smallest, 1.0).float()
+        mean = total / count.clamp(min=1)
+        best = mean.argmin(0)
+        smallest = mean.gather(0, best[None])[0]
+        factor = torch.where(count > 0, _FACTORS.log()[best], 0.0)
+        return factor, torch.where(smallest > 0, smallest, 1.0).float(), count
 
     def _crps(self, centre: Tensor, scale: Tensor, truth: Tensor) -> Tensor:
         scores = torch.empty_like(scale)

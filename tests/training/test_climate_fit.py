@@ -15,6 +15,7 @@ from ensemble_ml.store.source import Selection
 from ensemble_ml.training import spread_fit
 from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.truth_fit import Truth
 from ensemble_ml.training.validation import validate
 
 TRAIN, TEST = np.arange(30), np.arange(30, 40)
@@ -102,6 +103,53 @@ def test_error_is_the_crps_on_unseen_dates(wrong, fit):
     np.testing.assert_allclose(torch.stack(scores).mean(0), fit.climate.error_p, rtol=0.12)
     found = validate(model, fixed_batches(reader, TEST, range(5)), full_size=10, area=area).scores
     assert found["crps_ratio"] < 0.9 and found["spread_ratio"] < 0.95
+
+
+def test_error_is_the_crps_of_the_untrained_model_on_dates_to_choose_by(wrong, monkeypatch):
+    """With all corrections: what the fit applies is what the model applies, v and w and the factor among them."""
+    reader = reader_of(wrong, linear=True, surroundings=8, residuals=8)
+    real = Truth.learn_residuals
+
+    def biased(self, *given):
+        """v half a sigma too large, w too wide: the factor has to undo the one, and moves the other."""
+        found = real(self, *given)
+        v, w = self.spread.corrected.residuals.second[:, -1].chunk(2)
+        v += 0.5
+        w += 0.4
+        return found
+
+    monkeypatch.setattr(Truth, "learn_residuals", biased)
+    climate = fit_climate(reader, TRAIN, TEST, 5).climate
+    assert climate.residuals_second.any()
+    model = EnsembleModel(reader.spec, climate)
+    area = torch.from_numpy(reader.spec.grid.area_weights()).float()
+    scores = []
+    with torch.no_grad():
+        for batch in fixed_batches(reader, TEST, range(5)):
+            made = model(batch.inputs)
+            crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p, batch.truth_p)
+            scores.append((crps * area).mean((-2, -1))[0])
+    normal = [at for at, name in enumerate(reader.spec.variables) if reader.spec.family(name) is Family.NORMAL]
+    found = torch.stack(scores).mean(0)[:, normal]
+    np.testing.assert_allclose(found, climate.error_p[:, normal], rtol=1e-3)
+
+
+def test_a_field_that_no_validation_date_has_takes_its_width_from_training_dates(wrong, monkeypatch):
+    whole = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
+    real = Dates.target
+
+    def without(self, part, date):
+        found = real(self, part, date).clone()
+        if part is Part.TRUTH and date in TEST:
+            found[:, 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(Dates, "target", without)
+    climate = fit_climate(reader_of(wrong), TRAIN, TEST, 5).climate
+    for name in ("inflation_p", "error_p"):
+        some, every = (np.asarray(getattr(c, name)) for c in (climate, whole))
+        np.testing.assert_allclose(some[:, 0, 0], every[:, 0, 0], rtol=0.3, atol=0.2)
+        np.testing.assert_array_equal(some[:, 1:], every[:, 1:])
 
 
 def test_spread_error_falls_with_members(fit):

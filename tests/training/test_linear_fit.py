@@ -67,7 +67,7 @@ def test_points_count_by_how_large_the_spread_is(dates):
     twice = 2 * linear.climatology
     torch.testing.assert_close(free.relative(twice, 3), torch.full_like(twice[0, 0], 2.0))
     torch.testing.assert_close(free.relative(twice, 1), torch.ones_like(twice[0, 0]))  # one member has no spread
-    torch.testing.assert_close(free.relative(torch.full_like(twice, torch.nan), 3), torch.full_like(twice[0, 0], 0.2))
+    torch.testing.assert_close(free.relative(torch.full_like(twice, torch.nan), 3), torch.ones_like(twice[0, 0]))
 
 
 def test_errors_that_grow_with_the_spread_blur_less_than_their_squares_would(dates, monkeypatch):

@@ -16,7 +16,9 @@ from ensemble_ml.models.heads import bounded
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.point_fit import Points
 from ensemble_ml.training.residual_fit import _Before, fit_residuals
+from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread
+from ensemble_ml.training.truth_fit import Truth
 
 NO_SHRINK, FLAT = 1e-6, 0.0
 
@@ -77,7 +79,9 @@ def test_errors_that_go_with_the_spread_are_left_alone(point_dates):
     assert fitted(point_dates, correction, errors)
     found, before, _ = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
     assert found < 1.02 * before
-    assert float(correction.expected(point_dates.sample(18), 3)[1].mean()) == pytest.approx(0, abs=0.1)
+    v, w = correction.expected(point_dates.sample(18), 3)
+    assert float(w.mean()) == pytest.approx(0, abs=0.1)
+    assert float(v.square().mean().sqrt()) < 0.3  # of the errors' own size
 
 
 def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
@@ -178,3 +182,30 @@ def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
         torch.testing.assert_close(scale, sigmas, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(error, left, rtol=1e-4, atol=1e-4)
         assert len(inputs) == correction.surroundings.first.shape[1] - 1
+
+
+def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):
+    """What is right of a field is taken whole, noise is not: four fields in the order of the network's outputs."""
+    layout = store.layout
+    leads = tuple(layout.lead_hours[-2:])
+    grid = layout.grid.latitude, layout.grid.longitude
+    config = ModelConfig(hidden=8, depth=1, surroundings=8, residuals=8)
+    spec = ModelSpec(config, ("t",), tuple(layout.levels[:1]), ("t2m",), leads, leads, *grid)
+    dates = Dates(Reader(store, spec), 3)
+    correction = nothing(dates)
+    correction.residuals.second.fill_(1.0)
+    draw = torch.Generator().manual_seed(0)
+    v, w, noise, other, error = torch.randn(5, 2, 2, 20_000, generator=draw)  # (T, F, P)
+    right = torch.tensor([[[1, 0], [0, 1]], [[0, 1], [0, 1]]], dtype=torch.bool)[..., None]  # of v and of w, (T, F)
+    truth = torch.where(right[0], v, 0.0) + torch.where(right[1], 0.6 * w, 0.0).exp() * error
+    said = torch.stack([torch.where(right[0], v, noise), torch.where(right[1], 0.6 * w, 0.6 * other)])
+    given = torch.stack([truth, torch.zeros_like(truth), torch.ones_like(truth)])
+    made = object.__new__(Truth)
+    made.dates, made.scales = dates, Scales(spec.grid)
+    made.spread = Spread(correction.linear.climatology, torch.ones(2, 2), 3, *torch.ones(3, 2, 2), correction)
+    monkeypatch.setattr("ensemble_ml.training.truth_fit.fit_residuals", lambda *_: True)
+    monkeypatch.setattr(Truth, "_points", lambda *_: (given, said, torch.ones(truth.shape[-1])))
+    assert made.learn_residuals(torch.zeros(2, 2, *spec.grid.shape), TRAIN, VALIDATION, SIZES)
+    # (v, w) by field: t at both leads, then t2m at both leads
+    shares = correction.residuals.second[:, 0].reshape(2, 2, 2)
+    torch.testing.assert_close(shares, right[..., 0].transpose(1, 2).float(), rtol=0, atol=0)

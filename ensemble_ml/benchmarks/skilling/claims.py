@@ -82,7 +82,7 @@ def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> 
     _two(claims, text, gain, 2.0)
     if START in contest.labels:
         begun = board.gain("crps", ours, contest.of(START))
-        _put(figures, f"CRPS {where}: ours below its own start (the fits in closed form, no step)", begun)
+        _put(figures, f"CRPS {where}: ours below its own start (the fits, no step)", begun)
     against_raw = board.gain("crps", ours, raw)
     claims.append(Claim(f"{where}: CRPS below the raw full ensemble's N(m, (1+1/M) s^2)", against_raw.value, "%", 13.0))
     _put(figures, f"CRPS {where}: ours below fair CRPS of the raw {n}", board.gain("crps", ours, [f"fair_{n}"]))

@@ -40,7 +40,7 @@ from ensemble_ml.training.setup import check_same_data, refuse_other_settings
 log = logging.getLogger(__name__)
 
 OURS = "unet3d"
-START = "start"  # our network before its first step: a statistical correction in closed form
+START = "start"  # our network before its first step: a statistical correction
 CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
 # As in conf/model, with our network at the size of the quickstart, which its sixty training dates can feed.
 NETS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ TRIALS: tuple[dict[str, Any], ...] = (
     {"lr": 1e-3, "weight_decay": 0.5},
 )
 _NO_STEP = {"lr": 1e-12, "weight_decay": 0.0}
-_TINY = {"hidden": 8, "max_hidden": 8, "depth": 1}
+_TINY = {"hidden": 8, "max_hidden": 8, "depth": 1, "surroundings": 16, "residuals": 16}
 
 
 @dataclass(frozen=True)
