@@ -119,8 +119,8 @@ class ModelSpec:
         """Inverse of `to_json`."""
         config = dict(plain["config"])
         kinds = {"vertical": Vertical, "pole": Pole, "precision": Precision, "standardise": Standardise}
-        for key in kinds.keys() & config.keys():  # a checkpoint may be older than a setting
-            config[key] = kinds[key](config[key])
+        for key, kind in kinds.items():
+            config[key] = kind(config[key])
         return cls(ModelConfig(**config), **{k: tuple(v) for k, v in plain.items() if k != "config"})
 
 
