@@ -1,6 +1,7 @@
 """benchmark=skill in small: every stage, what it leaves, nothing done twice; its sums against brute force."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,6 +81,24 @@ def test_years_are_split_as_the_archive_has_them():
     assert found == entrants.Dates([str(y) for y in range(2001, 2005)], ["2005"], ["2006", "2007"])
     with pytest.raises(UserError, match=r"skill.train, skill.test: share 1 start dates \(first 2007"):
         entrants.split(SkillConfig(train=["2001/2003", "2007"]), times)
+
+
+def test_the_others_train_longer_by_the_time_of_our_fits(monkeypatch, tmp_path):
+    seen = {}
+
+    def trained(name, _trial, _seed, config, *_):
+        seen[name] = config.minutes
+        return tmp_path
+
+    meta = {"fit_seconds": 100.0, "best": {"crps_ratio": 0.9}, "step": 1, "steps": 1}
+    monkeypatch.setattr(entrants, "_train", trained)
+    monkeypatch.setattr(entrants, "load_checkpoint", lambda _: SimpleNamespace(meta=meta))
+    start = entrants.Trained("start", (tmp_path,), ())
+    for minutes, longer in ((2.0, 3.7), (0.0, 0.0)):  # 100 s, rounded up to a tenth of a minute; zero has no limit
+        for name in ("unet3d", "drn", "emos"):
+            settings = SkillConfig(minutes=minutes, trials=1, seeds=1)
+            entrants.train_entrant(name, settings, None, None, tmp_path, BenchmarkSize.tiny, start)
+        assert seen == {"unet3d": minutes, "drn": pytest.approx(longer), "emos": pytest.approx(longer)}
 
 
 def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):

@@ -1,6 +1,7 @@
 """Trains everyone alike: the same dates, inputs, trials, seeds, time of steps and early stopping by validation dates.
 
-What ours fits to its training dates before a first step (`START`) is made once, beside that time, and told of.
+What ours fits to its training dates before a first step (`START`) is made once; every training of the others is longer
+by the time that it took.
 
 A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
 training or a forecast that is whole is not made again, and one that was broken off goes on.
@@ -9,7 +10,8 @@ training or a forecast that is whole is not made again, and one that was broken 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -105,14 +107,19 @@ def split(config: SkillConfig, init_time: np.ndarray) -> Dates:
 
 
 def train_entrant(
-    name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize
+    name: str, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize, start: Trained
 ) -> Trained:
     """Run the trials of `name` with seed 0, then the best of them with the other seeds.
+
+    Args:
+        start: of `start_of_ours`.
 
     Raises:
         UserError: a run of that name was made with other settings or dates.
     """
     count = 1 if name in CLOSED_FORM else config.trials
+    if name != OURS and config.minutes:
+        config = replace(config, minutes=config.minutes + _tenths(fit_seconds(start) / 60))
     rows = []
     for trial in range(count):
         run = _train(name, trial, 0, config, dates, store, folder, size)
@@ -138,6 +145,15 @@ def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder:
     if config.trials > len(TRIALS):
         raise UserError(f"skill.trials={config.trials}: there are {len(TRIALS)} settings to try; give {len(TRIALS)}")
     return Trained(START, (_train(START, 0, 0, config, dates, store, folder, size),), ())
+
+
+def fit_seconds(start: Trained) -> float:
+    """What our fits took, whenever they were made."""
+    return float(load_checkpoint(start.runs[0] / "checkpoints" / "last").meta["fit_seconds"])
+
+
+def _tenths(minutes: float) -> float:
+    return math.ceil(10 * minutes) / 10
 
 
 def _emos(meta: dict[str, Any]) -> dict[str, Any]:
