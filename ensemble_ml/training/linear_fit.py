@@ -8,10 +8,10 @@ what W leaves with the band's share of each point as its weight. The sums of all
 
 Targets, in typical spreads: y - m - bias (without the date itself) for the mean, S - s1 for the spread, from a few
 ensemble sizes M < N at once. Points count by their area over the square of how large the spread is there and then, all
-fields together, for errors are as large as the spread: generalised least squares (Aitken 1935, doi:10.1017/
-S0370164600014346), which is near to what the CRPS asks for, too. Predictors are standardised; each output takes the
-penalty of a list with the smallest such error on the validation dates (a fifth of the training dates where there are
-none), or no correction at all. What a target is missing of is taken to be like the rest of it.
+fields together, for errors are as large as the spread: generalised least squares (Aitken 1935,
+doi:10.1017/S0370164600014346), which is near to what the CRPS asks for, too. Predictors are standardised; each output
+takes the penalty of a list with the smallest such error on the validation dates (a fifth of the training dates where
+there are none), or no correction at all. What a target is missing of is taken to be like the rest of it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Points of one field are alike, those of many dates are not: a step sees `_BATCH`
 to a few random choices of members, where a step on whole fields sees four dates.
 
 Axes: T lead, F field (variables and levels, then surface variables), K input, U output, O = 2 T F outputs of the linear
-correction, N row of the pool (a point of a
-date seen by some members), P point, Y latitude, X longitude.
+correction, N row of the pool (a point of a date seen by some members), P point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.linear import KINDS
-from ensemble_ml.models.place import common_planes
+from ensemble_ml.models.place import common_planes, plane_count
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import Surroundings
 from ensemble_ml.training.climate_data import Dates, Sample
@@ -60,7 +59,7 @@ class Correction:
             found.chunk(KINDS, 1)[1].add_(self.of(self.surroundings, padded, sample, members))
         return self.linear.added(found)
 
-    def expected(self, sample: Sample, members: int) -> Tensor | None:
+    def expected_errors(self, sample: Sample, members: int) -> Tensor | None:
         """v and w of `models.surroundings`, (2, T, F, Y, X); None where nothing says them."""
         if self.residuals is None:
             return None
@@ -174,16 +173,14 @@ def choices_of(
             yield int(date), dates.drawn(int(date), size, draw)
 
 
-def learn(
-    network: Surroundings, pool: Pool, loss: Loss, *, unit: Tensor, common: int, beat: Callable[[], None]
-) -> None:
+def learn(network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> None:
     """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them.
 
     Args:
         loss: of outputs (P, U) in `unit`s (U,).
-        common: inputs of place, season and size, the last ones.
-        beat: called every few seconds.
+        dates: that the pool is from, told every few seconds that the fit goes on.
     """
+    common = plane_count(dates.spec)  # of the inputs, the last ones: place, season and size
     some = pool.inputs[:: max(1, len(pool.inputs) // 50_000)].float()
     middle, spread = some.mean(0), some.std(0)
     varies = spread > _TINY
@@ -210,7 +207,7 @@ def learn(
             order = torch.randperm(len(pool.inputs))
             for chosen in order[: a_pass * batch].split(batch):
                 if time.monotonic() > due:
-                    beat()
+                    dates.beat()
                     due = time.monotonic() + _BEAT
                 inputs = (pool.inputs[chosen].float() - middle) / spread
                 with torch.autocast("cpu", torch.bfloat16, enabled=low):

@@ -24,7 +24,6 @@ from ensemble_ml.models import distributions
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, widened
 from ensemble_ml.models.linear import KINDS
-from ensemble_ml.models.place import plane_count
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
@@ -70,8 +69,7 @@ def fit_residuals(
         v, w = bounded(found).chunk(2, 1)
         return distributions.crps(Family.NORMAL, v * sigma0, sigma0 * w.exp(), error[chosen]) / typical
 
-    one = torch.ones(len(network.second))
-    learn(network, pool, cost, unit=one, common=plane_count(dates.spec), beat=dates.beat)
+    learn(network, pool, cost, torch.ones(len(network.second)), dates)
     log.info("residuals: fitted to %d points", len(pool.inputs))
     return True
 

@@ -64,9 +64,10 @@ class Spread:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
         return self.corrected(sample, self.members)
 
-    def expected_errors(self, sample: Sample) -> Tensor | None:
-        """v and w of the residuals' network, (2, T, F, Y, X); None where there is none."""
-        return None if self.corrected is None else self.corrected.expected(sample, self.members)
+    def expected_errors(self, sample: Sample) -> Tensor:
+        """v and w of the residuals' network, (2, T, F, Y, X); zeros where there is none."""
+        found = None if self.corrected is None else self.corrected.expected_errors(sample, self.members)
+        return sample.mean.new_zeros(2, *sample.mean.shape) if found is None else found
 
     def expected(self, sample: Sample) -> Tensor:
         """The full spread that the untrained model predicts, (T, F, Y, X)."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.models.linear import KINDS
-from ensemble_ml.models.place import plane_count
 from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
 from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
@@ -57,14 +56,7 @@ def fit_surroundings(
     if pool is None:
         return
     (wanted,), unit = pool.given, _sizes(pool)
-    learn(
-        network,
-        pool,
-        lambda found, chosen: (found - wanted[chosen] / unit) ** 2,
-        unit=unit,
-        common=plane_count(dates.spec),
-        beat=dates.beat,
-    )
+    learn(network, pool, lambda found, chosen: (found - wanted[chosen] / unit) ** 2, unit, dates)
     shares, gain = _shares(points, spaced(validation, _VALIDATION_DATES))
     network.second *= shares[:, None]
     told = "surroundings: fitted to %d points; RMSE of the spread on the validation dates %.1f %% lower"

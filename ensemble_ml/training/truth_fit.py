@@ -85,6 +85,12 @@ class Truth:
         centre = sample.mean + self._bias_without(date) + shift
         return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
 
+    def _uninformed(self, date: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Truth, corrected mean and s0 of a date, and v and w, which are not in them yet."""
+        sample = self.dates.sample(date)
+        truth, centre, followed = self._unseen(sample, date)
+        return truth, centre, self.spread.s0(followed), self.spread.expected_errors(sample)
+
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
         """k of s0 (T, F) at which N(centre, c^2 s0^2) gives the truth the highest likelihood, c free for each k.
 
@@ -147,13 +153,9 @@ class Truth:
         """Random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
         given, said, areas = [], [], []
         for date in chosen:
-            sample = self.dates.sample(int(date))
-            truth, centre, followed = self._unseen(sample, int(date))
-            sigma0 = self.spread.s0(followed) * inflation.exp()
-            more = self.spread.expected_errors(sample)
-            assert more is not None
+            truth, centre, s0, more = self._uninformed(int(date))
             at = torch.randperm(self.scales.area.numel(), generator=torch.Generator().manual_seed(int(date)))[:_POINTS]
-            given.append(torch.stack([truth, centre, sigma0]).flatten(-2)[..., at])
+            given.append(torch.stack([truth, centre, s0 * inflation.exp()]).flatten(-2)[..., at])
             said.append(more.flatten(-2)[..., at])
             areas.append(self.scales.area.flatten()[at])
         return torch.cat(given, -1), torch.cat(said, -1), torch.cat(areas)
@@ -177,15 +179,10 @@ class Truth:
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
-            sample = self.dates.sample(int(date))
-            truth, centre, followed = self._unseen(sample, int(date))
-            s0 = self.spread.s0(followed)
-            more = self.spread.expected_errors(sample)
+            truth, centre, s0, more = self._uninformed(int(date))
             found = []
             for factor in _FACTORS.log():
-                moved, wide = centre, inflation + factor
-                if more is not None:
-                    moved, wide = informed(centre, s0, wide, more)
+                moved, wide = informed(centre, s0, inflation + factor, more)
                 crps = self._crps(moved, s0 * wide.exp(), truth)
                 found.append(self.scales.mean(crps, torch.isfinite(crps)))
             scores = torch.stack(found)

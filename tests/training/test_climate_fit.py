@@ -72,21 +72,22 @@ def test_a_calibrated_ensemble_is_left_alone(right):
     # best a little narrower. What counts is that no other width scores better on dates that were not seen.
     assert 0 < climate.inflation_p.mean() < 0.5 * np.log(1.2) + 0.05
     assert climate.inflation_p.std() < 0.1
-    scores = {factor: unseen_crps(right, climate, factor) for factor in (0.85, 1.0, 1.15)}
+    reader = reader_of(right)
+    model, even = EnsembleModel(reader.spec, climate), torch.ones(1, 1)
+    crps = {factor: unseen_crps(reader, model, even, factor) for factor in (0.85, 1.0, 1.15)}
+    scores = {factor: float((found / torch.from_numpy(climate.error_p)).mean()) for factor, found in crps.items()}
     assert scores[1.0] < min(scores[0.85], scores[1.15])
 
 
-def unseen_crps(store, climate, factor):
-    """CRPS on `TEST` over its value at the climate's own scale of each field, all scales times `factor`."""
-    reader = reader_of(store)
-    model = EnsembleModel(reader.spec, climate)
+def unseen_crps(reader, model, area, factor=1.0):
+    """CRPS of the pressure levels on `TEST`, (T, V, Z), with all scales times `factor`."""
     scores = []
     with torch.no_grad():
         for batch in fixed_batches(reader, TEST, range(5)):
             made = model(batch.inputs)
-            args = made.location_p, made.scale_p * factor, batch.truth_p
-            scores.append(distributions.crps(Family.NORMAL, *args).mean((-2, -1))[0])
-    return float((torch.stack(scores).mean(0) / torch.from_numpy(climate.error_p)).mean())
+            crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p * factor, batch.truth_p)
+            scores.append((crps * area).mean((-2, -1))[0])
+    return torch.stack(scores).mean(0)
 
 
 def test_error_is_the_crps_on_unseen_dates(wrong, fit):
@@ -94,13 +95,7 @@ def test_error_is_the_crps_on_unseen_dates(wrong, fit):
     reader = reader_of(wrong)
     model = EnsembleModel(reader.spec, fit.climate)
     area = torch.from_numpy(reader.spec.grid.area_weights()).float()
-    scores = []
-    with torch.no_grad():
-        for batch in fixed_batches(reader, TEST, range(5)):
-            made = model(batch.inputs)
-            crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p, batch.truth_p)
-            scores.append((crps * area).mean((-2, -1))[0])
-    np.testing.assert_allclose(torch.stack(scores).mean(0), fit.climate.error_p, rtol=0.12)
+    np.testing.assert_allclose(unseen_crps(reader, model, area), fit.climate.error_p, rtol=0.12)
     found = validate(model, fixed_batches(reader, TEST, range(5)), full_size=10, area=area).scores
     assert found["crps_ratio"] < 0.9 and found["spread_ratio"] < 0.95
 
@@ -123,14 +118,8 @@ def test_error_is_the_crps_of_the_untrained_model_on_dates_to_choose_by(wrong, m
     assert climate.residuals_second.any()
     model = EnsembleModel(reader.spec, climate)
     area = torch.from_numpy(reader.spec.grid.area_weights()).float()
-    scores = []
-    with torch.no_grad():
-        for batch in fixed_batches(reader, TEST, range(5)):
-            made = model(batch.inputs)
-            crps = distributions.crps(Family.NORMAL, made.location_p, made.scale_p, batch.truth_p)
-            scores.append((crps * area).mean((-2, -1))[0])
     normal = [at for at, name in enumerate(reader.spec.variables) if reader.spec.family(name) is Family.NORMAL]
-    found = torch.stack(scores).mean(0)[:, normal]
+    found = unseen_crps(reader, model, area)[:, normal]
     np.testing.assert_allclose(found, climate.error_p[:, normal], rtol=1e-3)
 
 

@@ -51,7 +51,7 @@ def costs(point_dates, correction, errors, date):
     """CRPS with what the network says, without it, and with what is true, each with the best constant."""
     sample = Dates(point_dates.reader, 3).sample(date)
     error = errors(date, sample, 3)[0]
-    wide = bounded(correction.expected(sample, 3)[1])
+    wide = bounded(correction.expected_errors(sample, 3)[1])
     factors = torch.linspace(-2, 2, 81).exp()
 
     def crps(scale):
@@ -79,7 +79,7 @@ def test_errors_that_go_with_the_spread_are_left_alone(point_dates):
     assert fitted(point_dates, correction, errors)
     found, before, _ = sum(costs(point_dates, correction, errors, date) for date in VALIDATION)
     assert found < 1.02 * before
-    v, w = correction.expected(point_dates.sample(18), 3)
+    v, w = correction.expected_errors(point_dates.sample(18), 3)
     assert float(w.mean()) == pytest.approx(0, abs=0.1)
     assert float(v.square().mean().sqrt()) < 0.3  # of the errors' own size
 
@@ -93,7 +93,7 @@ def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
         return noise * sample.full_spread * (3.0 if members == 1 else 1.0), torch.zeros_like(sample.mean)
 
     assert fitted(point_dates, correction, errors)
-    wide = [float(correction.expected(Dates(point_dates.reader, m).sample(18), m)[1].mean()) for m in (1, 3)]
+    wide = [float(correction.expected_errors(Dates(point_dates.reader, m).sample(18), m)[1].mean()) for m in (1, 3)]
     assert wide[0] - wide[1] == pytest.approx(np.log(3), abs=0.25)
 
 
@@ -111,7 +111,7 @@ def test_what_to_expect_of_errors_is_found_on_dates_not_seen(point_dates):
     assert fitted(point_dates, correction, errors)
     for date in VALIDATION:
         sample = Dates(point_dates.reader, 3).sample(date)
-        wanted, found = expected(sample), bounded(correction.expected(sample, 3)[0])
+        wanted, found = expected(sample), bounded(correction.expected_errors(sample, 3)[0])
         assert float(((wanted - found) ** 2).sum() / (wanted**2).sum()) < 0.4
 
 
@@ -124,7 +124,7 @@ def test_what_is_missing_is_not_learned_from(point_dates):
     for given in (errors, missing_often(errors, 0)):
         correction = nothing(point_dates)
         assert fitted(point_dates, correction, given)
-        found.append(correction.expected(Dates(point_dates.reader, 3).sample(18), 3)[:, :, 0].mean((1, 2, 3)))
+        found.append(correction.expected_errors(Dates(point_dates.reader, 3).sample(18), 3)[:, :, 0].mean((1, 2, 3)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.1)  # zeros on half of the dates would draw it to them
 
 

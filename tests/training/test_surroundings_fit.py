@@ -158,7 +158,7 @@ def test_the_fit_sees_what_the_model_adds():
     torch.testing.assert_close(more, both[1], rtol=1e-4, atol=1e-5)
     assert float(residuals["p"].abs().min()) > 0
     both = torch.stack([joined(residuals["p"][0, i], residuals["s"][0, i]) for i in (0, 1)])
-    torch.testing.assert_close(correction.expected(sample, 3), both, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(correction.expected_errors(sample, 3), both, rtol=1e-4, atol=1e-5)
 
 
 def test_where_memory_allows_one_choice_a_date_the_sizes_still_differ(point_dates):
