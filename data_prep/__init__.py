@@ -1,8 +1,8 @@
 """Archives in, tensor stores out: GRIB, NetCDF and Zarr by one table of names, decoded exactly."""
 
 from data_prep.archive import ArchiveSource, open_archive
+from data_prep.file_index import user_index
 from data_prep.gaps import find_gaps
-from data_prep.grib_index import user_index
 from data_prep.pairs import Pair, open_pair, open_source, open_static
 from data_prep.prepare import prepare
 

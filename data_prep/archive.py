@@ -18,9 +18,9 @@ import numpy as np
 
 from data_prep.catalogue import Catalogue, Combine, Gathered, Room, Target, zeros
 from data_prep.derived import DERIVED, NONE, with_derived
+from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
 from data_prep.geometry import GridChange
-from data_prep.grib_index import GribIndex
 from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, identities
 from data_prep.selecting import (
@@ -231,7 +231,7 @@ def open_archive(
     leads: Sequence[int] | None = None,
     dates: Sequence[str] | None = None,
     change: GridChange | None = None,
-    index: GribIndex | None = None,
+    index: FileIndex | None = None,
     derive: Sequence[str] = (),
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.

@@ -14,13 +14,13 @@ import numpy as np
 
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue, Gathered
+from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, by_date, settle
 from data_prep.geometry import GridChange, as_change
-from data_prep.grib_index import GribIndex
 from data_prep.pairs import Pair, pair
 from data_prep.records import hour_text
 from data_prep.truth import ArchiveTruth
-from ensemble_ml.config import Packing, PrepareConfig, as_list
+from ensemble_ml.config import Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.store import Part, Selection, is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.date import AHEAD, DateWriter
@@ -143,12 +143,11 @@ class Job:
         return Kind.SURFACE, lead, lay.surface.index((selection.surface or ())[0])
 
 
-def index_of(config: PrepareConfig) -> GribIndex | None:
-    """Where the tables of GRIB files are kept: beside the output, if the settings say nothing else."""
-    if config.index is None:
-        return None
+def index_of(config: PrepareConfig) -> FileIndex:
+    """Where the tables of files are kept: beside the output, if the settings say nothing else."""
     output = Path(config.output).absolute()
-    return GribIndex(config.index or output.with_name(f".{output.name}.index"))
+    folder = None if config.index is None else config.index or output.with_name(f".{output.name}.index")
+    return FileIndex(folder, look=config.gaps is not Gaps.error)
 
 
 def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str, Any]:

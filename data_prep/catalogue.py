@@ -17,9 +17,9 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from data_prep.file_index import FileIndex
 from data_prep.files import archive_files, open_readers
 from data_prep.geometry import Geometry
-from data_prep.grib_index import GribIndex
 from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
@@ -127,7 +127,7 @@ class Catalogue:
         UserError: a file is damaged, grids differ, a field stands there twice, or no known field is left.
     """
 
-    def __init__(self, paths: Any, *, role: str, index: GribIndex | None = None):
+    def __init__(self, paths: Any, *, role: str, index: FileIndex | None = None):
         self.files = archive_files(paths, role=role)
         self.path = _shown(paths)
         self.readers: list[Reader] = open_readers(self.files, index)

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
-from data_prep.grib_index import GribIndex
 from data_prep.netcdf_classic import check_whole
 from data_prep.records import Reader
 from data_prep.xarray_files import XarrayFile
@@ -105,7 +105,7 @@ def is_zarr(path: str | os.PathLike) -> bool:
     return any(os.path.isfile(os.path.join(path, mark)) for mark in _ZARR_MARKS)
 
 
-def open_readers(files: Sequence[str], index: GribIndex | None = None) -> list[Reader]:
+def open_readers(files: Sequence[str], index: FileIndex | None = None) -> list[Reader]:
     """Index each file, several at a time: an archive's headers lie far apart, and most of the time is waiting.
 
     Raises:
@@ -121,12 +121,13 @@ def open_readers(files: Sequence[str], index: GribIndex | None = None) -> list[R
             pool.shutdown(cancel_futures=True)
 
 
-def _open_reader(path: str, index: GribIndex | None) -> Reader:
+def _open_reader(path: str, index: FileIndex | None) -> Reader:
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
-        return XarrayFile(path)
-    if index is not None and index.place(path).exists():
+        return XarrayFile(path, index)
+    table = None if index is None else index.place(path)
+    if table is not None and table.exists():
         return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
     try:
         with open(path, "rb") as file:
@@ -136,7 +137,7 @@ def _open_reader(path: str, index: GribIndex | None) -> Reader:
     if head[:3] == b"CDF":
         check_whole(path)
     if head.startswith((b"CDF", b"\x89HDF")):
-        return XarrayFile(path)
+        return XarrayFile(path, index)
     if b"GRIB" in head or not head:
         return GribFile(path, index)
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

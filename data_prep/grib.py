@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from data_prep.grib_index import GribIndex, Table
+from data_prep.file_index import FileIndex, Table
 from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
 from data_prep.grib_sections import Header, frames, header, without_values
@@ -36,7 +36,7 @@ class GribFile:
             regular.
     """
 
-    def __init__(self, path: str, index: GribIndex | None = None):
+    def __init__(self, path: str, index: FileIndex | None = None):
         self.path = path
         descriptors.close(path)  # another file may have taken the name since it was last read
         self._stamp = _stamp(path)

@@ -11,9 +11,9 @@ import numpy as np
 
 from data_prep.archive import DERIVED, ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
+from data_prep.file_index import FileIndex
 from data_prep.files import TRUTH
 from data_prep.geometry import GridChange
-from data_prep.grib_index import GribIndex
 from data_prep.records import FIELD_INDEX
 from data_prep.truth import ArchiveTruth, check_grid
 from ensemble_ml.config import Control, as_list
@@ -148,7 +148,7 @@ class Pair:
 
 
 def open_source(
-    path: Any, *, control: Control = Control.apart, grid: Grid | None = None, index: GribIndex | None = None
+    path: Any, *, control: Control = Control.apart, grid: Grid | None = None, index: FileIndex | None = None
 ) -> Source:
     """Open a tensor store or a forecast archive, whichever `path` is; the archive on `grid` where that is given.
 
@@ -171,13 +171,13 @@ def open_pair(
     *,
     control: Control = Control.apart,
     grid: Grid | None = None,
-    index: GribIndex | None = None,
+    index: FileIndex | None = None,
 ) -> Pair:
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
     Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own. Archives are
     brought to `grid` where it is given; a tensor store keeps its own. `index` is where the tables of GRIB files are
-    kept (`data_prep.grib_index.user_index` for archives that are read in place); None keeps none.
+    kept (`data_prep.file_index.user_index` for archives that are read in place); None keeps none.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
@@ -186,7 +186,7 @@ def open_pair(
     return pair(source, truth, static, regrid=grid is not None, index=index)
 
 
-def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index: GribIndex | None = None) -> Pair:
+def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index: FileIndex | None = None) -> Pair:
     """Put truth and static fields, given by their paths, beside an open forecast.
 
     Those on the forecast archive's own grid go where the forecast goes; those on others only if `regrid` says so.
@@ -207,7 +207,7 @@ def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index
 
 
 def open_static(
-    paths: Any, source: Source, *, regrid: bool = False, index: GribIndex | None = None
+    paths: Any, source: Source, *, regrid: bool = False, index: FileIndex | None = None
 ) -> dict[str, np.ndarray]:
     """Read static fields (orography, land mask) from a file on the forecast's grid, or on another if `regrid`.
 

@@ -6,6 +6,7 @@ coordinate, or nothing, stands for an axis of length one.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -21,10 +22,15 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, READ, SINCE, find_axis, known_axes, lead_of_valid_time, to_hours, untangle
+from data_prep.file_index import FILLED, FileIndex, Table
+from data_prep.grib_io import Stamp
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, GRAVITY, MEMBER, RECORD, RawField, describe
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.store.sources import stamp
+
+log = logging.getLogger(__name__)
 
 _LEADING = ("init", "member", "lead", "level")
 _HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
@@ -47,11 +53,14 @@ class _Variable:
 class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
+    Where `index` says so, fields that are all NaN (a hypercube has a place for members that were never made) are looked
+    for once, and are no fields.
+
     Raises:
         UserError: it cannot be opened, has no latitude or longitude, or an axis in units that are not known.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, index: FileIndex | None = None):
         self.path = path
         self.skipped: dict[str, int] = {}
         self.grid: Grid | None = None
@@ -63,6 +72,8 @@ class XarrayFile:
         try:
             with self._lock:
                 self.records = self._index(self._dataset())
+                if index is not None and index.look:
+                    self.records = self._filled(index)
         except UserError as error:
             raise error if path in str(error) else UserError(f"{path}: {error}") from error
 
@@ -127,6 +138,36 @@ class XarrayFile:
             records["bounded"] = True
         return records
 
+    def _filled(self, index: FileIndex) -> np.ndarray:
+        """The records of fields that hold a value, as `index` knows them or as all of them are read."""
+        found = stamp(self.path)
+        if found is None:
+            raise UserError(f"{self.path}: cannot be seen any more; run again")
+        table = index.load(self.path, Stamp(*found), FILLED)
+        if table is not None:
+            return table.records
+        empty = np.concatenate([self._empty(variable) for variable in self._variables] or [np.zeros(0, bool)])
+        if empty.any():
+            first = describe(self.records[empty.argmax()])
+            log.warning("%s: %d of %d fields are all NaN, as if absent: %s", self.path, empty.sum(), len(empty), first)
+        index.save(self.path, Stamp(*found), Table(self.records[~empty], (), {}), FILLED)
+        return self.records[~empty]
+
+    def _empty(self, variable: _Variable) -> np.ndarray:
+        """Which fields of a variable, in the order of its records, are all NaN: by a row, then by all of it."""
+        empty = np.zeros(variable.shape, bool)
+        if not np.issubdtype(self._dataset()[variable.name].dtype, np.floating):
+            return empty.reshape(-1)
+        assert self.grid is not None
+        middle = slice(self.grid.shape[0] // 2, self.grid.shape[0] // 2 + 1)
+        dates, members, leads, levels = variable.shape
+        for date, lead in np.ndindex(dates, leads):  # as a build reads
+            first, last = np.array([date, 0, lead, 0]), np.array([date + 1, members, lead + 1, levels])
+            empty[date, :, lead] = np.isnan(self._read(variable, first, last, middle)).all((-2, -1))[:, 0]
+        for place in np.argwhere(empty):
+            empty[tuple(place)] = np.isnan(self._read(variable, place, place + 1, None)).all()
+        return empty.reshape(-1)
+
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
@@ -158,12 +199,14 @@ class XarrayFile:
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
             if bad.all():
-                count += "; a field that is absent has to be left out of the file (gaps= knows what is not there)"
+                count += "; if it is absent, say gaps=mask or gaps=skip, which look for such fields beforehand"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
         return RawField(values, mask=hidden)
 
     def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
         """A stretch of one start date (member, lead, level, Y, X) float32 in the program's order and units."""
+        chosen = self._rows[rows or slice(None)]
+        north = int(chosen.min())
         with self._lock:
             array = self._dataset()[variable.name]
             where = {
@@ -171,7 +214,7 @@ class XarrayFile:
                 for r, a, b in zip(_LEADING, first, last, strict=True)
                 if r in variable.dims
             }
-            array = array.isel(where)
+            array = array.isel(where | {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)})
             order = [variable.dims[role] for role in (*_LEADING, "latitude", "longitude") if role in variable.dims]
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
             try:
@@ -179,10 +222,8 @@ class XarrayFile:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
-        assert self.grid is not None
         shape = (last - first)[1:].tolist()
-        chosen = self._rows[rows or slice(None)]
-        values = values.reshape(*shape, *self.grid.shape)[..., chosen[:, None], self._columns]
+        values = values.reshape(*shape, *values.shape[-2:])[..., (chosen - north)[:, None], self._columns]
         if (variable.factor, variable.shift) != (1.0, 0.0):
             values = values.astype(np.float64) * variable.factor + variable.shift
         return values.astype(np.float32)

@@ -145,11 +145,15 @@ class _PartConv:
             rule, wraps = _RULES[self.padding_mode], self.padding_mode == "circular"
             sides.append(Side(axis, left, d * (k - 1) - left - s + 1, right, wraps, rule, rule, comm))
             _check_start(sides[-1], x.shape[axis], s)
+        zeros = self.padding_mode == "zeros"
+        # What the convolution itself can pad costs no copy of the field.
+        free = tuple(left if zeros and left == right else 0 for left, right in rest)
+        rest = [[left - own, right - own] for (left, right), own in zip(rest, free, strict=True)]
         if any(map(any, rest)):
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            mode = "constant" if zeros else self.padding_mode
             x = F.pad(x, [n for pair in reversed(rest) for n in pair], mode=mode)
         rows, columns = sides[0] if sides else None, sides[1] if len(sides) > 1 else None
-        window = Window(self.stride, (0,) * (x.ndim - 2), self.dilation, self.groups)
+        window = Window(self.stride, free, self.dilation, self.groups)
         return halo_conv(x, weight, bias, window, rows, columns, overlap=self.part_overlap.on)
 
 

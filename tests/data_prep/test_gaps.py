@@ -4,11 +4,11 @@ import logging
 
 import numpy as np
 import pytest
-from gribfiles import ensemble, message, write
+from gribfiles import dataset, ensemble, message, write
 
-from data_prep import open_pair, prepare
+from data_prep import open_pair, prepare, xarray_files
 from data_prep.gaps import find_gaps, find_truth_gaps, holes, listed
-from ensemble_ml.config import Gaps, PrepareConfig
+from ensemble_ml.config import Executor, Gaps, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 
@@ -119,3 +119,80 @@ def test_twice_a_week_and_years_apart_are_no_holes():
     assert holes(np.sort(np.concatenate([mondays, mondays + np.timedelta64(3, "D")]))) == []
     assert holes(np.concatenate([mondays, mondays + np.timedelta64(364 * 24, "h")])) == []
     assert holes(mondays[[0, 1, 2, 3, 5, 6, 7, 8]]) == [mondays[4]]
+
+
+class TestHypercubes:
+    """NetCDF and Zarr have a place for each combination of start date, member, lead and level: some are all NaN."""
+
+    @pytest.fixture(params=["nc", "zarr"])
+    def config(self, request, tmp_path):
+        data = dataset()
+        data["t"].values[0, 1] = np.nan  # a member of the first start date
+        data["t"].values[1, 2, 1, 0] = np.nan  # a level of one lead
+        path = tmp_path / f"a.{request.param}"
+        data.to_netcdf(path) if request.param == "nc" else data.to_zarr(path, consolidated=False)
+        return PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"))
+
+    def test_they_end_the_run_and_a_line_says_what_helps(self, config, tmp_path):
+        with pytest.raises(UserError, match=r"84 of 84 values are NaN.*; if it is absent, say gaps=mask or gaps=skip"):
+            prepare(config)
+        assert not (tmp_path / "s.zarr").exists()
+
+    def test_they_are_masked(self, config, caplog):
+        config.gaps = Gaps.mask
+        with caplog.at_level(logging.WARNING, "data_prep"):
+            store = open_store(prepare(config))
+        there = np.ones((2, 3, 2, 2), bool)  # start date, member, lead, level
+        there[0, 1], there[1, 2, 1, 1] = False, False  # levels from the top down
+        values = dataset()["t"].values[:, :, :, ::-1]
+        for date in range(2):
+            np.testing.assert_array_equal(store.present(Part.FORECAST, date)[0][:, :, 0], there[date])
+            found = store.read(Part.FORECAST, date).pressure[:, :, 0]
+            assert np.isnan(found[~there[date]]).all()
+            np.testing.assert_allclose(found[there[date]], values[date][there[date]], atol=1e-3)
+        assert store.provenance["gaps"]["dates"]["2001-01-01T00"] == [
+            "member 2 at 2001-01-01T00 lacks t at 500 hPa, lead 0 h (4 fields)"
+        ]
+        told = [record.getMessage() for record in caplog.records]
+        assert sum("5 of 24 fields are all NaN" in text and "member 2, 2001-01-01T00" in text for text in told) == 1
+
+    def test_nothing_is_left_where_all_dates_have_some(self, config):
+        config.gaps = Gaps.skip
+        with pytest.raises(UserError, match=r"gaps=skip: no start date is complete; 5 fields of 2 start dates"):
+            prepare(config)
+
+    def test_they_are_looked_for_once(self, config, monkeypatch):
+        config.gaps, config.overwrite = Gaps.mask, True
+        first, seen = open_store(prepare(config)).fingerprint(), []
+        real = xarray_files.XarrayFile._empty
+        monkeypatch.setattr(xarray_files.XarrayFile, "_empty", lambda *given: seen.append(1) or real(*given))
+        assert open_store(prepare(config)).fingerprint() == first and not seen
+        config.index = None
+        assert open_store(prepare(config)).fingerprint() == first and seen
+
+    def test_workers_in_other_processes_see_the_same(self, config):
+        config.gaps, config.overwrite = Gaps.mask, True
+        first = open_store(prepare(config)).fingerprint()
+        config.executor, config.workers = Executor.processes, 2
+        assert open_store(prepare(config)).fingerprint() == first
+
+
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(1, None)])
+def test_a_field_that_has_a_value_is_no_gap(tmp_path, rows):
+    data = dataset()
+    data["t"].values[0, 1, 0, 0, rows] = np.nan
+    data.to_netcdf(tmp_path / "a.nc")
+    config = PrepareConfig(input=str(tmp_path / "a.nc"), output=str(tmp_path / "s.zarr"), gaps=Gaps.mask)
+    with pytest.raises(UserError, match=r"t at 850 hPa, member 2, 2001-01-01T00, lead 0 h: \d+ of 84 values are NaN"):
+        prepare(config)
+
+
+def test_absent_times_of_a_truth(tmp_path):
+    path = ensemble(tmp_path / "a.grib", dates=DATES)
+    analyses = dataset().isel(number=0, step=0, drop=True)
+    analyses = analyses.reindex(time=np.datetime64("2001-01-01", "ns") + np.arange(5) * np.timedelta64(1, "D"))
+    analyses["t"].values[[1, 4]] = 280.0  # two of the four start dates are verified at both leads
+    analyses.to_netcdf(tmp_path / "t.nc")
+    config = PrepareConfig(input=str(path), truth=str(tmp_path / "t.nc"), output=str(tmp_path / "s.zarr"))
+    config.gaps = Gaps.skip
+    assert starts(open_store(prepare(config))) == ["2001-01-01", "2001-01-02"]

@@ -9,7 +9,7 @@ from gribfiles import GLOBE, dataset, ensemble
 
 from data_prep import find_gaps, open_archive
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import Part
+from ensemble_ml.store import Part, Selection
 from ensemble_ml.store.sources import stamp
 
 
@@ -52,6 +52,25 @@ class TestXarray:
         expected = np.roll(dataset()["t"].values[0, :, :, ::-1], 6, axis=-1)
         np.testing.assert_allclose(source.read(Part.FORECAST, 0).pressure[:, :, 0], expected, rtol=1e-6)
         assert source.layout.grid.longitude[0] == 0 and source.layout.levels == (500, 850)
+
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_a_band_of_rows_is_read_alone(self, tmp_path, turned, monkeypatch):
+        data = dataset().isel(latitude=slice(None, None, -1 if turned else 1))
+        data.to_netcdf(tmp_path / "a.nc")
+        source, read = open_archive(tmp_path / "a.nc"), []
+        real = xr.DataArray.isel
+        monkeypatch.setattr(xr.DataArray, "isel", lambda *given, **more: read.append(real(*given, **more)) or read[-1])
+        found = source.read(Part.FORECAST, 1, Selection(rows=(1, 3))).pressure[:, :, 0]
+        np.testing.assert_array_equal(found, dataset()["t"].values[1, :, :, ::-1, 1:3])
+        assert {array.sizes["latitude"] for array in read} == {2}
+
+    def test_a_meridian_that_stands_there_twice(self, tmp_path):
+        data = dataset()
+        again = data.isel(longitude=[0]).assign_coords(longitude=[360.0])
+        xr.concat([data, again], "longitude").to_netcdf(tmp_path / "a.nc")
+        source = open_archive(tmp_path / "a.nc")
+        assert source.layout.grid.shape == (7, 12)
+        np.testing.assert_array_equal(source.read(Part.FORECAST, 0).pressure[:, :, 0], data["t"].values[0, :, :, ::-1])
 
     def test_forecasts_written_along_valid_time(self, tmp_path):
         data = dataset().isel(time=0, drop=True).rename(step="time")

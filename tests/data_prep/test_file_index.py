@@ -9,8 +9,8 @@ import pytest
 from gribfiles import ensemble, message, write
 
 from data_prep import files, grib, open_archive, prepare
+from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
-from data_prep.grib_index import GribIndex
 from data_prep.grib_io import Stamp, Windows
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
@@ -59,7 +59,7 @@ def test_prepare_scans_no_file_twice(config, tmp_path, scanned, monkeypatch):
 
 
 def test_only_what_changed_is_scanned_again(config, tmp_path, scanned):
-    index = GribIndex(tmp_path / "index")
+    index = FileIndex(tmp_path / "index")
     before = open_archive(config.input, index=index)
     path = ensemble(tmp_path / "in" / "20010102.grib", dates=(20010102,), bits=12)
     scanned.clear()
@@ -77,7 +77,7 @@ def test_a_table_says_the_same_as_the_file(tmp_path):
     lon = np.arange(-180.0, 180.0, 30.0)
     south = message("t", grid=(np.linspace(-90, 90, 7), lon), member=4)
     path = write(tmp_path / "a.grib", [message("t"), message("t", member=2, edition=2), message(78), south])
-    index = GribIndex(tmp_path / "index")
+    index = FileIndex(tmp_path / "index")
     first, second = GribFile(str(path), index), GribFile(str(path), index)
     assert first.records.tobytes() == second.records.tobytes()
     assert first.skipped == second.skipped and second.grid.same_as(first.grid)
@@ -91,7 +91,7 @@ def test_a_table_says_the_same_as_the_file(tmp_path):
 ])  # fmt: skip
 def test_a_damaged_table_is_made_anew(tmp_path, caplog, spoil, scanned):
     path = str(ensemble(tmp_path / "a.grib"))
-    index = GribIndex(tmp_path / "index")
+    index = FileIndex(tmp_path / "index")
     whole = GribFile(path, index).records
     place = index.place(path)
     content = place.read_bytes()
@@ -105,7 +105,7 @@ def test_a_damaged_table_is_made_anew(tmp_path, caplog, spoil, scanned):
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     (tmp_path / "index").write_text("a file")
-    index = GribIndex(tmp_path / "index")
+    index = FileIndex(tmp_path / "index")
     with caplog.at_level(logging.WARNING, "data_prep"):
         for name in "ab":
             GribFile(str(ensemble(tmp_path / f"{name}.grib")), index)
