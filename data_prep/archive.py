@@ -107,6 +107,12 @@ class ArchiveSource:
                     found[i] = row_of.get((*same, by_lead[lead].previous), _ABSENT)
         return found
 
+    def rows(self) -> np.ndarray:
+        """Rows of the catalogue that are read for any field, (N,) ascending."""
+        used = self._places[:, 1] >= 0
+        rows = np.concatenate([self._rows[used], self._partners[used], self._subtrahend[used]])
+        return np.unique(rows[rows >= 0])
+
     def without(self, dates: Sequence[int]) -> ArchiveSource:
         """The same archive less some start dates, given by their positions."""
         lay = self.layout
@@ -256,7 +262,10 @@ def open_archive(
     if change is not None:
         catalogue.onto(change.target(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
-    return ArchiveSource(catalogue, control=control, derive=derive, **kept)  # type: ignore[arg-type]
+    source = ArchiveSource(catalogue, control=control, derive=derive, **kept)  # type: ignore[arg-type]
+    while catalogue.leave_out_empty(source.rows, index):  # others may take their place
+        source = ArchiveSource(catalogue, control=control, derive=derive, **kept)  # type: ignore[arg-type]
+    return source
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:

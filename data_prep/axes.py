@@ -65,11 +65,21 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Where one dimension carries two roles (lead times written as a time axis), the lead keeps it.
 
+    Valid times after one and the same lead become start dates.
+
     Raises:
-        UserError: start dates differ along it.
+        UserError: start dates differ along the dimension, or each valid time comes with each lead.
     """
     init, lead = axes["init"], axes["lead"]
-    if init is None or lead is None or not init.ndim or not lead.ndim or init.dims != lead.dims:
+    if init is None or lead is None or not init.ndim or not np.issubdtype(init.dtype, np.datetime64):
+        return
+    if init.name == "valid_time" and init.dims != lead.dims:
+        if lead.size > 1:
+            raise UserError(f"{array.name}: axes {init.name} and {lead.name}: give start dates beside the leads")
+        later = (_read_lead(lead).reshape(()) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
+        if later:
+            axes["init"] = xr.DataArray(init.values - later, dims=init.dims, name=init.name)
+    if not lead.ndim or init.dims != lead.dims:
         return
     valid = init.name in _VALID and init.attrs.get("standard_name") != _STANDARD["init"]
     later = (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
@@ -125,6 +135,9 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         return np.array(0)
     units = str(axis.attrs.get("units", "")).strip()
     values = axis.values.astype(np.float64)
+    said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
+    if "model level" in said.lower():
+        raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
     if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
     if units in ("Pa", "pascal") or (not units and values.max() > 1100):

@@ -30,6 +30,9 @@ from ensemble_ml.store.sources import PLACE, stamp
 
 log = logging.getLogger(__name__)
 
+_FALL, _FALLING = 0.05, 0.01  # share of its maximum by which a sum may fall, and share of points that may fall further
+_ROUNDING = 0.004  # share of its maximum by which packing into 8 bits may err, twice
+
 
 class Combine(Enum):
     """How the fields of the archive make the field that is wanted."""
@@ -49,9 +52,26 @@ def zeros(shape: tuple[int, ...]) -> np.ndarray:
     return np.zeros(shape, np.uint16)
 
 
+def _difference(parts: list[np.ndarray]) -> np.ndarray:
+    """What came to a sum that runs from the start.
+
+    Packing rounds both sums, so that a dry interval may come out just below zero.
+
+    Raises:
+        UserError: the sum fell by more, over more of the field: it runs from somewhere else.
+    """
+    now, before = (np.maximum(part, 0) for part in parts)
+    falls = now < before - _FALL * before.max() - _ROUNDING * now.max()
+    if falls.mean() > _FALLING:
+        raise UserError(
+            f"its sum is below that of the lead before at {falls.mean():.0%} of the points, so it does not run from the"
+            " start; state the interval of each (time bounds in NetCDF, a step range in GRIB)"
+        )
+    return np.maximum(parts[0] - parts[1], 0)
+
+
 _COMBINED: dict[Combine, Callable[[list[np.ndarray]], np.ndarray]] = {
-    # Packing rounds both sums, so that a dry interval may come out just below zero.
-    Combine.DIFFERENCE: lambda parts: np.maximum(parts[0] - parts[1], 0),
+    Combine.DIFFERENCE: _difference,
     Combine.SUM: lambda parts: np.sum(parts, axis=0),
     Combine.MAXIMUM: lambda parts: np.max(parts, axis=0),
     Combine.SPEED: lambda parts: np.hypot(*parts),
@@ -152,6 +172,29 @@ class Catalogue:
         """
         self.geometry, self.grid = Geometry(self.geometry.source, grid), grid
 
+    def leave_out_empty(self, used: Callable[[], np.ndarray], index: FileIndex | None) -> bool:
+        """Where `index` says that they are looked for, leave out those of the rows `used` whose fields are all NaN.
+
+        Returns:
+            Whether there were any: the table has other rows then.
+
+        Raises:
+            UserError: a file cannot be read, or changed meanwhile.
+        """
+        if index is None or not index.look:
+            return False
+        rows = used()
+        records = self.records[rows]
+        empty = np.zeros(len(rows), bool)
+        for file in np.unique(records["file"]).tolist():
+            mine = records["file"] == file
+            empty[mine] = self.readers[file].empty(records[mine], index)
+        if empty.any():
+            first = describe(records[empty.argmax()])
+            log.warning("%s: %d of %d fields are all NaN, as if absent: %s", self.path, empty.sum(), len(rows), first)
+            self.records = np.delete(self.records, rows[empty])
+        return bool(empty.any())
+
     def values(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:
@@ -243,8 +286,13 @@ class Catalogue:
             yield replace(moved, values=moved.values[rows], mask=mask)
 
     def _combined(self, target: Target, rows: slice) -> np.ndarray:
-        parts = [raw.decode().astype(np.float64) for raw in self.values(self.records[list(target.rows)])]
-        return self.geometry.floats(_COMBINED[target.combine](parts).astype(np.float32))[rows]
+        records = self.records[list(target.rows)]
+        parts = [raw.decode().astype(np.float64) for raw in self.values(records)]
+        try:
+            made = _COMBINED[target.combine](parts)
+        except UserError as error:
+            raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
+        return self.geometry.floats(made.astype(np.float32))[rows]
 
     @property
     def masked(self) -> tuple[str, ...]:

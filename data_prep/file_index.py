@@ -1,9 +1,9 @@
-"""The tables of an archive's files, kept on disk, so that a file is looked through once in its life.
+"""What was found of an archive's files, kept on disk, so that each is looked through once in its life.
 
-GRIB files always have one. NetCDF and Zarr, whose headers tell what they hold but not which of it is all NaN, have one
-where such fields are looked for.
+GRIB files have a table of their messages. The headers of NetCDF and Zarr tell what they hold, but not which of it is
+all NaN: where such fields are looked for, what was found of each is kept.
 
-A table belongs to one path, size and time of change; where any of them differs it is made anew. A file of the index is
+Both belong to one path, size and time of change; where any of them differs they are made anew. A file of the index is
 a line of JSON, which says what it belongs to, and the rows as they lie in memory.
 """
 
@@ -15,9 +15,10 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,8 +29,9 @@ from ensemble_ml.fields import FIELDS
 
 log = logging.getLogger(__name__)
 
-GRIB, FILLED = "index", "fields"  # kinds of tables: of messages, and of fields of other files that are not all NaN
+UNKNOWN, FILLED, EMPTY = 0, 1, 2  # of a field: not looked at, holds a value, is all NaN
 
+Found = TypeVar("Found")
 _FORMAT = 3
 # What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
@@ -37,7 +39,7 @@ _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdige
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The fields of a file: rows of RECORD, the grids that they are scanned on, and counts of unknown variables."""
+    """The messages of a file: rows of RECORD, the grids that they are scanned on, and counts of unknown variables."""
 
     records: np.ndarray
     scans: tuple[Scan, ...]
@@ -49,14 +51,14 @@ class FileIndex:
 
     Args:
         folder: where they lie; None keeps none.
-        look: whether fields that are there and all NaN are looked for in NetCDF and Zarr, which reads all of them.
+        look: whether fields that are there and all NaN are looked for in NetCDF and Zarr, which reads what is wanted.
     """
 
     def __init__(self, folder: str | os.PathLike | None, *, look: bool = False):
         self.folder, self.look = None if folder is None else Path(folder), look
         self._told = False
 
-    def place(self, path: str, kind: str = GRIB) -> Path | None:
+    def place(self, path: str, kind: str = "index") -> Path | None:
         """The file of the index that belongs to a file of an archive."""
         if self.folder is None:
             return None
@@ -64,9 +66,43 @@ class FileIndex:
         digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
         return self.folder / f"{os.path.basename(absolute)[:64]}.{digest}.{kind}"
 
-    def load(self, path: str, stamp: Stamp, kind: str = GRIB) -> Table | None:
+    def load(self, path: str, stamp: Stamp) -> Table | None:
         """The table of `path`, or None where there is none that belongs to it as it is now."""
-        place = self.place(path, kind)
+
+        def table(head: dict[str, Any], rows: bytes) -> Table:
+            if len(rows) != head["count"] * RECORD.itemsize:
+                raise ValueError("rows are missing")
+            scans = tuple(Scan(tuple(lat), tuple(lon), *flags) for lat, lon, *flags in head["scans"])
+            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"])
+
+        return self._load(self.place(path), path, stamp, table)
+
+    def save(self, path: str, stamp: Stamp, table: Table) -> None:
+        """Keep a table, by rename, so that no reader meets half of it."""
+        head = {"count": len(table.records), "scans": [astuple(scan) for scan in table.scans], "skipped": table.skipped}
+        self._save(self.place(path), path, stamp, head, table.records.tobytes())
+
+    def load_looks(self, path: str, stamp: Stamp, fields: str, count: int) -> np.ndarray:
+        """What was found of each of `count` fields, (count,) uint8: UNKNOWN, FILLED or EMPTY.
+
+        `fields` is a digest of their list: what was found of another list says nothing.
+        """
+
+        def looks(head: dict[str, Any], rows: bytes) -> np.ndarray | None:
+            same = head["fields"] == fields and len(rows) == count
+            return np.frombuffer(rows, np.uint8).copy() if same else None
+
+        found = self._load(self.place(path, "looks"), path, stamp, looks)
+        return np.full(count, UNKNOWN, np.uint8) if found is None else found
+
+    def save_looks(self, path: str, stamp: Stamp, fields: str, found: np.ndarray) -> None:
+        """Keep what `load_looks` gives."""
+        self._save(self.place(path, "looks"), path, stamp, {"fields": fields}, found.tobytes())
+
+    def _load(
+        self, place: Path | None, path: str, stamp: Stamp, made: Callable[[dict[str, Any], bytes], Found]
+    ) -> Found | None:
+        """What `made` makes of a file's head and rows, if they belong to `path` as it is now."""
         if place is None:
             return None
         try:
@@ -78,27 +114,21 @@ class FileIndex:
             head = json.loads(line)
             if head["version"] != _VERSION or head["of"] != _owner(path, stamp):
                 return None
-            if hashlib.sha256(rows).hexdigest() != head["sha256"] or len(rows) != head["count"] * RECORD.itemsize:
+            if hashlib.sha256(rows).hexdigest() != head["sha256"]:
                 raise ValueError("its checksum is wrong")
-            scans = tuple(Scan(tuple(lat), tuple(lon), *flags) for lat, lon, *flags in head["scans"])
-            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"])
+            return made(head, rows)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.info("index %s: damaged (%s); %s is scanned anew", place, error, path)
             return None
 
-    def save(self, path: str, stamp: Stamp, table: Table, kind: str = GRIB) -> None:
-        """Keep a table, by rename, so that no reader meets half of it."""
-        rows = table.records.tobytes()
-        head: dict[str, Any] = {"version": _VERSION, "of": _owner(path, stamp), "count": len(table.records)}
-        head |= {"scans": [astuple(scan) for scan in table.scans], "skipped": table.skipped}
-        head["sha256"] = hashlib.sha256(rows).hexdigest()
-        place = self.place(path, kind)
+    def _save(self, place: Path | None, path: str, stamp: Stamp, head: dict[str, Any], rows: bytes) -> None:
         if place is None:
             return
+        whole = {"version": _VERSION, "of": _owner(path, stamp), **head, "sha256": hashlib.sha256(rows).hexdigest()}
         draft = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(json.dumps(head).encode() + b"\n" + rows)
+            draft.write_bytes(json.dumps(whole).encode() + b"\n" + rows)
             os.replace(draft, place)
         except OSError as error:
             with contextlib.suppress(OSError):

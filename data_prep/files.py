@@ -125,7 +125,7 @@ def _open_reader(path: str, index: FileIndex | None) -> Reader:
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
-        return XarrayFile(path, index)
+        return XarrayFile(path)
     table = None if index is None else index.place(path)
     if table is not None and table.exists():
         return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
@@ -137,7 +137,7 @@ def _open_reader(path: str, index: FileIndex | None) -> Reader:
     if head[:3] == b"CDF":
         check_whole(path)
     if head.startswith((b"CDF", b"\x89HDF")):
-        return XarrayFile(path, index)
+        return XarrayFile(path)
     if b"GRIB" in head or not head:
         return GribFile(path, index)
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

@@ -70,6 +70,10 @@ class GribFile:
                 self._stamp.check(self.path, Stamp.of(descriptor))
                 yield field
 
+    def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
+        """None: a message is written of what there is (see `data_prep.records.Reader`)."""
+        return np.zeros(len(records), bool)
+
 
 class _Message:
     """One message of an open file, and the band of rows that is wanted of it."""

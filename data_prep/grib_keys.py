@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
-from data_prep.records import CONTROL, FIELD_INDEX, GRAVITY, MEMBER
+from data_prep.records import CONTROL, FIELD_INDEX, GRAVITY, MEMBER, OF_ENSEMBLE
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
@@ -26,7 +26,6 @@ from ensemble_ml.grid import Grid, canonical
 _MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
 
-_OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types: ensemble mean and standard deviation
 Get = Callable[..., Any]  # key, default, type -> value of a key of one message
 
 
@@ -211,7 +210,7 @@ def _kind(get: Get) -> Kind:
     placed = _field_and_level(get("paramId"), level_type, get("level"))
     if placed is None:
         return Kind(None, None, name)
-    if get("derivedForecast", None) is not None or get("dataType") in _OF_ENSEMBLE:
+    if get("derivedForecast", None) is not None or get("dataType") in OF_ENSEMBLE:
         return Kind(None, None, f"{name}, derived from an ensemble")  # no member, though its number may be 0
     index, level = placed
     if get("gridType") != "regular_ll":

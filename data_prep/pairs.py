@@ -203,7 +203,10 @@ def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index
     catalogue = Catalogue(truth, role=TRUTH, index=index)
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     bounds = getattr(source, "lead_bounds", {})
-    return Pair(source, ArchiveTruth(catalogue, source.layout, _wanted(source), bounds), fields)
+    aligned = ArchiveTruth(catalogue, source.layout, _wanted(source), bounds)
+    while catalogue.leave_out_empty(aligned.rows, index):  # other fields may take their place
+        aligned = ArchiveTruth(catalogue, source.layout, _wanted(source), bounds)
+    return Pair(source, aligned, fields)
 
 
 def open_static(

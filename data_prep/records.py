@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,7 +18,12 @@ from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import dequantise
 
+if TYPE_CHECKING:
+    from data_prep.file_index import FileIndex
+
 MEMBER, CONTROL = 0, 1
+OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
+GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
 GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 
@@ -125,6 +130,12 @@ class Reader(Protocol):
 
         `rows` (start, stop) is a band of latitudes, None takes all. Fields of packed integers are written to the arrays
         of `into` (rows, X) uint16, one a record, where they are given.
+        """
+
+    def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
+        """Which of `records` hold no value though the file has a place for them, (N,) bool.
+
+        It may take reading all of them; what was found is kept in `index`.
         """
 
 

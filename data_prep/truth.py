@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.catalogue import Catalogue, Combine, Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
-from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
+from data_prep.records import FIELD_INDEX, GUST, IS_ACCUMULATED
 from data_prep.selecting import narrow, slices_of, translation
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
@@ -28,7 +28,6 @@ from ensemble_ml.store.source import Fields, Layout, Selection
 log = logging.getLogger(__name__)
 
 _MISSING = -1
-_MAXIMUM = "wind_speed_of_gust"  # of the registry, the one that is the maximum of its parts
 _HOUR = np.timedelta64(1, "h")
 
 
@@ -119,6 +118,12 @@ class ArchiveTruth:
                     targets.append(Target(bool(surface), (0, *moved), chosen, combine))
         return targets
 
+    def rows(self) -> np.ndarray:
+        """Rows of the catalogue that are read for any start date, (N,) ascending."""
+        dates = range(len(self.layout.init_time))
+        rows = [row for date in dates for target in self._targets(date, self.layout) for row in target.rows]
+        return np.unique(np.array(rows, int))
+
     def _interval(self, name: str, lead: int) -> list[int] | None:
         by_lead = self.bounds.get(name)
         return by_lead[lead] if by_lead else None
@@ -138,7 +143,7 @@ class ArchiveTruth:
             return rows, Combine.ONE
         if field(name).accumulated:
             return rows, Combine.SUM
-        if field(name).standard_name != _MAXIMUM:
+        if field(name).standard_name != GUST:
             raise UserError(
                 f"truth {self.path}: {name} over {interval[0]}-{interval[1]} h after the start would be put together of"
                 f" {len(rows)} intervals, as sums and gusts are; whether it is a mean or an extreme is not known: give"

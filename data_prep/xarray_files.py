@@ -6,6 +6,7 @@ coordinate, or nothing, stands for an axis of length one.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -22,9 +23,20 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, READ, SINCE, find_axis, known_axes, lead_of_valid_time, to_hours, untangle
-from data_prep.file_index import FILLED, FileIndex, Table
+from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
-from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, GRAVITY, MEMBER, RECORD, RawField, describe
+from data_prep.records import (
+    CONTROL,
+    FIELD_INDEX,
+    GEOPOTENTIAL_UNITS,
+    GRAVITY,
+    GUST,
+    MEMBER,
+    OF_ENSEMBLE,
+    RECORD,
+    RawField,
+    describe,
+)
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
 from ensemble_ml.grid import Grid, canonical
@@ -35,6 +47,7 @@ log = logging.getLogger(__name__)
 _LEADING = ("init", "member", "lead", "level")
 _HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
 _VERTICAL = (*_HEIGHTS, "hybrid", "tropopause", "model_level_number", "depthBelowLand", "depthBelowLandLayer", "theta")
+_UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -46,6 +59,8 @@ class _Variable:
     base: int  # offset of its first field
     dims: dict[str, Hashable]  # role -> dimension, for roles that are dimensions of the variable
     shape: tuple[int, ...]
+    rows: np.ndarray  # (Y,), (X,): where the file has the program's rows and columns
+    columns: np.ndarray
     factor: float
     shift: float
 
@@ -53,18 +68,15 @@ class _Variable:
 class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
-    Where `index` says so, fields that are all NaN (a hypercube has a place for members that were never made) are looked
-    for once, and are no fields.
-
     Raises:
         UserError: it cannot be opened, has no latitude or longitude, or an axis in units that are not known.
     """
 
-    def __init__(self, path: str, index: FileIndex | None = None):
+    def __init__(self, path: str):
         self.path = path
         self.skipped: dict[str, int] = {}
         self.grid: Grid | None = None
-        self._rows = self._columns = np.zeros(0, int)
+        self._fields = ""  # digest of the list of fields
         self._data: xr.Dataset | None = None
         self._lock = threading.RLock() if os.path.isdir(path) else _netcdf_lock
         self._listed = 0  # fields listed so far
@@ -72,10 +84,9 @@ class XarrayFile:
         try:
             with self._lock:
                 self.records = self._index(self._dataset())
-                if index is not None and index.look:
-                    self.records = self._filled(index)
         except UserError as error:
             raise error if path in str(error) else UserError(f"{path}: {error}") from error
+        self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
 
     def _dataset(self) -> xr.Dataset:
         if self._data is None:
@@ -95,15 +106,16 @@ class XarrayFile:
             array = data[name]  # sorted: the order of variables in a file means nothing
             if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
                 continue
-            field = _identify(array)
+            field, reason = _identify(array)
             if field is None:
-                self.skipped[name] = self.skipped.get(name, 0) + 1
+                label = f"{name}{reason}"
+                self.skipped[label] = self.skipped.get(label, 0) + 1
                 continue
-            self._locate(array, field)
-            tables.append(self._table(data, array, field))
+            tables.append(self._table(data, array, field, *self._locate(array)))
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
 
-    def _locate(self, array: xr.DataArray, field: Field) -> None:
+    def _locate(self, array: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the rows and columns of the program's grid lie in a variable: (Y,) and (X,)."""
         axes = [find_axis(array, role) for role in ("latitude", "longitude")]
         if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
             raise UserError(f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read")
@@ -111,10 +123,12 @@ class XarrayFile:
         if self.grid is not None and not grid.same_as(self.grid):
             first = self.grid.describe()
             raise UserError(f"{array.name}: grid {grid.describe()} differs from the file's first, {first}")
-        if self.grid is None:
-            self.grid, self._rows, self._columns = grid, rows, columns
+        self.grid = self.grid or grid
+        return rows, columns
 
-    def _table(self, data: xr.Dataset, array: xr.DataArray, field: Field) -> np.ndarray:
+    def _table(
+        self, data: xr.Dataset, array: xr.DataArray, field: Field, rows: np.ndarray, columns: np.ndarray
+    ) -> np.ndarray:
         axes = {role: find_axis(array, role) for role in _LEADING}
         if field.surface or field.static:
             axes["level"] = None  # a scalar coordinate that other variables of the file need
@@ -123,50 +137,62 @@ class XarrayFile:
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())
         dims = _dimensions(array, axes)
-        self._variables.append(_Variable(array.name, self._listed, dims, shape, *_conversion(array, field)))
+        units = _conversion(array, field)
+        self._variables.append(_Variable(array.name, self._listed, dims, shape, rows, columns, *units))
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
-        records["field"], records["kind"], records["decimal"] = FIELD_INDEX[field.name], MEMBER, 1.0
+        records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
+        records["kind"] = CONTROL if _type(array) == "cf" else MEMBER
         records["masked"] = field.maskable and np.issubdtype(array.dtype, np.floating)
         records["offset"] = self._listed + np.arange(len(records))
         self._listed += len(records)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
         records["lead_start"] = records["lead"]
-        for role, width in _widths(data, axes).items():
+        for role, width in (_widths(data, axes) if _over_intervals(array, field) else {}).items():
             records["lead_start"] -= width[where[_LEADING.index(role)]]
             records["bounded"] = True
         return records
 
-    def _filled(self, index: FileIndex) -> np.ndarray:
-        """The records of fields that hold a value, as `index` knows them or as all of them are read."""
+    def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
+        """Which of `records` are all NaN (see `data_prep.records.Reader`): by one row of each, then by all of it.
+
+        Raises:
+            UserError: the file cannot be read, or changed meanwhile.
+        """
+        before = self._stamp()
+        found = index.load_looks(self.path, before, self._fields, self._listed)
+        places = [
+            (int(record["offset"]), *self._place(record)) for record in records[found[records["offset"]] == UNKNOWN]
+        ]
+        if places:
+            log.info("%s: looking through %d fields for those that are all NaN", self.path, len(places))
+
+        def together(place: tuple[int, _Variable, tuple[int, ...]]) -> tuple[int, ...]:  # as a build reads
+            _, variable, (date, _, lead, _) = place
+            return variable.base, date, lead
+
+        assert self.grid is not None
+        middle = slice(self.grid.shape[0] // 2, self.grid.shape[0] // 2 + 1)
+        for _, group in groupby(sorted(places, key=together), key=together):
+            offsets, (variable, *_), where = zip(*group, strict=True)
+            wanted = np.array(where)
+            first, last = wanted.min(0), wanted.max(0) + 1
+            inside = tuple((wanted - first)[:, 1:].T)
+            empty = np.isnan(self._read(variable, first, last, middle)).all((-2, -1))[inside]
+            if empty.any():
+                empty = np.isnan(self._read(variable, first, last, None)).all((-2, -1))[inside]
+            found[list(offsets)] = np.where(empty, EMPTY, FILLED)
+        before.check(self.path, self._stamp())
+        if places:
+            index.save_looks(self.path, before, self._fields, found)
+        return found[records["offset"]] == EMPTY
+
+    def _stamp(self) -> Stamp:
         found = stamp(self.path)
         if found is None:
             raise UserError(f"{self.path}: cannot be seen any more; run again")
-        table = index.load(self.path, Stamp(*found), FILLED)
-        if table is not None:
-            return table.records
-        empty = np.concatenate([self._empty(variable) for variable in self._variables] or [np.zeros(0, bool)])
-        if empty.any():
-            first = describe(self.records[empty.argmax()])
-            log.warning("%s: %d of %d fields are all NaN, as if absent: %s", self.path, empty.sum(), len(empty), first)
-        index.save(self.path, Stamp(*found), Table(self.records[~empty], (), {}), FILLED)
-        return self.records[~empty]
-
-    def _empty(self, variable: _Variable) -> np.ndarray:
-        """Which fields of a variable, in the order of its records, are all NaN: by a row, then by all of it."""
-        empty = np.zeros(variable.shape, bool)
-        if not np.issubdtype(self._dataset()[variable.name].dtype, np.floating):
-            return empty.reshape(-1)
-        assert self.grid is not None
-        middle = slice(self.grid.shape[0] // 2, self.grid.shape[0] // 2 + 1)
-        dates, members, leads, levels = variable.shape
-        for date, lead in np.ndindex(dates, leads):  # as a build reads
-            first, last = np.array([date, 0, lead, 0]), np.array([date + 1, members, lead + 1, levels])
-            empty[date, :, lead] = np.isnan(self._read(variable, first, last, middle)).all((-2, -1))[:, 0]
-        for place in np.argwhere(empty):
-            empty[tuple(place)] = np.isnan(self._read(variable, place, place + 1, None)).all()
-        return empty.reshape(-1)
+        return Stamp(*found)
 
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
@@ -199,13 +225,13 @@ class XarrayFile:
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
             if bad.all():
-                count += "; if it is absent, say gaps=mask or gaps=skip, which look for such fields beforehand"
+                count += "; if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
         return RawField(values, mask=hidden)
 
     def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
         """A stretch of one start date (member, lead, level, Y, X) float32 in the program's order and units."""
-        chosen = self._rows[rows or slice(None)]
+        chosen = variable.rows[rows or slice(None)]
         north = int(chosen.min())
         with self._lock:
             array = self._dataset()[variable.name]
@@ -217,13 +243,15 @@ class XarrayFile:
             array = array.isel(where | {variable.dims["latitude"]: slice(north, int(chosen.max()) + 1)})
             order = [variable.dims[role] for role in (*_LEADING, "latitude", "longitude") if role in variable.dims]
             array = array.squeeze([dim for dim in array.dims if dim not in order], drop=True)
-            try:
-                values = np.asarray(array.transpose(*order).values)
+            try:  # turned afterwards: a lazy transpose asks a Zarr store for point after point
+                values = np.asarray(array.values).transpose([array.dims.index(dim) for dim in order])
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
+        if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
+            values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
         shape = (last - first)[1:].tolist()
-        values = values.reshape(*shape, *values.shape[-2:])[..., (chosen - north)[:, None], self._columns]
+        values = values.reshape(*shape, *values.shape[-2:])[..., (chosen - north)[:, None], variable.columns]
         if (variable.factor, variable.shift) != (1.0, 0.0):
             values = values.astype(np.float64) * variable.factor + variable.shift
         return values.astype(np.float32)
@@ -265,6 +293,16 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
         raise UserError(f"{array.name}: {error}") from error
 
 
+def _over_intervals(array: xr.DataArray, field: Field) -> bool:
+    """Whether values are of intervals rather than of moments: by CF cell_methods, else by what the variable is.
+
+    Bounds of an axis are for all variables of a file, though some of them may be of moments.
+    """
+    methods = dict(re.findall(r"(\w+): (point|sum|mean|maximum|minimum)", str(array.attrs.get("cell_methods", ""))))
+    found = {methods[name] for name in methods if name in ALIASES["init"] + ALIASES["lead"]}
+    return found != {"point"} if found else field.accumulated or field.standard_name == GUST
+
+
 def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str, np.ndarray]:
     """Hours that each value covers, from the bounds of the lead axis or, for truth, of the time axis.
 
@@ -289,23 +327,35 @@ def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str,
     return {}
 
 
-def _near_ground(array: xr.DataArray, field: Field) -> bool:
-    """Whether a field without pressure levels lies where those of its surface variable do, as far as the file tells.
+def _type(array: xr.DataArray) -> str:
+    """cfgrib's GRIB_dataType: pf is a perturbed member, cf the control; joined arrays keep that of the first."""
+    members = find_axis(array, "member")
+    return str(array.attrs.get("GRIB_dataType", "")) if members is None or members.size == 1 else ""
 
-    A file of fields at 80 m, on a model level or at the tropopause says so in a coordinate of one value.
+
+def _near_ground(array: xr.DataArray, field: Field) -> bool | None:
+    """Whether a field without pressure levels lies where those of its surface variable do; None where nothing tells.
+
+    A file of fields at 80 m, on a model level or at the tropopause says so in a coordinate of one value; one of fields
+    on a single pressure level may say nothing.
     """
+    told = None
     for name, axis in array.coords.items():
-        vertical = axis.attrs.get("axis") == "Z" or "positive" in axis.attrs or name in _VERTICAL
-        if axis.size != 1 or not vertical or name in _GROUND:
+        vertical = axis.attrs.get("axis") == "Z" or "positive" in axis.attrs or name in (*_VERTICAL, *_GROUND)
+        if axis.size != 1 or not vertical:
             continue
         usual = {re.sub(r"\D", "", f.name) for f in FIELDS if f.surface and f.standard_name == field.standard_name}
-        if name not in _HEIGHTS or f"{axis.values.item():g}" not in usual:
+        if name not in _GROUND and (name not in _HEIGHTS or f"{axis.values.item():g}" not in usual):
             return False
-    return True
+        told = True
+    return told
 
 
-def _identify(array: xr.DataArray) -> Field | None:
-    """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name."""
+def _identify(array: xr.DataArray) -> tuple[Field | None, str]:
+    """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name.
+
+    Where it has none, what a message says after the variable's name.
+    """
     known: list[Field] = []
     for alias in (str(array.name), str(array.attrs.get("standard_name", ""))):
         try:
@@ -315,14 +365,16 @@ def _identify(array: xr.DataArray) -> Field | None:
     number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
     known += [number] if number else []
     if not known:
-        return None
-    flat = find_axis(array, "level") is None
-    if flat and not known[0].surface and not _near_ground(array, known[0]):
-        return None
-    start = find_axis(array, "init")
-    if flat and known[0].name == "z" and (start is None or start.size == 1):  # the service gives it a time
-        return FIELDS[FIELD_INDEX["orog"]]
-    if flat and not known[0].surface and not known[0].static:  # e.g. air_temperature at the surface
-        surface = [f for f in FIELDS if f.surface and f.standard_name == known[0].standard_name]
-        return surface[0] if len(surface) == 1 else None
-    return known[0]
+        return None, ""
+    if _type(array) in OF_ENSEMBLE:
+        return None, " (derived from an ensemble)"
+    first = known[0]
+    if first.surface or first.static or find_axis(array, "level") is not None:
+        return first, ""
+    near, start = _near_ground(array, first), find_axis(array, "init")
+    if near is not False and first.name == "z" and (start is None or start.size == 1):  # the service gives it a time
+        return FIELDS[FIELD_INDEX["orog"]], ""
+    surface = [f for f in FIELDS if f.surface and f.standard_name == first.standard_name]
+    if near and len(surface) == 1:  # e.g. air_temperature at 2 m
+        return surface[0], ""
+    return None, " (no pressure level)" if near is None else ""

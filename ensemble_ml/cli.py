@@ -197,10 +197,10 @@ def build_config(task: str, composed: DictConfig) -> Any:
     Raises:
         UserError: a mandatory key is missing, or a value is not allowed.
     """
-    missing = sorted(OmegaConf.missing_keys(composed))
-    if missing:
-        raise UserError(f"{', '.join(missing)}: must be given, e.g. ensemble-ml {task} {TASKS[task].example}")
     try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise UserError(f"{', '.join(missing)}: must be given, e.g. ensemble-ml {task} {TASKS[task].example}")
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UserError(_one_line(task, str(error))) from error

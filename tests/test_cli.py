@@ -49,6 +49,7 @@ def test_help_explains_every_setting(capsys, task):
         (["prepare", "input=a", "output=b", "packing=int8"], "packing: Invalid value 'int8', expected one of"),
         (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
         (["predict", "checkpoint=a", "input=b", "output=c", "thresholds=3"], "thresholds=3: give lists of values"),
+        (["predict", "checkpoint=${oc.env:NOT_THERE}", "input=b", "output=c"], "checkpoint: "),
         (
             ["predict", "checkpoint=a", "input=b", "output=c", "quantiles=[2]"],
             "quantiles=2.0: must lie between 0 and 1",

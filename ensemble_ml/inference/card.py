@@ -42,6 +42,8 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
     found["claims"] = [claim for claim in scores["claims"] if claim.get("forecast") in mine]
     found["strata"] = [row for row in scores.get("strata", ()) if row["forecast"] in mine]
     others = tuple(f"{label}, " for label in every if label not in mine)  # sentences begin with whom they are about
+    theirs = tuple(f"{label}{rest}" for label in every if label not in mine for rest in (": ", " was "))
+    found["notes"] = [line for line in scores["notes"] if not line.startswith(theirs)]
     found["headline"] = [line for line in scores["headline"] if not line.startswith(others)]
     return found
 
@@ -52,13 +54,18 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     rows = [
         ("predicts", " and ".join(predicts)),
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
-        ("network", f"{spec.config.name}, {spec.config.hidden} to {spec.config.max_hidden} channels"),
+        ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
         ("calibration", _calibration(meta.get("widths"), meta["config"]["data"]["validation_members"])),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
+
+
+def _channels(spec: ModelSpec) -> str:
+    config = spec.config
+    return f", {config.hidden} to {config.max_hidden} channels" if config.name == "unet3d" else ""
 
 
 def _calibration(widths: Sequence[Sequence[float]] | None, members: int) -> str:
@@ -87,9 +94,9 @@ def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     rows = [("training", *_span(meta["training_dates"])), ("validation", *_span(meta["validation_dates"]))]
     if scores is not None:
         rows.append(("test", *_span(scores["dates"]["test"])))
-    chosen = (
-        "The validation dates chose the checkpoint; " if meta["validation_dates"] else "No date chose the checkpoint; "
-    )
+    best = meta.get("best") or {}
+    chose = meta["validation_dates"] and best.get("step") == meta["step"]
+    chosen = f"{'The validation dates' if chose else 'No date'} chose the checkpoint; "
     seen = {str(date)[:13] for name in ("training_dates", "validation_dates") for date in meta[name]}
     if scores is None:
         apart = "no test dates are known"
@@ -133,14 +140,16 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
         "Only the grid, variables, levels and lead times above; anything else is refused by name.",
         f"Trained on {len(meta['training_dates'])} start dates; seasons and regimes that they lack are extrapolation.",
         "Tied to the forecasting system of the training data: after a change of that system, fit anew.",
-        "Calibrated on average; a single forecast may be off, most where the ensemble is far from its climate.",
     ]
+    if meta.get("widths") and spec.config.postprocess:
+        text = "Calibrated on average; a single forecast may be off, most where the ensemble is far from its climate."
+        lines.append(text)
     if not spec.config.postprocess:
         lines.append("Predicts the spread of the ensemble, which need not be the error of its mean.")
     if scores is not None:
         lines += list(scores["notes"])
         for row in scores.get("strata", []):
-            if row["kind"] != "season" and row["metric"] == "crps" and row["low"] is not None and row["low"] > 1:
+            if row["kind"] != "season" and row["metric"] == "crps" and row.get("worse"):
                 where = f"{row['stratum']}, {row['lead_hours']} h"
                 lines.append(f"Worse than {row['reference']} ({where}): CRPS x {row['ratio']:.3f}.")
     listed = "\n".join(f"- {line}" for line in lines)

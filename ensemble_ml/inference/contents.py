@@ -99,7 +99,9 @@ class Header:
         if name not in self.lead_bounds:
             over = registered(name).accumulated or name == _MAXIMUM  # a sum or maximum over we do not know what
             return "time: point" if self.shared_bounds and not over else ""
-        method = "time: sum" if registered(name).accumulated else "time: maximum"
+        method = "time: sum" if registered(name).accumulated else "time: maximum" if name == _MAXIMUM else ""
+        if not method:  # a mean or an extreme, nobody knows
+            return ""
         if self.shared_bounds:
             return method
         spans = ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))

@@ -20,13 +20,16 @@ def export(config: ExportConfig) -> Path:
     """Write `config.output`/{model.safetensors, checkpoint.json, MODEL_CARD.md}; the folder appears when it is whole.
 
     Raises:
-        UserError: the checkpoint is absent or damaged, the output exists, or the scores cannot be read or are of other
-            checkpoints.
+        UserError: the checkpoint is absent or damaged, the output exists (with other files than an export's, if it may
+            be replaced), or the scores cannot be read or are of other checkpoints.
     """
-    output = Path(config.output)
+    output = Path(config.output).absolute()
     require("output", output, config.overwrite or not output.exists(), "exists; set overwrite=true or choose another")
     folder = output.is_dir() and not output.is_symlink()
     require("output", output, folder or not os.path.lexists(output), "is a file or a link; give a folder")
+    others = sorted({path.name for path in output.iterdir()} - {MODEL, META, CARD}) if folder else []
+    if others:
+        raise UserError(f"output={output}: holds {others[0]}, which no export writes; overwrite=true leaves it alone")
     checkpoint = load_checkpoint(config.checkpoint)
     scores = _scores(config.scores)
     if scores is not None:

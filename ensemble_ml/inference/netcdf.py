@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from ensemble_ml.training.checkpoint import sync
 # HDF5 serves one thread at a time, and a thread may be reading an archive through xarray: xarray's own lock keeps
 # the two apart.
 _LOCK = NETCDF4_PYTHON_LOCK
+_ABANDONED = 3600.0  # seconds
 _CHUNK = 1 << 20  # bytes: small grids go whole into a chunk, large ones field by field
 _CLOCK = {
     "units": "seconds since 1970-01-01 00:00:00",
@@ -30,8 +32,9 @@ _CLOCK = {
 
 
 def file_name(init_time: np.datetime64) -> str:
-    """forecast_YYYYMMDDHH.nc."""
-    return f"forecast_{init_time.astype('datetime64[h]').item():%Y%m%d%H}.nc"
+    """forecast_YYYYMMDDHH.nc, with minutes where there are any."""
+    start = init_time.astype("datetime64[m]").item()
+    return f"forecast_{start:%Y%m%d%H}{f'{start:%M}' if start.minute else ''}.nc"
 
 
 def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Path:
@@ -43,6 +46,7 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Pat
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with _access(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(path)
         data = netCDF4.Dataset(partial, "w", format="NETCDF4")
     try:
         with _access(path):
@@ -62,6 +66,14 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Pat
                 data.close()
         partial.unlink(missing_ok=True)
     return path
+
+
+def _tidy(path: Path) -> None:
+    """Remove what killed runs left of this forecast: drafts that nobody has touched for an hour."""
+    for draft in path.parent.glob(f".{path.name}.partial-*"):
+        with suppress(FileNotFoundError):
+            if time.time() - draft.stat().st_mtime > _ABANDONED:
+                draft.unlink()
 
 
 @contextmanager

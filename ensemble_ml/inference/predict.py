@@ -82,7 +82,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 def _predict(config: PredictConfig, source: Source, session: Session) -> list[Path]:
     model, meta = load_model(config.checkpoint)
     spec = model.spec
-    check_source(source, spec, meta.get("lead_bounds", {}))
+    check_source(source, spec, meta.get("lead_bounds"))
     places = select(spec.grid, config.region, config.points)
     shard = _shard(spec, session)
     job = _Job(config, source, meta, spec, wanted_outputs(config, spec), places, session, shard)
@@ -191,6 +191,8 @@ def _targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output {folder}: is a file; give a folder")
     paths = [folder / file_name(start.init_time) for start in starts]
+    if len(set(paths)) < len(paths):
+        raise UserError("dates: two start dates lie in one minute, and forecasts are named by it; predict them apart")
     there = [path for path in paths if path.exists()]
     if there and not config.overwrite:
         count = f"{len(there)} of {len(paths)} forecasts"
@@ -219,11 +221,12 @@ def _header(job: _Job, sample: Sample) -> Header:
 def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, str]:
     config, meta = job.config, job.meta
     what = "Post-processed ensemble forecast" if job.spec.config.postprocess else "Predicted ensemble spread"
-    start = sample.start.init_time.astype("datetime64[h]").item()
+    start = sample.start.init_time.astype("datetime64[m]").item()
+    hour = f"{start:%H:%M}" if start.minute else f"{start:%H}"
     now = datetime.now(UTC)
     asked = f"checkpoint={config.checkpoint} input={config.input} members_in={config.members_in}"
     return {
-        "title": f"{what} from {start:%Y-%m-%d %H} UTC",
+        "title": f"{what} from {start:%Y-%m-%d} {hour} UTC",
         "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
         "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {asked}",
         "comment": "; ".join(filter(None, (sample.start.missing, *sample.remarks))),
@@ -249,6 +252,8 @@ def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig, devi
         candidates(device, config.precision)  # refuses what the device cannot do
         speed = Speed(config.precision, trained.channels_last)
     model.to(device)
+    if speed.precision is not Precision.float64:
+        model.float()
     speed.apply(model)
     return device
 

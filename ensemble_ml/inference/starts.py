@@ -35,7 +35,8 @@ class Start:
 def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None) -> None:
     """Refuse a source that lacks anything the model takes.
 
-    `bounds`: intervals of the training data's sums and maxima at `spec.leads_in` (`store.source.bounds_at`).
+    `bounds`: intervals of the training data's sums and maxima at `spec.leads_in` (`store.source.bounds_at`); None where
+    the checkpoint does not know.
 
     Raises:
         UserError: another grid, or variables, levels or leads that are not there, all of them named; sums over other
@@ -69,6 +70,10 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
                 f"input {source.path}: {name} over {_spans(here[name])}, the checkpoint knows it over"
                 f" {_spans(known[name])}; give data of the same lead times as in training"
             )
+    for name in known.keys() ^ here.keys() if bounds is not None else ():
+        text = "%s is over %s in %s, and over no interval that is known in %s: it may be another quantity"
+        both = [f"input {source.path}", "training"]
+        log.warning(text, name, _spans(here.get(name) or known[name]), *(both if name in here else reversed(both)))
 
 
 def _spans(pairs: Sequence[Any]) -> str:
@@ -112,6 +117,8 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig) -> list[
     if not len(layout.init_time) or not source.has(Part.FORECAST):
         raise UserError(f"input {source.path}: holds no ensemble forecast")
     wanted = choose_members(layout.realization, config.members_in)
+    if config.dates is not None and not len(config.dates):
+        raise UserError("dates=[]: names no start date; leave it out for all")
     every = np.arange(len(layout.init_time))
     dates = every if config.dates is None else select_dates(layout.init_time, config.dates)
     _enough(len(wanted), spec, config, f"members_in={config.members_in}: {len(wanted)} members")

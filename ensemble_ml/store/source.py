@@ -126,11 +126,12 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str]) -> np.ndarray:
     for period in periods:
         first, _, last = str(period).partition("/")
         try:
-            start, end_period = np.datetime64(first).astype("datetime64[ns]"), np.datetime64(last or first)
+            start, end_period = np.datetime64(first).astype("datetime64[s]"), np.datetime64(last or first)
         except ValueError as error:
             raise UserError(f"dates {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
-        end = (end_period + 1).astype("datetime64[ns]")  # the whole of the last year, month, day or hour
-        inside = (init_time >= start) & (init_time < end)
+        end = (end_period + 1).astype("datetime64[s]")  # the whole of the last year, month, day or hour
+        seconds = init_time.astype("datetime64[s]")  # nanoseconds end in 2262
+        inside = (seconds >= start) & (seconds < end)
         if not inside.any():
             raise UserError(f"dates {period}: no start date lies there; the data span {_span(init_time)}")
         chosen |= inside

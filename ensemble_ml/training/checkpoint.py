@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 from ensemble_ml.store.manifest import hash_file
@@ -106,6 +107,8 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """
     checkpoint = load_checkpoint(path)
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
+    if Precision(checkpoint.meta["precision"]["precision"]) is Precision.float64:
+        model.double()  # before its weights come, which would lose their last bits
     load_weights(model, checkpoint)
     if checkpoint.meta.get("widths") is not None:
         widths, families = torch.tensor(checkpoint.meta["widths"]), checkpoint.spec.families

@@ -2,8 +2,9 @@
 
 Every function takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims` (dimensions
 to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas) and `mask`
-(bool, points that count). A missing value that no mask leaves out makes the mean NaN: nothing is skipped in silence.
-Dask arrays stay lazy; member, variable and quantile dimensions must lie in one chunk.
+(bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that differ are
+refused: nothing is skipped in silence. Dask arrays stay lazy, and chunks change no score; member, variable and quantile
+dimensions must lie in one chunk.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ def weighted_mean(
 ) -> xr.DataArray:
     """Sum of weighted values over sum of weights, of the points that `mask` keeps; NaN where none is left.
 
+    Weights may cover more than the values do.
+
     Raises:
         ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there.
     """
     over = _reduced(values.dims, reduce_dims, preserve_dims)
     if not over and mask is None:
         return values
-    w = xr.ones_like(values, dtype=np.float64) if weights is None else weights.broadcast_like(values)
+    w = xr.ones_like(values, dtype=np.float64)
+    if weights is not None:
+        w = xr.align(values, weights, join="left", copy=False)[1].broadcast_like(values)
     if mask is not None:
         values, w = values.where(mask, 0.0), w.where(mask, 0.0)
-    total, weight = (values * w).sum(over, skipna=False), w.sum(over)
+    total, weight = (values * w).sum(over, skipna=False), w.sum(over, skipna=False)
     return (total / weight.where(weight > 0)).rename(values.name)
 
 
@@ -102,6 +107,7 @@ def spread_skill(
     Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
     """
     m = forecast.sizes[member_dim]
+    forecast, observed = xr.align(forecast, observed, join="exact", copy=False)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     variance = variance.broadcast_like(error)
@@ -117,8 +123,8 @@ def rank_histogram(
     **reduction: Any,
 ) -> xr.DataArray:
     """Share of points at each rank of the truth (0..M) along `rank`; ties are broken at random (Talagrand)."""
-    m = forecast.sizes[member_dim]
-    rank = _pointwise(lambda x, y: _ranks(x, y, seed), forecast, observed, core=member_dim)
+    m, uniform = forecast.sizes[member_dim], _uniform(seed, forecast.isel({member_dim: 0}, drop=True), observed)
+    rank = _pointwise(_ranks, forecast, observed, uniform, core=member_dim)
     return _histogram(rank, m + 1, "rank", **reduction)
 
 
@@ -138,16 +144,17 @@ def pit_histogram(
     """
     law = Family(family)
 
-    def where(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray) -> np.ndarray:
-        shape = np.broadcast_shapes(mu.shape, sigma.shape, y.shape)
-        value = probability.pit(law, mu, sigma, y, np.random.default_rng(seed).random(shape))
+    def where(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+        value = probability.pit(law, mu, sigma, y, uniform)
         return np.where(np.isnan(value), np.nan, probability.bin_of(value, bins))
 
-    return _histogram(_pointwise(where, location, scale, observed), bins, "pit", **reduction)
+    uniform = _uniform(seed, location, scale, observed)
+    return _histogram(_pointwise(where, location, scale, observed, uniform), bins, "pit", **reduction)
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Mean squared difference of a probability and what happened (0 or 1)."""
+    forecast, event = xr.align(forecast, event, join="exact", copy=False)
     return weighted_mean((forecast - event) ** 2, **reduction)
 
 
@@ -202,6 +209,7 @@ def efi(
 
 def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Extreme event CRPS: mean of |EFI| CRPS, from both at each point."""
+    index, crps = xr.align(index, crps, join="exact", copy=False)
     return weighted_mean(abs(index) * crps, **reduction)
 
 
@@ -242,9 +250,31 @@ def _vectors(
     )  # fmt: skip
 
 
-def _ranks(x: np.ndarray, y: np.ndarray, seed: int) -> np.ndarray:
+def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
+    """A number in [0, 1) for each point of the arrays together, by the seed and its place: chunks do not change it.
+
+    The finaliser of splitmix64 (Steele, Lea and Flood 2014), over the counted points.
+    """
+    sizes = {dim: size for array in arrays for dim, size in array.sizes.items()}
+    chunks = {dim: parts for array in arrays for dim, parts in array.chunksizes.items()}
+    begun = np.array(seed * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
+    place = xr.DataArray(np.zeros(1, np.uint64), dims=["_one"])  # arrays wrap in silence, single numbers warn
+    for dim, size in sizes.items():
+        ticks = xr.DataArray(np.arange(size, dtype=np.uint64), dims=[dim])
+        place = place * np.uint64(size) + (ticks.chunk({dim: chunks[dim]}) if dim in chunks else ticks)
+
+    def mixed(word: np.ndarray) -> np.ndarray:
+        word = word + begun
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return ((word ^ (word >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    return xr.apply_ufunc(mixed, place, dask="parallelized", output_dtypes=[np.float64]).isel(_one=0)
+
+
+def _ranks(x: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
     shape = np.broadcast_shapes(x.shape[1:], y.shape)
-    rank = members.rank_of_truth(x, np.broadcast_to(y, shape), np.random.default_rng(seed).random(shape))
+    rank = members.rank_of_truth(x, np.broadcast_to(y, shape), np.broadcast_to(uniform, shape))
     return np.where(np.isnan(x).any(0) | np.isnan(y), np.nan, rank)
 
 

@@ -98,6 +98,8 @@ def fit_corrections(
     w = np.where(valid, weights, 0.0)
     single = clim_variance is not None
     s_mean = clim_variance if clim_variance is not None else sums.total("v") / n
+    s_mean = np.where(valid, s_mean, _mean(s_mean, w))  # cells that no fit date knows go by the others
+    unsure = np.where(valid, 1 / n, 0.0)
     bias = sums.total("e") / n
     residual = np.maximum(sums.total("ee") - n * bias**2, 0.0) / np.maximum(n - 1, 1)
 
@@ -118,11 +120,11 @@ def fit_corrections(
     one = np.zeros_like(bias) if single else np.ones_like(bias)
     plans = {
         "global": (bias_global, ratio_global, one),
-        "local": (bias_local, ratio * (1 + 1 / n), one),
-        "local_constant": (bias_local, ratio * (1 + 1 / n), np.zeros_like(one)),
-        "shrunk": (bias_shrunk, ratio_shrunk * (1 + kept / n), one),
-        "local_blend": (bias_local, ratio * (1 + 1 / n), share),
-        "blend": (bias_shrunk, ratio_shrunk * (1 + kept / n), share),
+        "local": (bias_local, ratio * (1 + unsure), one),
+        "local_constant": (bias_local, ratio * (1 + unsure), np.zeros_like(one)),
+        "shrunk": (bias_shrunk, ratio_shrunk * (1 + kept * unsure), one),
+        "local_blend": (bias_local, ratio * (1 + unsure), share),
+        "blend": (bias_shrunk, ratio_shrunk * (1 + kept * unsure), share),
     }
     return {name: Correction(b, r * (1 - q) * s_mean + fallback, r * q) for name, (b, r, q) in plans.items()}
 
@@ -256,8 +258,19 @@ def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
 
 
 def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and predictive standard deviation of the truth at each cell over the fit dates, from sums of y and y^2."""
+    """Mean and predictive standard deviation of the truth at each cell over the fit dates, from sums of y and y^2.
+
+    The deviation is zero where fewer than two fit dates know a cell; see `everywhere`.
+    """
     n = np.maximum(sums.count.sum(0), 1.0)
     mean = sums.total("y") / n
     variance = np.maximum(sums.total("yy") - n * mean**2, 0.0) / np.maximum(n - 1, 1)
     return mean, np.sqrt(variance * (1 + 1 / n))
+
+
+def everywhere(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A climatology (Z, Y, X) as a forecast: cells of which nothing is known may be like any of the others."""
+    known = np.where(deviation > 0, 1.0, 0.0)
+    mean_all = _mean(mean, known)
+    variance_all = _mean(deviation**2 + (mean - mean_all) ** 2, known)
+    return np.where(known, mean, mean_all), np.where(known, deviation, np.sqrt(variance_all))

@@ -17,29 +17,43 @@ import numpy as np
 from scipy.stats import norm
 from scipy.stats import t as student
 
-FEWEST_BLOCKS = 5  # with fewer, an interval says little, and the report says so
+FEWEST_BLOCKS = 5  # with fewer, an interval says little: nothing is sure by it, and the report says so
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its confidence interval; the ends are NaN where there is only one block."""
+    """A figure with its confidence interval; the ends are NaN where there is only one block.
+
+    `blocks` is how many it rests on. Of two, the draws' extremes are the interval, which half of the time excludes no
+    difference where there is none: below FEWEST_BLOCKS nothing counts as sure.
+    """
 
     value: float
     low: float
     high: float
+    blocks: int = FEWEST_BLOCKS
+
+    @property
+    def enough(self) -> bool:
+        """Whether it rests on enough blocks to say anything."""
+        return self.blocks >= FEWEST_BLOCKS
 
     def excludes(self, neutral: float) -> bool:
-        """Whether the whole interval lies on one side of `neutral`."""
-        return bool(self.low > neutral or self.high < neutral)
+        """Whether the whole interval surely lies on one side of `neutral`."""
+        return self.below(neutral) or self.above(neutral)
 
     def below(self, neutral: float) -> bool:
-        """Whether the whole interval lies below `neutral`."""
-        return bool(self.high < neutral)
+        """Whether the whole interval surely lies below `neutral`."""
+        return self.enough and bool(self.high < neutral)
+
+    def above(self, neutral: float) -> bool:
+        """Whether the whole interval surely lies above `neutral`."""
+        return self.enough and bool(self.low > neutral)
 
     def map(self, function: Callable[[float], float]) -> Interval:
         """The interval of a monotonic function of the figure."""
         low, high = sorted((function(self.low), function(self.high)))
-        return Interval(function(self.value), low, high)
+        return Interval(function(self.value), low, high, self.blocks)
 
 
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
@@ -102,8 +116,8 @@ def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) ->
     """Expanded percentile interval of the draws (B,) of a figure; NaN ends where one block leaves nothing to draw."""
     finite = draws[np.isfinite(draws)]
     if blocks < 2 or not len(finite) or not np.isfinite(value):
-        return Interval(float(value), np.nan, np.nan)
+        return Interval(float(value), np.nan, np.nan, blocks)
     deviations = student.isf((1 - confidence) / 2, blocks - 1) * np.sqrt(blocks / (blocks - 1))
     tail = 100 * norm.sf(deviations)
     low, high = np.percentile(finite, [tail, 100 - tail])
-    return Interval(float(value), float(low), float(high))
+    return Interval(float(value), float(low), float(high), blocks)

@@ -66,8 +66,8 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         if one.mean is not None and one.stddev is not None:
             laws[label] = (one.mean[z], one.stddev[z])
     truth = None if sample.truth is None else sample.truth[z]
-    y, x = _place(index[z], truth)
     grid = setting.source.layout.grid
+    y, x = _place(index[z], truth, grid.wraps)
     return Case(
         column=column,
         name=plan.columns[column].name,
@@ -85,10 +85,12 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     )
 
 
-def _place(index: np.ndarray, truth: np.ndarray | None) -> tuple[int, int]:
+def _place(index: np.ndarray, truth: np.ndarray | None, wraps: bool) -> tuple[int, int]:
     """Where |EFI| is largest, averaged with the neighbours, so that one odd point does not win."""
-    size = np.nan_to_num(np.abs(index))
-    smooth = sum(np.roll(size, shift, axis) for axis in (0, 1) for shift in (-1, 0, 1))
+    rows, columns = index.shape
+    wide = np.pad(np.nan_to_num(np.abs(index)), ((0, 0), (1, 1)), mode="wrap" if wraps else "reflect")
+    wide = np.pad(wide, ((1, 1), (0, 0)), mode="reflect")
+    smooth = sum(wide[y : y + rows, 1:-1] for y in range(3)) + sum(wide[1:-1, x : x + columns] for x in range(3))
     there = np.where(np.isfinite(index) & (True if truth is None else np.isfinite(truth)), smooth, -1)
     y, x = np.unravel_index(int(there.argmax()), there.shape)
     return int(y), int(x)

@@ -12,12 +12,13 @@ scores.json holds
 - `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
 - `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, forecast, reference};
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
-  dates, blocks}: geometric mean of ratios over variables and levels in a part of the world, of the year, or where the
-  raw full ensemble's extreme forecast index is large;
+  worse, dates, blocks (the fewest of a field; fewer than five make nothing sure)}: geometric mean of ratios over
+  variables and levels in a part of the world, of the year, or where the raw full ensemble's extreme forecast index is
+  large;
 - `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness};
-- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, value, value_low, value_high,
-  over_ENTRANT, ...}: members over all variables and levels, where forecasts hold members;
-- `case`: the test date with the largest mean |EFI|: {date, lead_hours, variable, level, efi, latitude, longitude, ...};
+- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, blocks, left_out_area, value,
+  value_low, value_high, over_ENTRANT, ...}: members over all variables and levels, where forecasts hold members;
+- `case`: the test date with the largest mean |EFI|: {date, lead_hours, field, efi, latitude, longitude, ...};
 - `left_out`: points that a mask left out, with their share of the area, by entrant and field;
 - `notes`: sentences a reader should know; `headline`.
 
@@ -178,7 +179,7 @@ def _content(
     return {
         "format": FORMAT,
         "headline": summary.headline(scores, len(plan.test)),
-        "claims": [claim.as_dict(scores.blocks) for claim in summary.claims(scores)],
+        "claims": [claim.as_dict() for claim in summary.claims(scores)],
         "notes": notes,
         "settings": asdict(config),
         "definitions": {name: " ".join(text.split()) for name, text in DEFINITIONS.items()},

@@ -48,7 +48,7 @@ def new_figure(
 
 
 def gains(entries: Sequence[tuple[str, Interval]], unit: str = "%") -> Figure:
-    """Gains with their intervals, one line each; filled where the interval excludes zero."""
+    """Gains with their intervals, one line each; filled where the interval surely excludes zero."""
     figure, axes = new_figure(7.2, 0.5 + 0.32 * len(entries))
     axis: Axes = axes[0, 0]
     for y, (_, gain) in enumerate(reversed(entries)):

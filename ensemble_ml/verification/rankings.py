@@ -140,5 +140,5 @@ def _cell(scores: Scores, metric: str, entrant: str, column: int) -> str:
     score = scores.score(metric, entrant)
     if score is None or not np.isfinite(score.value[column]):
         return ""
-    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(entrant, [column]))
+    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(metric, entrant, [column]))
     return number(ends, 4, general=True)

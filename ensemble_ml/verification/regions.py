@@ -10,6 +10,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 
 TROPICS = 20.0  # degrees: WMO's border between tropics and extratropics
+_EDGE = 1e-5  # degrees: axes kept in float32 miss their numbers by less
 SEASONS = ("DJF", "MAM", "JJA", "SON")
 
 
@@ -49,8 +50,8 @@ def region_masks(
 
 def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
     north, west, south, east = map(float, box)
-    rows = (grid.latitude <= north) & (grid.latitude >= south)
-    columns = np.mod(grid.longitude - west, 360) <= np.mod(east - west, 360)
+    rows = (grid.latitude <= north + _EDGE) & (grid.latitude >= south - _EDGE)
+    columns = np.mod(grid.longitude - west + _EDGE, 360) <= np.mod(east - west, 360) + 2 * _EDGE
     if np.mod(east - west, 360) == 0 and east != west:
         columns[:] = True
     mask = rows[:, None] & columns

@@ -47,7 +47,7 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     sub = (
         f"From {scores.reduced} of {scores.full} members. {len(test)} test dates ({span}), baselines fitted on "
         f"{len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
-        f"Blue: surely better; orange: surely worse; grey: the interval holds zero."
+        f"Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks."
     )
     lines = "".join(f"<p>{escape(line)}</p>" for line in content["headline"])
     notes = "".join(f"<li>{escape(note)}</li>" for note in content["notes"])
@@ -65,13 +65,7 @@ def _claims(content: dict[str, Any]) -> str:
     lines = []
     for claim in content["claims"]:
         held = '<span class="yes">yes</span>' if claim["holds"] else '<span class="no">no</span>'
-        sure = (
-            "yes"
-            if claim["certain"] and claim["enough_blocks"]
-            else "yes, but few blocks"
-            if claim["certain"]
-            else "no"
-        )
+        sure = "yes" if claim["certain"] else "no" if claim["enough_blocks"] else "no, few blocks"
         sign = "&lt;" if claim["unit"] == "ratio" else "&ge;" if claim["target"] else "&gt;"
         digits = 3 if claim["unit"] == "ratio" else 1
         figure = number(Interval(claim["value"], claim["low"], claim["high"]), digits)

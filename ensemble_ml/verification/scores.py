@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ensemble_ml.verification.aggregation import AggregationState, Column
+from ensemble_ml.verification.aggregation import AggregationState, Column, Key
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import Interval, fewest_blocks, interval
 from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
@@ -46,7 +46,7 @@ class Scores:
     baselines: tuple[str, ...] = ()
     given: Mapping[str, int] = field(default_factory=dict)  # members that a forecast was made from, where it says so
     _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
-    _known: dict[tuple[str, int], int] = field(default_factory=dict)
+    _known: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
     def entrants(self) -> list[str]:
         """Everyone with a score, forecasts first."""
@@ -76,15 +76,17 @@ class Scores:
         """The fewest blocks that a column of `known` (D, C) bool lies in; all where none has a date."""
         return fewest_blocks(self._block, known, self.blocks)
 
-    def blocks_of(self, entrant: str, columns: Iterable[int]) -> int:
-        """The fewest blocks that know one of `columns` of an entrant: a field of one block has no interval."""
-        return min([self.blocks, *(self._blocks_of(entrant, int(c)) for c in columns)])
+    def blocks_of(self, metric: str, entrant: str, columns: Iterable[int]) -> int:
+        """The fewest blocks that know a metric of one of `columns` of an entrant: one of one block has no interval."""
+        return min([self.blocks, *(self._blocks_of(metric, entrant, int(c)) for c in columns)])
 
-    def _blocks_of(self, entrant: str, column: int) -> int:
-        if (entrant, column) not in self._known:
-            there = [w[:, 0, column] > 0 for key, w in self.state.weight.items() if key.entrant == entrant]
-            self._known[entrant, column] = self.fewest_blocks(np.stack(there, 1)) if there else self.blocks
-        return self._known[entrant, column]
+    def _blocks_of(self, metric: str, entrant: str, column: int) -> int:
+        name = metric, entrant, column
+        if name not in self._known:
+            keys = [Key(entrant, statistic) for statistic in METRICS[metric].needs]
+            there = [self.state.weight[key][:, 0, column] > 0 for key in keys if key in self.state.weight]
+            self._known[name] = self.fewest_blocks(np.stack(there, 1)) if there else self.blocks
+        return self._known[name]
 
     @cached_property
     def _block(self) -> np.ndarray:
@@ -116,7 +118,7 @@ class Scores:
         shared = columns[np.isfinite(ratios[0, columns])]
         if not np.isfinite(mean[0]):
             return None
-        return self.interval(mean[0], mean[1:], min(self.blocks_of(one, shared) for one in (entrant, other)))
+        return self.interval(mean[0], mean[1:], min(self.blocks_of(metric, one, shared) for one in (entrant, other)))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
         """As `ratio`, every point counting the same."""
@@ -135,7 +137,7 @@ class Scores:
         with np.errstate(divide="ignore", invalid="ignore"):
             gain, gains = 100 * (1 - first.value / second.value), 100 * (1 - first.draws / second.draws)
         for c in range(len(self.columns)):
-            blocks = min(self.blocks_of(one, [c]) for one in (entrant, other))
+            blocks = min(self.blocks_of(metric, one, [c]) for one in (entrant, other))
             less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c], blocks)
             found.append((less, self.interval(gain[c], gains[:, c], blocks)))
         return found

@@ -32,18 +32,19 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
                 (row["metric"], row["reference"]): row for row in mine if (row["kind"], row["stratum"]) == (kind, name)
             }
             gains = [
-                Interval(row["ratio"], row["low"], row["high"]).map(lambda r: 100 * (1 - r)) if row else None
+                _gain(row["ratio"], row["low"], row["high"], row["blocks"]) if row else None
                 for row in (by_head.get(head) for head in heads)
             ]
-            dates = next(iter(by_head.values()))["dates"]
-            lines.append([escape(name), str(dates), *("" if gain is None else number(gain) for gain in gains)])
+            first = next(iter(by_head.values()))
+            dates = f"{first['dates']} ({first['blocks']})"
+            lines.append([escape(name), dates, *("" if gain is None else number(gain) for gain in gains)])
             marks.append([None, None, *(_mark(gain) for gain in gains)])
         if lines:
             words = {"crps": "CRPS", "spread_rmse": "spread RMSE"}
             titles = [f"{words[metric]} vs {short_name(reference)}" for metric, reference in heads]
             who = f"{forecast}: " if len(scores.forecasts) > 1 else ""
             caption = f"{who}gain in % at {scores.headline_lead} h, geometric mean over variables and levels"
-            parts.append(table(["stratum", "dates", *titles], lines, caption=caption, classes=marks))
+            parts.append(table(["stratum", "dates (blocks)", *titles], lines, caption=caption, classes=marks))
     return f"<h2>Where and when: regions, seasons, extremes</h2>{''.join(parts)}" if parts else ""
 
 
@@ -58,7 +59,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     for entrant in dict.fromkeys(row["entrant"] for row in found):
         mine = {row["metric"]: row for row in found if row["entrant"] == entrant}
         gains = [
-            Interval(row[f"over_{o}"], row[f"over_{o}_low"], row[f"over_{o}_high"]).map(lambda r: 100 * (1 - r))
+            _gain(row[f"over_{o}"], row[f"over_{o}_low"], row[f"over_{o}_high"], row["blocks"])
             if f"over_{o}" in row else None
             for row in mine.values() for o in others
         ]  # fmt: skip
@@ -70,7 +71,14 @@ def together(content: dict[str, Any], scores: Scores) -> str:
         f"gain in % at {scores.headline_lead} h over {found[0]['fields']} fields, each by the deviation of its climate;"
         f" variogram over {len(paired)} of them"
     )
+    if found[0]["left_out_area"]:
+        caption += f"; {100 * found[0]['left_out_area']:.3g} % of the area lacks a value of some field and is left out"
     return f"<h2>Members together</h2>{table(['members', *heads], lines, caption=caption, classes=marks)}"
+
+
+def _gain(ratio: float, low: float, high: float, blocks: int) -> Interval:
+    """A ratio of scores as a gain in percent."""
+    return Interval(ratio, low, high, blocks).map(lambda r: 100 * (1 - r))
 
 
 def _mark(gain: Interval | None) -> str | None:

@@ -40,8 +40,8 @@ def strata_rows(scores: Scores, times: np.ndarray, regions: tuple[str, ...]) -> 
                         found.append(
                             {"kind": kind, "stratum": name, "lead_hours": lead, "forecast": forecast,
                              "reference": reference, "metric": metric, "ratio": ratio.value, "low": ratio.low,
-                             "high": ratio.high, "better": ratio.below(1.0), "dates": int(there.sum()),
-                             "blocks": scores.blocks_among(there)}
+                             "high": ratio.high, "better": ratio.below(1.0), "worse": ratio.above(1.0),
+                             "dates": int(there.sum()), "blocks": ratio.blocks}
                         )  # fmt: skip
     return found
 

@@ -26,15 +26,16 @@ class Claim:
     forecast: str
     reference: str
 
-    def as_dict(self, blocks: int) -> dict:
-        """The entry of scores.json: `holds` goes by the value, `certain` by whether the interval excludes no gain."""
+    def as_dict(self) -> dict:
+        """The entry of scores.json: `holds` goes by the value, `certain` by whether the interval, of enough blocks,
+        excludes no gain."""
         value, neutral = self.interval.value, 1.0 if self.unit == "ratio" else 0.0
         holds = value < self.target if self.better_below else value >= self.target if self.target else value > 0
-        certain = self.interval.high < neutral if self.better_below else self.interval.low > neutral
+        certain = self.interval.below(neutral) if self.better_below else self.interval.above(neutral)
         return {
             "claim": self.claim, "value": value, "unit": self.unit, "target": self.target, "holds": bool(holds),
             "low": self.interval.low, "high": self.interval.high, "certain": bool(certain),
-            "enough_blocks": blocks >= FEWEST_BLOCKS, "forecast": self.forecast, "reference": self.reference,
+            "enough_blocks": self.interval.enough, "forecast": self.forecast, "reference": self.reference,
         }  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
             text = f"{start}RMSE of predicted spread over that of {words} spread"
             found.append(Claim(text, ratio, "ratio", 1.0, True, label, reference))
     best = scores.best_baseline(lead)
-    references = [(best, "the best statistical baseline fitted on the same dates", _SMALL_GAIN)] if best else []
+    references = [(best, "the best statistical baseline fitted on the training dates", _SMALL_GAIN)] if best else []
     references.append((f"raw_{n}", f"the raw {n} members' N(m, (1+1/M) s^2)", 0.0))
     for reference, words, target in references:
         lower = gain(scores.ratio("crps", label, reference, columns))
@@ -102,6 +103,8 @@ def _sentence(claim: Claim, scores: Scores) -> str:
     if percent.value < 0.05:
         verdict = "no difference"
     sure = verdict if percent.excludes(0) else "not sure, the interval holds zero"
+    if not percent.enough:
+        sure = f"not sure, of {percent.blocks} blocks"
     return f"{text} ({100 * scores.confidence:g} % interval {percent.low:.1f} to {percent.high:.1f} %): {sure}."
 
 
@@ -115,7 +118,7 @@ def _where(scores: Scores, label: str) -> str:
     if not found:
         return ""
     better = sum(less.below(0) for less, _ in found.values())
-    worse = sum(less.low > 0 for less, _ in found.values())
+    worse = sum(less.above(0) for less, _ in found.values())
     order = sorted(found, key=lambda name: found[name][1].value)
     low, high = order[0], order[-1]
     return (
@@ -171,12 +174,12 @@ def rows(scores: Scores, metrics: Sequence[str] = tuple(METRICS)) -> list[dict]:
             entry["level"] = column.level
             known = {name: score for name, score in per_metric.items() if np.isfinite(score.value[c])}
             if known:
-                found.append(entry | {name: _figure(scores, entrant, score, c) for name, score in known.items()})
+                found.append(entry | {name: _figure(scores, name, entrant, score, c) for name, score in known.items()})
     return found
 
 
-def _figure(scores: Scores, entrant: str, score: Score, column: int) -> dict:
-    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(entrant, [column]))
+def _figure(scores: Scores, metric: str, entrant: str, score: Score, column: int) -> dict:
+    ends = scores.interval(score.value[column], score.draws[:, column], scores.blocks_of(metric, entrant, [column]))
     return {"value": ends.value, "low": ends.low, "high": ends.high, "unweighted": float(score.unweighted[column])}
 
 

@@ -2,9 +2,10 @@
 
 A distribution at each point does not say whether variables, levels and places fit together; members do. Those of a
 forecast (`predict members_out=true`: raw members moved to the predicted distribution) stand beside the raw ensembles
-and beside ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`, of N(mu, sigma^2), censored
-at zero where the variable cannot be negative). Scores are ordinary, not fair: members that were moved are not
-independent. Fields are brought to one scale by the global mean of their climate's variance on the fit dates.
+and beside ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`, of the law with the corrected
+mean, normal or censored at zero where the variable cannot be negative). Points that lack a value of any field or
+entrant are left out, and their share of the area is told. Scores are ordinary, not fair: members that were moved are
+not independent. Fields are brought to one scale by the global mean of their climate's variance on the fit dates.
 
 Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory,
 M x V x Y x X.
@@ -20,6 +21,7 @@ import numpy as np
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.verification.baselines import Correction, couple
+from ensemble_ml.verification.families import location_of_mean
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.members import crps_members, energy_score, variogram_score
 from ensemble_ml.verification.samples import Group, Setting, read_sample
@@ -44,8 +46,8 @@ class Known:
         corrections = fit.corrections.get(setting.reduced, {})
         if CORRECTED not in corrections or fit.climatology is None or setting.reduced < 2:
             return None
-        area = setting.weights[0]
-        variance = (area * fit.climatology[1] ** 2).sum((-2, -1)) / area.sum()
+        area = np.where(fit.climatology[1] > 0, setting.weights[0], 0.0)  # cells that the fit dates know
+        variance = (area * fit.climatology[1] ** 2).sum((-2, -1)) / np.maximum(area.sum((-2, -1)), 1e-300)
         return cls(corrections[CORRECTED], np.sqrt(np.maximum(variance, np.finfo(float).tiny)))
 
 
@@ -57,6 +59,7 @@ class Vectors:
     dates: int
     fields: int = 0
     paired: tuple[str, ...] = ()  # fields of the variogram
+    covered: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (D,) share of the area that counts
     means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
     def put(self, entrant: str, metric: str, date: int, values: np.ndarray, weight: np.ndarray) -> None:
@@ -76,10 +79,11 @@ def score_vectors(
         return None
     names = [f"{group.variable}{'' if level is None else level}" for group, _ in mine for level in group.levels]
     pairs = _paired([group for group, _ in mine], names)
-    found = Vectors(lead, len(dates), len(names), tuple(names[i] for i in pairs))
+    found = Vectors(lead, len(dates), len(names), tuple(names[i] for i in pairs), np.zeros(len(dates)))
     for position, date in enumerate(dates.tolist()):
         given, truth, whole = _date(setting, mine, labels, date)
         weight = np.where(whole, setting.weights[0], 0.0)
+        found.covered[position] = weight.sum() / setting.weights[0].sum()
         y = np.where(whole, truth, 0.0)
         for entrant, members in given.items():
             x = np.where(whole, members, 0.0)
@@ -111,8 +115,9 @@ def _date(
         sample, scale = read_sample(setting, group, date), known.scale[:, None, None]
         for size in sorted({m, n}):
             parts.setdefault(f"raw_{size}", []).append(sample.members[:size] / scale)
-        law = known.correction(*ensemble_moments(sample.members[:m]))
+        mean, deviation = known.correction(*ensemble_moments(sample.members[:m]))
         family = Family.NORMAL if registered(group.variable).family is Family.NORMAL else Family.CENSORED_NORMAL
+        law = location_of_mean(family, mean, deviation), deviation
         parts.setdefault(f"ecc_{m}", []).append(couple(sample.members[:m], *law, family) / scale)
         for one in setting.forecasts:
             if one.label in labels:
@@ -135,21 +140,22 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
         for entrant in every:
             for metric in METRICS:
                 values = one.means[entrant, metric]
-                mine, blocks = _mean(values, scores.counts), scores.blocks_among(np.isfinite(values))
+                mine, blocks = _mean(values, one.covered, scores.counts), scores.blocks_among(np.isfinite(values))
                 row: dict = {"lead_hours": one.lead, "entrant": entrant, "metric": metric, "fields": one.fields}
+                row |= {"blocks": blocks, "left_out_area": round(1 - float(one.covered.mean()), 6)}
                 row |= {"paired": list(one.paired)} if metric == "variogram" else {}
                 row |= _ends(scores, mine, "value", blocks)
                 for other in (f"ecc_{scores.reduced}", f"raw_{scores.full}"):
                     if other != entrant:
-                        theirs = _mean(one.means[other, metric], scores.counts)
+                        theirs = _mean(one.means[other, metric], one.covered, scores.counts)
                         row |= _ends(scores, mine / theirs, f"over_{other}", blocks)
                 made.append(row)
     return made
 
 
-def _mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(1 + B,): the mean over dates, then that of each draw."""
-    draws = np.vstack([np.ones(len(values)), counts])
+def _mean(values: np.ndarray, covered: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(1 + B,): the mean over dates, by the area that they have values of, then that of each draw."""
+    draws = np.vstack([np.ones(len(values)), counts]) * covered
     there = np.isfinite(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         return (draws @ np.where(there, values, 0.0)) / (draws @ there.astype(float))

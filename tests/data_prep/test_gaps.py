@@ -1,12 +1,18 @@
 """Missing members, levels and dates: listed, skipped or masked, and reported."""
 
+import hashlib
+import json
 import logging
+import os
+from pathlib import Path
 
+import netCDF4
 import numpy as np
 import pytest
 from gribfiles import dataset, ensemble, message, write
 
 from data_prep import open_pair, prepare, xarray_files
+from data_prep.file_index import FileIndex
 from data_prep.gaps import find_gaps, find_truth_gaps, holes, listed
 from ensemble_ml.config import Executor, Gaps, PrepareConfig
 from ensemble_ml.errors import UserError
@@ -134,7 +140,7 @@ class TestHypercubes:
         return PrepareConfig(input=str(path), output=str(tmp_path / "s.zarr"))
 
     def test_they_end_the_run_and_a_line_says_what_helps(self, config, tmp_path):
-        with pytest.raises(UserError, match=r"84 of 84 values are NaN.*; if it is absent, say gaps=mask or gaps=skip"):
+        with pytest.raises(UserError, match=r"84 of 84 values are NaN.*; if it is absent, prepare with gaps=mask"):
             prepare(config)
         assert not (tmp_path / "s.zarr").exists()
 
@@ -164,11 +170,44 @@ class TestHypercubes:
     def test_they_are_looked_for_once(self, config, monkeypatch):
         config.gaps, config.overwrite = Gaps.mask, True
         first, seen = open_store(prepare(config)).fingerprint(), []
-        real = xarray_files.XarrayFile._empty
-        monkeypatch.setattr(xarray_files.XarrayFile, "_empty", lambda *given: seen.append(1) or real(*given))
+        real = FileIndex.save_looks
+        monkeypatch.setattr(FileIndex, "save_looks", lambda *given: seen.append(1) or real(*given))
         assert open_store(prepare(config)).fingerprint() == first and not seen
         config.index = None
         assert open_store(prepare(config)).fingerprint() == first and seen
+
+    def test_what_is_not_wanted_is_not_looked_at(self, config, monkeypatch):
+        config.gaps, config.leads, config.dates, looked = Gaps.mask, [24], ["2001-01-03"], []
+        real = FileIndex.save_looks
+        monkeypatch.setattr(FileIndex, "save_looks", lambda *given: looked.append(given[-1]) or real(*given))
+        store = open_store(prepare(config))
+        assert starts(store) == ["2001-01-03"] and store.present(Part.FORECAST, 0)[0].sum() == 5
+        assert [(found > 0).sum() for found in looked] == [6] and (looked[0] == 2).sum() == 1
+        config.leads, config.dates, config.overwrite = None, None, True
+        prepare(config)
+        assert [(found > 0).sum() for found in looked] == [6, 24]  # what was looked at is kept
+
+    def test_what_was_found_of_another_list_of_fields_says_nothing(self, config):
+        config.gaps, config.overwrite = Gaps.mask, True
+        first = open_store(prepare(config)).fingerprint()
+        (kept,) = (Path(config.output).parent / ".s.zarr.index").glob("*.looks")
+        head, _, rows = kept.read_bytes().partition(b"\n")
+        other = json.loads(head) | {"fields": "of other fields"}
+        all_there = bytes(len(rows) * [1])
+        other["sha256"] = hashlib.sha256(all_there).hexdigest()
+        kept.write_bytes(json.dumps(other).encode() + b"\n" + all_there)
+        assert open_store(prepare(config)).fingerprint() == first
+
+    def test_a_file_that_changes_meanwhile_is_refused(self, config, monkeypatch):
+        config.gaps = Gaps.mask
+        real = xarray_files.XarrayFile._read
+        inside = [path for path in (Path(config.input), *Path(config.input).rglob("*")) if path.is_file()]
+        chunk = max(inside, key=os.path.getsize)
+        monkeypatch.setattr(
+            xarray_files.XarrayFile, "_read", lambda *given: os.utime(chunk, ns=(0, 2**62)) or real(*given)
+        )
+        with pytest.raises(UserError, match="changed while it was read"):
+            prepare(config)
 
     def test_workers_in_other_processes_see_the_same(self, config):
         config.gaps, config.overwrite = Gaps.mask, True
@@ -185,6 +224,29 @@ def test_a_field_that_has_a_value_is_no_gap(tmp_path, rows):
     config = PrepareConfig(input=str(tmp_path / "a.nc"), output=str(tmp_path / "s.zarr"), gaps=Gaps.mask)
     with pytest.raises(UserError, match=r"t at 850 hPa, member 2, 2001-01-01T00, lead 0 h: \d+ of 84 values are NaN"):
         prepare(config)
+
+
+def test_what_nobody_wrote_is_missing(tmp_path):
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:  # no attribute names the number that stands there
+        source = dataset()
+        for name, axis in source.coords.items():
+            file.createDimension(name, axis.size)
+            values = axis.values.astype("m8[h]").astype(float) if name == "step" else axis.values
+            values = (values - np.datetime64("2001-01-01")) / np.timedelta64(1, "h") if name == "time" else values
+            one = file.createVariable(name, "f8", (name,))
+            one[:] = values
+            one.units = {"step": "hours", "time": "hours since 2001-01-01"}.get(name, "")
+        file["isobaricInhPa"].units = "hPa"
+        t = file.createVariable("t", "f4", tuple(source.t.dims))
+        t.units = "K"
+        t[0] = source.t.values[0]
+        t[1, :2] = source.t.values[1, :2]
+    config = PrepareConfig(input=str(tmp_path / "a.nc"), output=str(tmp_path / "s.zarr"))
+    with pytest.raises(UserError, match=r"t at 850 hPa, member 3, 2001-01-03T00, lead 0 h: 84 of 84 values are NaN"):
+        prepare(config)
+    config.gaps = Gaps.mask
+    store = open_store(prepare(config))
+    assert store.present(Part.FORECAST, 0)[0].all() and not store.present(Part.FORECAST, 1)[0][2].any()
 
 
 def test_absent_times_of_a_truth(tmp_path):

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 from gribfiles import GLOBE, dataset, ensemble
 
 from data_prep import find_gaps, open_archive
@@ -85,6 +86,7 @@ class TestXarray:
     @pytest.mark.parametrize("first", [0, -6])
     def test_an_interval_ends_at_its_coordinate(self, tmp_path, first):
         data = dataset()
+        data["t"].attrs["cell_methods"] = "step: mean"
         step = data.step.values
         hours = step / np.timedelta64(1, "h") if np.issubdtype(step.dtype, np.timedelta64) else step.astype(float)
         data = data.assign_coords(step=("step", hours, {"units": "hours", "bounds": "step_bnds"}))
@@ -188,7 +190,7 @@ def flat(**coordinates):
 @pytest.mark.parametrize(
     ("coordinates", "names"),
     [
-        ({}, ("u10",)),
+        ({}, None),  # on one pressure level, as likely as not
         ({"heightAboveGround": 10.0}, ("u10",)),
         ({"height": ((), 10.0, {"axis": "Z", "units": "m"})}, ("u10",)),
         ({"surface": 0.0}, ("u10",)),
@@ -202,8 +204,97 @@ def test_a_field_at_another_height_is_not_the_surface_variable(tmp_path, coordin
     if names:
         assert open_archive(tmp_path / "a.nc").layout.surface == names
         return
-    with pytest.raises(UserError, match="no field that the registry knows"):
+    reason = "" if coordinates else r"; it has u \(no pressure level\)"
+    with pytest.raises(UserError, match=f"no field that the registry knows{reason}"):
         open_archive(tmp_path / "a.nc")
+
+
+def test_levels_of_a_model_are_not_those_of_pressure(tmp_path):
+    data = dataset(isobaricInhPa="level").assign_coords(level=[60, 59])
+    data.level.attrs = {"long_name": "model_level_number"}
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="level: counts model levels; only pressure levels are read"):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_control_and_moments_are_told_by_their_type(tmp_path):
+    for kind, number in (("pf", 1), ("pf", 2), ("cf", 0), ("em", 0), ("es", 0)):
+        data = dataset().isel(number=[0]).assign_coords(number=[number])
+        data["t"].attrs["GRIB_dataType"] = kind
+        data.to_netcdf(tmp_path / f"{kind}{number}.nc")
+    source = open_archive(tmp_path)
+    assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
+    joined = dataset()  # of all members; the attributes are those of the first
+    joined["t"].attrs["GRIB_dataType"] = "cf"
+    (tmp_path / "all").mkdir()
+    joined.to_netcdf(tmp_path / "all" / "a.nc")
+    assert open_archive(tmp_path / "all").layout.realization == (1, 2, 3)
+    np.testing.assert_array_equal(source.read(Part.CONTROL, 0).pressure[0, :, 0], data["t"].values[0, 0, :, ::-1])
+
+
+def test_axes_of_one_file_may_run_differently(tmp_path):
+    data = dataset()
+    other = dataset(t="u").isel(latitude=slice(None, None, -1)).rename(latitude="lat")
+    other["u"].attrs["units"] = "m s-1"
+    xr.merge([data, other]).to_netcdf(tmp_path / "a.nc")
+    found = open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0).pressure
+    np.testing.assert_array_equal(found[:, :, 1], found[:, :, 0])
+
+
+@pytest.mark.parametrize("order", [("longitude", "latitude", ...), ("number", "time", ...)])
+def test_axes_in_any_order_are_read_without_asking_for_points(tmp_path, order, monkeypatch):
+    data = dataset().transpose(*order)
+    data.to_zarr(tmp_path / "a.zarr", consolidated=False)
+    source = open_archive(tmp_path / "a.zarr")
+
+    def refused(*_):
+        raise AssertionError("points are asked for one by one")
+
+    monkeypatch.setattr(zarr.Array, "vindex", property(refused))
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0], dataset()["t"].values[1, :, :, ::-1])
+
+
+def test_valid_times_after_one_lead_are_brought_back_to_their_starts(tmp_path):
+    data = dataset().isel(step=1).rename(time="valid_time")
+    data.to_netcdf(tmp_path / "a.nc")
+    lay = open_archive(tmp_path / "a.nc").layout
+    assert lay.lead_hours == (24,)
+    assert lay.init_time.astype("datetime64[D]").astype(str).tolist() == ["2000-12-31", "2001-01-02"]
+    data.expand_dims("step").to_netcdf(tmp_path / "c.nc")
+    assert open_archive(tmp_path / "c.nc").layout.init_time.tolist() == lay.init_time.tolist()
+    dataset().rename(time="valid_time").to_netcdf(tmp_path / "b.nc")
+    with pytest.raises(UserError, match="axes valid_time and step: give start dates beside the leads"):
+        open_archive(tmp_path / "b.nc")
+
+
+def test_sums_that_fall_do_not_run_from_the_start(tmp_path):
+    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
+    rain = np.random.default_rng(0).gamma(0.3, 0.01, data.tp.shape).astype(np.float32)
+    data["tp"] = data.tp.copy(data=rain).assign_attrs(units="m")
+    data = data.assign_coords(step=np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]"))
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=r"tp, member 1, .*lead 48 h: its sum is below that of the lead before at \d+%"):
+        open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0)
+    data["tp"] = data.tp.copy(data=np.cumsum(rain, list(data.tp.dims).index("step")))
+    data.to_netcdf(tmp_path / "b.nc")
+    found = open_archive(tmp_path / "b.nc").read(Part.FORECAST, 0).surface[:, :, 0]
+    np.testing.assert_allclose(found, rain[0], atol=1e-6)
+    for dry in (0.0, -9e-19):  # packed with an offset
+        data["tp"].values[:, :, 0] = dry
+        data.to_netcdf(tmp_path / f"c{dry}.nc")
+        assert (open_archive(tmp_path / f"c{dry}.nc").read(Part.FORECAST, 0).surface > -1e-15).all()
+
+
+def test_values_of_the_moment_have_no_interval(tmp_path):
+    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
+    data["tp"].attrs["units"] = "m"
+    for name, methods in (("t2m", ""), ("d2m", "time: point"), ("msl", "time: mean")):
+        data[name] = data.tp.copy().assign_attrs(units="Pa" if name == "msl" else "K", cell_methods=methods)
+    hours = np.array([24.0, 48.0])
+    data = data.assign_coords(step=("step", hours, {"units": "hours", "bounds": "step_bnds"}))
+    data["step_bnds"] = ("step", "two"), np.stack([hours - 6, hours], 1)
+    data.to_netcdf(tmp_path / "a.nc")
+    assert sorted(open_archive(tmp_path / "a.nc").lead_bounds) == ["msl", "tp"]
 
 
 @pytest.mark.parametrize("bounds", [False, True])

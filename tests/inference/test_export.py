@@ -37,7 +37,7 @@ SCORES = {
     ],
     "strata": [
         {"kind": "region", "stratum": "tropics", "lead_hours": 48, "metric": "crps", "reference": "raw_10",
-         "ratio": 1.1, "low": 1.05, "forecast": "forecast"}
+         "ratio": 1.1, "low": 1.05, "worse": True, "forecast": "forecast"}
     ],
 }  # fmt: skip
 
@@ -57,7 +57,9 @@ def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
         made.append(xr.load_dataset(next((tmp_path / name).glob("*.nc"))))
     np.testing.assert_array_equal(made[0].t_mean, made[1].t_mean)
     card = (folder / "MODEL_CARD.md").read_text()
+    best = json.loads((checkpoint / "checkpoint.json").read_text())["best"]["step"] == 2
     for words in (
+        f"{'The validation dates' if best else 'No date'} chose the checkpoint", "Calibrated on average",
         "# Model card: tiny", "| `tp` | total precipitation | m | surface | csgamma |",
         "| calibration | scale of each lead, variable and level times ", "| test | 2 | 2001-01-12 |",
         "- At 48 h: CRPS 3 % lower.", "| CRPS lower | 3 % | none | **no** |", "- Only one year.",
@@ -73,6 +75,20 @@ def test_a_card_without_scores_says_so(trained, tmp_path):
     with pytest.raises(UserError, match="exists; set overwrite=true"):
         export(ExportConfig(str(trained[0]), str(tmp_path / "model")))
     export(ExportConfig(str(trained[0]), str(tmp_path / "model"), overwrite=True))
+
+
+def test_what_is_no_export_is_left_alone(trained, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "weights").write_text("a week of work")
+    for output in (str(run), "."):
+        monkeypatch.chdir(run)
+        with pytest.raises(
+            UserError, match="holds checkpoints, which no export writes; overwrite=true leaves it alone"
+        ):
+            export(ExportConfig(str(trained[0]), output, overwrite=True))
+    assert (run / "checkpoints" / "weights").read_text() == "a week of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_scores_that_are_none_of_ours(trained, tmp_path):
@@ -93,13 +109,15 @@ def test_a_card_has_its_own_scores_alone(trained, tmp_path):
     claims = [SCORES["claims"][0] | {"claim": f"{label}: CRPS lower", "forecast": label} for label in ("a", "b")]
     strata = [SCORES["strata"][0] | {"stratum": place, "forecast": label} for label, place in (("a", "x"), ("b", "y"))]
     lines = ["a, 48 h: 3 % lower.", "b, 48 h: 4 % lower.", "18 test dates in 3 independent blocks."]
+    notes = ["b: members or checkpoints differ between its dates.", "b was made from members 1 2.", "One year."]
     made = [{"label": "a", "checkpoints": [mine], "baseline": False}, {"label": "b", "checkpoints": ["other"]}]
-    content = SCORES | {"claims": claims, "strata": strata, "headline": lines, "forecasts": made}
+    content = SCORES | {"claims": claims, "strata": strata, "headline": lines, "forecasts": made, "notes": notes}
     (tmp_path / "scores.json").write_text(json.dumps(content))
     export(ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json")))
     card = (tmp_path / "model" / "MODEL_CARD.md").read_text()
     assert "a: CRPS lower" in card and "- a, 48 h" in card and "(x, 48 h)" in card and "18 test dates in 3" in card
     assert "b: CRPS lower" not in card and "- b, 48 h" not in card and "(y, 48 h)" not in card
+    assert "- One year." in card and "- b: members" not in card and "b was made" not in card
     made[0]["baseline"] = True
     (tmp_path / "scores.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="stood there as baselines"):

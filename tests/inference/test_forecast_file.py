@@ -44,7 +44,8 @@ def written(tmp_path_factory):
 
     mixed = make("tp", "fg10", levels=(500,))
     mixed.lead_bounds["fg10"] = [None, [21, 24], [45, 48]]
-    full = make("t2m", "tp", "fg10")
+    full, means = make("t2m", "tp", "fg10"), make("t2m", "tp")
+    means.lead_bounds["t2m"] = means.lead_bounds["tp"]
     sources = {
         "members": (full, {"members_out": True, "quantiles": []}),
         "thresholds": (full, {"thresholds": {"tp": [0.001, 0.01], "t": [273.15], "fg10": [20.0]}}),
@@ -54,6 +55,7 @@ def written(tmp_path_factory):
         "pressure": (make(variables=("t", "z")), {"members_out": True}),
         "one_lead": (make("t2m", leads=(0,)), {}),
         "mixed_bounds": (mixed, {}),
+        "means": (means, {}),
         "regional": (make("t2m", grid=make_regional()), {}),
     }
     return {name: forecast(folder / name, source, settings) for name, (source, settings) in sources.items()}
@@ -105,6 +107,8 @@ def test_cell_methods_and_bounds(written):
             "time_bnds" not in data
             and data.t_ensemble_spread.attrs["cell_methods"] == "realization: standard_deviation"
         )
+    with xr.open_dataset(written["means"]) as data:
+        assert data.t2m_mean.attrs["cell_methods"] == "realization: mean"  # over hours, nobody knows how
     with xr.open_dataset(written["mixed_bounds"]) as data:
         assert "time_bnds" not in data
         said = data.fg10_mean.attrs["cell_methods"]

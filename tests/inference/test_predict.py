@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import logging
+import os
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
-from ensemble_ml.models import ensemble_input
-from ensemble_ml.training.checkpoint import load_model
+from ensemble_ml.inference.predict import _place
+from ensemble_ml.models import Speed, ensemble_input
+from ensemble_ml.training.checkpoint import load_checkpoint, load_model
+from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
 
 def opened(path):
@@ -296,14 +299,76 @@ def test_static_fields_given_replace_those_of_the_checkpoint(config, source, tmp
     assert not np.array_equal(kept.t_mean, replaced.t_mean)
 
 
-def test_precision_and_threads(config, source, tmp_path):
+def test_precision_and_threads(config, source, tmp_path, monkeypatch):
+    module, seen = importlib.import_module("ensemble_ml.inference.predict"), []
+    forward = module._forward
+
+    def noted(model, group, device):
+        seen.append((next(model.parameters()).dtype, torch.get_num_threads()))
+        return forward(model, group, device)
+
+    monkeypatch.setattr(module, "_forward", noted)
     before = torch.get_num_threads()
-    double = predict(config(precision=Precision.float64, threads=1), source)
-    single = predict(config(output=str(tmp_path / "single")), source)
+    double = predict(config(precision=Precision.float64, threads=before + 1), source)
+    single = predict(config(output=str(tmp_path / "single"), precision=Precision.float32), source)
     assert torch.get_num_threads() == before
+    assert set(seen) == {(torch.float64, before + 1), (torch.float32, before)}
     one, other = opened(double[0]), opened(single[0])
     for name in ("t_mean", "tp_scale"):
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4)
+
+
+def test_weights_in_double_precision_keep_their_last_bits(source, tmp_path):
+    path = make_checkpoint(tmp_path / "a", make_spec(source), precision=Speed(Precision.float64).to_json())
+    known = load_checkpoint(path)
+    fine = {k: v.double() * (1 + 1e-12) if v.is_floating_point() else v for k, v in known.state_dict.items()}
+    model, _ = load_model(save_checkpoint(tmp_path / "b", Snapshot(7, fine, {}, known.meta)))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, fine[name], rtol=0, atol=0)
+    speeds = []
+    for precision in (Precision.auto, Precision.float32):
+        given = load_model(tmp_path / "b" / "last")
+        _place(*given, PredictConfig("a", "b", output="c", precision=precision), torch.device("cpu"))
+        speeds.append({parameter.dtype for parameter in given[0].parameters()})
+    assert speeds == [{torch.float64}, {torch.float32}]
+
+
+def test_starts_within_an_hour_have_names_of_their_own(config):
+    source = make_source(dates=2)
+    source.layout.init_time[1] = source.layout.init_time[0] + np.timedelta64(30, "m")
+    paths = predict(config(), source)
+    assert [path.name for path in paths] == ["forecast_2001013012.nc", "forecast_200101301230.nc"]
+    titles = [opened(path).attrs["title"].split(" from ")[1] for path in paths]
+    assert titles == ["2001-01-30 12 UTC", "2001-01-30 12:30 UTC"]
+    source.layout.init_time[1] = source.layout.init_time[0] + np.timedelta64(30, "s")
+    with pytest.raises(UserError, match="two start dates lie in one minute"):
+        predict(config(overwrite=True), source)
+
+
+def test_no_dates_and_far_ends(config, source):
+    with pytest.raises(UserError, match=r"dates=\[\]: names no start date"):
+        predict(config(dates=[]), source)
+    assert len(predict(config(dates=["2001-02/9999"]), source)) == 1
+
+
+def test_what_a_killed_run_left_is_removed(config, source, tmp_path):
+    (tmp_path / "out").mkdir()
+    left = tmp_path / "out" / ".forecast_2001013112.nc.partial-1"
+    left.write_text("half")
+    os.utime(left, (0, 0))
+    (tmp_path / "out" / ".forecast_2001013112.nc.partial-2").write_text("of a run beside this one")
+    predict(config(dates=["2001-01-31"]), source)
+    there = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert there == [".forecast_2001013112.nc.partial-2", "forecast_2001013112.nc"]
+
+
+def test_values_of_unknown_intervals_are_warned_of(config, caplog, tmp_path):
+    other = make_source()
+    other.lead_bounds = {}
+    given = make_checkpoint(tmp_path / "checkpoints", make_spec(other), lead_bounds={"tp": [None, [0, 24], [0, 48]]})
+    predict(config(checkpoint=str(given)), other)
+    said = "tp is over nothing, 0-24 h, 0-48 h in training, and over no interval that is known in input memory"
+    assert f"{said}: it may be another quantity" in caplog.text
 
 
 def test_interrupted_nothing_is_half_written(config, source, tmp_path, monkeypatch):

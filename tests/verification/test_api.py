@@ -130,3 +130,44 @@ def test_dimensions_that_make_no_sense():
         api.crps_ensemble(x, y, reduce_dims="latitude", preserve_dims="longitude")
     with pytest.raises(ValueError, match="dimension level: not in the data, which has init_time"):
         api.crps_ensemble(x, y, reduce_dims=["level"])
+
+
+def test_weights_may_cover_more_than_the_values():
+    x, y = ensemble()
+    part = {"latitude": slice(60, 30)}
+    expected = api.crps_ensemble(x.sel(part), y.sel(part), weights=api.area_weights(y).sel(part))
+    xr.testing.assert_allclose(api.crps_ensemble(x.sel(part), y.sel(part), weights=api.area_weights(y)), expected)
+    mask = y.sel(part) < 1
+    masked = api.crps_ensemble(x.sel(part), y.sel(part), weights=api.area_weights(y), mask=mask)
+    assert 0 < float(masked) < 2
+    assert np.isnan(api.crps_ensemble(x, y, weights=api.area_weights(y).sel(part)))  # some values have no weight
+
+
+def test_coordinates_that_differ_are_refused():
+    x, y = ensemble()
+    x, y = (one.assign_coords(init_time=np.arange(4)) for one in (x, y))
+    fewer, chance = y.isel(init_time=slice(0, 3)), xr.full_like(y, 0.5)
+    for score in (
+        lambda: api.crps_ensemble(x, fewer),
+        lambda: api.spread_skill(x, fewer),
+        lambda: api.brier_score(chance, fewer),
+        lambda: api.eecrps(chance, fewer),
+        lambda: api.rank_histogram(x, fewer),
+    ):
+        with pytest.raises(ValueError, match=r"exact|align"):
+            score()
+
+
+def test_chunks_do_not_change_how_ties_are_broken():
+    dry = xr.DataArray(np.zeros((4, 300, 6)), dims=("realization", "init_time", "point"))
+    truth, scale = dry.isel(realization=0, drop=True), xr.ones_like(dry.isel(realization=0, drop=True))
+    whole = api.rank_histogram(dry, truth)
+    np.testing.assert_allclose(whole, 0.2, atol=0.04)
+    pit = api.pit_histogram(truth, scale, truth, family="censored_normal", bins=4)
+    np.testing.assert_allclose(pit, [0.5, 0.5, 0, 0], atol=0.04)  # half of the mass lies at zero
+    for parts in ({"init_time": 1}, {"init_time": 7, "point": 2}):
+        lazy, lazy_truth = dry.chunk(parts), truth.chunk(parts)
+        xr.testing.assert_equal(api.rank_histogram(lazy, lazy_truth).compute(), whole)
+        again = api.pit_histogram(lazy_truth, scale.chunk(parts), lazy_truth, family="censored_normal", bins=4)
+        assert isinstance(again.data, dask.array.Array)
+        xr.testing.assert_equal(again.compute(), pit)

@@ -259,6 +259,7 @@ def test_members_are_scored_as_vectors(store, tmp_path):
     rows = {(r["lead_hours"], r["entrant"], r["metric"]): r for r in content["vectors"]}
     assert {entrant for _, entrant, _ in rows} == {"raw_5", "raw_10", "ecc_5", "f"} and len(rows) == 2 * 4 * 3
     assert rows[48, "f", "energy"]["fields"] == 5  # t and q at two levels, tp
+    assert all(row["left_out_area"] == 0 and row["blocks"] == content["dates"]["blocks"] for row in rows.values())
     area, found = store.layout.grid.area_weights(), []
     fits = [store.read(Part.TRUTH, d) for d in TRAIN]
     step = store.layout.lead_hours.index(48)
@@ -324,4 +325,18 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     evaluate(settings(folder, made, tmp_path / "r"), made)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
+    assert entry(content, "f", "tp", None)["spread_rmse"]["low"] is not None  # which needs no truth
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
+
+
+def test_what_vectors_leave_out_is_told(store, tmp_path):
+    gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[:3]]
+    made = make_store(
+        tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
+    )
+    folder = write_forecasts(tmp_path / "f", made, TEST, with_members, train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
+    (share,) = {row["left_out_area"] for row in rows}
+    assert share == pytest.approx(3 / len(TEST), abs=1e-6)
+    assert "of the area lacks a value of some field" in (tmp_path / "r" / "report.html").read_text()

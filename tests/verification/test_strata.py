@@ -12,8 +12,9 @@ from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
-from ensemble_ml.verification.bootstrap import draw_dates
+from ensemble_ml.verification.bootstrap import draw_dates, interval
 from ensemble_ml.verification.calibration import Calibration, exceeding, members_exceeding, threshold
+from ensemble_ml.verification.case import _place
 from ensemble_ml.verification.extremes import efi
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.samples import Group, Setting, read_sample
@@ -66,9 +67,30 @@ def test_what_lies_in_one_block_has_no_interval():
     scores, times, regions = make_scores()
     scores.counts, scores.blocks = draw_dates(np.arange(24) // 12, 200, seed=0), 2  # halves of the year
     rows = {row["stratum"]: row for row in strata_rows(scores, times, regions) if row["reference"] == "raw_10"}
-    assert rows["tropics"]["blocks"] == 2 and rows["tropics"]["better"]
+    assert rows["tropics"]["blocks"] == 2 and np.isfinite(rows["tropics"]["high"]) and rows["tropics"]["high"] < 1
+    assert not rows["tropics"]["better"]  # of two blocks, chance alone excludes one half of the time
     assert [rows[name]["blocks"] for name in ("DJF", "MAM", "JJA", "SON")] == [2, 1, 2, 1]
     assert all(np.isnan(rows[name]["low"]) and not rows[name]["better"] for name in ("MAM", "SON"))
+
+
+def test_few_blocks_make_nothing_sure():
+    rng = np.random.default_rng(0)
+    for blocks, sure in ((2, 0.0), (4, 0.0), (12, 0.05)):
+        counts, found = draw_dates(np.arange(blocks), 400, seed=0), []
+        for _ in range(200):
+            values = rng.normal(size=blocks)
+            found.append(interval(values.mean(), counts @ values / blocks, 0.95, blocks).excludes(0))
+        assert np.mean(found) <= sure + 0.03
+
+
+def test_an_interval_rests_on_the_blocks_that_know_its_own_metric():
+    scores, _, _ = make_scores()
+    for entrant in ("ours", "raw_10"):
+        weight = scores.state.weight[Key(entrant, Statistic.CRPS)]
+        scores.state.total[Key(entrant, Statistic.ERROR)] = scores.state.total[Key(entrant, Statistic.CRPS)] + 1
+        scores.state.weight[Key(entrant, Statistic.ERROR)] = weight * (np.arange(24) < 3)[:, None, None]
+    assert scores.blocks_of("crps", "ours", [0]) == 24 and scores.blocks_of("bias", "ours", [0]) == 3
+    assert scores.ratio("crps", "ours", "raw_10", np.array([0])).below(1.0)
 
 
 def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
@@ -140,3 +162,19 @@ def test_significance_controls_false_discoveries():
 def test_boxes_are_checked():
     with pytest.raises(UserError, match=r"regions.alps=\[44, 5, 48, 16\]: give \[north, west, south, east\]"):
         EvaluateConfig("f", "e", output="o", regions={"alps": [44, 5, 48, 16]})
+
+
+def test_the_edge_of_a_box_belongs_to_it_whatever_axes_were_kept_in():
+    grid = Grid(np.linspace(60, 40, 21), np.arange(0, 100, dtype=np.float32).astype(np.float64) / 10)
+    near = Grid(grid.latitude, (np.arange(0, 100) / np.float32(10)).astype(np.float32).astype(np.float64))
+    for one in (grid, near):
+        mask = region_masks(one, boxes={"box": [50.0, 5.1, 45.0, 6.2]})["box"]
+        assert mask.sum(1).max() == 12 and mask.any(1).sum() == 6
+
+
+def test_the_place_of_a_case_has_no_neighbours_beyond_the_pole():
+    index = np.zeros((5, 8))
+    index[0, 2], index[4, 2], index[2, 6], index[2, 7] = 0.5, 0.5, 0.5, 0.45
+    assert _place(index, None, wraps=True) == (2, 6)
+    index[2, 7], index[2, 5], index[3, 0] = 0.0, 0.4, 0.0
+    assert _place(index, None, wraps=False) == (2, 6)
