@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.inference.starts import Start
@@ -71,6 +72,19 @@ class Samples:
         if self._limits is not None:
             extremes = _by_field(members, np.fmin.reduce), _by_field(members, np.fmax.reduce)
         return Sample(start, members, mean, spread, extremes=extremes)
+
+    def check_together(self, sample: Sample, spatial: Communicator) -> None:
+        """Refuse a masked field of which no rank of the group has a value; each saw that its own part may be land.
+
+        Raises:
+            UserError: on all ranks alike.
+        """
+        start, members = sample.start, sample.members
+        for values, names in ((members.pressure, self.spec.variables), (members.surface, self.spec.surface)):
+            if values.size:
+                known = torch.from_numpy(np.isfinite(values).any((-2, -1)).astype(np.float32))
+                spatial.all_reduce(known, op="max")
+                self.reader.refuse(known.numpy() > 0, names, start.date, np.array(start.positions))
 
     def judged(self, sample: Sample) -> Sample:
         """The sample with remarks on what lies beyond the training range, which are logged once a variable."""

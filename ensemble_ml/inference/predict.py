@@ -123,6 +123,9 @@ def _run(job: _Job, model: AnyModel, device: torch.device, starts: list[Start], 
     count = len(starts) if spatial.rank == 0 else 0
     with _progress(count) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
         for group in groups:
+            if window is not None and job.spec.masked:
+                for sample in group:
+                    samples.check_together(sample, spatial)
             whole = _whole(job, _forward(model, group, device))
             group = [samples.judged(s) for s in (_whole_sample(job, sample) for sample in group) if s is not None]
             if whole is None:

@@ -153,10 +153,10 @@ class Reader:
             for place in np.argwhere(~good & masked.reshape(-1, *[1] * (values.ndim - 5))).tolist():
                 field = values[tuple(place)]
                 good[tuple(place)] = (part or np.isfinite(field).any()) and not np.isinf(field).any()
-            self._refuse(good, names, date, positions)
+            self.refuse(good, names, date, positions)
 
-    def _refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:
-        """Raise for the first field that is not `good`: (M, T, V, Z) or (M, T, S)."""
+    def refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:
+        """Raise a UserError for the first field that is not `good`: (M, T, V, Z) or (M, T, S)."""
         if good.all():
             return
         what = self._field_text(np.argwhere(~good)[0], names, date, positions)

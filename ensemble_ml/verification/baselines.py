@@ -1,4 +1,4 @@
-"""Statistical corrections of an ensemble, fitted on the same dates and members as the forecasts they stand beside.
+"""Statistical corrections of an ensemble, fitted on the training dates and members of the forecasts they stand beside.
 
 Everything is fitted from sums over dates at each cell, which add up like any other aggregation. Bias and variance ratio
 are those of the cell (`local`), of all cells (`global`), or the cell's drawn towards the global ones as far as they do

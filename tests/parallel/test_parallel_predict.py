@@ -18,6 +18,7 @@ from ensemble_ml.config import (
     TrackingConfig,
     TrainConfig,
 )
+from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
 from ensemble_ml.store import open_store
 from ensemble_ml.store.read import TensorStore
@@ -90,6 +91,26 @@ def test_the_same_files_as_from_one_process(trained, serial, tmp_path, lat, lon,
             }
 
 
+def refused(session, config):
+    """What is said of a member whose sea surface has no value anywhere."""
+    import sys
+
+    if session is not None:
+        sys.modules["ensemble_ml.inference.predict"].start = lambda _: nullcontext(session)
+    source = open_store(config.input)
+    whole = source.read
+
+    def read(part, date, selection):
+        fields = whole(part, date, selection)
+        fields.surface[2] = np.nan
+        return fields
+
+    source.read = read
+    with pytest.raises(UserError) as caught:
+        predict(config, source)
+    return str(caught.value)
+
+
 def test_masks_are_those_of_one_process(tmp_path):
     made = dict(dates=8, members=5, shape=(17, 16), surface=("sst",), masked=("sst",), variables=("t",))
     store = make_store(tmp_path / "a.zarr", **made).path
@@ -107,3 +128,6 @@ def test_masks_are_those_of_one_process(tmp_path):
         with xr.open_dataset(path) as one, xr.open_dataset(tmp_path / "2" / path.name) as other:
             assert np.isnan(one.sst_mean).any() and np.isfinite(one.sst_mean).any()
             np.testing.assert_allclose(other.sst_mean, one.sst_mean, rtol=3e-7)
+    blank = [replace(one, output=str(tmp_path / "blank")) for one in given]
+    said = {refused(None, blank[0]), *run_ranks(refused, 2, blank[1], lat=2, lon=1, data=1)}
+    assert len(said) == 1 and "member 3, is missing or holds NaN" in said.pop()
