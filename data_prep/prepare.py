@@ -6,15 +6,17 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from data_prep.archive import ArchiveSource
 from data_prep.build_job import Job
 from data_prep.build_run import run
 from data_prep.gaps import holes, listed
-from data_prep.geometry import Geometry
 from data_prep.pairs import Pair
-from data_prep.records import hour_text
+from data_prep.records import IS_ACCUMULATED, hour_text
 from ensemble_ml.config import MISSING, Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import field
+from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.store import is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.metadata import plan_digest
@@ -42,7 +44,7 @@ def prepare(config: PrepareConfig) -> Path:
     _log_gaps(job)
     build = Build(path, job.plan, overwrite=config.overwrite, restart=config.restart)
     if not build.complete:
-        _log_plan(job.both, job.source.catalogue.geometry)
+        _log_plan(job.source, job.both)
         if not run(config, job, build):
             return build.work
     _log_errors(path)
@@ -86,8 +88,8 @@ def _log_gaps(job: Job) -> None:
         log.warning("%s: a regular series but for %d start dates: %s", job.source.path, len(missing), shown)
 
 
-def _log_plan(both: Pair, geometry: Geometry) -> None:
-    lay = both.layout
+def _log_plan(source: ArchiveSource, both: Pair) -> None:
+    lay, geometry = both.layout, source.catalogue.geometry
     log.info(
         "%s: %d start dates, %d members, leads %s h, %s; levels %s hPa; grid %s",
         both.path,
@@ -98,6 +100,10 @@ def _log_plan(both: Pair, geometry: Geometry) -> None:
         ", ".join(map(str, lay.levels)) or "none",
         lay.grid.describe(),
     )
+    stated = source.catalogue.records
+    assumed = stated["field"][IS_ACCUMULATED[stated["field"]] & ~stated["bounded"] & (stated["lead"] > 0)]
+    for index in np.unique(assumed).tolist():
+        log.info("%s: no interval is stated; taken as sums from the start of the forecast", FIELDS[index].name)
     if not geometry.same:
         how = "cut out of" if geometry.crop else "conservative means of"
         log.info("grid: %s %s", how, geometry.source.describe())

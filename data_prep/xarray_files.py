@@ -225,7 +225,10 @@ class XarrayFile:
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
             if bad.all():
-                count += "; if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand"
+                count += (
+                    "; if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand"
+                    " (with restart=true, where start dates are built already)"
+                )
             raise UserError(f"{self.path}: {describe(record)}: {count}")
         return RawField(values, mask=hidden)
 

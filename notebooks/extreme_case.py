@@ -68,6 +68,9 @@ def climate_of(start):
     here = times == start
     apart = np.abs(days - days[here])
     near = (years != years[here]) & (np.minimum(apart, 365 - apart) <= 9)
+    near &= np.abs(times - start) > np.timedelta64(
+        180, "D"
+    )  # late December is of January's season, not of another year's
     chosen = near if near.any() else ~here
     return members.isel(init_time=chosen).quantile(np.linspace(0, 1, 21), ["init_time", "realization"]), chosen is near
 

@@ -72,7 +72,7 @@ class EvaluateConfig:
     forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders")
     baselines: Any = opt(None, "folder, or a list of them, of forecasts by statistics (train model=emos) that stand among the baselines")
     ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
-    truth: Any = opt(None, "archive or store with the truth; null scores spread alone")
+    truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none")
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     members_in: int = opt(5, "members of the raw reduced ensemble that forecasts are compared with")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates")

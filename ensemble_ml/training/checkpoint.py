@@ -107,7 +107,7 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """
     checkpoint = load_checkpoint(path)
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
-    if Precision(checkpoint.meta["precision"]["precision"]) is Precision.float64:
+    if checkpoint.meta.get("precision", {}).get("precision") == Precision.float64.value:
         model.double()  # before its weights come, which would lose their last bits
     load_weights(model, checkpoint)
     if checkpoint.meta.get("widths") is not None:

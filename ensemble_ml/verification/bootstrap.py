@@ -60,7 +60,8 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
     """Number the block of each start date.
 
     Blocks last `block_days` or more. A new one starts with every calendar year and after every gap longer than
-    `block_days`; what is left at the end of a run of dates joins the block before it if it is too short.
+    `block_days`; what is left at the end of a run of dates joins the block before it if it is too short. A run that is
+    shorter is a block of its own.
 
     Args:
         init_time: (D,) datetime64, ascending.

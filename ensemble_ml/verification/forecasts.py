@@ -58,6 +58,7 @@ class ForecastSet:
     lead_hours: tuple[int, ...]
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
     grid: Grid
+    seen: frozenset[str]  # members that any of its dates was made from
     mixed: bool  # whether members or checkpoints differ between its dates
     _rows: np.ndarray
     _columns: np.ndarray
@@ -180,7 +181,7 @@ def _open_folder(folder: Path) -> ForecastSet:
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
-            made_of.add((str(data.attrs.get("members_in")), str(data.attrs.get("checkpoint_sha256"))))
+            made_of.add((str(data.attrs.get("members_in", "")), str(data.attrs.get("checkpoint_sha256"))))
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
             found = {name: data[name].values for name in ("latitude", "longitude", "level") if name in data.dims}
@@ -205,6 +206,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             lead_hours=tuple(_lead_hours(first, paths[0])),
             variables=_variables(first),
             grid=grid,
+            seen=frozenset(number for members, _ in made_of for number in members.split()),
             mixed=len(made_of) > 1,
             _rows=rows,
             _columns=columns,

@@ -65,7 +65,7 @@ class Setting:
     def informed(self) -> frozenset[str]:
         """Labels of forecasts that were made from members which are held out from the reduced ensemble."""
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
-        return frozenset(one.label for one in self.forecasts if held & set(one.members_in))
+        return frozenset(one.label for one in self.forecasts if held & one.seen)
 
 
 @dataclass(frozen=True, eq=False)

@@ -244,7 +244,7 @@ def test_what_nobody_wrote_is_missing(tmp_path):
     config = PrepareConfig(input=str(tmp_path / "a.nc"), output=str(tmp_path / "s.zarr"))
     with pytest.raises(UserError, match=r"t at 850 hPa, member 3, 2001-01-03T00, lead 0 h: 84 of 84 values are NaN"):
         prepare(config)
-    config.gaps = Gaps.mask
+    config.gaps, config.restart = Gaps.mask, True
     store = open_store(prepare(config))
     assert store.present(Part.FORECAST, 0)[0].all() and not store.present(Part.FORECAST, 1)[0][2].any()
 
