@@ -35,6 +35,10 @@ def test_help_explains_every_setting(capsys, task):
         (["train"], "data.store, run: must be given"),
         (["train", "run=a", "data.store=x", "steps=many"], "steps: Value 'many' of type 'str' could not be converted"),
         (["train", "run=a", "data.store=x", "optim.lr=-1"], "optim.lr=-1.0: must be above 0"),
+        (
+            ["train", "run=a", "data.store=x", "model=poet", "model.max_hidden=50"],
+            "model.max_hidden=50: model.name=poet",
+        ),
         (["train", "run=a", "data.store=x", "model.depth=9"], "model.depth=9: 0 to 6 poolings are allowed"),
         (["train", "run=a", "data.store=x", "data.train=[soon]"], "data.train=soon: write a year"),
         (["train", "run=a/b", "data.store=x"], "run=a/b: letters, digits"),

@@ -71,6 +71,8 @@ class ModelConfig:
         require("model.depth", self.depth, 0 <= self.depth <= 6, "0 to 6 poolings are allowed")
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
         at_least(self, 4, "max_hidden", group="model.")
+        heads = self.name != "poet" or self.max_hidden % 4 == 0
+        require("model.max_hidden", self.max_hidden, heads, "model.name=poet needs a multiple of 4")
         at_least(self, 0, "surroundings", "residuals", group="model.")
         at_least(self, 1, "blocks", "min_members", group="model.")
         given = self.families or {}

@@ -177,6 +177,9 @@ def whole_dates(
     """The dates that have members enough: to draw from in training, the first M of each in validation."""
     least = min(config.data.members, default=1) + spare_members(reader.spec)
     most = min(config.data.validation_members, reader.full_size)
+    if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
+        text = "data.validation_members=%d: of %d members nothing is left to predict the spread of; give fewer"
+        log.warning(text, config.data.validation_members, reader.full_size)
     chosen = reader.usable(validation, most, "validation") if len(validation) else validation
     return reader.usable(train, min(least, reader.full_size), "training"), chosen
 

@@ -50,13 +50,16 @@ class Dates:
 
         Where it has fewer, of the first M: what one of them lacks is NaN. `chosen`: positions of other members.
         """
+        whole = self.reader.available(date)
         if chosen is None:
-            whole = self.reader.available(date)
             chosen = (whole if len(whole) >= self.members else np.arange(self.members))[: self.members]
         forecast = self.reader.forecast(date, chosen, strict=False)
         leads = self.spec.lead_positions
         members = join(Fields(forecast.pressure[:, leads], forecast.surface[:, leads]))
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
+        if self.spec.masked and len(whole) < len(chosen):  # an absent field is not one of masked points
+            absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)
+            mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
         return Sample(mean, spread, self.target(Part.SPREAD, date), day)
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import Climate, ModelSpec
 from ensemble_ml.models.linear import LinearCorrection, correction_shape
@@ -84,12 +85,18 @@ def fit_climate(
         sizes: numbers of members that the training will show.
 
     Raises:
-        UserError: a field is missing on all training dates, or the linear correction's sums would not fit in memory.
+        UserError: a field is missing on all training dates, none has `members` whole ones, or the linear correction's
+            sums would not fit in memory.
     """
     refuse_unfittable(reader.spec)
     began = time.monotonic()
     dates, scales = Dates(reader, members), Scales(reader.spec.grid)
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), MOST_DATES)
+    if not any(len(reader.available(int(date))) >= dates.members for date in chosen):
+        raise UserError(
+            f"data.validation_members={members}: no training date of {reader.source.path} has so many whole members;"
+            " give fewer, or other dates"
+        )
     sample = spaced(all_train, _SAMPLE_DATES)
     moments = dates.input_moments(all_train)
     climatology = fit_climatology(dates, chosen, scales, moments.std)

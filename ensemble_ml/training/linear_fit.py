@@ -34,6 +34,7 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, kept_apart
+from ensemble_ml.training.smoothing import Scales
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,10 @@ def refuse_unfittable(spec: ModelSpec) -> None:
 
 
 def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
-    """The anchor: mean of the full ensemble's mean over dates (T, F, Y, X), zero where there is no value."""
+    """The anchor: mean of the full ensemble's mean over dates (T, F, Y, X).
+
+    Points that never have one take the field's mean: some members may have a value there.
+    """
     total = torch.zeros(*dates.shape, *dates.spec.grid.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
     for date in chosen:
@@ -128,7 +132,8 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
         there = torch.isfinite(values)
         total += torch.where(there, values, 0.0)
         count += there
-    return (total / count.clamp(min=1)).float()
+    mean = torch.where(count > 0, total / count.clamp(min=1), torch.nan)
+    return Scales(dates.spec.grid).filled(mean).nan_to_num().float()
 
 
 def fit_linear(

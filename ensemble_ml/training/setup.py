@@ -171,9 +171,10 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     harmless = ["config.precision", "config.min_members"]
     if surroundings_shapes(spec) == surroundings_shapes(checkpoint.spec):  # both have these networks, or none
         harmless += ["config.surroundings", "config.residuals"]
-    differ = [k for k in ours if k not in harmless and ours[k] != theirs.get(k)]
+    every = dict.fromkeys([*ours, *theirs])
+    differ = [k for k in every if k not in harmless and ours.get(k) != theirs.get(k)]
     if differ:
-        told = "; ".join(f"{k}: {_short(ours[k])} here, {_short(theirs.get(k))} there" for k in differ)
+        told = "; ".join(f"{k}: {_short(ours.get(k))} here, {_short(theirs.get(k))} there" for k in differ)
         raise UserError(f"init_from={checkpoint.path}: its layout differs: {told}; use the same settings")
 
 

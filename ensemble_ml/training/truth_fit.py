@@ -30,6 +30,7 @@ _SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # of v and of w
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
 _LARGEST_RATIO = 25.0  # of one squared residual to s0^2
 _TINY = 1e-30
+_LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # of the typical spread
 
 
 @dataclass(eq=False)
@@ -110,12 +111,13 @@ class Truth:
                 ratio = (((truth - centre) / s0) ** 2).clamp(max=_LARGEST_RATIO)
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
-        count = count.clamp(min=1)
+        known, count = count > 0, count.clamp(min=1)
         misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / count) + logs / count
-        return SHRINK[misfit.argmin(0)]
+        return torch.where(known, SHRINK[misfit.argmin(0)], self.spread.shrink)
 
     def inflation(self) -> Tensor:
-        """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean."""
+        """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean; zero for
+        fields without residuals (there are none, or truth and members never vary)."""
         ratios = MapMean(self.scales, self.dates.shape)
         for date, follows in zip(self.chosen, self.follows, strict=True):
             truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
@@ -123,7 +125,7 @@ class Truth:
             ratio = ratio.clamp(max=_LARGEST_RATIO)
             ratios.add(self.scales.filled(ratio), present(ratio), follows=bool(follows))
         found = ratios.estimate()
-        field = found.parts[-1].clamp(min=1e-12)
+        field = torch.where(found.parts[-1] > 0, found.parts[-1], 1.0).clamp(min=1e-12)
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
@@ -175,7 +177,11 @@ class Truth:
 
     def best_factor(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logarithm of the factor of sigma at which the CRPS is smallest, that CRPS, and on how many of the `chosen`
-        dates there is one, all (T, F); zero and one where there is none."""
+        dates there is one, all (T, F).
+
+        The CRPS is the scale of the loss: it is not below _LEAST_CRPS typical spreads (a field that was dry on all
+        dates), and _USUAL_CRPS of them where there is none.
+        """
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
         for date in chosen:
@@ -193,7 +199,9 @@ class Truth:
         best = mean.argmin(0)
         smallest = mean.gather(0, best[None])[0]
         factor = torch.where(count > 0, _FACTORS.log()[best], 0.0)
-        return factor, torch.where(smallest > 0, smallest, 1.0).float(), count
+        typical = self.scales.mean(self.spread.climatology).to(smallest.dtype)
+        error = torch.where(count > 0, smallest.maximum(_LEAST_CRPS * typical), _USUAL_CRPS * typical)
+        return factor, error.float(), count
 
     def _crps(self, centre: Tensor, scale: Tensor, truth: Tensor) -> Tensor:
         scores = torch.empty_like(scale)

@@ -30,6 +30,7 @@ from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, Prediction, distributions
 from ensemble_ml.training.losses import crps
 
+_FEWEST = 4  # dates that say how wide sigma should be, as in `climate_fit`
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
 
 
@@ -86,6 +87,7 @@ class _Sums:
         self.area, self.mesh = area, mesh
         self.sums = torch.zeros((2, *fields), dtype=torch.float64, device=area.device)  # ours, raw
         self.dates = 0
+        self.known = torch.zeros(fields, dtype=torch.float64, device=area.device)  # dates with a target
 
     def add(self, ours: Tensor, raw: Tensor, target: Tensor) -> None:
         """Add maps (B, T, F, Y, X); a cell without a target weighs nothing, in both sums alike."""
@@ -95,6 +97,7 @@ class _Sums:
         parts = torch.stack([*sums, weight.sum((-2, -1))])  # (3, B, T, F)
         self.mesh.spatial.all_reduce(parts)
         self.sums += (parts[:2] / parts[2].clamp(min=1e-12)).sum(1)
+        self.known += (parts[2] > 0).sum(0)
         self.dates += len(target)
 
     def ratio(self, power: float = 1.0) -> float | None:
@@ -102,7 +105,7 @@ class _Sums:
         found = self._over_ranks()
         if found is None:
             return None
-        ours, raw = found
+        ours, raw, _ = found
         if not bool(torch.isfinite(ours).all()):
             raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
         scored = (raw > 0) & (ours > 0)
@@ -110,19 +113,19 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> list[list[float]] | None:
-        """sqrt(ours / raw) of every field, one where it cannot be told; None where no field has a target."""
+        """sqrt(ours / raw) of every field, one where fewer than _FEWEST dates tell; None where no field has any."""
         found = self._over_ranks()
         if found is None:
             return None
-        ours, raw = found
-        roots = torch.where((raw > 0) & (ours > 0), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0)
+        ours, raw, known = found
+        roots = torch.where((raw > 0) & (ours > 0) & (known >= _FEWEST), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0)
         return roots.clamp(1 / _WIDEST, _WIDEST).tolist()
 
     def _over_ranks(self) -> Tensor | None:
-        """The sums of all dates, (2, T, F); None where there is none."""
-        total = torch.cat([self.sums.flatten(), self.sums.new_tensor([self.dates])])
+        """The sums of all dates, and how many have a target, (3, T, F); None where there is none."""
+        total = torch.cat([self.sums.flatten(), self.known.flatten(), self.sums.new_tensor([self.dates])])
         self.mesh.data.all_reduce(total)
-        return total[:-1].view(self.sums.shape) if total[-1] else None
+        return total[:-1].view(3, *self.known.shape) if total[-1] else None
 
 
 def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:

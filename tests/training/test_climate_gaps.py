@@ -8,12 +8,14 @@ import torch
 from synthetic import make_store
 
 from ensemble_ml.config import ModelConfig
+from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.features import unbiased_spread
 from ensemble_ml.store import PackedBlock, Part, StoreWriter, open_store
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.linear_fit import mean_state
 from ensemble_ml.training.smoothing import Scales
 
 GONE = (1, 4, 5, 10, 11, 17)  # start dates without msl, 15 of 20 for training
@@ -35,13 +37,15 @@ def land(shape):
     return columns < shape[1] // 3 + (shape[0] - rows) // 2
 
 
-def copy(store, path, *, gone=(), mask=None):
-    """The store without msl on the dates `gone`, and without values of msl where `mask`."""
+def copy(store, path, *, gone=(), mask=None, constant=()):
+    """The store without msl on the dates `gone`, without values of msl where `mask`, one value on dates `constant`."""
     parts = [Part.FORECAST, Part.TRUTH]
     with StoreWriter(path, store.layout, parts=parts) as writer:
         for date in range(len(store.layout.init_time)):
             for part in parts:
                 fields = store.read(part, date)
+                if date in constant:
+                    fields.surface[:, :, 1] = 101325.0
                 there = np.ones(fields.surface.shape[:-2], bool)
                 there[:, :, 1] = date not in gone
                 points = np.zeros(fields.surface.shape, bool)
@@ -52,11 +56,12 @@ def copy(store, path, *, gone=(), mask=None):
     return open_store(path)
 
 
-def reader_of(store):
+def reader_of(store, **more):
     lay = store.layout
     grid = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
     model = ModelConfig(hidden=8, max_hidden=8, depth=0, linear=False)
-    return Reader(store, ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid))
+    spec = ModelSpec(model, lay.variables, lay.levels, lay.surface, lay.lead_hours, (24, 48), *grid, **more)
+    return Reader(store, spec)
 
 
 def only(dates):
@@ -127,3 +132,45 @@ def test_a_sample_of_a_missing_field_is_not_a_number(whole, tmp_path):
     gappy = copy(whole, tmp_path / "gappy.zarr", gone=GONE)
     sample = Dates(reader_of(gappy), 5).sample(1)
     assert torch.isnan(sample.spread[:, 2]).all() and torch.isfinite(sample.spread[:, :2]).all()
+
+
+def test_an_absent_member_is_not_one_of_masked_points(tmp_path):
+    lacking = [(Part.FORECAST, 1, member, "t") for member in range(2, 8)]
+    made = make_store(
+        tmp_path / "s.zarr", dates=3, members=8, leads=(24, 48), variables=("t",), levels=(500,),
+        surface=("msl",), masked=("msl",), absent=lacking,
+    )  # fmt: skip
+    dates = Dates(reader_of(made, masked=("msl",)), 5)
+    whole, fewer = dates.sample(0), dates.sample(1)
+    assert torch.isfinite(whole.mean[:, 0]).all() and torch.isfinite(whole.mean[:, 1]).any()
+    assert torch.isnan(fewer.mean[:, 0]).all() and torch.isnan(fewer.spread[:, 0]).all()
+    assert torch.equal(torch.isnan(fewer.mean[:, 1]), torch.isnan(whole.mean[:, 1]))  # msl has all members
+
+
+def test_too_few_whole_members_are_refused(tmp_path):
+    lacking = [(Part.FORECAST, date, member, "t") for date in range(6) for member in range(4, 8)]
+    made = make_store(
+        tmp_path / "s.zarr", dates=8, members=8, leads=(24, 48), variables=("t",), levels=(500,), surface=(),
+        absent=lacking,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"data.validation_members=5: no training date of .* has so many whole members"):
+        fit_climate(reader_of(made), range(6), [6, 7], 5)
+    fit_climate(reader_of(made), range(6), [6, 7], 4)
+
+
+@pytest.mark.parametrize("constant", [range(20), range(16, 20)])
+def test_fields_that_do_not_vary_do_not_rule_the_loss(whole, tmp_path, constant):
+    """On all dates, or on those that say how large the loss is, as rain in a dry season."""
+    dull = copy(whole, tmp_path / "dull.zarr", constant=constant)
+    climate = fit_climate(reader_of(dull), TRAIN, TEST, 5).climate
+    typical = (climate.spread_s[:, 1] * whole.layout.grid.area_weights()).mean((-2, -1))
+    assert (climate.error_s[:, 1] > 0.019 * typical).all() and (climate.error_s[:, 1] < typical).all()
+    assert (np.abs(climate.inflation_s[:, 1]) < 3).all()
+
+
+def test_the_anchor_of_points_without_a_mean_is_that_of_the_field(whole, tmp_path):
+    mask = land(whole.layout.grid.shape)
+    dates = Dates(reader_of(copy(whole, tmp_path / "masked.zarr", mask=mask)), 5)
+    anchor = mean_state(dates, TRAIN)[:, 2].numpy()
+    there = np.where(mask, np.nan, anchor)
+    assert np.nanmin(there) < anchor[:, mask].min() and anchor[:, mask].max() < np.nanmax(there)

@@ -199,8 +199,9 @@ def test_widths_make_the_mean_variance_that_of_the_errors():
     prediction, batch = case(count=(4.0, 4.0, 4.0))
     batch.truth_s[:] = torch.nan
     model = Fixed(prediction)
-    widths = torch.tensor(validate(model, [batch], full_size=10, area=AREA).widths)
+    widths = torch.tensor(validate(model, [batch, batch], full_size=10, area=AREA).widths)
     assert widths.shape == (1, 5) and widths[0, 4] == 1
+    assert validate(model, [batch], full_size=10, area=AREA).widths == [[1.0] * 5]  # three dates say nothing
     model.prediction = prediction.widened(widths, SPEC.families)
     mean, deviation = torch.empty_like(batch.truth_p), torch.empty_like(batch.truth_p)
     for v, family in enumerate(SPEC.families[0]):
@@ -211,7 +212,7 @@ def test_widths_make_the_mean_variance_that_of_the_errors():
     variance, error = ((x * AREA).mean((0, -2, -1)) for x in (deviation**2, (mean - batch.truth_p) ** 2))
     torch.testing.assert_close(variance[:, normal], error[:, normal], rtol=1e-4, atol=0)
     torch.testing.assert_close(model.prediction.location_p[:, :, normal], prediction.location_p[:, :, normal])
-    again = torch.tensor(validate(model, [batch], full_size=10, area=AREA).widths)
+    again = torch.tensor(validate(model, [batch, batch], full_size=10, area=AREA).widths)
     torch.testing.assert_close(again[:, : 2 * len(normal)], torch.ones(1, 2 * len(normal)), rtol=1e-4, atol=0)
 
 
@@ -219,5 +220,5 @@ def test_widths_are_bounded():
     prediction, batch = case()
     prediction.scale_p *= 1e-4
     prediction.scale_s *= 1e4
-    [found] = validate(Fixed(prediction), [batch], full_size=10, area=AREA).widths
+    [found] = validate(Fixed(prediction), [batch, batch], full_size=10, area=AREA).widths
     assert found == pytest.approx([3, 3, 3, 3, 1 / 3])

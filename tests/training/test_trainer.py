@@ -173,6 +173,9 @@ def test_init_from_takes_the_weights(config_of, monkeypatch):
     with pytest.raises(UserError, match=r"init_from=.*leads_out: \[24\] here, \[24, 48\] there"):
         train(config_of(run="third", data__leads_out=[24], init_from=str(first / "checkpoints" / "last")))
     assert not (first.parent / "third").exists()
+    other = train(config_of(run="other", model__families={"t": "lognormal"}))
+    with pytest.raises(UserError, match=r"init_from=.*config.families.t: None here, lognormal there"):
+        train(config_of(run="third", init_from=str(other / "checkpoints" / "last")))
 
 
 def test_planned_by_time(config_of, monkeypatch):
