@@ -148,7 +148,7 @@ def fit_linear(
     """
     train, validation = kept_apart(train, validation)
     if len(train) + len(validation) < FEWEST_DATES:
-        log.info("linear correction: %d training dates are too few, so there is none", len(train) + len(validation))
+        log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
     rows = _Rows(linear, dates, targets, train)
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
