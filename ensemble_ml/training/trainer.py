@@ -321,7 +321,9 @@ class Trainer:
     def _say_end(self, tracker: Tracker | Silent) -> None:
         best = self.state.best
         if best is None:
-            tracker.say(f"done: no validation date, so {self.folder}/checkpoints/last is the model")
+            some = len(self.setup.validation_dates)
+            why = "validation dates have neither a truth nor a spread to be scored with" if some else "no validation date"
+            tracker.say(f"done: {why}, so {self.folder}/checkpoints/last is the model")
         else:
             tracker.say(f"done: best at step {best['step']}, score {best['score']:.4f}: {self.folder}/checkpoints/best")
 
