@@ -322,7 +322,7 @@ class Trainer:
         best = self.state.best
         if best is None:
             some = len(self.setup.validation_dates)
-            why = "validation dates have neither a truth nor a spread to be scored with" if some else "no validation date"
+            why = "validation dates have no truth or spread to be scored with" if some else "no validation date"
             tracker.say(f"done: {why}, so {self.folder}/checkpoints/last is the model")
         else:
             tracker.say(f"done: best at step {best['step']}, score {best['score']:.4f}: {self.folder}/checkpoints/best")
