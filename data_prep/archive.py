@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, Combine, Gathered, Room, Target, zeros
+from data_prep.catalogue import Catalogue, Gathered, Room, Target, zeros
+from data_prep.combine import Combine
 from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
@@ -262,10 +263,10 @@ def open_archive(
     if change is not None:
         catalogue.onto(change.target(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
-    source = ArchiveSource(catalogue, control=control, derive=derive, **kept)  # type: ignore[arg-type]
-    while catalogue.leave_out_empty(source.rows, index):  # others may take their place
-        source = ArchiveSource(catalogue, control=control, derive=derive, **kept)  # type: ignore[arg-type]
-    return source
+    return catalogue.without_empty(
+        lambda: ArchiveSource(catalogue, control=control, derive=derive, **kept),  # type: ignore[arg-type]
+        index,
+    )
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:

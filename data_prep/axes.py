@@ -73,16 +73,15 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     init, lead = axes["init"], axes["lead"]
     if init is None or lead is None or not init.ndim or not np.issubdtype(init.dtype, np.datetime64):
         return
+    later = (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
     if init.name == "valid_time" and init.dims != lead.dims:
         if lead.size > 1:
             raise UserError(f"{array.name}: axes {init.name} and {lead.name}: give start dates beside the leads")
-        later = (_read_lead(lead).reshape(()) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
-        if later:
-            axes["init"] = xr.DataArray(init.values - later, dims=init.dims, name=init.name)
+        if later.any():
+            axes["init"] = xr.DataArray(init.values - later.reshape(()), dims=init.dims, name=init.name)
     if not lead.ndim or init.dims != lead.dims:
         return
     valid = init.name in _VALID and init.attrs.get("standard_name") != _STANDARD["init"]
-    later = (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
     starts = np.unique(init.values - later if valid else init.values)
     if len(starts) != 1:
         raise UserError(f"{array.name}: dimension {lead.dims[0]} carries both start and lead time; give each its own")

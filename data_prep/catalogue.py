@@ -9,73 +9,44 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import google_crc32c
 import numpy as np
 
+from data_prep.combine import COMBINED, Combine
 from data_prep.file_index import FileIndex
 from data_prep.files import archive_files, open_readers
 from data_prep.geometry import Geometry
+from data_prep.grib_io import Stamp
 from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
 from ensemble_ml.store.source import Layout
-from ensemble_ml.store.sources import PLACE, stamp
+from ensemble_ml.store.sources import PLACE
 
 log = logging.getLogger(__name__)
 
-_FALL, _FALLING = 0.05, 0.01  # share of its maximum by which a sum may fall, and share of points that may fall further
-_ROUNDING = 0.004  # share of its maximum by which packing into 8 bits may err, twice
-
-
-class Combine(Enum):
-    """How the fields of the archive make the field that is wanted."""
-
-    ONE = "one"
-    DIFFERENCE = "difference"  # first less second, not below zero: an interval of a sum that runs from the start
-    SUM = "sum"
-    MAXIMUM = "maximum"
-    SPEED = "speed"  # of a vector, from its two components
-
-
 Room = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
+
+
+class Aligned(Protocol):
+    """What reads some rows of a catalogue."""
+
+    def rows(self) -> np.ndarray:
+        """Rows of the catalogue that are read, (N,) ascending."""
+
+
+A = TypeVar("A", bound=Aligned)
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
     """New integers."""
     return np.zeros(shape, np.uint16)
-
-
-def _difference(parts: list[np.ndarray]) -> np.ndarray:
-    """What came to a sum that runs from the start.
-
-    Packing rounds both sums, so that a dry interval may come out just below zero.
-
-    Raises:
-        UserError: the sum fell by more, over more of the field: it runs from somewhere else.
-    """
-    now, before = (np.maximum(part, 0) for part in parts)
-    falls = now < before - _FALL * before.max() - _ROUNDING * now.max()
-    if falls.mean() > _FALLING:
-        raise UserError(
-            f"its sum is below that of the lead before at {falls.mean():.0%} of the points, so it does not run from the"
-            " start; state the interval of each (time bounds in NetCDF, a step range in GRIB)"
-        )
-    return np.maximum(parts[0] - parts[1], 0)
-
-
-_COMBINED: dict[Combine, Callable[[list[np.ndarray]], np.ndarray]] = {
-    Combine.DIFFERENCE: _difference,
-    Combine.SUM: lambda parts: np.sum(parts, axis=0),
-    Combine.MAXIMUM: lambda parts: np.max(parts, axis=0),
-    Combine.SPEED: lambda parts: np.hypot(*parts),
-}
 
 
 @dataclass(frozen=True)
@@ -172,18 +143,20 @@ class Catalogue:
         """
         self.geometry, self.grid = Geometry(self.geometry.source, grid), grid
 
-    def leave_out_empty(self, used: Callable[[], np.ndarray], index: FileIndex | None) -> bool:
-        """Where `index` says that they are looked for, leave out those of the rows `used` whose fields are all NaN.
-
-        Returns:
-            Whether there were any: the table has other rows then.
+    def without_empty(self, aligned: Callable[[], A], index: FileIndex | None) -> A:
+        """What `aligned` makes of this catalogue; where `index` says that they are looked for, without the fields that
+        it reads and that are all NaN. Others may take their place, so it is made until there are none.
 
         Raises:
             UserError: a file cannot be read, or changed meanwhile.
         """
-        if index is None or not index.look:
-            return False
-        rows = used()
+        made = aligned()
+        while index is not None and index.look and self._leave_out(made.rows(), index):
+            made = aligned()
+        return made
+
+    def _leave_out(self, rows: np.ndarray, index: FileIndex) -> bool:
+        """Leave out those of `rows` whose fields are all NaN; whether there were any."""
         records = self.records[rows]
         empty = np.zeros(len(rows), bool)
         for file in np.unique(records["file"]).tolist():
@@ -289,7 +262,7 @@ class Catalogue:
         records = self.records[list(target.rows)]
         parts = [raw.decode().astype(np.float64) for raw in self.values(records)]
         try:
-            made = _COMBINED[target.combine](parts)
+            made = COMBINED[target.combine](parts)
         except UserError as error:
             raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
         return self.geometry.floats(made.astype(np.float32))[rows]
@@ -335,10 +308,7 @@ def _joined_tables(readers: list[Reader]) -> np.ndarray:
 
 
 def _stamped(path: str) -> tuple[str, int, int]:
-    now = stamp(path)
-    if now is None:
-        raise UserError(f"{path}: cannot be seen any more; run again")
-    return os.path.abspath(path), *now
+    return os.path.abspath(path), *astuple(Stamp.of_archive(path))
 
 
 def _summed(checksum: int, raw: RawField) -> int:

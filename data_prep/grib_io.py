@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.sources import stamp
 
 _OPEN_FILES = 128  # descriptors kept at most; an archive may have more files than a process may hold open
 _WINDOW = 1024  # holds the end of one message and the header of the next
@@ -31,6 +32,18 @@ class Stamp:
         """The stamp of a path, or of an open descriptor."""
         status = os.stat(path)
         return cls(status.st_size, status.st_mtime_ns)
+
+    @classmethod
+    def of_archive(cls, path: str) -> Stamp:
+        """The stamp of a file, or of all files of a Zarr folder together.
+
+        Raises:
+            UserError: it is not seen.
+        """
+        found = stamp(path)
+        if found is None:
+            raise UserError(f"{path}: cannot be seen any more; run again")
+        return cls(*found)
 
     def check(self, path: str, now: Stamp) -> None:
         """Refuse a file that is not what it was.

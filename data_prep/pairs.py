@@ -202,10 +202,8 @@ def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index
         return Pair(source, StoreTruth(store, source.layout, getattr(source, "lead_bounds", {})), fields)
     catalogue = Catalogue(truth, role=TRUTH, index=index)
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
-    bounds = getattr(source, "lead_bounds", {})
-    aligned = ArchiveTruth(catalogue, source.layout, _wanted(source), bounds)
-    while catalogue.leave_out_empty(aligned.rows, index):  # other fields may take their place
-        aligned = ArchiveTruth(catalogue, source.layout, _wanted(source), bounds)
+    wanted, bounds = _wanted(source), getattr(source, "lead_bounds", {})
+    aligned = catalogue.without_empty(lambda: ArchiveTruth(catalogue, source.layout, wanted, bounds), index)
     return Pair(source, aligned, fields)
 
 

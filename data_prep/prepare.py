@@ -103,7 +103,8 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
     stated = source.catalogue.records
     assumed = stated["field"][IS_ACCUMULATED[stated["field"]] & ~stated["bounded"] & (stated["lead"] > 0)]
     for index in np.unique(assumed).tolist():
-        log.info("%s: no interval is stated; taken as sums from the start of the forecast", FIELDS[index].name)
+        if FIELDS[index].name in lay.names:
+            log.info("%s: no interval is stated; taken as sums from the start of the forecast", FIELDS[index].name)
     if not geometry.same:
         how = "cut out of" if geometry.crop else "conservative means of"
         log.info("grid: %s %s", how, geometry.source.describe())

@@ -16,7 +16,8 @@ from functools import reduce
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, Combine, Gathered, Room, Target, zeros
+from data_prep.catalogue import Catalogue, Gathered, Room, Target, zeros
+from data_prep.combine import Combine
 from data_prep.intervals import Tiles
 from data_prep.records import FIELD_INDEX, GUST, IS_ACCUMULATED
 from data_prep.selecting import narrow, slices_of, translation

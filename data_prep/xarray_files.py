@@ -40,7 +40,6 @@ from data_prep.records import (
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
 from ensemble_ml.grid import Grid, canonical
-from ensemble_ml.store.sources import stamp
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +159,7 @@ class XarrayFile:
         Raises:
             UserError: the file cannot be read, or changed meanwhile.
         """
-        before = self._stamp()
+        before = Stamp.of_archive(self.path)
         found = index.load_looks(self.path, before, self._fields, self._listed)
         places = [
             (int(record["offset"]), *self._place(record)) for record in records[found[records["offset"]] == UNKNOWN]
@@ -183,16 +182,10 @@ class XarrayFile:
             if empty.any():
                 empty = np.isnan(self._read(variable, first, last, None)).all((-2, -1))[inside]
             found[list(offsets)] = np.where(empty, EMPTY, FILLED)
-        before.check(self.path, self._stamp())
+        before.check(self.path, Stamp.of_archive(self.path))
         if places:
             index.save_looks(self.path, before, self._fields, found)
         return found[records["offset"]] == EMPTY
-
-    def _stamp(self) -> Stamp:
-        found = stamp(self.path)
-        if found is None:
-            raise UserError(f"{self.path}: cannot be seen any more; run again")
-        return Stamp(*found)
 
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None

@@ -68,9 +68,7 @@ def climate_of(start):
     here = times == start
     apart = np.abs(days - days[here])
     near = (years != years[here]) & (np.minimum(apart, 365 - apart) <= 9)
-    near &= np.abs(times - start) > np.timedelta64(
-        180, "D"
-    )  # late December is of January's season, not of another year's
+    near &= np.abs(times - start) > np.timedelta64(180, "D")  # a season passes the new year
     chosen = near if near.any() else ~here
     return members.isel(init_time=chosen).quantile(np.linspace(0, 1, 21), ["init_time", "realization"]), chosen is near
 

@@ -65,7 +65,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 def _channels(spec: ModelSpec) -> str:
     config = spec.config
-    return f", {config.hidden} to {config.max_hidden} channels" if config.name == "unet3d" else ""
+    return f", {config.hidden} to {config.max_hidden} channels" if config.pools else ""
 
 
 def _calibration(widths: Sequence[Sequence[float]] | None, members: int) -> str:

@@ -96,10 +96,10 @@ class Header:
 
     def interval(self, name: str) -> str:
         """How a value of `name` stands over time, in the words of CF cell_methods; empty where time has no bounds."""
-        if name not in self.lead_bounds:
-            over = registered(name).accumulated or name == _MAXIMUM  # a sum or maximum over we do not know what
-            return "time: point" if self.shared_bounds and not over else ""
-        method = "time: sum" if registered(name).accumulated else "time: maximum" if name == _MAXIMUM else ""
+        methods = {"time: sum": registered(name).accumulated, "time: maximum": name == _MAXIMUM}
+        method = next((words for words, fits in methods.items() if fits), "")
+        if name not in self.lead_bounds:  # a sum or maximum is then over we do not know what
+            return "time: point" if self.shared_bounds and not method else ""
         if not method:  # a mean or an extreme, nobody knows
             return ""
         if self.shared_bounds:

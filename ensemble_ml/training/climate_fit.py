@@ -39,7 +39,7 @@ from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.models.place import position_planes
 from ensemble_ml.models.surroundings import make_network, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
-from ensemble_ml.training.climate_data import MOST_DATES, Dates, kept_apart, spaced, split
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, MOST_DATES, Dates, kept_apart, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
 from ensemble_ml.training.point_fit import Correction
 from ensemble_ml.training.smoothing import Scales
@@ -50,7 +50,6 @@ from ensemble_ml.training.truth_fit import Left, Truth
 log = logging.getLogger(__name__)
 
 _SAMPLE_DATES = 24  # enough for one number a field
-_FEWEST = 4  # dates that say anything of it
 
 
 @dataclass(eq=False)
@@ -209,7 +208,8 @@ def _widened(truth: Truth, inflation: Tensor, unseen: np.ndarray, sample: np.nda
     have, training dates.
     """
     factor, error, count = truth.best_factor(unseen, inflation)
-    if bool((count < _FEWEST).any()):
+    few = count < FEWEST_TO_WIDEN
+    if bool(few.any()):
         other, known, _ = truth.best_factor(sample, inflation)
-        factor, error = torch.where(count < _FEWEST, other, factor), torch.where(count < _FEWEST, known, error)
+        factor, error = torch.where(few, other, factor), torch.where(few, known, error)
     return inflation + factor[..., None, None], error

@@ -28,9 +28,9 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, Prediction, distributions
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN
 from ensemble_ml.training.losses import crps
 
-_FEWEST = 4  # dates that say how wide sigma should be, as in `climate_fit`
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
 
 
@@ -113,12 +113,14 @@ class _Sums:
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> list[list[float]] | None:
-        """sqrt(ours / raw) of every field, one where fewer than _FEWEST dates tell; None where no field has any."""
+        """sqrt(ours / raw) of every field, one where too few dates tell; None where no field has any."""
         found = self._over_ranks()
         if found is None:
             return None
         ours, raw, known = found
-        roots = torch.where((raw > 0) & (ours > 0) & (known >= _FEWEST), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0)
+        roots = torch.where(
+            (raw > 0) & (ours > 0) & (known >= FEWEST_TO_WIDEN), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0
+        )
         return roots.clamp(1 / _WIDEST, _WIDEST).tolist()
 
     def _over_ranks(self) -> Tensor | None:

@@ -6,6 +6,7 @@ Memory is bounded by one date, plus the sums of the fit at each cell. Axes: Z le
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -23,6 +24,11 @@ class Fit:
     start: base.SpreadFit | None = None  # by the spread at lead 0
     held_out: base.SpreadFit | None = None
     climatology: tuple[np.ndarray, np.ndarray] | None = None
+
+    @cached_property
+    def climate(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The climatology as a forecast, which has cells that the fit dates do not know, too."""
+        return None if self.climatology is None else base.everywhere(*self.climatology)
 
 
 def fit_group(setting: Setting, group: Group) -> Fit:

@@ -73,8 +73,7 @@ def spread_values(
 def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], family: Family) -> Values:
     """Against the truth: raw ensembles, their corrections, climatology, forecasts."""
     truth, found = np.asarray(sample.truth), Values()
-    climate = None if fit.climatology is None else base.everywhere(*fit.climatology)
-    limit = None if climate is None else threshold(*climate)
+    limit = None if fit.climate is None else threshold(*fit.climate)
     for size in sorted({setting.reduced, setting.full}):
         members = sample.members[:size]
         _put(found, f"raw_{size}", raw_statistics(members, truth))
@@ -84,8 +83,8 @@ def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pre
         moments = ensemble_moments(members)
         for name, correction in fit.corrections.get(size, {}).items():
             _put(found, f"{name}_{size}", _baseline(*correction(*moments), truth, family, limit))
-    if climate is not None:
-        _put(found, CLIMATOLOGY, _baseline(*climate, truth, family, limit))
+    if fit.climate is not None:
+        _put(found, CLIMATOLOGY, _baseline(*fit.climate, truth, family, limit))
     for label, one in said.items():
         if one.location is not None and one.scale is not None:
             error = np.asarray(one.mean) - truth

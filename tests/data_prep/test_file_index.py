@@ -143,32 +143,27 @@ class TestFilesThatChange:
         with pytest.raises(UserError, match=r"a.grib: changed while it was read \(\d+ bytes, now \d+\); wait until"):
             source.read(Part.FORECAST, 0)
 
-    def test_while_it_is_indexed(self, tmp_path, monkeypatch):
-        path = ensemble(tmp_path / "a.grib")
+    def changed_while_indexed(self, path, monkeypatch, change):
         real = grib.header
 
-        def grows(*arguments):
-            self.grown(path)
+        def changing(*arguments):
+            change()
             return real(*arguments)
 
-        monkeypatch.setattr(grib, "header", grows)
+        monkeypatch.setattr(grib, "header", changing)
         with pytest.raises(UserError, match=r"a.grib: changed while it was read"):
             GribFile(str(path))
+
+    def test_while_it_is_indexed(self, tmp_path, monkeypatch):
+        path = ensemble(tmp_path / "a.grib")
+        self.changed_while_indexed(path, monkeypatch, lambda: self.grown(path))
 
     def test_half_written_when_it_is_first_seen(self, tmp_path, monkeypatch):
         """The end of a file that still grows looks damaged; the message says what it is."""
         path = ensemble(tmp_path / "a.grib")
         content = path.read_bytes()
         path.write_bytes(content[:-40])
-        real = grib.header
-
-        def grows(*arguments):
-            path.write_bytes(content)
-            return real(*arguments)
-
-        monkeypatch.setattr(grib, "header", grows)
-        with pytest.raises(UserError, match=r"a.grib: changed while it was read"):
-            GribFile(str(path))
+        self.changed_while_indexed(path, monkeypatch, lambda: path.write_bytes(content))
 
     def test_overwritten_in_place_while_it_is_read(self, tmp_path):
         path = ensemble(tmp_path / "a.grib")
