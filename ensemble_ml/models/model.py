@@ -21,7 +21,7 @@ from ensemble_ml.models.linear import KINDS, LinearCorrection
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import plane_count
 from ensemble_ml.models.speed import Speed
-from ensemble_ml.models.surroundings import make_network
+from ensemble_ml.models.surroundings import apply_networks, make_network
 
 
 class EnsembleModel(nn.Module):
@@ -134,8 +134,10 @@ class EnsembleModel(nn.Module):
             climatology = torch.cat([(h.climatology / h.typical[..., None, None]).flatten(0, -3) for h in heads])
             common = self.features.common(x)
             with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
-                found[:, len(climatology) :] += self.surroundings(padded, climatology, common)
-                residuals = None if self.residuals is None else self.residuals(padded, climatology, common)
+                networks = [n for n in (self.surroundings, self.residuals) if n is not None]
+                more, *expected = apply_networks(networks, padded, climatology, common)
+            found[:, len(climatology) :] += more
+            residuals = expected[0] if expected else None
 
         def by_set(values: Tensor) -> dict[str, Tensor]:
             """(B, 2, fields of all sets, Y, X) -> (B, 2, T, V, [Z,] Y, X) of each."""

@@ -1,23 +1,24 @@
 """Small networks of what surrounds a point: what spread and errors owe to it beyond a linear correction.
 
-Axes: B date, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit, K input, Y latitude,
-X longitude.
+Axes: B date, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit, K input, P plane that
+all fields share, Y latitude, X longitude.
 
-    x    = d at 3 x 3 points, |d_m|, |grad d_m| and log s at the point, place, static fields, 1/M, log M, season  (K)
+    x    = d, its differences along and across rows, its mean over 3 x 3 points less itself, |d_m|, |grad d_m| and
+           log s, place, static fields, 1/M, log M, season                                                        (K)
     d''  = W2 [gelu(W1 [x, 1]), 1]                                                                                (F)
     v, w = W4 [gelu(W3 [x, 1]), 1]                                                                                (2 F)
 
 d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row, s = d_s + s_clim the
-spread drawn to climate. d'' is added to the spread's d', v sigmas to the mean, and sigma is multiplied by exp(w)
-(`model.residuals`). Spread grows where the flow is steep, for what is uncertain there is where things are; no linear
-map of the departures says so. Nor does the spread say all of how large errors will be. Hidden layers fitted to single
-points of many dates (`training.point_fit`) learn in a minute what the U-Net did not in five (ARCHITECTURE, "Tried"),
-and stay as they are in training.
+spread drawn to climate. Four numbers say of smooth fields what nine points do, at half of the work. d'' is added to the
+spread's d', v sigmas to the mean, and sigma is multiplied by exp(w) (`model.residuals`). Spread grows where the flow is
+steep, for what is uncertain there is where things are; no linear map of the departures says so. Nor does the spread say
+all of how large errors will be. Hidden layers fitted to single points of many dates (`training.point_fit`) learn in a
+minute what the U-Net did not in five (ARCHITECTURE, "Tried"), and stay as they are in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -28,9 +29,10 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, correction_shape
 from ensemble_ml.models.place import plane_count
 
-NEAR = 9  # points around, and the point itself
+_STENCILS = 4  # of d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
-_UNITS = 256  # that are held at once: a global field of each takes as much memory as many fields of the forecast
+# Points whose inputs and hidden units are held at once: few stay in a processor's cache, a GPU wants many to be busy.
+_POINTS, _POINTS_OF_GPU = 1 << 12, 1 << 17
 _LEAST_SPREAD = 1e-2  # typical spreads: below this a spread is as good as none, and its logarithm stays put
 
 
@@ -38,7 +40,7 @@ def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Shapes of W1 and W3 (H, K + 1), W2 (F, H + 1), W4 (2 F, H + 1) by their names in `Climate`; empty where there
     is no such network."""
     channels = correction_shape(spec)[3]
-    inputs, fields = (NEAR + 1) * channels + channels // KINDS + plane_count(spec), channels // KINDS
+    inputs, fields = (_STENCILS + 1) * channels + channels // KINDS + plane_count(spec), channels // KINDS
     width = spec.config.surroundings if channels else 0
     wide = spec.config.residuals if width and spec.config.postprocess else 0
     shapes = {}
@@ -70,34 +72,58 @@ class Surroundings(nn.Module):
         for name, values in (("first", first), ("second", second)):
             self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
         self.register_buffer("stretch", _stretch(spec), persistent=False)
-        self.channels = correction_shape(spec)[3]
 
-    def forward(self, padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor) -> Tensor:
-        """Departures with a row and a column more on each side, s_clim in typical spreads and the common planes -> d'',
-        or v and w: (B, outputs, Y, X)."""
-        first, second = self.first.to(padded_BCYX.dtype), self.second.to(padded_BCYX.dtype)
-        around = NEAR * self.channels
-        others = torch.cat([self.sizes(padded_BCYX, climatology_FYX), common_BPYX.to(first.dtype)], 1)
-        found = second[:, -1:, None].expand(len(others), -1, *others.shape[2:])
-        for start in range(0, len(first), _UNITS):
-            units = slice(start, start + _UNITS)
-            near, rest = first[units, :around].unflatten(1, (self.channels, 3, 3)), first[units, around:-1, None, None]
-            hidden = F.gelu(F.conv2d(padded_BCYX, near, first[units, -1]) + F.conv2d(others, rest))
-            found = found + F.conv2d(hidden, second[:, :-1][:, units, None, None])
-        return found
+    def forward(self, inputs_BKYX: Tensor) -> Tensor:
+        """From x without the constant: d'', or v and w, (B, outputs, Y, X)."""
+        first, second = (weights.to(inputs_BKYX.dtype)[..., None, None] for weights in (self.first, self.second))
+        hidden = F.gelu(F.conv2d(inputs_BKYX, first[:, :-1], first[:, -1, 0, 0]))
+        return F.conv2d(hidden, second[:, :-1], second[:, -1, 0, 0])
 
-    def at_points(self, inputs_KP: Tensor) -> Tensor:
-        """The same of single points, from x without the constant: (outputs, P)."""
-        hidden = F.gelu(self.first[:, :-1] @ inputs_KP + self.first[:, -1:])
-        return self.second[:, :-1] @ hidden + self.second[:, -1:]
+    def at_points(self, inputs_KN: Tensor) -> Tensor:
+        """The same of single points: (outputs, N)."""
+        return self(inputs_KN.T[..., None, None])[..., 0, 0].T
 
-    def sizes(self, padded_BCYX: Tensor, climatology_FYX: Tensor) -> Tensor:
-        """|d_m|, |grad d_m| and log s, (B, 3 F, Y, X)."""
-        mean, spread = padded_BCYX.chunk(KINDS, 1)
-        across = (mean[..., 1:-1, 2:] - mean[..., 1:-1, :-2]) / 2 * self.stretch.to(mean.dtype)
-        along = (mean[..., 2:, 1:-1] - mean[..., :-2, 1:-1]) / 2
-        logs = (spread[..., 1:-1, 1:-1] + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
-        return torch.cat([mean[..., 1:-1, 1:-1].abs(), torch.hypot(across, along), logs], 1)
+
+def apply_networks(
+    networks: Sequence[Surroundings], padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor
+) -> list[Tensor]:
+    """What each of the networks, one at least, says of fields: (B, outputs, Y, X) each.
+
+    Args:
+        padded_BCYX: departures with a row and a column more on each side.
+        climatology_FYX: s_clim in typical spreads.
+        common_BPYX: of `place.common_planes`.
+    """
+    count, _, rows, columns = common_BPYX.shape
+    found = [padded_BCYX.new_empty(count, len(network.second), rows, columns) for network in networks]
+    points = _POINTS if padded_BCYX.device.type == "cpu" else _POINTS_OF_GPU
+    step = max(1, points // max(1, count * columns))
+    for start in range(0, rows, step):
+        strip = slice(start, min(start + step, rows))
+        padded = padded_BCYX[:, :, strip.start : strip.stop + 2]
+        stretch = networks[0].stretch[strip]
+        x = inputs_of(padded, climatology_FYX[:, strip], common_BPYX[:, :, strip], stretch)
+        for network, values in zip(networks, found, strict=True):
+            values[:, :, strip] = network(x)
+    return found
+
+
+def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor, stretch: Tensor) -> Tensor:
+    """x without the constant, (B, K, Y, X).
+
+    Args:
+        padded_BCYX, climatology_FYX, common_BPYX: as for `apply_networks`; or of N points, each a date of one cell:
+            (N, C, 3, 3), (N, F, 1, 1), (N, P, 1, 1).
+        stretch: a step from row to row over one along the row: (Y, 1), or (N, 1, 1, 1).
+    """
+    centre = padded_BCYX[..., 1:-1, 1:-1]
+    along = (padded_BCYX[..., 1:-1, 2:] - padded_BCYX[..., 1:-1, :-2]) / 2
+    across = (padded_BCYX[..., 2:, 1:-1] - padded_BCYX[..., :-2, 1:-1]) / 2
+    around = F.avg_pool2d(padded_BCYX, 3, 1) - centre
+    mean, spread = centre.chunk(KINDS, 1)
+    slope = torch.hypot(along.chunk(KINDS, 1)[0] * stretch.to(along.dtype), across.chunk(KINDS, 1)[0])
+    logs = (spread + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
+    return torch.cat([centre, along, across, around, mean.abs(), slope, logs, common_BPYX.to(centre.dtype)], 1)
 
 
 def _stretch(spec: ModelSpec) -> Tensor:

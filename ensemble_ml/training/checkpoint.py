@@ -31,7 +31,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 from ensemble_ml.store.manifest import hash_file
 
-FORMAT = 3  # raised whenever a reader of the older number would misread the files
+FORMAT = 4  # raised whenever a reader of the older number would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
 PARTIAL, STEP = ".partial-", "step_"
 

@@ -22,7 +22,7 @@ from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.linear import KINDS
 from ensemble_ml.models.place import common_planes, plane_count
 from ensemble_ml.models.speed import has_bfloat16
-from ensemble_ml.models.surroundings import Surroundings
+from ensemble_ml.models.surroundings import Surroundings, apply_networks, inputs_of
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear, Targets, neighbourhoods
 
@@ -69,7 +69,7 @@ class Correction:
 
     def of(self, network: Surroundings, padded: Tensor, sample: Sample, members: int) -> Tensor:
         """What a network says of a date, (1, U, Y, X), from departures with a row and a column more on each side."""
-        return network(padded, self.linear.relative_climatology, self.common(sample, members))
+        return apply_networks([network], padded, self.linear.relative_climatology, self.common(sample, members))[0]
 
     def common(self, sample: Sample, members: int) -> Tensor:
         """Place, season and number of members, (1, P, Y, X)."""
@@ -103,12 +103,14 @@ class Points:
         linear, network = self.correction.linear, self.correction.surroundings
         assert network is not None
         padded = linear.padded(sample.mean, sample.spread, members)
-        near = neighbourhoods(padded[0], at)
-        sizes = network.sizes(padded, linear.relative_climatology)
-        others = torch.cat([sizes, self.correction.common(sample, members)], 1)
-        done = linear.module.at_points(near, at // self.columns, members)
+        near, rows = neighbourhoods(padded[0], at), at // self.columns
+        fields = linear.relative_climatology, self.correction.common(sample, members)[0]
+        cells = near.unflatten(0, (-1, 3, 3)).movedim(-1, 0)
+        here = (values.flatten(1)[:, at].T[..., None, None] for values in fields)
+        inputs = inputs_of(cells, *here, network.stretch[rows][..., None, None])[..., 0, 0].T
+        done = linear.module.at_points(near, rows, members)
         wanted = self.wanted(date, sample, members)[:, at]
-        return torch.cat([near, others[0].flatten(1)[:, at]]), wanted, wanted - done
+        return inputs, wanted, wanted - done
 
 
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]

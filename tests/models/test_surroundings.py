@@ -40,7 +40,10 @@ def by_hand(climate, x, row, column, name):
 
     latitude, longitude = radians(90 - 22.5 * row), radians(22.5 * column)
     stretch = min(5.0, 1 / max(cos(latitude), 1e-6))
-    given = [at(c, i, j) for c in range(4) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+    given = [at(c, 0, 0) for c in range(4)]
+    given += [(at(c, 0, 1) - at(c, 0, -1)) / 2 for c in range(4)]
+    given += [(at(c, 1, 0) - at(c, -1, 0)) / 2 for c in range(4)]
+    given += [sum(at(c, i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)) / 9 - at(c, 0, 0) for c in range(4)]
     given += [abs(at(c, 0, 0)) for c in range(2)]
     given += [hypot((at(c, 0, 1) - at(c, 0, -1)) / 2 * stretch, (at(c, 1, 0) - at(c, -1, 0)) / 2) for c in range(2)]
     given += [log(max(at(2 + c, 0, 0) + kinds[c][2][row, column], 0.01)) for c in range(2)]
@@ -107,6 +110,19 @@ def test_there_is_none_of_residuals_where_none_are_predicted_or_wanted():
     for config in ({"residuals": 0}, {"postprocess": False}):
         model = EnsembleModel(spec := make_spec(**config), make_climate(spec))
         assert model.surroundings is not None and model.residuals is None
+
+
+def test_strips_of_any_number_of_rows_give_the_same(monkeypatch):
+    spec = make_spec()
+    model, x = EnsembleModel(spec, make_climate(spec)), make_input(spec)
+    found = []
+    for points in (1, 5 * COLUMNS * len(x.count), 10**6):
+        monkeypatch.setattr("ensemble_ml.models.surroundings._POINTS", points)
+        with torch.no_grad():
+            prediction = model(x)
+        found.append(torch.cat([prediction.spread_p.flatten(), prediction.scale_p.flatten()]))
+    torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1], found[2], rtol=1e-5, atol=1e-6)
 
 
 def test_a_climate_without_its_weights_adds_nothing():
