@@ -1,7 +1,7 @@
 """What the training dates say before any network is trained: scales, climatological spread, bias, inflation.
 
 Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude. Dates are read one at a
-time; at most `MOST_DATES` of them, evenly spaced.
+time; at most `most_dates` of them, evenly spaced.
 
 With m, s mean and spread of the first M members, S the spread of all, y the truth:
 
@@ -39,7 +39,7 @@ from ensemble_ml.models.linear import LinearCorrection, correction_shape
 from ensemble_ml.models.place import position_planes
 from ensemble_ml.models.surroundings import make_network, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
-from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, MOST_DATES, Dates, kept_apart, spaced, split
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, Dates, kept_apart, most_dates, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
 from ensemble_ml.training.point_fit import Correction
 from ensemble_ml.training.smoothing import Scales
@@ -90,7 +90,7 @@ def fit_climate(
     refuse_unfittable(reader.spec)
     began = time.monotonic()
     dates, scales = Dates(reader, members), Scales(reader.spec.grid)
-    all_train, chosen = np.asarray(train), spaced(np.asarray(train), MOST_DATES)
+    all_train, chosen = np.asarray(train), spaced(np.asarray(train), most_dates(reader.spec))
     if not any(len(reader.available(int(date))) >= dates.members for date in chosen):
         raise UserError(
             f"data.validation_members={members}: no training date of {reader.source.path} has so many whole members;"

@@ -25,7 +25,7 @@ from ensemble_ml.models import distributions
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos_model import SIZES, EmosModel, seasonal_terms
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import MOST_DATES, Dates, families, spaced
+from ensemble_ml.training.climate_data import Dates, families, most_dates, spaced
 
 log = logging.getLogger(__name__)
 
@@ -171,12 +171,13 @@ class _Fit:
 
 
 def _dates_that_fit(reader: Reader, there: int) -> int:
-    """How many dates are fitted to: `MOST_DATES`, or as many as a quarter of the memory holds."""
+    """How many dates are fitted to: `most_dates`, or as many as a quarter of the memory holds."""
     spec = reader.spec
     fields = len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
     each = 3 * 4 * fields * math.prod(spec.grid.shape)
-    found = int(min(MOST_DATES, max(1, memory_limit() // 4 // each)))
-    if found < min(there, MOST_DATES):
+    most = most_dates(spec)
+    found = int(min(most, max(1, memory_limit() // 4 // each)))
+    if found < min(there, most):
         log.warning("emos: memory holds %d of %d training dates, and it is fitted to these", found, there)
     return found
 

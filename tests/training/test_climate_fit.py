@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from models.small_models import make_spec
 from synthetic import make_store
 
 from ensemble_ml.config import ModelConfig
@@ -13,7 +14,7 @@ from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.store.source import Selection
 from ensemble_ml.training import spread_fit
-from ensemble_ml.training.climate_data import Dates, join, neighbours, spaced, split
+from ensemble_ml.training.climate_data import Dates, join, most_dates, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.truth_fit import Truth
 from ensemble_ml.training.validation import validate
@@ -232,17 +233,19 @@ def test_join_and_split_are_inverse(wrong):
 
 def test_helpers():
     assert spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9] and spaced(np.arange(3), 4).tolist() == [0, 1, 2]
+    assert [most_dates(make_spec(rows, 2 * rows - 2)) for rows in (49, 181, 361, 721)] == [2000, 1543, 400, 400]
     times = np.array(["2001-01-01", "2001-01-03", "2001-01-05", "2001-07-01"], "datetime64[ns]")
     assert neighbours(times).tolist() == [False, True, True, False]
     assert neighbours(times[:1]).tolist() == [False]
 
 
-def test_moments_of_part_of_a_year_are_those_of_all_members_at_once(store):
+def test_moments_of_part_of_a_year_are_those_of_all_members_at_once(store, monkeypatch):
     """They are read member by member: all at once take as much memory as the ensemble has members."""
     grid = store.layout.grid
     layout = store.layout.variables, store.layout.levels, store.layout.surface
     spec = ModelSpec(ModelConfig(hidden=8, depth=1), *layout, (24, 48), (48,), grid.latitude, grid.longitude)
-    found = Dates(Reader(store, spec), 3).input_moments(np.arange(5), most=3)  # of these, the first, third and fifth
+    monkeypatch.setattr("ensemble_ml.training.climate_data.most_dates", lambda _: 3)  # the first, third and fifth
+    found = Dates(Reader(store, spec), 3).input_moments(np.arange(5))
     chosen = Selection(lead_hours=(24, 48))
     values = [join(store.read(Part.FORECAST, date, chosen)).double() for date in (0, 2, 4)]
     together = torch.stack(values).movedim(-3, 0).flatten(1)
