@@ -69,14 +69,14 @@ class LinearCorrection(nn.Module):
 
     def forward(self, padded: Tensor, count: Tensor) -> Tensor:
         """What `padded` gives, and M (B,) -> (B, O, Y, X)."""
-        members = count.reshape(-1, 1, 1, 1)
         rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
         found = padded.new_zeros(len(padded), self.weight.shape[2], rows, columns)
         for weight, share, (first, last) in zip(self.weight, self.bands, self.supports, strict=True):
             if first < last:
-                both = F.conv2d(padded[:, :, first : last + 2], weight.to(padded.dtype).flatten(0, 1))
-                both = both.unflatten(1, (TERMS, -1))
-                found[:, :, first:last] += share[first:last] * (both[:, 0] + both[:, 1] / members)
+                weight = weight.to(padded.dtype)
+                for departures, values, members in zip(padded, found, count, strict=True):  # a kernel for each M
+                    added = F.conv2d(departures[None, :, first : last + 2], weight[0] + weight[1] / members)[0]
+                    values[:, first:last] += share[first:last] * added
         return found
 
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:

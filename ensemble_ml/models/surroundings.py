@@ -75,13 +75,12 @@ class Surroundings(nn.Module):
 
     def forward(self, inputs_BKYX: Tensor) -> Tensor:
         """From x without the constant: d'', or v and w, (B, outputs, Y, X)."""
-        first, second = (weights.to(inputs_BKYX.dtype)[..., None, None] for weights in (self.first, self.second))
-        hidden = F.gelu(F.conv2d(inputs_BKYX, first[:, :-1], first[:, -1, 0, 0]))
-        return F.conv2d(hidden, second[:, :-1], second[:, -1, 0, 0])
+        hidden = F.gelu(_layer(self.first, inputs_BKYX.flatten(2)))
+        return _layer(self.second, hidden).unflatten(2, inputs_BKYX.shape[2:])
 
     def at_points(self, inputs_KN: Tensor) -> Tensor:
         """The same of single points: (outputs, N)."""
-        return self(inputs_KN.T[..., None, None])[..., 0, 0].T
+        return self(inputs_KN[None, ..., None])[0, ..., 0]
 
 
 def apply_networks(
@@ -124,6 +123,12 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
     slope = torch.hypot(along.chunk(KINDS, 1)[0] * stretch.to(along.dtype), across.chunk(KINDS, 1)[0])
     logs = (spread + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
     return torch.cat([centre, along, across, around, mean.abs(), slope, logs, common_BPYX.to(centre.dtype)], 1)
+
+
+def _layer(weights: Tensor, inputs_BKN: Tensor) -> Tensor:
+    """W [x, 1], (B, H, N); faster in bfloat16 than the same as a convolution."""
+    weights = weights.to(inputs_BKN.dtype)
+    return torch.baddbmm(weights[:, -1:], weights[:, :-1].expand(len(inputs_BKN), -1, -1), inputs_BKN)
 
 
 def _stretch(spec: ModelSpec) -> Tensor:

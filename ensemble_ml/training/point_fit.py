@@ -106,8 +106,8 @@ class Points:
         near, rows = neighbourhoods(padded[0], at), at // self.columns
         fields = linear.relative_climatology, self.correction.common(sample, members)[0]
         cells = near.unflatten(0, (-1, 3, 3)).movedim(-1, 0)
-        here = (values.flatten(1)[:, at].T[..., None, None] for values in fields)
-        inputs = inputs_of(cells, *here, network.stretch[rows][..., None, None])[..., 0, 0].T
+        climatology, common = (values.flatten(1)[:, at].T[..., None, None] for values in fields)
+        inputs = inputs_of(cells, climatology, common, network.stretch[rows][..., None, None])[..., 0, 0].T
         done = linear.module.at_points(near, rows, members)
         wanted = self.wanted(date, sample, members)[:, at]
         return inputs, wanted, wanted - done
