@@ -74,9 +74,10 @@ class LinearCorrection(nn.Module):
         for weight, share, (first, last) in zip(self.weight, self.bands, self.supports, strict=True):
             if first < last:
                 weight = weight.to(padded.dtype)
-                for departures, values, members in zip(padded, found, count, strict=True):  # a kernel for each M
-                    added = F.conv2d(departures[None, :, first : last + 2], weight[0] + weight[1] / members)[0]
-                    values[:, first:last] += share[first:last] * added
+                for sample, members in enumerate(count):  # each has a kernel of its own
+                    departures = padded[sample : sample + 1, :, first : last + 2]
+                    added = F.conv2d(departures, weight[0] + weight[1] / members)[0]
+                    found[sample, :, first:last] += share[first:last] * added
         return found
 
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:

@@ -31,8 +31,7 @@ from ensemble_ml.models.place import plane_count
 
 _STENCILS = 4  # of d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
-# Points whose inputs and hidden units are held at once: few stay in a processor's cache, a GPU wants many to be busy.
-_POINTS, _POINTS_OF_GPU = 1 << 12, 1 << 17
+_POINTS = 1 << 12  # whose inputs and hidden units are held at once (a row of each date at least): a cache holds them
 _LEAST_SPREAD = 1e-2  # typical spreads: below this a spread is as good as none, and its logarithm stays put
 
 
@@ -95,8 +94,7 @@ def apply_networks(
     """
     count, _, rows, columns = common_BPYX.shape
     found = [padded_BCYX.new_empty(count, len(network.second), rows, columns) for network in networks]
-    points = _POINTS if padded_BCYX.device.type == "cpu" else _POINTS_OF_GPU
-    step = max(1, points // max(1, count * columns))
+    step = max(1, _POINTS // max(1, count * columns))
     for start in range(0, rows, step):
         strip = slice(start, min(start + step, rows))
         padded = padded_BCYX[:, :, strip.start : strip.stop + 2]
@@ -127,7 +125,9 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
 
 def _layer(weights: Tensor, inputs_BKN: Tensor) -> Tensor:
     """W [x, 1], (B, H, N); faster in bfloat16 than the same as a convolution."""
-    weights = weights.to(inputs_BKN.dtype)
+    device = inputs_BKN.device.type
+    low = torch.is_autocast_enabled(device)  # which would cast them again for each date
+    weights = weights.to(torch.get_autocast_dtype(device) if low else inputs_BKN.dtype)
     return torch.baddbmm(weights[:, -1:], weights[:, :-1].expand(len(inputs_BKN), -1, -1), inputs_BKN)
 
 

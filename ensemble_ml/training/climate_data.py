@@ -23,7 +23,7 @@ from ensemble_ml.store.statistics import Moments
 FEWEST_TO_WIDEN = 4  # dates that say anything of how wide sigma should be
 # Dates that are read for a fit: all where they are small (320 instead of 200 were worth 0.2 % of CRPS), fewer where
 # each takes seconds.
-_MOST_CELLS, _MOST_DATES, _ALWAYS = 10**8, 2000, 400
+_MOST_VALUES, _MOST_DATES, _ALWAYS = 5 * 10**9, 2000, 400
 
 
 @dataclass(eq=False)
@@ -185,9 +185,10 @@ def present(values: Tensor) -> Tensor:
 
 
 def most_dates(spec: ModelSpec) -> int:
-    """How many dates a fit reads at most: 400 of half a degree, 2000 of three degrees."""
-    cells = spec.grid.shape[0] * spec.grid.shape[1]
-    return min(_MOST_DATES, max(_ALWAYS, _MOST_CELLS // cells))
+    """How many dates a fit reads at most: of 52 fields 400 at half a degree, 2000 at two degrees."""
+    fields = len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
+    values = max(1, fields) * spec.grid.shape[0] * spec.grid.shape[1]
+    return min(_MOST_DATES, max(_ALWAYS, _MOST_VALUES // values))
 
 
 def spaced(dates: np.ndarray, most: int) -> np.ndarray:

@@ -183,6 +183,8 @@ class _Dropout(nn.Module):
         self.least, self.draw = round(256 * share), np.random.default_rng(0)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training:
+            return hidden
         drawn = torch.from_numpy(self.draw.integers(0, 256, hidden.numel(), np.uint8)).view(hidden.shape)
         return hidden * (drawn >= self.least).to(hidden.dtype).mul_(256 / (256 - self.least))
 

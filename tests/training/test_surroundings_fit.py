@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from models.small_models import make_climate, make_input, make_spec
 from training.fitting import SIZES, TRAIN, VALIDATION, missing_often, nothing
@@ -14,7 +15,7 @@ from ensemble_ml.models.place import plane_count, position_planes
 from ensemble_ml.models.surroundings import make_network
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear
-from ensemble_ml.training.point_fit import Correction, Points, choices_of
+from ensemble_ml.training.point_fit import Correction, Points, _Dropout, choices_of
 from ensemble_ml.training.surroundings_fit import fit_surroundings
 
 
@@ -64,6 +65,14 @@ def test_the_fit_is_the_same_each_time_and_leaves_the_random_state_alone(point_d
         found.append(torch.cat([correction.surroundings.first.flatten(), correction.surroundings.second.flatten()]))
     assert torch.equal(*found)
     assert found[0].abs().sum() > 0
+
+
+def test_dropout_keeps_the_mean_and_draws_anew():
+    drop, ones = _Dropout(0.3), torch.ones(200, 1000)
+    once, again = drop(ones), drop(ones)
+    assert float((once == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(once.mean()) == pytest.approx(1, abs=0.01)
+    assert not torch.equal(once, again) and torch.equal(drop.eval()(ones), ones)
 
 
 def test_what_is_missing_of_a_target_is_not_learned_from(point_dates):
