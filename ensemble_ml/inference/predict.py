@@ -262,7 +262,7 @@ def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig, devi
 
 
 def _batch_size(spec: ModelSpec) -> int:
-    planes = len(spec.leads_in) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
+    planes = len(spec.leads_in) * spec.fields
     return max(1, min(_LARGEST_BATCH, _BATCH_VALUES // (planes * len(spec.latitude) * len(spec.longitude))))
 
 

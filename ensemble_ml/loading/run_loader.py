@@ -240,14 +240,13 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     spec = reader.spec
     (top, bottom), (left, right) = reader.window
     field = 4 * (bottom - top) * (right - left)
-    planes = len(spec.variables) * len(spec.levels) + len(spec.surface)
     members = max(schedule.batches.sizes, default=1)
     inputs = 2 + spec.config.one_member + (members if spec.takes_members else 0) + bool(spec.masked)
     targets = spec.config.postprocess + spec.config.spread
-    sample = field * planes * (inputs * len(spec.leads_in) + targets * len(spec.leads_out))
+    sample = field * spec.fields * (inputs * len(spec.leads_in) + targets * len(spec.leads_out))
     validated = max((len(group) for group in schedule.validation), default=0)
     most = max(-(-min(schedule.batches.order.batch_size, schedule.batches.order.n) // lane.parts), validated)
     whole = (
-        4 * spec.grid.shape[1] * (bottom - top) * planes * len(spec.leads_in)
+        4 * spec.grid.shape[1] * (bottom - top) * spec.fields * len(spec.leads_in)
     )  # of one member, before columns are cut
     return most * sample, (members + 6) * whole + sample

@@ -76,6 +76,11 @@ class ModelSpec:
         return len(self.leads_out), len(self.surface), len(self.latitude), len(self.longitude)
 
     @property
+    def fields(self) -> int:
+        """F: variables on levels, and at the surface, of one lead."""
+        return len(self.variables) * len(self.levels) + len(self.surface)
+
+    @property
     def families(self) -> tuple[tuple[Family, ...], tuple[Family, ...]]:
         """Distribution family of each pressure-level and each surface variable."""
         return tuple(map(self.family, self.variables)), tuple(map(self.family, self.surface))

@@ -38,8 +38,7 @@ def bands_of(latitude: np.ndarray) -> np.ndarray:
 
 def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
     """(N, TERMS, O, C, 3, 3); without outputs and channels where there is no linear correction."""
-    count = KINDS * len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
-    count = count if spec.linear else 0
+    count = KINDS * len(spec.leads_out) * spec.fields if spec.linear else 0
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 

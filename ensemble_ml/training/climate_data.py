@@ -46,7 +46,7 @@ class Dates:
     @property
     def shape(self) -> tuple[int, int]:
         """(T, F)."""
-        return len(self.spec.leads_out), len(field_names(self.spec))
+        return len(self.spec.leads_out), self.spec.fields
 
     def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
         """Mean and spread of the first M members that the date has whole, and the spread of all.
@@ -186,8 +186,7 @@ def present(values: Tensor) -> Tensor:
 
 def most_dates(spec: ModelSpec) -> int:
     """How many dates a fit reads at most: of 52 fields 400 at half a degree, 2000 at two degrees."""
-    fields = len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
-    values = max(1, fields) * spec.grid.shape[0] * spec.grid.shape[1]
+    values = len(spec.leads_out) * spec.fields * len(spec.latitude) * len(spec.longitude)
     return min(_MOST_DATES, max(_ALWAYS, _MOST_VALUES // values))
 
 

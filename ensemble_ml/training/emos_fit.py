@@ -173,8 +173,8 @@ class _Fit:
 def _dates_that_fit(reader: Reader, there: int) -> int:
     """How many dates are fitted to: `most_dates`, or as many as a quarter of the memory holds."""
     spec = reader.spec
-    fields = len(spec.leads_out) * (len(spec.variables) * len(spec.levels) + len(spec.surface))
-    each = 3 * 3 * 4 * fields * math.prod(spec.grid.shape)  # as read, made whole, and of the size before
+    values = len(spec.leads_out) * spec.fields * math.prod(spec.grid.shape)
+    each = 3 * 3 * 4 * values  # as read, made whole, and of the size before
     most = most_dates(spec)
     found = int(min(most, max(1, memory_limit() // 4 // each)))
     if found < min(there, most):

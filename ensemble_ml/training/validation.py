@@ -64,7 +64,7 @@ def validate(
         UserError: a prediction is NaN or infinite.
     """
     spec, mesh = model.spec, mesh or Mesh()
-    fields = len(spec.leads_out), len(spec.variables) * len(spec.levels) + len(spec.surface)
+    fields = len(spec.leads_out), spec.fields
     crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
     for batch in batches:
         prediction = model(batch.inputs)

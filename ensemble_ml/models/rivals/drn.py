@@ -30,7 +30,7 @@ class Drn(Rival):
         self.embedding = nn.Parameter(torch.zeros(_EMBEDDING, *spec.grid.shape))
         widths = [width] + [config.hidden] * config.depth
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.out = nn.Linear(widths[-1], self.outputs * len(spec.leads_out) * self.fields)
+        self.out = nn.Linear(widths[-1], self.outputs * len(spec.leads_out) * self.spec.fields)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 

@@ -39,7 +39,7 @@ class EmosModel(Rival):
             raise UserError(
                 "model.name=emos: needs the truth; prepare the store with truth=..., model.postprocess=true"
             )
-        start = torch.zeros(len(SIZES), _COEFFICIENTS, len(spec.leads_out), self.fields, *spec.grid.shape)
+        start = torch.zeros(len(SIZES), _COEFFICIENTS, len(spec.leads_out), self.spec.fields, *spec.grid.shape)
         start[:, 4:] = 1.0
         self.coefficients = nn.Parameter(start, requires_grad=False)
 

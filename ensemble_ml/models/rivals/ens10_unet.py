@@ -57,7 +57,7 @@ class Ens10UNet(Rival):
         self.deepest = _pair(widths[-1], widths[-1], below[-1], levels[-1])
         self.up = nn.ModuleList(_pair(2 * widths[i], widths[i], below[i], levels[i]) for i in range(config.depth))
         self.last_pad = Padder(levels[0])
-        self.out = nn.Conv2d(widths[0], self.outputs * len(spec.leads_out) * self.fields, 3)
+        self.out = nn.Conv2d(widths[0], self.outputs * len(spec.leads_out) * self.spec.fields, 3)
         nn.init.zeros_(self.out.weight)
         assert self.out.bias is not None
         nn.init.zeros_(self.out.bias)

@@ -91,19 +91,19 @@ class Poet(Rival):
         geometry = geometries(spec.grid, config.pole, config.depth)[0]
         pad, plain = Padder(geometry, *self.pole_rule()), Padder(geometry)
         self.stem = Convolution(self.channels, widths[0], 1, Vertical.shared, pad, bias=True)
-        departures = len(spec.leads_in) * self.fields
+        departures = len(spec.leads_in) * self.spec.fields
         self.member_stem = Convolution(departures, widths[0], 1, Vertical.shared, plain, bias=False)
         self.unet = _MemberUNet(spec, widths)
         self.scale = ScaleShift(widths[0])
-        self.out = PointLinear(widths[0], len(spec.leads_out) * self.fields + self._spread_outputs)
+        self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields + self._spread_outputs)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
         # How much wider than the climatological spread the law of one member is, by field
-        self.widen = nn.Parameter(torch.zeros(len(spec.leads_out), self.fields))
+        self.widen = nn.Parameter(torch.zeros(len(spec.leads_out), self.spec.fields))
 
     @property
     def _spread_outputs(self) -> int:
-        return len(self.spec.leads_out) * self.fields * self.spec.config.spread
+        return len(self.spec.leads_out) * self.spec.fields * self.spec.config.spread
 
     def forward(self, x: EnsembleInput) -> Prediction:
         if x.members_p is None or x.members_s is None:
@@ -113,14 +113,14 @@ class Poet(Rival):
         raw = self._transform(self.planes(x, reduced), self._departures(x, there), there)
         leads = len(self.spec.leads_out)
         found: dict[str, Tensor | None] = {}
-        moves = self.split(raw[:, :, : leads * self.fields].unflatten(2, (leads, self.fields)), 3)
+        moves = self.split(raw[:, :, : leads * self.spec.fields].unflatten(2, (leads, self.spec.fields)), 3)
         wide = self.split(self.widen[..., None, None], 1)
         for suffix, move, widen in zip("ps", moves, wide, strict=True):
             if suffix in reduced and self.spec.config.postprocess:
                 law = self._moments(x, suffix, reduced[suffix], move, widen, there)
                 found |= {f"location_{suffix}": law[0], f"scale_{suffix}": law[1]}
         if self.spec.config.spread:
-            rest = _mean(raw[:, :, leads * self.fields :], there).unflatten(1, (leads, self.fields))
+            rest = _mean(raw[:, :, leads * self.spec.fields :], there).unflatten(1, (leads, self.spec.fields))
             for suffix, change in zip("ps", self.split(rest, 2), strict=True):
                 if suffix in reduced:
                     found[f"spread_{suffix}"] = reduced[suffix].s1 * torch.exp(bounded(change))

@@ -102,11 +102,6 @@ class Rival(nn.Module):
         return 2 * self.spec.config.postprocess + self.spec.config.spread
 
     @property
-    def fields(self) -> int:
-        """F."""
-        return len(self.spec.variables) * len(self.spec.levels) + len(self.spec.surface)
-
-    @property
     def channels(self) -> int:
         """C of `planes`."""
         upper = self.features.channels(surface=False) * len(self.spec.levels)
