@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xarray as xr
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.grid import Grid
@@ -145,3 +146,9 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
         },
     }
     return save_checkpoint(folder, Snapshot(7, model.state_dict(), {}, meta))
+
+
+def opened(path):
+    """A written forecast, read whole."""
+    with xr.open_dataset(path, decode_timedelta=True) as data:
+        return data.load()
