@@ -27,7 +27,8 @@ _STANDARD = {
     "member": "realization",
     "level": "air_pressure",
 }
-_VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
+START = _STANDARD["init"]
+VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
     "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
@@ -46,19 +47,15 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
     return None
 
 
-SINCE = "since"  # attribute of a lead that was a valid time: the start
-
-
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Where a file has one start, valid times and no lead, the lead is their difference."""
     init = axes["init"]
     if init is None or init.ndim or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
         return
-    for name in _VALID:
+    for name in VALID:
         valid = array.coords.get(name)
         if valid is not None and name != init.name and np.issubdtype(valid.dtype, np.datetime64) and valid.ndim <= 1:
-            about = {SINCE: init.values, "bounds": valid.attrs.get("bounds", valid.encoding.get("bounds", ""))}
-            axes["lead"] = xr.DataArray(valid.values - init.values, dims=valid.dims, name=name, attrs=about)
+            axes["lead"] = xr.DataArray(valid.values - init.values, dims=valid.dims, name=name)
             return
 
 
@@ -81,7 +78,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
             axes["init"] = xr.DataArray(init.values - later.reshape(()), dims=init.dims, name=init.name)
     if not lead.ndim or init.dims != lead.dims:
         return
-    valid = init.name in _VALID and init.attrs.get("standard_name") != _STANDARD["init"]
+    valid = init.name in VALID and init.attrs.get("standard_name") != START
     starts = np.unique(init.values - later if valid else init.values)
     if len(starts) != 1:
         raise UserError(f"{array.name}: dimension {lead.dims[0]} carries both start and lead time; give each its own")

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, READ, SINCE, find_axis, known_axes, lead_of_valid_time, to_hours, untangle
+from data_prep.axes import ALIASES, READ, find_axis, known_axes, lead_of_valid_time, untangle
+from data_prep.cell_bounds import over_intervals, widths
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
 from data_prep.records import (
@@ -30,7 +31,6 @@ from data_prep.records import (
     FIELD_INDEX,
     GEOPOTENTIAL_UNITS,
     GRAVITY,
-    GUST,
     MEMBER,
     OF_ENSEMBLE,
     RECORD,
@@ -148,8 +148,10 @@ class XarrayFile:
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
         records["lead_start"] = records["lead"]
-        for role, width in (_widths(data, axes) if _over_intervals(array, field) else {}).items():
-            records["lead_start"] -= width[where[_LEADING.index(role)]]
+        places = {dims[role]: where[number] for number, role in enumerate(_LEADING) if role in dims}
+        stated = widths(data, array, places) if over_intervals(array, field) else None
+        if stated is not None:
+            records["lead_start"] -= stated
             records["bounded"] = True
         return records
 
@@ -287,40 +289,6 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
         return unit_conversion(units or field.units, field.units)
     except UserError as error:
         raise UserError(f"{array.name}: {error}") from error
-
-
-def _over_intervals(array: xr.DataArray, field: Field) -> bool:
-    """Whether values are of intervals rather than of moments: by CF cell_methods, else by what the variable is.
-
-    Bounds of an axis are for all variables of a file, though some of them may be of moments.
-    """
-    methods = dict(re.findall(r"(\w+): (point|sum|mean|maximum|minimum)", str(array.attrs.get("cell_methods", ""))))
-    found = {methods[name] for name in methods if name in ALIASES["init"] + ALIASES["lead"]}
-    return found != {"point"} if found else field.accumulated or field.standard_name == GUST
-
-
-def _widths(data: xr.Dataset, axes: dict[str, xr.DataArray | None]) -> dict[str, np.ndarray]:
-    """Hours that each value covers, from the bounds of the lead axis or, for truth, of the time axis.
-
-    Raises:
-        UserError: an interval does not end at its coordinate.
-    """
-    for role in ("lead", "init"):
-        axis = axes[role]
-        name = "" if axis is None else axis.attrs.get("bounds", axis.encoding.get("bounds", ""))
-        if axis is None or not axis.ndim or name not in data or data[name].ndim != 2:
-            continue
-        bounds = data[name].values
-        if role == "lead" and np.issubdtype(bounds.dtype, np.datetime64):
-            bounds = bounds - axis.attrs[SINCE]
-        if not np.array_equal(bounds[:, 1], axis.values):
-            raise UserError(
-                f"{axis.name}: its bounds {name} end elsewhere than at the coordinate; only values of an interval that"
-                " ends there are read: let the coordinate be the end of each interval"
-            )
-        hours = to_hours(bounds, axis) if role == "lead" else (bounds - bounds[:1, :1]) / np.timedelta64(1, "h")
-        return {role: np.rint(np.diff(hours, axis=1)[:, 0]).astype(np.int32)}
-    return {}
 
 
 def _type(array: xr.DataArray) -> str:

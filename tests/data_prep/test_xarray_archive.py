@@ -314,6 +314,65 @@ def test_valid_times_after_one_start_are_leads(tmp_path, bounds):
     assert source.lead_bounds == {"tp": [[18, 24], [42, 48]] if bounds else [[0, 24], [24, 48]]}
 
 
+def rain_at(hours, width=6):
+    """One start and valid times after it, with leads beside them; bounds of both, `width` hours wide."""
+    data = dataset(t="tp").isel(time=0, isobaricInhPa=0, drop=True).rename(step="time").isel(time=slice(len(hours)))
+    data["tp"].attrs["units"] = "m"
+    start, leads = np.datetime64("2001-01-01", "ns"), np.array(hours, float)
+    times = start + np.array(hours, "timedelta64[h]")
+    period = ("time", leads, {"units": "hours", "standard_name": "forecast_period", "bounds": "forecast_period_bnds"})
+    data = data.assign_coords(time=times, forecast_reference_time=start, forecast_period=period)
+    data.forecast_reference_time.attrs["standard_name"] = "forecast_reference_time"
+    data.time.attrs |= {"bounds": "time_bnds", "standard_name": "time"}
+    data.time.encoding["units"] = "hours since 2001-01-01"
+    data["time_bnds"] = ("time", "two"), np.stack([times - np.timedelta64(width, "h"), times], 1)
+    data["forecast_period_bnds"] = ("time", "two"), np.stack([leads - width, leads], 1)
+    return data
+
+
+@pytest.mark.parametrize("dropped", ["time", "forecast_period"])
+def test_bounds_of_valid_times_or_of_leads_say_the_interval(tmp_path, dropped):
+    data = rain_at([24, 48]).drop_vars(f"{dropped}_bnds")
+    del data[dropped].attrs["bounds"]
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.lead_bounds == {"tp": [[18, 24], [42, 48]]}
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 1, 0], data.tp.values[:, 1])
+
+
+def test_bounds_of_one_lead_say_its_interval(tmp_path):
+    data = rain_at([24, 48], width=24)
+    for lead in (0, 1):
+        data.isel(time=lead).to_netcdf(tmp_path / f"{lead}.nc")
+    source = open_archive(tmp_path)
+    assert source.lead_bounds == {"tp": [[0, 24], [24, 48]]}
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 1, 0], data.tp.values[:, 1])
+
+
+def test_bounds_of_valid_times_of_starts_and_leads_say_the_interval(tmp_path):
+    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
+    data["tp"].attrs["units"] = "m"
+    leads = np.array([24, 48])
+    times = data.time.values[:, None] + leads.astype("timedelta64[h]")
+    valid = ("time", "step"), times, {"bounds": "valid_bounds", "standard_name": "time"}
+    data = data.assign_coords(step=("step", leads, {"units": "hours"}), valid_time=valid)
+    data["valid_bounds"] = ("time", "step", "two"), np.stack([times - np.timedelta64(6, "h"), times], -1)
+    for name in ("time", "valid_time", "valid_bounds"):
+        data[name].encoding["units"] = "hours since 2001-01-01"
+    data.to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").lead_bounds == {"tp": [[18, 24], [42, 48]]}
+
+
+def test_bounds_that_are_no_pairs_are_refused(tmp_path):
+    data = rain_at([24, 48])
+    data["forecast_period_bnds"] = data.forecast_period_bnds.T
+    data.isel(time=[0, 1, 1]).assign_coords(time=data.time.values[[0, 1, 1]] + np.arange(3)).to_netcdf(
+        tmp_path / "a.nc"
+    )
+    with pytest.raises(UserError, match="forecast_period: its bounds forecast_period_bnds are not two for each"):
+        open_archive(tmp_path / "a.nc")
+
+
 def test_a_field_in_two_variables_of_a_file(tmp_path):
     data = dataset()
     upper = data.t.sel(isobaricInhPa=[500.0]).rename(isobaricInhPa="level")
