@@ -48,8 +48,9 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     except BaseException as error:
         _say_what_is_kept(build, error)
         raise
-    left = build.missing() if build.work.is_dir() else []
+    left = build.missing()
     if left and config.parts is None:
+        _check_still(build, () if config.finalise else left)
         counts = f"{len(left)} of {build.dates}"
         raise UserError(f"output={build.path}: {counts} start dates are not built yet; run without finalise=true")
     if left:
@@ -71,8 +72,7 @@ def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None
         waiting, built = False, dict[int, float]()
         while todo:
             _each(workers, job, todo, tick, built)
-            build.outdated.clear()  # what was known before these were built
-            todo = build.missing(todo) if build.work.is_dir() else []
+            todo = build.missing(todo)
             _check_still(build, built)
             _check_seen(build, [date for date in todo if time.monotonic() - built.get(date, math.inf) > _SEEN_WITHIN])
             if todo and not waiting:
@@ -146,7 +146,7 @@ def _died(job: Job, dates: list[int], error: BaseException) -> UserError:
 
 def _say_what_is_kept(build: Build, error: BaseException) -> None:
     """Keep what is worth it, and say so."""
-    kept = build.dates - len(build.missing()) if build.work.is_dir() else 0
+    kept = 0 if build.over else build.dates - len(build.missing())
     if kept:
         how = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         log.warning(

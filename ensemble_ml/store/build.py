@@ -137,8 +137,19 @@ class Build:
         return all(_size(self.store / name) == entry.bytes for name, entry in files.items())
 
     def missing(self, dates: Iterable[int] | None = None) -> list[int]:
-        """The start dates, of all or of `dates`, that are not finished."""
-        return [date for date in (range(self.dates) if dates is None else dates) if not self.done(date)]
+        """The start dates, of all or of `dates`, that are not finished; none once the store has its name.
+
+        Files are looked at anew: `outdated` are those that have changed by now.
+        """
+        self._stamps.clear()
+        self.outdated.clear()
+        found = [date for date in (range(self.dates) if dates is None else dates) if not self.done(date)]
+        return [] if found and self.over else found  # in this order: shards leave the work folder with the store
+
+    @property
+    def over(self) -> bool:
+        """Whether a builder has given the store its name, and tidies up or has done so."""
+        return not (self.work / "plan.json").exists() or named_already(self.work, self.path)
 
     @contextmanager
     def claim(self, date: int) -> Iterator[bool]:
@@ -149,7 +160,7 @@ class Build:
                 held = stack.enter_context(claimed(self.work / "claims" / f"{date:06d}"))
             except FileNotFoundError:  # another builder has finished the store
                 held = False
-            yield held and not self.done(date)
+            yield held and not self.done(date) and not self.over
 
     @contextmanager
     def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:
@@ -196,12 +207,14 @@ class Build:
             raise refused(self.store, error.filename or "metadata", error) from error
 
     def _finished_by_another(self) -> bool:
-        """Whether another builder has given the store its name while we waited."""
-        if (self.work / "plan.json").exists():
+        """Whether another builder has given the store its name while we waited; where it died then, tidy up for it."""
+        if not self.over:
             return False
         if not self.path.exists():
             raise UserError(f"output={self.path}: somebody removed its unfinished build; start anew")
         self.complete = True
+        if named_already(self.work, self.path):
+            self.remove()
         return True
 
     def _entries(self) -> Iterator[tuple[int, DateEntry]]:
@@ -237,9 +250,10 @@ class Build:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the work folder; what says that the store has its name goes last."""
+        """Remove the work folder; what says that the store has its name goes last, after the plan."""
         for name in ("store", "entries", "claims"):
             shutil.rmtree(self.work / name, ignore_errors=True)
+        (self.work / "plan.json").unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
 

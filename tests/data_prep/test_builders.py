@@ -16,6 +16,7 @@ from data_prep.build_job import Job
 from ensemble_ml.config import Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
+from ensemble_ml.store.build import Build
 from ensemble_ml.store.entry import DateEntry
 
 
@@ -109,6 +110,27 @@ def test_a_builder_waits_for_the_dates_of_another(archive, whole, tmp_path, capl
     other.join()
     assert any("waiting for 1 start dates that another builder" in r.getMessage() for r in caplog.records)
     assert building.contents(tmp_path / "s.zarr") == whole
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_builder_that_comes_while_another_tidies_up_finds_the_store_done(archive, whole, tmp_path, monkeypatch, died):
+    settings = config(archive, tmp_path / "s.zarr", workers=1)
+    build = begin(settings, range(DATES))
+    late, remove, found = begin(settings, ()), Build.remove, []
+
+    def tidied(self):
+        monkeypatch.setattr(Build, "remove", remove)
+        found.append(late.missing())
+        with late.claim(0) as ours:
+            found.append(ours)
+        if not died:
+            remove(self)
+
+    monkeypatch.setattr(Build, "remove", tidied)
+    build.finalise()
+    assert found == [[], False]
+    assert late.finalise() == tmp_path / "s.zarr" and late.complete
+    assert building.contents(tmp_path / "s.zarr") == whole and not list(tmp_path.glob("*.building"))
 
 
 def test_shares_of_a_batch_queue(archive, whole, tmp_path):

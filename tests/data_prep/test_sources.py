@@ -87,8 +87,10 @@ def test_a_changed_file_makes_its_dates_be_built_again(archive, tmp_path, caplog
     assert building.contents(tmp_path / "a.zarr") == building.contents(tmp_path / "fresh.zarr")
 
 
-def test_a_file_that_is_replaced_while_it_is_read_ends_the_build(archive, tmp_path, monkeypatch):
+@pytest.mark.parametrize("begun", [[], [0], [1, 2]])
+def test_a_file_that_is_replaced_while_it_is_read_ends_the_build(archive, tmp_path, monkeypatch, begun):
     """The open file stays what it was; dates were built from one that is gone."""
+    building.begin(settings(archive, tmp_path / "a.zarr", workers=1), begun)
     whole = Job.run
 
     def replaced(self, *args):
