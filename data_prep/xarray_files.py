@@ -24,6 +24,7 @@ import xarray as xr
 
 from data_prep.axes import ALIASES, READ, find_axis, known_axes, lead_of_valid_time, untangle
 from data_prep.cell_bounds import over_intervals, widths
+from data_prep.cf_missing import open_netcdf, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
 from data_prep.records import (
@@ -62,6 +63,7 @@ class _Variable:
     columns: np.ndarray
     factor: float
     shift: float
+    limits: tuple[float, float]  # of valid values, in the file's units
 
 
 class XarrayFile:
@@ -90,10 +92,10 @@ class XarrayFile:
     def _dataset(self) -> xr.Dataset:
         if self._data is None:
             try:
-                engine = "zarr" if os.path.isdir(self.path) else None
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
-                    self._data = xr.open_dataset(self.path, decode_timedelta=False, engine=engine)
+                    zarr = os.path.isdir(self.path)
+                    self._data = _open_zarr(self.path) if zarr else open_netcdf(self.path)
             except Exception as error:  # every back end has errors of its own, for what is one case to the user
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error
@@ -137,7 +139,9 @@ class XarrayFile:
         shape = tuple(len(ticks) for ticks in values.values())
         dims = _dimensions(array, axes)
         units = _conversion(array, field)
-        self._variables.append(_Variable(array.name, self._listed, dims, shape, rows, columns, *units))
+        self._variables.append(
+            _Variable(array.name, self._listed, dims, shape, rows, columns, *units, valid_limits(array))
+        )
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
@@ -219,6 +223,8 @@ class XarrayFile:
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
+            if self._place(record)[0].limits != (-np.inf, np.inf):
+                count += ", or outside of the variable's valid range"
             if bad.all():
                 count += (
                     "; if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand"
@@ -248,6 +254,9 @@ class XarrayFile:
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
         if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
             values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
+        low, high = variable.limits
+        if (low, high) != (-np.inf, np.inf):
+            values = np.where((values < low) | (values > high), np.nan, values)
         shape = (last - first)[1:].tolist()
         values = values.reshape(*shape, *values.shape[-2:])[..., (chosen - north)[:, None], variable.columns]
         if (variable.factor, variable.shift) != (1.0, 0.0):
@@ -261,6 +270,10 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
+
+
+def _open_zarr(path: str) -> xr.Dataset:
+    return xr.open_dataset(path, decode_timedelta=False, engine="zarr")
 
 
 def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:

@@ -1,0 +1,48 @@
+"""Values of NetCDF files that are none, though no attribute says so: never written, or outside the valid range."""
+
+from __future__ import annotations
+
+import netCDF4
+import numpy as np
+import xarray as xr
+
+_PACKED = "scale_factor", "add_offset"
+_ROUNDING = 1e-6  # of a limit: values may be kept with fewer digits than it
+
+
+def open_netcdf(path: str) -> xr.Dataset:
+    """Open a NetCDF file lazily; packed integers that were never written are NaN in it.
+
+    They hold the library's fill value of their type, which is not said where there is no `_FillValue`. Integers of one
+    byte have none (NetCDF Users Guide, "Attribute Conventions").
+    """
+    raw = xr.open_dataset(path, decode_cf=False)
+    for array in raw.data_vars.values():
+        packed = array.dtype.kind in "iu" and any(name in array.attrs for name in _PACKED)
+        if packed and array.dtype.itemsize > 1 and not {"_FillValue", "missing_value"} & array.attrs.keys():
+            fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
+            array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)
+    return xr.decode_cf(raw, decode_timedelta=False)
+
+
+def valid_limits(array: xr.DataArray) -> tuple[float, float]:
+    """Smallest and largest valid value in the units of `array`, by CF's valid_range, valid_min and valid_max; infinite
+    where nothing is said. Integers say it of packed values, other numbers of unpacked ones."""
+    both = np.ravel(array.attrs.get("valid_range", ()))
+    low, high = both if len(both) == 2 else (None, None)
+    ends = [array.attrs.get("valid_min", low), array.attrs.get("valid_max", high)]
+    given = [np.asarray(end) for end in ends if end is not None]
+    if not all(end.dtype.kind in "iuf" and end.size == 1 for end in given):
+        return -np.inf, np.inf
+    about = array.encoding
+    if str(about.get("_Unsigned", "")).lower() == "true":
+        given = [end.astype(f"u{end.dtype.itemsize}") for end in given]
+    numbers = iter(given)
+    least, most = (
+        none if end is None else float(next(numbers)) for end, none in zip(ends, (-np.inf, np.inf), strict=True)
+    )
+    if any(name in about for name in _PACKED) and all(end.dtype.kind in "iu" for end in given):
+        scale, offset = (float(about.get(name, other)) for name, other in zip(_PACKED, (1.0, 0.0), strict=True))
+        least, most = sorted(((least - 0.5) * scale + offset, (most + 0.5) * scale + offset))
+        return least, most
+    return least - _ROUNDING * abs(least), most + _ROUNDING * abs(most)
