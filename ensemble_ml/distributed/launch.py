@@ -6,7 +6,8 @@
 Rank 0 serves a small key-value store (torch's TCPStore), which the process group is initialised through. A rank that
 raises writes who it is, its step and the cause there, and leaves; a watch thread in every rank reads that within half a
 second, prints it, and ends its process, also out of a collective that would wait for ever. A rank that dies without a
-word (killed, out of memory) is told from a slow one by its heartbeat, which a thread of its own keeps up.
+word (killed, out of memory) is told from a slow one by its heartbeat, which a thread of its own keeps up. A second
+thread of every other rank sees when rank 0 no longer answers, which the first may then wait for without end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ T = TypeVar("T")
 STATUS_ABORTED = 70  # left because another rank failed
 _PERIOD = 0.5  # seconds between looks at the store
 _SOON = 0.05  # the same for who waits for the last to leave
-_GRACE = 3.0  # seconds beyond `silence` that a failed exchange waits for word of the rank that caused it
+_GRACE = 3.0  # seconds beyond `silence` that rank 0 has to answer, and that a failed exchange waits for the cause
 _LAST = 3.0  # launchers end the others at the first status that is not 0: rank 0, which has one, comes last
 _FAREWELL = 2 * _PERIOD + 0.5  # the store dies with rank 0: the others read first
 _MEETING = timedelta(seconds=120)
@@ -165,7 +166,8 @@ class Session:
 
 
 class _Watch:
-    """The thread that keeps up this rank's heartbeat and looks for word of a failure; rank 0 counts heartbeats too."""
+    """The thread that keeps up this rank's heartbeat and looks for word of a failure; rank 0 counts heartbeats too, and
+    on other ranks a second thread counts its answers."""
 
     def __init__(self, session: Session, host: str, port: int):
         self._session, self._rank, self._size = session, session.world.rank, session.world.size
@@ -177,7 +179,10 @@ class _Watch:
         self._looked = time.monotonic()
         self._end, self._leaving, self._reported = threading.Event(), False, False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._answered, self._gone = self._looked, threading.Event()
         self._thread.start()
+        if self._rank > 0:
+            threading.Thread(target=self._find_frozen, name="answers", daemon=True).start()
 
     def report(self, error: BaseException) -> None:
         """Write the cause; what may be the echo of another rank's failure waits for `fail`."""
@@ -206,6 +211,7 @@ class _Watch:
                 time.sleep(_FAREWELL)
         except dist.DistError:
             pass  # the store is gone, and with it rank 0: nobody is left to be told
+        self._gone.set()
 
     def leave(self) -> None:
         """Clean end: rank 0, which serves the store, leaves last; the others may be at work for as long as they like
@@ -213,6 +219,7 @@ class _Watch:
         self._leaving = True
         self._end.set()
         self._thread.join()
+        self._gone.set()
 
     def _run(self) -> None:
         beat = 0
@@ -223,18 +230,33 @@ class _Watch:
                 if self._rank == 0:
                     self._find_silent()
                 told = self._told()
+                self._answered = time.monotonic()
                 if self._leaving and told is None and self._all_done():
                     return
             except dist.DistError:
                 if self._reported:  # the others have left for it, and this rank's own error is on its way up
                     return
                 if self._leaving or not self._end.is_set():
-                    self._leave({"rank": 0, "host": "", "step": self._session.step, "cause": "no longer answers"})
+                    self._leave_rank_0()
                 return
             if told is not None and told["rank"] != self._rank:
                 self._leave(told)
             if self._leaving:
                 time.sleep(_SOON)
+
+    def _find_frozen(self) -> None:
+        """Leave where rank 0 does not answer though its host keeps the connection: stopped, or without its disk."""
+        looked = time.monotonic()
+        while not self._gone.wait(_PERIOD):
+            now = time.monotonic()
+            if now - looked > self._silence / 2:  # the whole job was suspended
+                self._answered = now
+            looked = now
+            if now - self._answered > self._silence + _GRACE:
+                self._leave_rank_0()
+
+    def _leave_rank_0(self) -> None:
+        self._leave({"rank": 0, "host": "", "step": self._session.step, "cause": "no longer answers"})
 
     def _all_done(self) -> bool:
         """Say that this rank has come to its end; whether it may go."""

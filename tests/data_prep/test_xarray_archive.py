@@ -393,7 +393,9 @@ def test_packed_values_that_were_never_written_are_absent(tmp_path):
     source = open_archive(tmp_path / "a.nc")
     found = source.read(Part.FORECAST, 1).pressure[:, :, 0]
     np.testing.assert_allclose(found, (whole * 0.002 + 270)[1][:, :, ::-1], atol=1e-4)
-    with pytest.raises(UserError, match="member 2, .*, lead 0 h: 84 of 84 values are NaN or infinite; if it is absent"):
+    with pytest.raises(
+        UserError, match=r"member 2, .*, lead 0 h: 84 of 84 values are NaN or infinite; if it is absent"
+    ):
         source.read(Part.FORECAST, 0)
 
 

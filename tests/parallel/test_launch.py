@@ -150,6 +150,24 @@ def test_the_rank_that_serves_the_others_dies():
     assert "rank 0" in ends[1][2]
 
 
+def freezes(session):
+    """Rank 0 stops for a while, its connections stay."""
+    if session.topology.rank == 0:
+        time.sleep(1.2)
+        subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    session.mesh.world.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize("timeout", [3, 600], ids=["exchanges fail", "exchanges wait"])
+def test_the_rank_that_serves_the_others_freezes(timeout):
+    ends = run_ranks(freezes, 2, statuses=True, silence=2, timeout=timeout)
+    assert ends[1][0] == 70 and ends[1][1] < 14
+    assert "rank 0 failed at step 0: no longer answers; this rank leaves" in ends[1][2]
+    assert ends[0][0] == 70 and "no heartbeat for 2 s" in ends[0][2]
+
+
 def test_nobody_knows_where_rank_0_is():
     env = {"RANK": "1", "WORLD_SIZE": "2"}
     with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"), start(ParallelConfig(), env):
