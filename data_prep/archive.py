@@ -22,7 +22,7 @@ from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
 from data_prep.geometry import GridChange
-from data_prep.intervals import from_start, intervals, lead_bounds, not_at_lead_zero
+from data_prep.intervals import beside, from_start, intervals, lead_bounds, not_at_lead_zero
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, identities
 from data_prep.selecting import (
     chosen,
@@ -68,11 +68,12 @@ class ArchiveSource:
         if control is Control.include:
             records = control_as_member(records, self.path)
         keep = not_at_lead_zero(records) & chosen(records, self.path, variables, levels, dates)
+        self._intervals = intervals(records[keep])
+        keep &= ~beside(records, self._intervals)
         order = np.flatnonzero(keep)
         order = order[np.argsort(records["init"][order], kind="stable")]  # start dates stand together
         self._records = records[order]
         self._rows, self._partners = rows[order].astype(np.int32), partners[order].astype(np.int32)
-        self._intervals = intervals(self._records)
         self.layout = layout_of(self._records, catalogue.grid, self.path, leads)
         for name in variables or ():
             if name not in self.layout.names:
@@ -104,9 +105,26 @@ class ArchiveSource:
             keys = self._records[["init", "kind", "member", "lead"]][mine].tolist()
             row_of = dict(zip(keys, self._rows[mine].tolist(), strict=True))
             for i, (*same, lead) in zip(mine.tolist(), keys, strict=True):
-                if lead in by_lead and by_lead[lead].previous is not None:
-                    found[i] = row_of.get((*same, by_lead[lead].previous), _ABSENT)
+                if lead not in by_lead:
+                    continue
+                interval, start = by_lead[lead], int(self._records["lead_start"][i])
+                if start == 0 and interval.previous is not None:
+                    found[i] = row_of.get((*same, interval.previous), _ABSENT)
+                elif start != interval.start:  # a control's, over other hours than the members'
+                    found[i] = _ABSENT
         return found
+
+    def lost(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Which fields of the forecast or the control some record would give, but for what is to be taken off it, or
+        for its hours: bool (T, V, Z) and (T, S)."""
+        lay = self.layout
+        pressure = np.zeros((len(lay.lead_hours), len(lay.variables), len(lay.levels)), bool)
+        surface = np.zeros((len(lay.lead_hours), len(lay.surface)), bool)
+        kind = CONTROL if part is Part.CONTROL else MEMBER
+        here = (self._subtrahend == _ABSENT) & (self._records["kind"] == kind) & (self._places[:, 1] >= 0)
+        pressure[tuple(self._places[here & ~self._surface, 1:].T)] = True
+        surface[tuple(self._places[here & self._surface, 1:3].T)] = True
+        return pressure, surface
 
     def rows(self) -> np.ndarray:
         """Rows of the catalogue that are read for any field, (N,) ascending."""

@@ -1,6 +1,7 @@
 """What an archive lacks for some start dates or members while others have it, and what becomes of these dates.
 
-A field that no start date and member has at a lead is ragged by design, and no gap.
+A field that no start date and member has at a lead is ragged by design, and no gap, unless it could not be made of what
+is there (a sum whose earlier part is missing).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
     if not source.has(part):
         return []
     every = [source.present(part, date) for date in range(len(lay.init_time))]
-    anywhere = [np.any([both[surface].any(0) for both in every], axis=0) for surface in (False, True)]
+    lost = source.lost(part)
+    anywhere = [np.any([both[surface].any(0) for both in every], axis=0) | lost[surface] for surface in (False, True)]
     for date, both in enumerate(every):
         start = hour_text(lay.init_time[date])
         for member in range(len(both[0])):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_prep.records import IS_ACCUMULATED, field_of
+from data_prep.records import IS_ACCUMULATED, MEMBER, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 
@@ -40,9 +40,14 @@ def from_start(records: np.ndarray) -> np.ndarray:
 def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
     """The interval of every field that has one: position in FIELDS -> lead -> Interval.
 
+    Members decide on it; the control does on fields that no member has. A control with finer steps would otherwise
+    leave no member with the interval that these steps make.
+
     Raises:
         UserError: one lead has ranges of several lengths.
     """
+    members = records["kind"] == MEMBER
+    records = records[members | ~np.isin(records["field"], np.unique(records["field"][members]))]
     ranged = records[records["lead_start"] < records["lead"]]
     found: dict[int, dict[int, Interval]] = {}
     for index in np.unique(ranged["field"]).tolist():
@@ -57,6 +62,15 @@ def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:
             )
         found[index] = _of_field(index, pairs)
     return found
+
+
+def beside(records: np.ndarray, found: dict[int, dict[int, Interval]]) -> np.ndarray:
+    """Which records are of fields over intervals, at leads where these have none (those of a control), (N,) bool."""
+    out = np.zeros(len(records), bool)
+    for index, by_lead in found.items():
+        mine = records["field"] == index
+        out |= mine & ~np.isin(records["lead"], list(by_lead)) & (records["kind"] != MEMBER)
+    return out
 
 
 def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:

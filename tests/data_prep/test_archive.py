@@ -197,6 +197,39 @@ class TestSums:
         source = open_archive(self.rain(tmp_path, first=1e-5))
         assert source.read(Part.FORECAST, 0, Selection(lead_hours=(48,), surface=("tp",))).surface.min() >= 0
 
+    def with_control(self, tmp_path, steps):
+        """Members at 24 and 48 h, and a control with steps of its own."""
+        self.rain(tmp_path)
+        rain = [message("tp", np.full((7, 12), 1e-4 * n), step=step, member=0, kind="cf")
+                for n, step in enumerate(steps)]  # fmt: skip
+        return write(tmp_path / "b.grib", [*rain, message("t2m", step=0, member=0, kind="cf")])
+
+    def test_members_decide_on_intervals_where_the_control_has_finer_steps(self, tmp_path):
+        self.with_control(tmp_path, [f"0-{hour}" for hour in (6, 12, 18, 24, 30, 36, 42, 48)])
+        source = open_archive(tmp_path)
+        assert source.layout.lead_hours == (0, 24, 48)
+        assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]}
+        assert source.present(Part.FORECAST, 0)[1][:, 1:, 1].all() and find_gaps(source) == []
+        assert find_gaps(source, Part.CONTROL) == []
+        np.testing.assert_allclose(source.read(Part.CONTROL, 0).surface[0, 2, 1], 4e-4, rtol=1e-3)
+
+    def test_a_control_over_other_hours_than_the_members_lacks_the_field(self, tmp_path):
+        self.with_control(tmp_path, ["18-24", "42-48"])
+        source = open_archive(tmp_path)
+        assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]} and find_gaps(source) == []
+        assert not source.present(Part.CONTROL, 0)[1][:, :, 1].any()
+        [gap] = find_gaps(source, Part.CONTROL)
+        assert str(gap) == "the control at 2001-01-01T00 lacks tp, lead 24 h (2 fields)"
+
+    def test_a_sum_that_lost_its_earlier_part_everywhere_is_a_gap(self, tmp_path):
+        first = [message("tp", np.full((7, 12), 1e-3), step="0-24", date=20010101)]
+        later = [message("tp", np.full((7, 12), 2e-3), step="0-48", date=20010102)]
+        source = open_archive(write(tmp_path / "a.grib", first + later))
+        assert [gap.text for gap in find_gaps(source)] == [
+            "member 1 at 2001-01-01T00 lacks tp, lead 48 h",
+            "member 1 at 2001-01-02T00 lacks tp, lead 24 h",
+        ]
+
     def test_sums_over_intervals_are_taken_as_they_are(self, tmp_path):
         source = open_archive(self.rain(tmp_path, steps=("0-24", "24-48")))
         assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]}
