@@ -23,16 +23,21 @@ from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import distributions
 from ensemble_ml.models.rivals import Emos, fit_emos
-from ensemble_ml.models.rivals.emos_model import SIZES, EmosModel, seasonal_terms
+from ensemble_ml.models.rivals.emos import merged
+from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, SIZES, EmosModel, seasonal_terms
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, families, most_dates, spaced
 
 log = logging.getLogger(__name__)
 
 STRENGTHS = (0.5, 2.0, 8.0, 32.0)
-_MOST_SAMPLES = 200_000  # for the four numbers of a global fit
+_MOST_SAMPLES = 200_000  # for the four numbers of a global fit: of all dates, at fewer points
+_AT_ONCE = 4_000_000  # points times dates: 350 bytes each
+_NOTHING = 1e-3  # of the raw CRPS on training dates: below it there is nothing to predict
 _MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3
+_EVERY = slice(None)
+_TINY = 1e-30
 _REFINED = 8  # iterations of another ensemble size, which starts from the coefficients of the first
 
 
@@ -50,20 +55,22 @@ class _Samples:
     members: int
 
     @classmethod
-    def read(cls, reader: Reader, dates: np.ndarray, members: int) -> _Samples:
+    def read(cls, reader: Reader, dates: np.ndarray, members: int, points: slice = _EVERY) -> _Samples:
         source = Dates(reader, members)
-        mean, variance, truth = torch.empty(3, len(dates), *source.shape, math.prod(reader.spec.grid.shape)).unbind()
+        count = len(range(*points.indices(math.prod(reader.spec.grid.shape))))
+        mean, variance, truth = torch.empty(3, len(dates), *source.shape, count).unbind()
         for number, date in enumerate(dates):
             sample = source.sample(int(date))
-            mean[number], variance[number] = sample.mean.flatten(-2), (sample.spread**2).flatten(-2)
-            truth[number] = source.target(Part.TRUTH, int(date)).flatten(-2)
+            read = sample.mean, sample.spread**2, source.target(Part.TRUTH, int(date))
+            for kept, values in zip((mean, variance, truth), read, strict=True):
+                kept[number] = values.flatten(-2)[..., points]
         days = [float(day_of_year(reader.time(int(date)))) for date in dates]
         whole = torch.isfinite(mean) & torch.isfinite(variance)  # not where a date has fewer members than M
         truth = torch.where(whole, truth, torch.nan)
         mean, variance = (torch.where(whole, v, torch.nan_to_num(v.nanmean(0))) for v in (mean, variance))
         return cls(mean, variance, truth, seasonal_terms(torch.tensor(days)), source.members)
 
-    def field(self, lead: int, field: int, points: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def field(self, lead: int, field: int, points: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and truth (P, D)."""
         whole = self.mean, self.variance, self.truth
         return tuple(v[:, lead, field, points].T.contiguous() for v in whole)  # type: ignore[return-value]
@@ -84,11 +91,13 @@ def fit_emos_model(
     fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec))
     scores: dict[str, float] = {}
     if len(validation):
-        scores = fit.scores(_Samples.read(reader, np.asarray(validation), members))
+        scores = fit.scores(_Samples.read(reader, np.asarray(validation), members, fit.some_points))
     form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
     log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
-    wanted = sorted({s for s in SIZES if s in sizes and s <= reader.full_size} | {samples.members})
+    whole = np.array([len(reader.available(int(date))) for date in train])
+    enough = {s for s in SIZES if s in sizes and (whole >= s).sum() >= COEFFICIENTS}
+    wanted = sorted(enough | {samples.members})
     first = fit.all_points(form, None)
     for size in [samples.members, *(s for s in wanted if s != samples.members)]:
         if size == samples.members:
@@ -112,39 +121,49 @@ class _Fit:
         return [(lead, field) for lead in range(leads) for field in range(fields)]
 
     def scores(self, validation: _Samples) -> dict[str, float]:
-        """Geometric mean over leads and fields of the CRPS over that of N(m, (1 + 1/M) s^2), by form."""
-        points = self._some_points()
+        """Geometric mean over leads and fields of the CRPS over that of N(m, (1 + 1/M) s^2), by form.
+
+        Args:
+            validation: at `some_points` alone.
+        """
         logs: dict[str, list[float]] = {}
         for lead, field in self.columns:
-            known = validation.field(lead, field, points)
+            known = validation.field(lead, field, _EVERY)
             raw = self._raw(known, validation.members)
-            for name, emos in self._forms(lead, field, points).items():
-                score = self._mean(emos.crps(*known, validation.season), known[2], points)
-                if raw > 0 and score > 0:
-                    logs.setdefault(name, []).append(math.log(score / raw))
+            least = _NOTHING * self._raw(self.samples.field(lead, field, self.some_points), self.samples.members)
+            if raw <= least:
+                continue
+            for name, emos in self._forms(lead, field, self.some_points).items():
+                score = self._mean(emos.crps(*known, validation.season), known[2])
+                logs.setdefault(name, []).append(math.log(max(score, least) / raw))
         return {name: math.exp(sum(values) / len(values)) for name, values in logs.items()}
 
     def all_points(self, form: str, first: dict[tuple[int, int], Emos] | None) -> dict[tuple[int, int], Emos]:
         """Coefficients at every point, by lead and field; `first` of another size to start from."""
-        every = slice(None)
-        return {at: self._form(form, *at, every, None if first is None else first[at]) for at in self.columns}
+        return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in self.columns}
+
+    def _at_all_points(self, form: str, lead: int, field: int, start: Emos | None) -> Emos:
+        """Every n-th point at a time, or all in one where they are few."""
+        whole = self._global(lead, field)
+        if form == "global":
+            return whole
+        dates, _, _, count = self.samples.mean.shape
+        parts = -(-count * dates // _AT_ONCE)
+        slices = [slice(k, None, parts) for k in range(parts)]
+        found = [self._local(form, whole, lead, field, s, None if start is None else start.at(s)) for s in slices]
+        return merged(found, slices)
 
     def _forms(self, lead: int, field: int, points: slice) -> dict[str, Emos]:
         whole = self._global(lead, field)
         names = ["local", *(f"shrunk {strength:g}" for strength in STRENGTHS)]
         return {"global": whole} | {name: self._local(name, whole, lead, field, points, None) for name in names}
 
-    def _form(self, name: str, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
-        whole = self._global(lead, field)
-        if name == "global":
-            return whole
-        return self._local(name, whole, lead, field, points, start)
-
     def _global(self, lead: int, field: int) -> Emos:
-        mean, variance, truth = self.samples.field(lead, field, slice(None))
-        dates = spaced(np.arange(mean.shape[1]), max(4, _MOST_SAMPLES // len(mean)))
-        weights = (self.area[:, None] * torch.ones(len(dates))).flatten()
-        chosen = [v[:, dates].flatten() for v in (mean, variance, truth)]
+        dates, _, _, count = self.samples.mean.shape
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0))  # no meridian, no row above others
+        points = order[: max(4, _MOST_SAMPLES // dates)].sort().values
+        weights = (self.area[points, None] * torch.ones(dates)).flatten()
+        chosen = [v.flatten() for v in self.samples.field(lead, field, points)]
         law = self.laws[field]
         return fit_emos(*chosen, weights=weights, family=law, iterations=_ITERATIONS, tolerance=_TOLERANCE)
 
@@ -159,14 +178,17 @@ class _Fit:
         mean, variance, truth = (v.double() for v in known)
         scale = torch.sqrt((1 + 1 / members) * variance).clamp(min=1e-12)
         if members == 1:
-            return self._mean((truth - mean).abs(), truth, self._some_points())
-        return self._mean(distributions.crps(Family.NORMAL, mean, scale, truth), truth, self._some_points())
+            return self._mean((truth - mean).abs(), truth)
+        return self._mean(distributions.crps(Family.NORMAL, mean, scale, truth), truth)
 
-    def _mean(self, scores: Tensor, truth: Tensor, points: slice) -> float:
-        weight = torch.where(torch.isfinite(truth), self.area[points][:, None], 0.0)
-        return float((torch.where(weight > 0, scores, 0.0) * weight).sum() / weight.sum())
+    def _mean(self, scores: Tensor, truth: Tensor) -> float:
+        """Mean over `some_points` and dates; zero where nothing is known."""
+        weight = torch.where(torch.isfinite(truth), self.area[self.some_points][:, None], 0.0)
+        return float((torch.where(weight > 0, scores, 0.0) * weight).sum() / weight.sum().clamp(min=_TINY))
 
-    def _some_points(self) -> slice:
+    @property
+    def some_points(self) -> slice:
+        """Those at which forms are compared."""
         return slice(None, None, -(-len(self.area) // _MOST_POINTS))
 
 

@@ -7,7 +7,8 @@ Axes: B date, T lead, F field (variables and levels, then surface variables), Y 
                   (of the climatological spread for M = 1)
     score         the geometric mean of those that there are; lower is better
 
-Each is a mean over dates and area for every lead, variable and level, then a geometric mean over these.
+Each is a mean over dates and area for every lead, variable and level, then a geometric mean over these. A field in
+which there is nothing to predict (no rain fell on these dates, or was forecast) counts for nothing.
 
 Beside them the widths: by how much the predicted standard deviation of a field has to be multiplied for its mean square
 to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
@@ -31,6 +32,7 @@ from ensemble_ml.models import AnyModel, Prediction, distributions
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN
 from ensemble_ml.training.losses import crps
 
+_NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
 
 
@@ -73,7 +75,8 @@ def validate(
             width_sums.add(*_squares(model, batch, prediction))
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
-    found = {"crps_ratio": crps_sums.ratio(), "spread_ratio": spread_sums.ratio(0.5)}
+    least = _NOTHING * _typical(model).to(area.device).double()
+    found = {"crps_ratio": crps_sums.ratio(least), "spread_ratio": spread_sums.ratio(least**2, 0.5)}
     scores = {name: ratio for name, ratio in found.items() if ratio is not None}
     if scores:
         scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
@@ -100,16 +103,18 @@ class _Sums:
         self.known += (parts[2] > 0).sum(0)
         self.dates += len(target)
 
-    def ratio(self, power: float = 1.0) -> float | None:
-        """Geometric mean over fields of (ours / raw)^power; None where no field can be scored."""
+    def ratio(self, least: Tensor, power: float = 1.0) -> float | None:
+        """Geometric mean over fields of (ours / raw)^power; None where no field can be scored, for which raw has to
+        be more than `least` (T, F)."""
         found = self._over_ranks()
         if found is None:
             return None
-        ours, raw, _ = found
+        ours, raw, known = found
         if not bool(torch.isfinite(ours).all()):
             raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
-        scored = (raw > 0) & (ours > 0)
-        logs = power * (torch.log(ours[scored]) - torch.log(raw[scored]))
+        floor = least * known
+        scored = raw > floor  # whatever ours is: the same fields at every validation
+        logs = power * (torch.log(ours.maximum(floor)[scored]) - torch.log(raw[scored]))
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> list[list[float]] | None:
@@ -180,6 +185,12 @@ def _spread_error(
 
 def _kinds(model: AnyModel) -> list[tuple[str, tuple[Family, ...]]]:
     return [(suffix, families) for suffix, families in zip("ps", model.spec.families, strict=True) if families]
+
+
+def _typical(model: AnyModel) -> Tensor:
+    """Typical spread of each field, (T, F)."""
+    parts = (part for part in (model.pressure, model.surface) if part is not None)
+    return torch.cat([part.heads.typical.flatten(1) for part in parts], 1)
 
 
 def _raw(model: AnyModel, batch: Batch, suffix: str) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from scoringrules import crps_cnormal, crps_normal
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.models.rivals import Emos, fit_emos
+from ensemble_ml.models.rivals.emos import merged
 
 REAL = Path(os.environ.get("ENSEMBLE_ML_REAL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -38,6 +39,15 @@ def by_scipy(mean, variance, y, term=None, crps=crps_normal):
     found = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
     p = found.x
     return np.array([p[0] - p[1] * middle, p[1], p[2] ** 2, p[3] ** 2, p[4]]), found.fun
+
+
+def test_parts_of_a_vector_of_points_make_the_whole():
+    values = np.arange(14.0)
+    whole = Emos(*(torch.tensor(values + 100 * n) for n in range(4)), torch.tensor(np.stack([values, -values], 1)))
+    for count in (1, 3, 14):
+        slices = [slice(k, None, count) for k in range(count)]
+        again = merged([whole.at(points) for points in slices], slices)
+        assert all(torch.equal(getattr(again, name), getattr(whole, name)) for name in ("a", "b", "c", "d", "season"))
 
 
 def of(emos):

@@ -187,6 +187,28 @@ def test_no_target_gives_no_score():
     assert validate(Fixed(prediction), [all_in], full_size=10, area=AREA).scores == {}
 
 
+@pytest.mark.parametrize("ours", [1e-5, 1e-9, 1e-12])
+def test_a_field_in_which_there_is_nothing_to_predict_counts_for_nothing(ours):
+    prediction, batch = case(count=(4.0, 4.0, 4.0))
+    for values in (batch.truth_s, batch.inputs.mean_s, batch.inputs.spread_s, batch.target_spread_s):
+        values.zero_()
+    for values in (prediction.location_s, prediction.scale_s, prediction.spread_s):
+        values.fill_(ours)
+    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
+    batch.truth_s.fill_(torch.nan)
+    batch.target_spread_s.fill_(torch.nan)
+    assert found == validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
+
+
+def test_a_perfect_field_counts_for_a_lot_but_not_for_all():
+    prediction, batch = case(count=(4.0, 4.0, 4.0))
+    prediction.spread_s.copy_(batch.target_spread_s)
+    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
+    prediction.spread_s += 1e-6
+    again = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
+    assert 0 < found["spread_ratio"] == pytest.approx(again["spread_ratio"])
+
+
 def test_a_broken_prediction_is_no_good_score():
     prediction, batch = case()
     prediction.location_p[0, 0, 0, 0, 3, 3] = torch.nan

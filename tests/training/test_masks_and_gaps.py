@@ -258,6 +258,14 @@ def test_emos_is_fitted_without_dates_that_lack_members(settings, stores):
     assert all(torch.isfinite(value).all() for value in model.state_dict.values())
 
 
+def test_emos_leaves_out_sizes_that_training_dates_lack(settings, tmp_path):
+    gone = [(Part.FORECAST, date, member, "t2m") for date in range(16) for member in (4, 5)]
+    kept = make_store(tmp_path / "few.zarr", **COMMON, absent=gone)
+    given = settings("whole", data__store=kept.path, model__name="emos", model__spread=False, data__members=[1, 3, 5])
+    model = load_checkpoint(train(given) / "checkpoints" / "best").state_dict["coefficients"]
+    assert torch.equal(model[3], model[2]) and not torch.equal(model[2], model[0])  # five members as three
+
+
 def test_a_field_that_no_member_changes_is_learned_all_the_same(settings, tmp_path):
     """A sea surface that was given to all members: errors of it need a unit, and no other field may suffer."""
     kept = make_store(tmp_path / "alike.zarr", **COMMON, alike=("sst",))

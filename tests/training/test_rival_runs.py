@@ -16,7 +16,9 @@ from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import distributions
 from ensemble_ml.store import open_store
-from ensemble_ml.training import load_checkpoint, load_model, train
+from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
+from ensemble_ml.training.climate_data import families
+from ensemble_ml.training.setup import build_spec
 from ensemble_ml.training.tracking import Tracker, read_log
 from ensemble_ml.verification import evaluate
 
@@ -79,6 +81,39 @@ def test_emos_is_fitted_at_once(config_of, caplog):
     again = train(replace(config, run="again"))
     one, other = (load_checkpoint(r / "checkpoints" / "last").state_dict for r in (run, again))
     assert all(torch.equal(v, other[k]) for k, v in one.items())
+
+
+def test_emos_at_a_part_of_the_points_at_a_time(config_of, monkeypatch):
+    """Parts that cover the globe differ from all points at once in how far biases are seen to differ, a little."""
+    found, real, sizes = [], emos_fit.fit_emos, []
+
+    def fit(mean, *args, **kwargs):
+        sizes.append(mean.numel())
+        return real(mean, *args, **kwargs)
+
+    monkeypatch.setattr(emos_fit, "fit_emos", fit)
+    for most in (emos_fit._AT_ONCE, 16 * 9 * 16 // 2):
+        monkeypatch.setattr(emos_fit, "_AT_ONCE", most)
+        sizes.clear()
+        found.append(train(config_of(run=f"r{most}", **settings("emos", data__validation=[]))))
+        shrunk = max(size for size in sizes[1:])
+    assert shrunk == 16 * 9 * 16  # of the global fit, at all points and dates
+    one, other = (load_checkpoint(r / "checkpoints" / "last").state_dict["coefficients"] for r in found)
+    assert torch.equal(one.isfinite(), other.isfinite()) and not torch.equal(one, other)
+    assert (one - other).abs().median() < 0.02 * one.abs().median()
+
+
+def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):
+    monkeypatch.setattr(emos_fit, "_MOST_SAMPLES", 100)  # six points of sixteen dates
+    source = open_store(store.path)
+    reader = Reader(source, build_spec(config_of(), source))
+    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
+    fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws)
+    before = fit._global(0, 0)
+    for date in range(16):
+        fit.samples.truth[date] += 1
+        assert fit._global(0, 0).a != before.a
+        fit.samples.truth[date] -= 1
 
 
 @pytest.mark.parametrize("name", ["emos", *LEARNED])

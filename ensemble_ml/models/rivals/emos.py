@@ -13,7 +13,8 @@ Axes: D sample (date), K seasonal term, P parameter; whatever stands before D is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,9 +50,26 @@ class Emos:
             location = location + (_tensor(season) * self.season[..., None, :]).sum(-1)
         return location, torch.sqrt(self.c[..., None] + self.d[..., None] * s2)
 
+    def at(self, points: slice) -> Emos:
+        """The coefficients of some points of a vector of them."""
+        return replace(self, **{name: getattr(self, name)[points] for name in ("a", "b", "c", "d", "season")})
+
     def crps(self, mean: Any, variance: Any, observation: Any, season: Any = None) -> Tensor:
         """CRPS (..., D) of these forecasts against `observation` (..., D)."""
         return distributions.crps(self.family, *self(mean, variance, season), _tensor(observation))
+
+
+def merged(parts: Sequence[Emos], slices: Sequence[slice]) -> Emos:
+    """What `Emos.at` took apart, from all parts of a vector of points."""
+    if len(parts) == 1:
+        return parts[0]
+    count = sum(len(part.a) for part in parts)
+    whole = {name: getattr(parts[0], name) for name in ("a", "b", "c", "d", "season")}
+    whole = {name: values.new_empty(count, *values.shape[1:]) for name, values in whole.items()}
+    for part, points in zip(parts, slices, strict=True):
+        for name, values in whole.items():
+            values[points] = getattr(part, name)
+    return replace(parts[0], **whole)
 
 
 def fit_emos(

@@ -20,7 +20,7 @@ from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.rival import Rival
 
 SIZES = (1, 2, 3, 5, 10)
-_COEFFICIENTS = 6  # a, b - 1, sine, cosine, c, d
+COEFFICIENTS = 6  # a, b - 1, sine, cosine, c, d
 _DAYS = 365.2425
 
 
@@ -39,7 +39,7 @@ class EmosModel(Rival):
             raise UserError(
                 "model.name=emos: needs the truth; prepare the store with truth=..., model.postprocess=true"
             )
-        start = torch.zeros(len(SIZES), _COEFFICIENTS, len(spec.leads_out), self.spec.fields, *spec.grid.shape)
+        start = torch.zeros(len(SIZES), COEFFICIENTS, len(spec.leads_out), self.spec.fields, *spec.grid.shape)
         start[:, 4:] = 1.0
         self.coefficients = nn.Parameter(start, requires_grad=False)
 
