@@ -51,7 +51,8 @@ class Dates:
     def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
         """Mean and spread of the first M members that the date has whole, and the spread of all.
 
-        Where it has fewer, of the first M: what one of them lacks is NaN. `chosen`: positions of other members.
+        Where it has fewer, of the first M: what one of them lacks is NaN. `chosen`: positions of other members. The
+        spread of all is NaN where these are all that a date has of more: the input is never the target.
         """
         whole = self.reader.available(date)
         if chosen is None:
@@ -64,7 +65,10 @@ class Dates:
             absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
-        return Sample(mean, spread, self.target(Part.SPREAD, date), day)
+        full_spread = self.target(Part.SPREAD, date)
+        if len(chosen) == len(whole) < self.reader.full_size:
+            full_spread = torch.full_like(full_spread, torch.nan)
+        return Sample(mean, spread, full_spread, day)
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> np.ndarray:
         """Positions of `size` random members, ascending; of those that the date has whole, where they are enough."""

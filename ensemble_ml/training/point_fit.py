@@ -99,7 +99,7 @@ class Points:
         return linear.ordered(torch.stack(self.targets(date, sample, members)) / linear.typical).flatten(1)
 
     def at(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x but for the constant, (K, P), errors to explain, and what linear terms leave of them, (O, P)."""
+        """x but for the constant, (K, P), errors to explain, and what linear terms explain of them, (O, P)."""
         linear, network = self.correction.linear, self.correction.surroundings
         assert network is not None
         padded = linear.padded(sample.mean, sample.spread, members)
@@ -109,8 +109,7 @@ class Points:
         climatology, common = (values.flatten(1)[:, at].T[..., None, None] for values in fields)
         inputs = inputs_of(cells, climatology, common, network.stretch[rows][..., None, None])[..., 0, 0].T
         done = linear.module.at_points(near, rows, members)
-        wanted = self.wanted(date, sample, members)[:, at]
-        return inputs, wanted, wanted - done
+        return inputs, self.wanted(date, sample, members)[:, at], done
 
 
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]

@@ -13,7 +13,7 @@ the validation dates. Axes: as in `point_fit`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ def fit_residuals(
     train: np.ndarray,
     sizes: Sequence[int],
     targets: Targets,
+    s1: Callable[[Sample, int], Tensor],
     shrink: Tensor,
     inflation: Tensor,
 ) -> bool:
@@ -48,6 +49,7 @@ def fit_residuals(
         train: indices of start dates.
         sizes: numbers of members that the training will show.
         targets: as `linear_fit.fit_linear` takes them.
+        s1: from a sample and M the full spread that is expected of it, (T, F, Y, X).
         shrink: k (T, F) of s0, which follows the corrected spread.
         inflation: B (T, F, Y, X).
     """
@@ -57,7 +59,7 @@ def fit_residuals(
         log.info("residuals: %d dates are too few, so nothing is added", len(train))
         return False
     points = Points(correction, dates, targets)
-    before = _Before(points, shrink, inflation)
+    before = _Before(points, s1, shrink, inflation)
     pool = gather("residuals", network, points, train, sizes, before.take, arrays=2, seed=1)
     if pool is None:
         return False
@@ -77,8 +79,8 @@ def fit_residuals(
 class _Before:
     """Errors and sigma of single points without the network."""
 
-    def __init__(self, points: Points, shrink: Tensor, inflation: Tensor):
-        self.points = points
+    def __init__(self, points: Points, s1: Callable[[Sample, int], Tensor], shrink: Tensor, inflation: Tensor):
+        self.points, self.s1 = points, s1
         linear = points.correction.linear
         self.climatology = linear.relative_climatology.flatten(1)
         self.inflation = linear.ordered(inflation[None]).flatten(1)
@@ -89,15 +91,13 @@ class _Before:
         """x (K, P); error and sigma0 (T F, P) in typical spreads."""
         correction = self.points.correction
         assert correction.surroundings is not None
-        inputs, wanted, left = self.points.at(date, sample, members, at)
-        error, missing = left.chunk(KINDS)
-        missing = missing - correction.surroundings.at_points(inputs)
-        full = correction.linear.ordered(sample.full_spread[None]).flatten(1)[:, at] / self.typical
-        first = full - wanted.chunk(KINDS)[1]  # s1, not yet corrected
-        followed = widened(first, full - missing - first)
+        inputs, wanted, done = self.points.at(date, sample, members, at)
+        more = done.chunk(KINDS)[1] + correction.surroundings.at_points(inputs)
+        first = correction.linear.ordered(self.s1(sample, members)[None]).flatten(1)[:, at] / self.typical
+        followed = widened(first, more)
         climatology, inflation = self.climatology[:, at], self.inflation[:, at]
         scale = shrunk_spread(followed[None], torch.tensor([float(FOLLOWED)]), climatology, self.shrink)[0]
-        return inputs, [error, scale * inflation.exp()]
+        return inputs, [(wanted - done).chunk(KINDS)[0], scale * inflation.exp()]
 
 
 def _typical_cost(pool: Pool) -> Tensor:

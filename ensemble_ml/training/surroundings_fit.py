@@ -49,8 +49,8 @@ def fit_surroundings(
     points = Points(correction, dates, targets)
 
     def take(date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
-        inputs, _, left = points.at(date, sample, members, at)
-        return inputs, [left.chunk(KINDS)[1]]
+        inputs, wanted, done = points.at(date, sample, members, at)
+        return inputs, [(wanted - done).chunk(KINDS)[1]]
 
     pool = gather("surroundings", network, points, train, sizes, take, arrays=1, seed=0)
     if pool is None:

@@ -41,10 +41,14 @@ class Left:
     spread: Spread
 
     def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
-        more = sample.full_spread - replace(self.spread, members=members).s1(sample.spread)
+        more = sample.full_spread - self.s1(sample, members)
         if self.truth is None:
             return torch.zeros_like(more), more
         return self.truth.error_left(date, sample.mean), more
+
+    def s1(self, sample: Sample, members: int) -> Tensor:
+        """The full spread that is expected of M members, (T, F, Y, X)."""
+        return replace(self.spread, members=members).s1(sample.spread)
 
 
 class Truth:
@@ -138,8 +142,8 @@ class Truth:
         if correction is None or correction.residuals is None:
             return False
         train, validation = kept_apart(train, validation)
-        targets, shrink = Left(self, self.spread), self.spread.shrink
-        if not fit_residuals(correction, self.dates, train, sizes, targets, shrink, inflation):
+        left, shrink = Left(self, self.spread), self.spread.shrink
+        if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation):
             return False
         second, linear = correction.residuals.second, correction.linear
         seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)

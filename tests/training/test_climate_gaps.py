@@ -64,6 +64,25 @@ def reader_of(store, **more):
     return Reader(store, spec)
 
 
+def test_spreads_of_the_members_that_are_given_are_no_target(tmp_path):
+    """Half of the dates have no more members than are looked at: they say nothing of what the others would add."""
+    few = range(0, 16, 2)
+    made = dict(dates=20, members=8, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))
+    gone = [(Part.FORECAST, date, member, name) for date in few for member in range(3, 8) for name in ("t", "t2m")]
+    stores = make_store(tmp_path / "whole.zarr", **made), make_store(tmp_path / "few.zarr", **made, absent=gone)
+    readers = [reader_of(store) for store in stores]
+    assert torch.isnan(Dates(readers[1], 3).sample(0).full_spread).all()
+    assert torch.isfinite(Dates(readers[1], 2).sample(0).full_spread).all()
+    assert torch.isfinite(Dates(readers[0], 8).sample(0).full_spread).all()  # all members are meant
+    others = np.array([date for date in TRAIN if date not in few])
+    wanted, found = (
+        fit_climate(reader, dates, TEST, 3, [2, 3]) for reader, dates in ((readers[0], others), (readers[1], TRAIN))
+    )
+    for name in ("spread_gain_p", "spread_gain_s", "spread_shrink_p"):
+        np.testing.assert_allclose(getattr(found.climate, name), getattr(wanted.climate, name), rtol=0.03)
+    np.testing.assert_allclose(found.spread_error[3], wanted.spread_error[3], rtol=0.1)
+
+
 def only(dates):
     return [date for date in dates.tolist() if date not in GONE]
 

@@ -44,7 +44,11 @@ def fitted(point_dates, correction, errors, **changes):
     shape = correction.linear.anchor.shape
     shrink, inflation = torch.full(shape[:2], NO_SHRINK), torch.full(shape, FLAT)
     given = {"train": TRAIN, "sizes": SIZES} | changes
-    return fit_residuals(correction, point_dates, given["train"], given["sizes"], errors, shrink, inflation)
+
+    def s1(sample, _members):
+        return sample.full_spread
+
+    return fit_residuals(correction, point_dates, given["train"], given["sizes"], errors, s1, shrink, inflation)
 
 
 def costs(point_dates, correction, errors, date):
@@ -167,13 +171,16 @@ def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
     for members in (1, 3):
         one = replace(spread, members=members)
 
-        def errors(_date, sample, count, one=one):
-            return sample.full_spread - sample.mean, sample.full_spread - replace(one, members=count).s1(sample.spread)
+        def s1(sample, count, one=one):
+            return replace(one, members=count).s1(sample.spread)
+
+        def errors(_date, sample, count, s1=s1):
+            return sample.full_spread - sample.mean, sample.full_spread - s1(sample, count)
 
         sample = Dates(dates.reader, members).sample(5)
         at = torch.randperm(shape[-2] * shape[-1], generator=draw)[:40]
         points = Points(correction, dates, errors)
-        inputs, (error, scale) = _Before(points, shrink, inflation).take(5, sample, members, at)
+        inputs, (error, scale) = _Before(points, s1, shrink, inflation).take(5, sample, members, at)
         shift, more = one.correction(sample)
         sigma = one.s0(one.followed(sample, more)) * inflation.exp()
         linear = correction.linear

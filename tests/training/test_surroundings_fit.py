@@ -124,10 +124,10 @@ def test_what_linear_terms_leave_at_points_is_what_they_leave_of_the_field(point
     errors = crooked(correction)
     sample = point_dates.sample(3)
     at = torch.tensor([0, 5, 40, 143])
-    _, _, found = Points(correction, point_dates, errors).at(3, sample, 3, at)
+    _, wanted, done = Points(correction, point_dates, errors).at(3, sample, 3, at)
     linear = correction.linear
     left = [a - b for a, b in zip(errors(3, sample, 3), linear(sample.mean, sample.spread, 3), strict=True)]
-    torch.testing.assert_close(found, linear.ordered(torch.stack(left) / linear.typical).flatten(1)[:, at])
+    torch.testing.assert_close(wanted - done, linear.ordered(torch.stack(left) / linear.typical).flatten(1)[:, at])
 
 
 def test_one_size_in_training_is_enough(point_dates):
