@@ -6,7 +6,6 @@ its first longitude in [0, 360); a regional one stays in one piece, so it starts
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from enum import Enum
 
@@ -112,11 +111,6 @@ class Grid:
         rows, columns = self.shape
         lat, lon = self.latitude, self.longitude
         return f"{rows} x {columns} points, {lat[0]:g} to {lat[-1]:g} N, {lon[0]:g} to {lon[-1]:g} E"
-
-    def digest(self) -> str:
-        """A short hash of the points, equal for grids that `same_as` calls the same."""
-        points = np.concatenate([self.latitude, self.longitude])
-        return hashlib.sha256(np.round(points, 2).tobytes()).hexdigest()[:16]
 
 
 def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
+from ensemble_ml.models.running import Running
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +102,8 @@ def choose(
 ) -> Speed:
     """Time `step` (a forward and backward pass of `model` on a real batch) at each speed; set and return the fastest.
 
-    The weights are untouched but for their order in memory. One line of the log says what was tried, the milliseconds
-    and what was taken.
+    Weights and running statistics are untouched but for their order in memory. One line of the log says what was
+    tried, the milliseconds and what was taken.
 
     Args:
         wanted: `auto` tries all that the hardware has; another precision fixes it and chooses the order of axes only.
@@ -110,6 +111,7 @@ def choose(
     """
     device = next(model.parameters()).device
     tried: dict[Speed, float] = {}
+    running = Running(model)
     deadline = time.perf_counter() + seconds
     for speed in candidates(device, wanted):
         # Each precision gets its turn in channels-last memory, which is listed first, however slow the machine.
@@ -120,6 +122,7 @@ def choose(
         model.zero_grad(set_to_none=True)
     best = min(tried, key=lambda speed: tried[speed])
     best.apply(model)
+    running.put_back()
     log.info("speed: %s; taken: %s", ", ".join(f"{_name(s)} {ms:.0f} ms" for s, ms in tried.items()), _name(best))
     return best
 

@@ -63,7 +63,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
         self.exchange = exchange or Exchange()
         self.stochastic = stochastic
-        self.steps = 0  # seeds the rounding; whoever resumes sets it
+        self.steps = 0  # seeds the rounding
         self.exchange.attach(self)
 
     @torch.no_grad()
@@ -89,9 +89,14 @@ class Lion(Optimizer):
             state["exp_avg"] = torch.zeros_like(p, dtype=kind, memory_format=torch.preserve_format)
         return state["exp_avg"]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of torch's optimizers, and the number of `steps`."""
+        return super().state_dict() | {"steps": self.steps}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state; the momentum of weights in half precision stays float32, which torch would round."""
         super().load_state_dict(state_dict)
+        self.steps = state_dict.get("steps", 0)
         given = state_dict["state"]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in enumerate(params):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import logging
 import os
 import pickle
 import statistics
@@ -42,6 +43,8 @@ from ensemble_ml.models.speed import settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.code import hash_of
 from ensemble_ml.training.rehearsal import Rehearsal
+
+log = logging.getLogger(__name__)
 
 _VISITS = 3  # of every shape, in turn: where others use the machine, its pace changes from one minute to the next
 _CODE = hash_of("training", "models", "distributed", "optim")
@@ -157,11 +160,15 @@ def _piece(steps: Sequence[Sequence[float]]) -> Piece:
 
 
 def _keep(piece: Piece, path: Path | None) -> None:
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(asdict(piece)))
         partial.replace(path)
+    except OSError as error:  # a home that jobs may not write
+        log.warning("plan: what was measured cannot be kept in %s (%s); it is measured again each time", path, error)
 
 
 def _fastest(rehearsal: Rehearsal, session: Session) -> None:
@@ -230,10 +237,13 @@ def _machine(device: torch.device) -> list[Any]:
 
 
 def _load(path: Path | None) -> Piece | None:
-    if path is None or not path.exists():
+    if path is None:
         return None
-    plain = json.loads(path.read_text())
-    return Piece(plain["seconds"], plain["backward"], tuple(plain["ready"]))
+    try:
+        plain = json.loads(path.read_text())
+        return Piece(plain["seconds"], plain["backward"], tuple(plain["ready"]))
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off
+        return None
 
 
 def cache_folder(wanted: str | None) -> Path:

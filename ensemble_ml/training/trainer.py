@@ -30,6 +30,7 @@ from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
+from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
@@ -200,6 +201,7 @@ class Trainer:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         state.exchange.begin(state.step)
+        running = Running(state.model)  # a forward pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
             losses = self.setup.loss(state.model(batch.inputs), batch)
             losses["loss"].backward()
@@ -209,6 +211,8 @@ class Trainer:
         if self._usable(values["loss"], outcome, batch):
             state.optimizer.step()
             self._noted = self._named(state.exchange.after_step())
+        else:
+            running.put_back()
         state.step += 1
         if state.average is not None:
             state.average.update(state.model, state.step)

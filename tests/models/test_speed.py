@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from small_models import make_input, make_model, make_spec, tensors
+from torch import nn
 
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
@@ -29,6 +30,19 @@ def test_choice_is_logged_set_and_leaves_weights_alone(caplog):
     assert model.speed == chosen and len(caplog.records) == 1 and "taken: " in caplog.text and " ms" in caplog.text
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_choice_leaves_running_statistics_alone():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 1, 1))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    x, changed = torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(0)), []
+
+    def step():
+        model(x).mean().backward()
+        changed.append(not torch.equal(model[1].running_mean, before["1.running_mean"]))
+
+    choose(model, step, seconds=0.5)
+    assert all(changed) and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_fixed_precision_is_kept():

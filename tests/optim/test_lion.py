@@ -122,6 +122,22 @@ def test_stochastic_rounding_keeps_small_steps():
     assert not torch.equal(round_stochastically(found[True] + 1e-4, torch.bfloat16, seed=0).float(), found[True])
 
 
+def test_stochastic_rounding_goes_on_where_it_was():
+    """Three steps, then three of another optimizer that takes the first one's state, are six."""
+    found = []
+    for stops in (False, True):
+        p = torch.nn.Parameter(torch.linspace(1, 2, 4000).bfloat16())
+        optimizer = Lion([p], lr=1e-3, stochastic=True)
+        for step in range(6):
+            if stops and step == 3:
+                state, optimizer = optimizer.state_dict(), Lion([p], lr=1e-3, stochastic=True)
+                optimizer.load_state_dict(state)
+            p.grad = torch.cos(torch.arange(4000.0) + step).bfloat16()
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
 def test_stochastic_rounding_is_to_a_neighbour_and_repeats():
     x = torch.randn(5000, generator=torch.Generator().manual_seed(1))
     a, b, c = (round_stochastically(x, torch.bfloat16, seed=s) for s in (1, 1, 2))

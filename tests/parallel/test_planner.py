@@ -38,6 +38,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.optim import build
 from ensemble_ml.training import trainer
+from ensemble_ml.training.probing import _keep, _load
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 
 AUTO = ParallelConfig(data="auto", lat="auto", lon="auto")
@@ -382,3 +383,15 @@ def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
     )  # links, which are near equal, are timed anew
     # Steps are not: what was measured is kept.
     assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.json")) == times
+
+
+def test_times_that_cannot_be_kept_or_read_are_measured_again(tmp_path, caplog):
+    piece = Piece(2.0, 1.0, (0.5, 1.0))
+    _keep(piece, kept := tmp_path / "plan" / "a.json")
+    assert _load(kept) == piece and _load(tmp_path / "b.json") is None and _load(None) is None
+    for cut in ("", kept.read_text()[:20], "{}", "[1]"):
+        kept.write_text(cut)
+        assert _load(kept) is None
+    (tmp_path / "file").touch()
+    _keep(piece, tmp_path / "file" / "a.json")
+    assert "cannot be kept" in caplog.text and "measured again each time" in caplog.text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ensemble_ml.config import EvaluateConfig, OptimName, PredictConfig
+from ensemble_ml.config import EvaluateConfig, Nonfinite, OptimName, PredictConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
@@ -20,6 +20,7 @@ from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
 from ensemble_ml.training.climate_data import families
 from ensemble_ml.training.setup import build_spec
 from ensemble_ml.training.tracking import Tracker, read_log
+from ensemble_ml.training.trainer import Trainer
 from ensemble_ml.verification import evaluate
 
 LEARNED = ["drn", "ens10_unet", "poet"]
@@ -63,6 +64,24 @@ def test_a_rival_resumes_bit_for_bit(config_of, monkeypatch, name):
     assert one.meta["step"] == other.meta["step"] == 6
     for a, b in ((one.state_dict, other.state_dict), (one.training, other.training)):
         assert a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_running_statistics(config_of, monkeypatch):
+    real, seen = Trainer._step, []
+
+    def poisoned(self, batch, stop=None):
+        before = [b.clone() for name, b in self.state.model.named_buffers() if "running" in name]
+        poison = len(seen) == 2
+        if poison:
+            batch.inputs.mean_p.fill_(torch.nan)
+        done = real(self, batch, stop)
+        after = [b for name, b in self.state.model.named_buffers() if "running" in name]
+        seen.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == poison and len(before) > 0)
+        return done
+
+    monkeypatch.setattr(Trainer, "_step", poisoned)
+    train(config_of(**settings("ens10_unet", optim__nonfinite=Nonfinite.skip, steps=4, validate_every=4)))
+    assert seen == [True] * 4
 
 
 def test_emos_is_fitted_at_once(config_of, caplog):
