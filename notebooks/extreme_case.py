@@ -53,21 +53,22 @@ hours = int(lead / np.timedelta64(1, "h"))
 # ## How unusual is each forecast?
 #
 # The extreme forecast index (EFI) compares the members with the model's own climate: members of other years around the
-# same day. It is 1 where all members lie above everything the climate holds, -1 where they lie below. With one year in
-# the archive, its other start dates have to stand in for the climate.
+# same day, from the same hour on. It is 1 where all members lie above everything the climate holds, -1 where they lie
+# below. With one year in the archive, its other start dates have to stand in for the climate.
 
 # %%
 members = archive[name].sel(lead_time=lead)
 times = members.init_time.values
 years = times.astype("datetime64[Y]")
 days = (times - years) / np.timedelta64(1, "D")
+hour = times - times.astype("datetime64[D]")
 
 
 def climate_of(start):
     """Quantiles of the members of other years within nine days of this day of the year."""
     here = times == start
     apart = np.abs(days - days[here])
-    near = (years != years[here]) & (np.minimum(apart, 365 - apart) <= 9)
+    near = (years != years[here]) & (np.minimum(apart, 365 - apart) <= 9) & (hour == hour[here])
     near &= np.abs(times - start) > np.timedelta64(180, "D")  # a season passes the new year
     chosen = near if near.any() else ~here
     return members.isel(init_time=chosen).quantile(np.linspace(0, 1, 21), ["init_time", "realization"]), chosen is near

@@ -1,9 +1,10 @@
 """The model climate: what the ensemble forecasts at this time of the year, from other years, point by point.
 
 Quantiles over all members of the start dates within some days of the calendar date, in every year but the forecast's
-own; the extreme forecast index (EFI) compares a forecast with them. A start date belongs to the year whose anniversary
-of the calendar date is nearest, so that the end of December counts with the following January, and never for it. The
-anniversary of 29 February is the 28th in other years.
+own, that begin at the same hour of the day (the climate of noon is not that of midnight); the extreme forecast index
+(EFI) compares a forecast with them. A start date belongs to the year whose anniversary of the calendar date is nearest,
+so that the end of December counts with the following January, and never for it. The anniversary of 29 February is the
+28th in other years.
 
 A store may hold the quantiles already (`prepare climate_days=9`). Else they are computed when they are asked for, one
 lead and variable at a time and in blocks of rows, so that memory is bounded; members that were read are kept as far as
@@ -192,8 +193,10 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
 
 
 def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray:
-    """Which of `times` lie within `days` of the calendar date of `date` in another year than its own: (D,) bool."""
+    """Which of `times` lie within `days` of the calendar date of `date` in another year than its own, at the same
+    hour of the day: (D,) bool."""
     day = times.astype("datetime64[D]")
+    same_hour = times - day == date - date.astype("datetime64[D]")
     anniversaries = np.array([_anniversary(date, int(year)) for year in _years(day)])
     # The nearest anniversary may be that of the year before or after.
     around = [np.array([_anniversary(date, int(year) + step) for year in _years(day)]) for step in (-1, 1)]
@@ -201,7 +204,7 @@ def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray
     distance = np.abs((day - candidates).astype(np.int64))
     nearest = distance.argmin(0)
     its_year = np.take_along_axis(_years(candidates), nearest[None], 0)[0]
-    return (distance.min(0) <= days) & (its_year != _years(np.array([date]).astype("datetime64[D]"))[0])
+    return same_hour & (distance.min(0) <= days) & (its_year != _years(np.array([date]).astype("datetime64[D]"))[0])
 
 
 def _years(days: np.ndarray) -> np.ndarray:

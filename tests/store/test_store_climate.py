@@ -67,6 +67,25 @@ def test_leap_days():
     assert other.all() and not same_season(np.array([leap]), np.datetime64("2001-02-28"), 0).any()
 
 
+def test_starts_at_other_hours_are_another_climate(tmp_path):
+    """Two cycles a day, with a day and a night of eight degrees more and less: neither is extreme."""
+    times = [f"{year}-01-{day:02}T{hour:02}" for year in range(2001, 2006) for day in (1, 3, 5) for hour in (0, 12)]
+    store = make_store(tmp_path / "cycles.zarr", dates=times, members=4, variables=(), levels=(), surface=("t2m",))
+    read = store.read
+
+    def with_day_and_night(part, date, chosen):
+        fields = read(part, date, chosen)
+        fields.surface[:] += 8.0 * (-1) ** date
+        return fields
+
+    store.read = with_day_and_night
+    climate = ModelClimate(store)
+    found = [climate.dates(date) for date in (12, 13)]
+    assert [len(dates) for dates in found] == [12, 12] and not set(found[0]) & set(found[1])
+    middles = [climate.quantiles(date, Selection(None, (24,))).surface[8].mean() for date in (12, 13)]
+    assert middles[0] - middles[1] == pytest.approx(16, abs=3)
+
+
 @pytest.mark.parametrize("memory", [1, 2**29])
 def test_quantiles_are_those_of_all_values(store, memory):
     climate = ModelClimate(store, probabilities=LEVELS, memory=memory)
