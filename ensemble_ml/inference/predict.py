@@ -28,6 +28,7 @@ from ensemble_ml.distributed.gather import agreed_extremes, gather, sharing_core
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import check_writable
 from ensemble_ml.inference.contents import Header
 from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
 from ensemble_ml.inference.netcdf import file_name, write_forecast
@@ -191,8 +192,7 @@ def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Pat
 def _targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
     """The files to write, none of which may exist."""
     folder = Path(config.output)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output {folder}: is a file; give a folder")
+    check_writable(folder)
     paths = [folder / file_name(start.init_time) for start in starts]
     if len(set(paths)) < len(paths):
         raise UserError("dates: two start dates lie in one minute, and forecasts are named by it; predict them apart")

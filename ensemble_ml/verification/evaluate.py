@@ -40,6 +40,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ensemble_ml.config import EvaluateConfig, as_list, require
+from ensemble_ml.folders import check_writable
 from ensemble_ml.store.source import Source
 from ensemble_ml.verification import summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
@@ -76,10 +77,11 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         source: the full ensemble, and the truth where there is one.
 
     Raises:
-        UserError: a report exists, forecasts cannot be read or have another grid, no date is common, or the dates that
-            baselines should be fitted on are not in the source.
+        UserError: a report exists, or cannot be written; forecasts cannot be read or have another grid, no date is
+            common, or the dates that baselines should be fitted on are not in the source.
     """
     output = Path(config.output)
+    check_writable(output)
     for name in FILES:
         free = config.overwrite or not (output / name).exists()
         require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")

@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Family
+from ensemble_ml.fields import Family, unit_conversion
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.verification.baselines import CORRECTIONS
@@ -71,7 +71,7 @@ class ForecastSet:
             UserError: the file lacks the lead, or cannot be read.
         """
         file, step = self._file(self.files[init_time]), self._step(init_time, lead)
-        parts = {part: self._field(file, f"{name}_{part}", step, levels) for part in _PARTS}
+        parts = {part: self._field(file, name, part, step, levels) for part in _PARTS}
         location, scale, family = parts["location"], parts["scale"], registered(name).family
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
@@ -93,7 +93,7 @@ class ForecastSet:
         """
         file = self._file(self.files[init_time])
         step = self._step(init_time, lead)
-        found = self._field(file, f"{name}_member", step, levels, leading="realization")
+        found = self._field(file, name, "member", step, levels, leading="realization")
         assert found is not None
         return found
 
@@ -122,10 +122,27 @@ class ForecastSet:
             raise UserError(f"{path}: no lead of {lead} h; it has {_listed(file.hours)}. Make the forecast again")
         return file.hours.index(lead)
 
+    def intervals(self, name: str) -> dict[int, tuple[int, int]]:
+        """First and last hour that a variable is the sum or maximum over, by lead; empty where files do not say."""
+        path = self.files[min(self.files)]
+        file = self._file(path)
+        for array in (file.data[f"{name}_{part}"] for part in _PARTS if f"{name}_{part}" in self.names):
+            methods = str(array.attrs.get("cell_methods", ""))
+            if spans := _SPANS.search(methods):
+                pairs = np.array([span.removesuffix(" h").split("-") for span in spans[1].split(", ")], int)
+            elif _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
+                after = np.atleast_2d(file.data[bounds].values) - _reference_time(file.data, path)
+                pairs = (after / np.timedelta64(1, "h")).astype(int)
+            else:
+                continue
+            return {hour: (first, last) for hour, (first, last) in zip(file.hours, pairs.tolist(), strict=True)}
+        return {}
+
     def _field(
-        self, file: _File, name: str, step: int, levels: tuple[int | None, ...], leading: str = ""
+        self, file: _File, variable: str, part: str, step: int, levels: tuple[int | None, ...], leading: str = ""
     ) -> np.ndarray | None:
-        """(Z, Y, X), with a `leading` axis before these if asked."""
+        """(Z, Y, X) in the registry's units, with a `leading` axis before these if asked."""
+        name = f"{variable}_{part}"
         if name not in self.names:
             return None  # or it would be scored on some dates only
         data = file.data
@@ -143,6 +160,9 @@ class ForecastSet:
             values = np.asarray(found.values, np.float64)
         except (OSError, RuntimeError) as error:
             raise UserError(f"{data.encoding.get('source')}: {name} cannot be read ({error}); make it again") from error
+        factor, shift = _conversion(data[name], variable)
+        if (factor, shift) != (1.0, 0.0):
+            values = factor * values + (0.0 if part in _DIFFERENCES else shift)
         return np.atleast_3d(values.T).T[..., self._rows[:, None], self._columns]
 
 
@@ -150,6 +170,9 @@ _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
+_DIFFERENCES = ("scale", "stddev", "ensemble_spread")
+_SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
+_OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
 def open_forecasts(folders: list[str]) -> list[ForecastSet]:
@@ -218,6 +241,25 @@ def _open_file(path: Path) -> xr.Dataset:
         return xr.open_dataset(path, decode_timedelta=False, cache=False)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: not a readable NetCDF file ({error}); make the forecast again") from error
+
+
+def _conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:
+    """(factor, shift) that bring an array to the registry's units.
+
+    Raises:
+        UserError: none is known, or the array holds parameters of a law that goes by the registry's units.
+    """
+    known = registered(variable)
+    units = str(array.attrs.get("units", known.units)).strip()
+    path = array.encoding.get("source")
+    try:
+        found = unit_conversion(units, known.units)
+    except UserError as error:
+        raise UserError(f"{path}: {array.name}: {error}") from error
+    family = array.attrs.get("distribution_family", Family.NORMAL.value)
+    if found != (1.0, 0.0) and family != Family.NORMAL.value:
+        raise UserError(f"{path}: {array.name}: parameters of a {family} law in {units}; give them in {known.units}")
+    return found
 
 
 def _reference_time(data: xr.Dataset, path: Path) -> np.datetime64:

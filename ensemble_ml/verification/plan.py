@@ -8,7 +8,7 @@ import numpy as np
 
 from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.source import Part, Source, select_dates
+from ensemble_ml.store.source import Part, Source, bounds_at, select_dates
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.baselines import FEWEST_DATES
 from ensemble_ml.verification.forecasts import ForecastSet
@@ -32,7 +32,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     """Find what all forecasts and the source share.
 
     Raises:
-        UserError: another grid, no common date, or fit dates that the source lacks.
+        UserError: another grid, sums over other hours, no common date, or fit dates that the source lacks.
     """
     layout = source.layout
     for forecast in forecasts:
@@ -42,6 +42,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
                 f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
                 "regrid=true brings archives to the forecasts' grid"
             )
+        _check_intervals(source, forecast)
     truth = source.has(Part.TRUTH)
     notes: list[str] = [] if truth else ["There is no truth: spread alone is scored."]
     fit = _fit_dates(config, source, forecasts, notes)
@@ -55,6 +56,20 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     groups, columns = _groups(source, forecasts, notes)
     notes += _member_notes(config, source, forecasts)
     return Plan(test, fit, columns, groups, dropped, notes, truth)
+
+
+def _check_intervals(source: Source, forecast: ForecastSet) -> None:
+    """Raise a UserError where a variable is over other hours in a forecast than in the source."""
+    leads = [lead for lead in source.layout.lead_hours if lead in forecast.lead_hours]
+    for name, pairs in bounds_at(source, source.layout.names, leads).items():
+        theirs = forecast.intervals(name) if name in forecast.variables else {}
+        for lead, pair in zip(leads, pairs, strict=True):
+            if pair is not None and theirs.get(lead, tuple(pair)) != tuple(pair):
+                first, last = theirs[lead]
+                raise UserError(
+                    f"{forecast.path}: {name} at {lead} h is over {first}-{last} h, in {source.path} over"
+                    f" {pair[0]}-{pair[1]} h; give the data that it was made from"
+                )
 
 
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:

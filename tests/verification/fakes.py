@@ -45,6 +45,7 @@ def write_forecasts(
     train: list[int] = (),
     members_in: str = "1 2 3 4 5",
     rows: slice = slice(None),
+    lead_bounds: dict[str, list] | None = None,
 ) -> Path:
     """Forecasts of `dates` (indices into the store's start dates), one file each."""
     layout, steps = store.layout, [store.layout.lead_hours.index(lead) for lead in leads]
@@ -66,7 +67,10 @@ def write_forecasts(
             outputs += [Output(name, kind, value[..., rows, :]) for kind, value in numbers.items()]
         many = next((value.shape[0] for o in outputs if o.kind is Kind.MEMBER for value in [o.values]), 0)
         members = tuple(range(1, many + 1))
-        header = Header(layout.init_time[date], leads, layout.levels, places, members=members, attributes=attributes)
+        header = Header(
+            layout.init_time[date], leads, layout.levels, places, members=members, lead_bounds=lead_bounds or {},
+            attributes=attributes,
+        )  # fmt: skip
         write_forecast(folder / file_name(layout.init_time[date]), header, outputs)
     return folder
 
