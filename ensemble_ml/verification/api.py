@@ -199,7 +199,8 @@ def efi(
     levels = climate[quantile_dim].values
 
     def index(x: np.ndarray, q: np.ndarray) -> np.ndarray:
-        return extremes.efi(np.moveaxis(x, -1, 0), np.moveaxis(q, -1, 0), levels)
+        others = max(x.ndim, q.ndim) - 1
+        return extremes.efi(_core_first(x, others), _core_first(q, others), levels)
 
     return xr.apply_ufunc(
         index, forecast, climate, input_core_dims=[[member_dim], [quantile_dim]], dask="parallelized",
@@ -231,9 +232,18 @@ def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core:
     core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
 
     def inner(first: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        return function(np.moveaxis(first, -1, 0) if core else first, *rest)
+        if core:
+            first = _core_first(first, max(first.ndim - 1, *(array.ndim for array in rest)))
+            shape = np.broadcast_shapes(first.shape[1:], *(array.shape for array in rest))
+            rest = tuple(np.broadcast_to(array, shape) for array in rest)
+        return function(first, *rest)
 
     return xr.apply_ufunc(inner, *arrays, input_core_dims=core_dims, dask="parallelized", output_dtypes=[np.float64])
+
+
+def _core_first(values: np.ndarray, others: int) -> np.ndarray:
+    """The last axis first, before `others` axes: a dimension that another array alone has leads those of this one."""
+    return np.moveaxis(values.reshape((1,) * (others + 1 - values.ndim) + values.shape), -1, 0)
 
 
 def _vectors(

@@ -59,9 +59,8 @@ class Interval:
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
     """Number the block of each start date.
 
-    Blocks last `block_days` or more. A new one starts with every calendar year and after every gap longer than
-    `block_days`; what is left at the end of a run of dates joins the block before it if it is too short. A run that is
-    shorter is a block of its own.
+    Blocks last `block_days` or more. A new one starts after every gap longer than `block_days`; what is left at the end
+    of a run of dates joins the block before it if it is too short. A run that is shorter is a block of its own.
 
     Args:
         init_time: (D,) datetime64, ascending.
@@ -71,8 +70,7 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
         (D,) int, ascending from 0.
     """
     days = init_time.astype("datetime64[s]").astype(np.int64) / 86400
-    years = init_time.astype("datetime64[Y]").astype(int)
-    breaks = np.flatnonzero((np.diff(days) > block_days) | (np.diff(years) != 0)) + 1
+    breaks = np.flatnonzero(np.diff(days) > block_days) + 1
     blocks: list[list[int]] = []
     for run in np.split(np.arange(len(days)), breaks):
         found = _blocks_of_run(days[run], block_days)

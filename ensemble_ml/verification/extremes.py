@@ -48,7 +48,7 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
     if levels[0] != 0 or levels[-1] != 1 or (np.diff(levels) <= 0).any():
         raise ValueError(f"levels {levels.tolist()}: must ascend from 0 to 1")
     climate = np.asarray(climate, np.float64)
-    total = np.zeros(np.shape(members)[1:])
+    total = np.zeros(np.broadcast_shapes(np.shape(members)[1:], climate.shape[1:]))
     for member in members:
         low, high = climate_place(climate, levels, np.asarray(member, np.float64))
         tied = high - low > 1e-12

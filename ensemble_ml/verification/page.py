@@ -46,9 +46,10 @@ DEFINITIONS = {
         points together (Benjamini and Hochberg).""",
     "means": """Every mean is weighted by exact cell area (difference of the sines of the cell's bounds);
         unweighted stands beside it. Means over variables and levels are geometric means of score ratios.""",
-    "intervals": """Block bootstrap over start dates, in blocks of block_days or more that never cross a
-        year's end; the same draws for all; percentiles, taken further out where blocks are few (Student's t); nothing
-        is sure by fewer than five blocks. Better means that the whole interval of a difference is on the good side.""",
+    "intervals": """Block bootstrap over start dates, in blocks of block_days or more, apart where dates are
+        further apart; the same draws for all; percentiles, taken further out where blocks are few (Student's t);
+        nothing is sure by fewer than five blocks. Better means that the whole interval of a difference is on the good
+        side.""",
     "masks": """A point counts where all members, the truth and all forecasts are there; what is left out is
         counted.""",
 }

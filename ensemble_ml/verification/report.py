@@ -33,7 +33,7 @@ def write_report(
     parts = [_top(content, scores)]
     parts += [rankings.where(scores), sections.strata(content, scores)]
     parts += [charts.maps(content, scores, pictures, grid, land)]
-    parts += [rankings.entrants(scores), charts.curves(scores), sections.by_members(content, scores)]
+    parts += [rankings.entrants(scores), charts.curves(scores), sections.by_members(scores)]
     parts += [charts.bins(scores, pictures), sections.calibration(scores, tables.calibration, pictures.headline)]
     parts += [sections.together(content, scores)]
     parts += [sections.extreme(case, scores, grid, land), _background(content)]

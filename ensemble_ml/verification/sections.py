@@ -153,9 +153,9 @@ def _brier(curves: dict[str, dict]) -> str:
     return f"<details><summary>Brier score and its parts</summary>{table(heads, lines)}</details>"
 
 
-def by_members(content: dict[str, Any], scores: Scores) -> str:
-    """Score against the number of members that forecasts were made from, where they differ."""
-    sizes = {one["label"]: len(one["members_in"]) for one in content["forecasts"] if one["members_in"]}
+def by_members(scores: Scores) -> str:
+    """Score against the number of members that forecasts, not baselines, were made from, where they differ."""
+    sizes = {label: scores.given[label] for label in scores.forecasts if label in scores.given}
     if len(set(sizes.values())) < 2:
         return ""
     columns, full = scores.at_lead(scores.headline_lead), f"raw_{scores.full}"

@@ -35,6 +35,39 @@ def test_crps_equals_scores_in_every_reduction():
         xr.testing.assert_allclose(at_points, peer.transpose(*at_points.dims))
 
 
+@pytest.mark.parametrize("fair", [True, False])
+@pytest.mark.parametrize("dates", [7, 12])
+def test_one_ensemble_for_many_observations_and_the_reverse(fair, dates):
+    """As a climatology is scored: a dimension that one side alone has is as long as the ensemble, or not."""
+    rng = np.random.default_rng(0)
+    x = xr.DataArray(rng.normal(size=7), dims="realization")
+    y = xr.DataArray(rng.normal(size=(3, dates)), dims=["station", "time"])
+    for members, truth in (
+        (x, y),
+        (x, y[0]),
+        (x.expand_dims(time=dates), y.T),
+        (y.rename(station="realization"), x[0]),
+    ):
+        found = api.crps_ensemble(members, truth, fair=fair, preserve_dims="all")
+        expected = crps_for_ensemble(
+            members, truth, "realization", method="fair" if fair else "ecdf", preserve_dims="all"
+        )
+        xr.testing.assert_allclose(found, expected.transpose(*found.dims))
+
+
+def test_efi_of_one_forecast_against_many_climates():
+    levels, rng = np.linspace(0, 1, 11), np.random.default_rng(0)
+    x = xr.DataArray(rng.normal(size=(5, 4)), dims=["x", "realization"])
+    climate = xr.DataArray(
+        np.sort(rng.normal(size=(3, 5, 11))), dims=["time", "x", "quantile"], coords={"quantile": levels}
+    )
+    found = api.efi(x, climate)
+    for time in range(3):
+        np.testing.assert_allclose(found.sel(time=time), api.efi(x, climate.isel(time=time)))
+    one = api.efi(x.isel(x=0), climate)
+    np.testing.assert_allclose(one.isel(x=2, time=1), api.efi(x.isel(x=0), climate.isel(x=2, time=1)))
+
+
 def test_area_weights_follow_the_order_of_the_data():
     _, y = ensemble()
     np.testing.assert_allclose(api.area_weights(y), GRID.area_weights())
