@@ -78,8 +78,11 @@ print(forecast)
 
 # %%
 archive = xr.open_dataset(store, engine="ensemble_ml")
+forecast = forecast.isel(init_time=np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
+with_truth = archive[f"{name}_truth"].notnull().any(["latitude", "longitude"]).all("lead_time").values
+archive, forecast = archive.isel(init_time=with_truth), forecast.isel(init_time=with_truth)
 with xr.open_dataset(files[0]) as first:
     used = [int(number) for number in first.attrs["members_in"].split()]
 truth = archive[f"{name}_truth"].load()
@@ -87,7 +90,8 @@ members = archive[name].load()
 reduced = members.sel(realization=used)
 grid = Grid(truth.latitude.values, truth.longitude.values)
 weights = xr.DataArray(grid.area_weights(), coords={"latitude": truth.latitude, "longitude": truth.longitude})
-print(f"{label}: {len(files)} start dates, {len(used)} of {members.sizes['realization']} members in")
+scored = f"{truth.sizes['init_time']} of {len(files)} start dates have a truth"
+print(f"{label}: {scored}; {len(used)} of {members.sizes['realization']} members in")
 
 # %% [markdown]
 # ## What one forecast looks like
@@ -213,9 +217,10 @@ axis.set(title=f"CRPS gained on {rival}, with 95 % intervals", xlabel="lead time
 # %%
 low, high = interval[:, -1]
 verdict = "so it is better" if low > 0 else "so it is worse" if high < 0 else "which does not tell them apart"
-sure = f"95 % interval {low:.1f} to {high:.1f} %" if np.isfinite(low) else "no 95 % interval: one block of dates"
+sure = f"95 % interval {low:.1f} to {high:.1f} %" if np.isfinite(low) else "no 95 % interval: too few blocks of dates"
 print(
     f"From {len(used)} of {members.sizes['realization']} members, the predicted distribution of {label} at"
     f" {hours[-1]} h has a CRPS of {score['predicted'].mean('init_time').values[-1]:.4g} {units}:"
-    f" {float(gain[-1]):.1f} % below that of the normal law of {rival} ({sure}, {len(files)} start dates), {verdict}."
+    f" {float(gain[-1]):.1f} % below that of the normal law of {rival} ({sure},"
+    f" {truth.sizes['init_time']} start dates), {verdict}."
 )

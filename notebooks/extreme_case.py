@@ -42,12 +42,15 @@ label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
 
 archive = xr.open_dataset(store, engine="ensemble_ml")
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
-files = {np.datetime64(f"{p.stem[9:13]}-{p.stem[13:15]}-{p.stem[15:17]}T{p.stem[17:19]}", "ns"): p
-         for p in sorted(folder.glob("forecast_*.nc"))}  # fmt: skip
+stamps = {p.stem.removeprefix("forecast_"): p for p in sorted(folder.glob("forecast_*.nc"))}
+files = {np.datetime64(f"{s[:4]}-{s[4:6]}-{s[6:8]}T{s[8:10]}:{s[10:] or '00'}", "ns"): p for s, p in stamps.items()}
 with xr.open_dataset(next(iter(files.values())), decode_timedelta=True) as first:
     lead = first.forecast_period.values[-1]
     used = [int(number) for number in first.attrs["members_in"].split()]
 hours = int(lead / np.timedelta64(1, "h"))
+truths = archive[f"{name}_truth"].sel(lead_time=lead)
+files = {start: path for start, path in files.items()
+         if start in truths.init_time.values and truths.sel(init_time=start).notnull().any()}  # fmt: skip
 
 # %% [markdown]
 # ## How unusual is each forecast?
@@ -90,7 +93,7 @@ for start, value in unusual.items():
 
 # %%
 raw = members.sel(init_time=case)
-truth = archive[f"{name}_truth"].sel(init_time=case, lead_time=lead)
+truth = truths.sel(init_time=case)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
     forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]].isel(time=-1)
     forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()

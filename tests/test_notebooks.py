@@ -10,6 +10,7 @@ from synthetic import make_store
 
 from ensemble_ml.config import DataConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
 from ensemble_ml.inference import predict
+from ensemble_ml.store import Part
 from ensemble_ml.training import train
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
@@ -19,9 +20,11 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 def run(tmp_path_factory):
     """A run as scripts/quickstart.sh leaves it, made in seconds."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
+    absent = [(Part.TRUTH, 8, 0, name) for name in ("t", "t2m")]  # one of six dates that are forecast
     store = make_store(
-        folder.parent / "tiny-data" / "store.zarr", dates=12, levels=(850,), variables=("t",), shape=(9, 16), bias=0.3
-    )
+        folder.parent / "tiny-data" / "store.zarr", dates=12, levels=(850,), variables=("t",), shape=(9, 16), bias=0.3,
+        absent=absent,
+    )  # fmt: skip
     train(
         TrainConfig(
             run="tiny",
@@ -53,7 +56,7 @@ def test_evaluate_forecast(run, monkeypatch, variable):
     nbformat.validate(ran)
     outputs = [output for cell in ran.cells for output in cell.get("outputs", ())]
     text = "".join(output.get("text", "") for output in outputs)
-    assert "3 of 6 members in" in text and "95 % interval" in text.splitlines()[-1]
+    assert "5 of 6 start dates have a truth; 3 of 6 members in" in text and "95 % interval" in text.splitlines()[-1]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
 
 
