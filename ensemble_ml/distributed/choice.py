@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ensemble_ml.config import ExchangeName, MomentumKept, OptimConfig
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, TorchCommunicator
-from ensemble_ml.distributed.exchange import BucketExchange, GradientAverage, Reduction
+from ensemble_ml.distributed.exchange import ADDS_UP, BucketExchange, GradientAverage, Reduction
 from ensemble_ml.distributed.mesh import new_group
 from ensemble_ml.distributed.momentum import MomentumPlan
 from ensemble_ml.distributed.powersgd import PowerSGD
@@ -165,7 +165,8 @@ def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> Ow
 
 
 def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """Give this rank its tensors back; on another number of ranks, all of them get the mean.
+    """Give this rank its tensors back; on another number of ranks, all of them get the mean, or an equal share of what
+    adds up.
 
     Args:
         ranks: parts that were kept; 0 does nothing.
@@ -182,4 +183,5 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     for rank in range(1, ranks):
         for name, value in read(rank).items():
             total[name] += value
-    exchange.load_local_state({name: value / ranks for name, value in total.items()})
+    parts = {name: size if name.startswith(ADDS_UP) else ranks for name in total}
+    exchange.load_local_state({name: value / parts[name] for name, value in total.items()})

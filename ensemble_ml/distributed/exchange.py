@@ -33,6 +33,9 @@ class Reduction(Enum):
     mean = "mean"
 
 
+ADDS_UP = "error."  # begins the names of a rank's own tensors of which the sum over ranks counts, not the mean
+
+
 class BucketExchange(Exchange):
     """Common to all exchanges over ranks: buckets, hooks, the thread.
 

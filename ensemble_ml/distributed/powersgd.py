@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.distributed.communicator import Communicator
-from ensemble_ml.distributed.exchange import GradientAverage, Reduction
+from ensemble_ml.distributed.exchange import ADDS_UP, GradientAverage, Reduction
 
 
 class PowerSGD(GradientAverage):
@@ -28,6 +28,9 @@ class PowerSGD(GradientAverage):
         self.factors: dict[int, Tensor] = {}
         self.errors: dict[int, Tensor] = {}
         self._new_errors: dict[int, Tensor] = {}
+        # Of all parameters, not of those that are exchanged: which these are depends on how the grid is shared out.
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        self._numbers = {id(p): number for number, p in enumerate(every)}
         for i, p in enumerate(self.params):
             rows, columns = _shape(p)
             if self.rank * (rows + columns) < rows * columns:
@@ -72,17 +75,14 @@ class PowerSGD(GradientAverage):
 
     def local_state(self) -> dict[str, Tensor]:
         self.ready()
-        errors = {f"error.{i}": v for i, v in self.errors.items()}
-        return errors | {f"factor.{i}": v for i, v in self.factors.items()}
+        names = {i: self._numbers[id(self.params[i])] for i in self.factors}
+        errors = {f"{ADDS_UP}{names[i]}": v for i, v in self.errors.items()}
+        return errors | {f"factor.{names[i]}": v for i, v in self.factors.items()}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        self.ready()
-        for name, value in state.items():
-            kind, index = name.split(".")
-            if kind == "momentum":
-                continue
-            held = self.errors if kind == "error" else self.factors
-            held[int(index)].copy_(value)
+        held = self.local_state()
+        for name in held.keys() & state.keys():  # a term that was not exchanged before starts anew
+            held[name].copy_(state[name])
 
     def _matrix(self, i: int, scale: float) -> Tensor:
         return self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i]

@@ -14,7 +14,7 @@ import logging
 import mmap
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +53,15 @@ class Batch(dict[str, torch.Tensor]):
         self.step, self.positions, self.samples = step, positions, samples
 
 
+def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
+    """How many nodes the ranks are on, and the bytes that each of them may take: the same on all, whole pages."""
+    own = f"{free_memory()} {node}".encode()
+    told = [one.decode().split(" ", 1) for one in (gather(own) if gather is not None else [own])]
+    ranks = Counter(name for _, name in told)
+    least = min(int(free) // 2 // ranks[name] for free, name in told)
+    return len(ranks), least // mmap.PAGESIZE * mmap.PAGESIZE
+
+
 class ClairvoyantLoader:
     """The batches of one rank, from `start_step` to the end of the last epoch; used once, or closed by `with`.
 
@@ -63,8 +72,9 @@ class ClairvoyantLoader:
         seed: of the order.
         rank, ranks: this process among those that share the batch.
         gather: brings every rank's bytes to all ranks (an all-gather of objects); needed where ranks > 1.
-        ram, disk: bytes of samples to hold on this rank, the same on all; None takes half the free memory. They are
-            held packed, or decompressed where all fit so and no more travels between nodes for it.
+        ram, disk: bytes of samples to hold on this rank, the same on all; None takes half the free memory of the node
+            that has least of it for each of its ranks. They are held packed, or decompressed where all fit so and no
+            more travels between nodes for it.
         folder: for the cache on local disk. A later run with the same plan finds it filled where `source` names
             its content (`StoreItems`, or `DatasetItems(dataset, name)`).
         assign: `fixed` or `locality`.
@@ -103,16 +113,17 @@ class ClairvoyantLoader:
         if ranks > 1 and gather is None:
             raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
         self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
-        room = Room(free_memory() // 2 // ranks if ram is None else ram, disk)
+        nodes, share = 1, 0
+        if ram is None or isinstance(self.items, Openable):  # alike on all ranks, so all of them gather
+            nodes, share = _neighbours(gather, node or this_node())
+        room = Room(share if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
         stored = getattr(self.items, "stored", None)
         heads = isinstance(self.items, Divisible)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored, heads)
         self.rank, self.step = rank, start_step
-        if isinstance(self.items, Openable):  # on every rank, so all gather, also those that have planned differently
-            nodes = {b""} if gather is None else set(gather((node or this_node()).encode()))
-            if epochs > 1 and self.plan.holds_all:
-                self._open(self.items, together=len(nodes) == 1)
+        if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
+            self._open(self.items, together=nodes == 1)
         self._threads, self._ahead = threads, ahead
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None

@@ -55,7 +55,11 @@ def member_subset(
     drawn = words(seed, Stream.MEMBERS, epoch, sample, n_members + 1)
     size = allowed[int(drawn[0] % np.uint64(len(allowed)))]
     order = np.argsort(drawn[1:], kind="stable")
-    return np.sort((order if there is None else order[np.isin(order, there)])[:size])
+    if most < n_members:
+        among = np.zeros(n_members, bool)
+        among[there] = True
+        order = order[among[order]]
+    return np.sort(order[:size])
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _PAGE = mmap.PAGESIZE
 _PIECE = 1 << 20  # bytes of a checksum after which other threads have their turn: it does not let them in by itself
+_PATIENCE = 1.0  # seconds that another run may take to see that a cache is in use
 _MAGIC = 0x454D4C31  # "EML1"
 _FILLED = 1 << 32  # in a header word; the low half is the sample's crc32c
 
@@ -85,18 +86,24 @@ class Slab:
 
     @classmethod
     def on_disk(cls, path: Path, shape: Shape, *, keep: bool) -> Slab:
-        """A slab in the file `path`; what an earlier run with the same key has left in it stays, if `keep`.
+        """A slab in the file `path`; what an earlier run with the same key has left in it stays, if `keep`. Else the
+        file loses its name at once: nothing is left of it, however the process ends.
 
         Raises:
             UserError: another process uses the file, or it cannot be made.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _locked(path)
+        except BlockingIOError as error:
+            raise UserError(
+                f"loading.disk={path.parent}: {path.name}: another run uses it; give another folder"
+            ) from error
         except OSError as error:
             raise UserError(f"loading.disk={path.parent}: cannot be written ({error.strerror})") from error
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not keep:
+                os.unlink(path)
             if not keep or os.fstat(fd).st_size != shape.bytes:
                 os.ftruncate(fd, 0)
                 os.ftruncate(fd, shape.bytes)
@@ -104,8 +111,9 @@ class Slab:
             return cls(fd, shape, writable=True)
         except OSError as error:
             os.close(fd)
-            reason = "another run uses it" if isinstance(error, BlockingIOError) else str(error.strerror)
-            raise UserError(f"loading.disk={path.parent}: {path.name}: {reason}; give another folder") from error
+            raise UserError(
+                f"loading.disk={path.parent}: {path.name}: {error.strerror}; give another folder"
+            ) from error
 
     @classmethod
     def of_peer(cls, path: str, shape: Shape) -> Slab:
@@ -166,6 +174,32 @@ class Slab:
                 self._map.close()
             os.close(self.fd)
             self.fd = -1
+
+
+def _locked(path: Path) -> int:
+    """Open a file of that name and lock it; a run that clears away may hold it, or take its name, just then.
+
+    Raises:
+        BlockingIOError: another process has it for longer.
+        OSError: it cannot be made.
+    """
+    until = time.monotonic() + _PATIENCE
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return fd
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(fd)
+                raise
+            time.sleep(_PATIENCE / 20)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
 def checksum(data: memoryview) -> int:

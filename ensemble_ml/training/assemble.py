@@ -252,8 +252,27 @@ def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch
 
 
 def run_exchange(config: TrainConfig, session: Session) -> Exchange:
-    """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up."""
+    """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up.
+
+    Raises:
+        UserError: settings that do not fit the ranks, or nodes with different numbers of them where that matters.
+    """
+    if config.optim.hierarchical:
+        _refuse_uneven_nodes(session)
     return make_exchange(config.optim, session.topology, local_size=session.world.local_size)
+
+
+def _refuse_uneven_nodes(session: Session) -> None:
+    """Raise a UserError, on all ranks, where they have not the same number of ranks on their nodes: each would make
+    other groups, and wait for them."""
+    size, own = session.mesh.world.size, session.world.local_size
+    sums = torch.tensor([own, own**2], dtype=torch.float64, device=session.device)
+    session.mesh.world.all_reduce(sums)
+    if int(sums[0]) ** 2 != size * int(sums[1]):  # Cauchy and Schwarz: equal for equal numbers alone
+        raise UserError(
+            f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
+            f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"
+        )
 
 
 def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from ensemble_ml.distributed import Session, Topology
 from ensemble_ml.distributed.gather import gather_bytes
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.loading import Batches, Reader
-from ensemble_ml.loading.batches import fixed_draws
+from ensemble_ml.loading.batches import Draw, fixed_draws
 from ensemble_ml.loading.device import Device
 from ensemble_ml.loading.explain import explain
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, RunLoader, TorchLoader, make_plan
@@ -41,15 +42,20 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
 
 def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Schedule:
     """The batches of steps `start_step` to `steps`, and the validations; a `fresh` run begins with one."""
-    config = run.config
-    members = np.arange(min(config.data.validation_members, run.reader.full_size))
-    return Schedule(
-        run.batches(start_step, steps),
-        fixed_draws(run.reader, run.validation_dates, members, config.batch_size),
-        config.validate_every,
-        fresh,
-        run.session.topology.data,
-    )
+    config, parts = run.config, run.session.topology.data
+    draws = _validation_draws(config, run.reader, run.validation_dates, parts)
+    return Schedule(run.batches(start_step, steps), draws, config.validate_every, fresh, parts)
+
+
+def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int], parts: int) -> list[list[Draw]]:
+    """The samples of validation, in groups that are dealt out to `parts` of the ranks."""
+    members = np.arange(min(config.data.validation_members, reader.full_size))
+    return fixed_draws(reader, dates, members, validation_size(config, parts))
+
+
+def validation_size(config: TrainConfig, parts: int) -> int:
+    """Dates of a validation batch: no more than a rank holds of a training batch, which memory was planned for."""
+    return -(-config.batch_size // parts)
 
 
 def lane_of(session: Session) -> Lane:
@@ -90,12 +96,11 @@ def describe(config: TrainConfig, store: TensorStore, topology: Topology = ONE, 
         shard = make_shard(topology, spec.grid.shape, spec.config.depth)
         window = shard.own_rows, shard.own_columns
     reader = Reader(store, spec, window=window)
-    members = np.arange(min(config.data.validation_members, reader.full_size))
     schedule = Schedule(
         Batches(
             reader, train, batch_size=config.batch_size, seed=config.seed, sizes=config.data.members, steps=config.steps
         ),
-        fixed_draws(reader, validation, members, config.batch_size),
+        _validation_draws(config, reader, validation, topology.data),
         config.validate_every,
         True,
         topology.data,

@@ -35,7 +35,7 @@ from ensemble_ml.optim import Outcome, build
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
-from ensemble_ml.training.feed import open_loader
+from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.signals import StopRequest
@@ -295,7 +295,8 @@ class Trainer:
         run = self.setup
         with self.state.predicting() as model:
             batches, size = self._validation_batches(), run.reader.full_size
-            return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
+            with told_of_memory(self.config, self.session):
+                return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup
@@ -303,7 +304,7 @@ class Trainer:
             found = self.loader.validation(self.state.step)
         else:
             members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
-            size = self.config.batch_size
+            size = validation_size(self.config, run.share[1])
             found = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
         return map(self._moved, found)
 

@@ -1,5 +1,6 @@
 """The loader gives the batches of the order, and reads what the plan says, byte for byte."""
 
+import fcntl
 import gc
 import os
 import threading
@@ -13,6 +14,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.items import DatasetItems
 from ensemble_ml.loading.order import Order
+from ensemble_ml.loading.slab import Shape, Slab
 
 F, SHAPE, BATCH, EPOCHS = 23, (3, 5), 4, 3
 SIZE = 3 * 5 * 4 + 8
@@ -196,17 +198,65 @@ def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path):
         assert data.reads.sum() == reads
         (file,) = tmp_path.iterdir()
         assert file.stat().st_size <= 10 * SIZE + 4096
-    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 4, ram=0, disk=3 * SIZE, folder=tmp_path):
-        assert len(list(tmp_path.iterdir())) == 1  # the other run's cache is gone
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 4, ram=0, disk=3 * SIZE, folder=tmp_path) as loader:
+        assert not list(
+            tmp_path.iterdir()
+        )  # the other run's cache is gone, and this one, of no named content, nameless
+        for batch in loader:
+            check(batch, batch.samples)
+        assert loader.tiers.counters.disk == (EPOCHS - 1) * 3 * SIZE
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_may_be_cleared_away_while_it_is_made(tmp_path, monkeypatch):
+    """A run that clears away holds the lock for a moment, or takes the file's name: neither ends this one."""
+    path, shape = tmp_path / "a.cache", Shape(np.array([3]), np.array([0]), np.array([8]), 1)
+    lock, held = fcntl.flock, []
+
+    def taken(fd, how):
+        if not held:
+            held.append(fd)
+            os.unlink(path)
+        return lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    slab = Slab.on_disk(path, shape, keep=True)
+    assert os.path.samestat(os.fstat(slab.fd), path.stat())
+    slab.close()
+    with path.open("rb") as file:
+        lock(file, fcntl.LOCK_EX)
+        timer = threading.Timer(0.3, lambda: lock(file, fcntl.LOCK_UN))
+        timer.start()
+        Slab.on_disk(path, shape, keep=True).close()
+        timer.join()
+
+
+def test_ranks_that_take_half_of_free_memory_agree(monkeypatch):
+    """Each process sees another amount; two ranks of one node share what is free there."""
+    amounts = iter(range(10**9, 10**10, 12345))
+    monkeypatch.setattr("ensemble_ml.loading.clairvoyant.free_memory", lambda: next(amounts))
+    gathering, found = Gathering(3), {}
+
+    def body(rank):
+        node = "shared" if rank else "own"
+        gather = gathering.of(rank)
+        with ClairvoyantLoader(
+            Numbers(), BATCH, 1, 3, rank=rank, ranks=3, gather=gather, node=node, host="localhost"
+        ) as one:
+            found[rank] = one.plan.tiers.ram
+            assert sum(len(batch.samples) for batch in one) > 0
+
+    run_ranks(3, body)
+    assert len(set(found.values())) == 1 and 10**9 // 4 - 4096 < found[0] < 10**9 // 4 + 12345
 
 
 def test_two_runs_do_not_share_a_disk_cache(tmp_path):
     options = dict(ram=0, disk=10 * SIZE, folder=tmp_path)
     with (
-        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, **options),
+        ClairvoyantLoader(DatasetItems(Numbers(), "numbers"), BATCH, EPOCHS, 3, **options),
         pytest.raises(UserError, match="another run"),
     ):
-        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, **options)
+        ClairvoyantLoader(DatasetItems(Numbers(), "numbers"), BATCH, EPOCHS, 3, **options)
 
 
 def test_what_goes_wrong_in_a_thread_is_raised_here():

@@ -1,6 +1,8 @@
 """Training whole runs that vote: replicas, resume, log, bad gradients."""
 
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,23 @@ from parallel.test_parallel_training import config_of, joined, stopped_at
 from synthetic import make_store
 
 from ensemble_ml.benchmarks.voting import trials
-from ensemble_ml.config import Assign, ExchangeName, MomentumKept, MomentumSync, Nonfinite, OptimName, Precision
+from ensemble_ml.config import (
+    Assign,
+    ExchangeName,
+    MomentumKept,
+    MomentumSync,
+    Nonfinite,
+    OptimConfig,
+    OptimName,
+    Precision,
+    TrainConfig,
+)
+from ensemble_ml.distributed import NullCommunicator
+from ensemble_ml.distributed.choice import restore_state
+from ensemble_ml.distributed.exchange import BucketExchange
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import load_checkpoint, trainer
+from ensemble_ml.training.assemble import run_exchange
 from ensemble_ml.training.tracking import read_log
 
 
@@ -76,6 +92,65 @@ def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
     changes = {"exchange": ExchangeName.powersgd, "clip": 1.0}
     whole, half = whole_and_gone_on(store, tmp_path, changes, (_until_five,), lat=2)
     assert whole.keys() == half.keys() and all(torch.equal(whole[k], half[k]) for k in whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [({"lat": 2}, {"data": 2}), ({"data": 2}, {"lat": 2})])
+def test_low_ranks_go_on_where_the_grid_is_shared_out_otherwise(store, tmp_path, before, after):
+    """Which terms are exchanged depends on it; those of both keep what was left out of them."""
+    config = voting(store, tmp_path)
+    config.optim.exchange, config.optim.clip = ExchangeName.powersgd, 1.0
+    run_ranks(_until_five, 2, config, **before)
+    left = load_checkpoint(tmp_path / "a" / "checkpoints" / "last", training=True).of_rank(0)
+    config.resume = True
+    told = run_ranks(_errors_at_start, 2, config, **after)
+    kept = {name: value for name, value in left.items() if name in told[0]}
+    assert len(kept) > 5 and all(torch.equal(told[0][name], value) for name, value in kept.items())
+    assert read_log(tmp_path / "a" / "log.jsonl")[-1]["step"] == 10
+
+
+def _errors_at_start(session, config):
+    """What the exchange of a rank holds as the run goes on."""
+    found = {}
+    step = trainer.Trainer._step
+
+    def told(self, batch, stop=None):
+        if not found:
+            found.update({name: value.clone() for name, value in self.state.exchange.local_state().items()})
+        return step(self, batch, stop)
+
+    trainer.Trainer._step = told
+    config.steps = 10
+    joined(session, config)
+    return found
+
+
+def test_what_was_left_out_adds_up_over_ranks():
+    """Four ranks' errors on two ranks, and on one: their sum stays."""
+    parts = [{"error.0": torch.full((2, 2), r + 1.0), "factor.0": torch.full((2, 2), 3.0)} for r in range(4)]
+    for size in (1, 2):
+        got = []
+        exchange = BucketExchange(NullCommunicator())
+        exchange.group = SimpleNamespace(size=size, rank=0)
+        exchange.load_local_state = got.append
+        restore_state(exchange, 4, lambda rank: parts[rank])
+        assert torch.equal(size * got[0]["error.0"], torch.full((2, 2), 10.0))
+        assert torch.equal(got[0]["factor.0"], torch.full((2, 2), 3.0))
+
+
+def _uneven(session, numbers):
+    session.world = replace(session.world, local_size=numbers[session.topology.rank])
+    config = TrainConfig(optim=OptimConfig(name=OptimName.lion, exchange=ExchangeName.vote, hierarchical=True))
+    try:
+        run_exchange(config, session)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_nodes_of_different_sizes_are_refused_by_all_ranks():
+    told = run_ranks(_uneven, 4, [2, 2, 1, 1], data=4)
+    assert all("nodes have different numbers of ranks" in text for text in told)
+    assert run_ranks(_uneven, 4, [2, 2, 2, 2], data=4) == [""] * 4
 
 
 def whole_and_gone_on(store, folder, changes, broken_off, **mesh):
