@@ -47,6 +47,12 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
     return None
 
 
+def with_start(data: xr.Dataset) -> xr.Dataset:
+    """Let a start that stands beside the fields of a file, but not among their `coordinates`, be one of these."""
+    alone = [name for name, a in data.data_vars.items() if a.size == 1 and a.attrs.get("standard_name") == START]
+    return data.assign({name: data[name].squeeze(drop=True) for name in alone}).set_coords(alone) if alone else data
+
+
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Where a file has one start, valid times and no lead, the lead is their difference."""
     init = axes["init"]

@@ -17,15 +17,37 @@ from data_prep.records import GUST
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
 
+_READ = "point", "sum", "mean", "maximum", "minimum"
+_EXTREMES = "avg", "max", "min"
+
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
     """Whether values are of intervals rather than of moments: by CF cell_methods, else by what the variable is.
 
     Bounds of an axis are for all variables of a file, though some of them may be of moments.
     """
-    methods = dict(re.findall(r"(\w+): (point|sum|mean|maximum|minimum)", str(array.attrs.get("cell_methods", ""))))
-    found = {methods[name] for name in methods if name in ALIASES["init"] + ALIASES["lead"]}
+    found = _methods(array)
     return found != {"point"} if found else field.accumulated or field.standard_name == GUST
+
+
+def other_quantity(array: xr.DataArray, field: Field) -> str:
+    """Why values are not those of the variable, though they bear its name; empty where they are.
+
+    A range or a deviation over time is another quantity; cfgrib says of means and extremes no interval.
+    """
+    strange = _methods(array) - set(_READ)
+    if strange:
+        return f" ({sorted(strange)[0]} over time)"
+    kind = str(array.attrs.get("GRIB_stepType", ""))
+    unsaid = kind in _EXTREMES and not over_intervals(array, field)
+    return f" (GRIB_stepType {kind}, over no interval that is said)" if unsaid else ""
+
+
+def _methods(array: xr.DataArray) -> set[str]:
+    """CF cell methods of the axes of time."""
+    pairs = re.findall(r"((?:\w+: )+)(\w+)", str(array.attrs.get("cell_methods", "")))
+    times = ALIASES["init"] + ALIASES["lead"]
+    return {method for axes, method in pairs if any(axis in times for axis in axes.replace(":", "").split())}
 
 
 def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:

@@ -61,6 +61,7 @@ class ArchiveTruth:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
         self._tiles: dict[int, Tiles] = {}
+        self._over_intervals: set[str] = set()  # variables of moments that the truth has over intervals alone
         self._rows = self._align(lambda name: name)
         there = {FIELDS[index].name for index in np.unique(records["field"]).tolist()}
         derived = {name for name in layout.names if field(name).components and name not in there}
@@ -95,6 +96,11 @@ class ArchiveTruth:
             self._tiles[FIELD_INDEX[name]] = tiles = Tiles(self._records[mine], mine)
             if not tiles.stated and not field(name).accumulated:
                 log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
+        elif field(name).standard_name != GUST:
+            mine = mine[self._records["lead_start"][mine] == self._records["lead"][mine]]
+            if not len(mine):
+                self._over_intervals.add(name)
+                return np.full(valid.shape, _MISSING)
         times = self._records["init"][mine] + self._records["lead"][mine] * _HOUR
         order = np.lexsort((self._records["lead"][mine], times))  # the shortest lead first among equal times
         mine, times = mine[order], times[order]
@@ -219,6 +225,8 @@ class ArchiveTruth:
                     if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
                         raise UserError(f"truth {self.path}: {name}: {self._interval_reason(name)}")
                     reasons[name] = "the truth has none of it at the forecast's valid times"
+                    if name in self._over_intervals:
+                        reasons[name] = "the truth has it over intervals, the forecast at moments"
         return reasons
 
     def _interval_reason(self, name: str) -> str:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, READ, find_axis, known_axes, lead_of_valid_time, untangle
-from data_prep.cell_bounds import over_intervals, widths
+from data_prep.axes import ALIASES, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
+from data_prep.cell_bounds import other_quantity, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
@@ -95,7 +95,7 @@ class XarrayFile:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
                     zarr = os.path.isdir(self.path)
-                    self._data = _open_zarr(self.path) if zarr else open_netcdf(self.path)
+                    self._data = with_start(_open_zarr(self.path) if zarr else open_netcdf(self.path))
             except Exception as error:  # every back end has errors of its own, for what is one case to the user
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error
@@ -334,18 +334,23 @@ def _identify(array: xr.DataArray) -> tuple[Field | None, str]:
     Where it has none, what a message says after the variable's name.
     """
     known: list[Field] = []
-    for alias in (str(array.name), str(array.attrs.get("standard_name", ""))):
+    number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
+    aliases = [str(array.name), str(array.attrs.get("standard_name", ""))]
+    if number is None and "GRIB_paramId" in array.attrs:
+        aliases.pop()  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
+    for alias in aliases:
         try:
             known.append(resolve(alias))
         except UserError:
             continue
-    number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
     known += [number] if number else []
     if not known:
         return None, ""
     if _type(array) in OF_ENSEMBLE:
         return None, " (derived from an ensemble)"
     first = known[0]
+    if reason := other_quantity(array, first):
+        return None, reason
     if first.surface or first.static or find_axis(array, "level") is not None:
         return first, ""
     near, start = _near_ground(array, first), find_axis(array, "init")

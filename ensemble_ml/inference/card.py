@@ -56,7 +56,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
-        ("calibration", _calibration(meta.get("widths"), meta["config"]["data"]["validation_members"])),
+        ("calibration", _calibration(spec, meta.get("widths"), meta["config"]["data"]["validation_members"])),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
@@ -68,7 +68,9 @@ def _channels(spec: ModelSpec) -> str:
     return f", {config.hidden} to {config.max_hidden} channels" if config.pools else ""
 
 
-def _calibration(widths: Sequence[Sequence[float]] | None, members: int) -> str:
+def _calibration(spec: ModelSpec, widths: Sequence[Sequence[float]] | None, members: int) -> str:
+    if not spec.config.postprocess:
+        return "none: it predicts the spread alone"
     found = [one for row in widths or () for one in row]
     if not found:
         return "none: there was no validation date with a truth"

@@ -27,7 +27,6 @@ _CHUNK = 1 << 20  # bytes: small grids go whole into a chunk, large ones field b
 _CLOCK = {
     "units": "seconds since 1970-01-01 00:00:00",
     "calendar": "proleptic_gregorian",
-    "units_metadata": "leap_seconds: none",
 }
 
 

@@ -82,6 +82,9 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
     """
     output = Path(config.output)
     check_writable(output)
+    require(
+        "forecast", config.forecast, bool(as_list(config.forecast)), "give a folder of forecasts, or a list of them"
+    )
     for name in FILES:
         free = config.overwrite or not (output / name).exists()
         require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")

@@ -76,7 +76,7 @@ class ForecastSet:
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
         else:
-            family = Family(file.data[f"{name}_location"].attrs.get("distribution_family", family.value))
+            family = _family(file.data[f"{name}_location"], family)
         mean = parts["mean"] if parts["mean"] is not None else location
         stddev = parts["stddev"] if parts["stddev"] is not None else scale
         return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
@@ -128,14 +128,12 @@ class ForecastSet:
         file = self._file(path)
         for array in (file.data[f"{name}_{part}"] for part in _PARTS if f"{name}_{part}" in self.names):
             methods = str(array.attrs.get("cell_methods", ""))
-            if spans := _SPANS.search(methods):
-                pairs = np.array([span.removesuffix(" h").split("-") for span in spans[1].split(", ")], int)
-            elif _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
+            if spans := _SPANS.search(methods):  # of all leads that were forecast; each ends at its own
+                every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
+                return {int(last): (int(first), int(last)) for first, last in every}
+            if _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
                 after = np.atleast_2d(file.data[bounds].values) - _reference_time(file.data, path)
-                pairs = (after / np.timedelta64(1, "h")).astype(int)
-            else:
-                continue
-            return {hour: (first, last) for hour, (first, last) in zip(file.hours, pairs.tolist(), strict=True)}
+                return {int(last): (int(first), int(last)) for first, last in after / np.timedelta64(1, "h")}
         return {}
 
     def _field(
@@ -181,6 +179,8 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     Raises:
         UserError: a folder is missing or holds no forecast, a file is damaged, or two folders have the same name.
     """
+    if not folders:
+        raise UserError("forecast: no folder given; give one of forecasts, or a list of them")
     sets = [_open_folder(Path(folder)) for folder in folders]
     labels = [one.label for one in sets]
     for one in sets:
@@ -260,6 +260,14 @@ def _conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:
     if found != (1.0, 0.0) and family != Family.NORMAL.value:
         raise UserError(f"{path}: {array.name}: parameters of a {family} law in {units}; give them in {known.units}")
     return found
+
+
+def _family(array: xr.DataArray, usual: Family) -> Family:
+    said = array.attrs.get("distribution_family", usual.value)
+    if said not in {family.value for family in Family}:
+        path, known = array.encoding.get("source"), _listed(family.value for family in Family)
+        raise UserError(f"{path}: {array.name}: distribution_family {said!r} is not known; known are {known}")
+    return Family(said)
 
 
 def _reference_time(data: xr.Dataset, path: Path) -> np.datetime64:

@@ -126,7 +126,7 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
     m = len(members)
     norm = lambda a: np.sqrt((a * a).sum(0))  # noqa: E731
     error = sum(norm(np.asarray(member, np.float64) - y) for member in members) / m
-    pairs = np.zeros(np.shape(y)[1:])
+    pairs = np.zeros(np.broadcast_shapes(np.shape(members)[2:], np.shape(y)[1:]))
     for i in range(m):
         for j in range(i):
             pairs += norm(np.asarray(members[i], np.float64) - members[j])
@@ -143,7 +143,7 @@ def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> n
         y: (V, ...) truth.
         order: p.
     """
-    total = np.zeros(np.shape(y)[1:])
+    total = np.zeros(np.broadcast_shapes(np.shape(members)[2:], np.shape(y)[1:]))
     for i in range(len(y)):
         for j in range(i):
             forecast = (np.abs(np.asarray(members[:, i], np.float64) - members[:, j]) ** order).mean(0)

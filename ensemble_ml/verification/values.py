@@ -39,7 +39,7 @@ def spread_values(
     setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], start: np.ndarray | None = None
 ) -> Values:
     """Of the spread: each entrant against the full ensemble's, and against the held-out members'; `start`: the reduced
-    ensemble's at lead 0."""
+    ensemble's at lead 0. Where the reduced ensemble is the full one, what is made of its spread knows the answer."""
     m, n = setting.reduced, setting.full
     if n < 2:
         return {}
@@ -47,13 +47,14 @@ def spread_values(
     given = np.sqrt(ensemble_moments(sample.members[:m])[1])
     held = held_out_spread(sample.members, m)
     entrants = {label: one.spread for label, one in said.items() if one.spread is not None}
-    if m > 1:
+    if 1 < m < n:
         entrants[f"raw_{m}"] = given
         entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
     if fit.start is not None and start is not None:
         entrants[f"start_regression_{m}"] = fit.start(start)
     if fit.spread is not None:
-        entrants[f"spread_regression_{m}"] = fit.spread(given)
+        if m < n:
+            entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
     found = {
         Key(name, statistic): value

@@ -151,6 +151,24 @@ class TestSums:
         with pytest.raises(UserError, match=r"tp: its sums state no interval .*, and those over 0-24 h, 24-48 h after"):
             prepare(config)
 
+    def test_means_over_a_day_verify_no_moment(self, tmp_path):
+        """The moment is taken where both are there; with the mean alone there is nothing to verify by."""
+        forecast = ensemble(tmp_path / "f.grib", names=("t2m", "t"), dates=(20010101,), steps=(24,))
+        times = np.array(["2001-01-02"], "datetime64[ns]")
+        axes = {"time": ("time", times, {"bounds": "time_bnds"}), "latitude": GLOBE[0], "longitude": GLOBE[1]}
+        mean = np.full((1, *SHAPE), 250.0), {"units": "K", "cell_methods": "time: mean"}
+        data = xr.Dataset({"t2m": (("time", "latitude", "longitude"), *mean)}, axes)
+        data["time_bnds"] = ("time", "nv"), np.stack([times - np.timedelta64(24, "h"), times], 1)
+        data.time.encoding["units"] = "hours since 2001-01-01"
+        data.to_netcdf(tmp_path / "mean.nc")
+        moment = analyses(tmp_path / "moment.grib", names=("t2m", "t"))
+        found = open_pair(forecast, [tmp_path / "mean.nc", moment])
+        assert found.read(Part.TRUTH, 0).surface.min() > 251
+        upper = analyses(tmp_path / "upper.grib")
+        alone = open_pair(forecast, [tmp_path / "mean.nc", upper])
+        assert not alone.present(Part.TRUTH, 0)[1].any() and alone.present(Part.TRUTH, 0)[0].any()
+        assert alone.truth.unmatched() == {"t2m": "the truth has it over intervals, the forecast at moments"}
+
     def test_intervals_that_do_not_fit_are_an_error(self, tmp_path, wet):
         made = [rain(None, 20010101, "12-36", 1e-3, member=None)]
         config = PrepareConfig(

@@ -1,6 +1,7 @@
 """NetCDF and Zarr archives as sources."""
 
 import os
+import re
 
 import netCDF4
 import numpy as np
@@ -425,6 +426,42 @@ def test_limits_of_packed_values_with_a_negative_scale():
     assert valid_limits(array) == (-0.5, 65534.5)
     array.attrs = {"valid_range": "none"}
     assert valid_limits(array) == (-np.inf, np.inf)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"GRIB_paramId": 121, "GRIB_stepType": "max"}, ""),  # mx2t6, to which cfgrib gives the name of what it is of
+        ({"GRIB_paramId": 167, "GRIB_stepType": "avg"}, r" \(GRIB_stepType avg, over no interval that is said\)"),
+        ({"cell_methods": "time: range"}, r" \(range over time\)"),
+        ({"cell_methods": "step: area: standard_deviation"}, r" \(standard_deviation over time\)"),
+    ],
+)
+def test_what_bears_the_name_of_another_quantity_is_left_out(tmp_path, attributes, reason):
+    data = dataset(t="t2").isel(isobaricInhPa=0, drop=True).assign_coords(heightAboveGround=2.0)
+    data["t2"].attrs |= {"standard_name": "air_temperature"} | attributes
+    data["t2m"] = data.t2.copy().assign_attrs(units="K")
+    data["t2m"].attrs = {"units": "K"}
+    data["skt"] = data.t2m
+    data.drop_vars("t2m").to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.surface == ("skt",)
+    assert any(re.fullmatch(f"t2{reason}", name) for file in source.catalogue.readers for name in file.skipped)
+    data["t2"].attrs = {"standard_name": "air_temperature", "units": "K", "cell_methods": "time: point"}
+    data.drop_vars("t2m").to_netcdf(tmp_path / "b.nc")
+    assert open_archive(tmp_path / "b.nc").layout.surface == ("t2m", "skt")
+
+
+def test_a_start_that_is_no_coordinate_of_the_fields(tmp_path):
+    """As of an ensemble that is written along valid time, with the start beside it."""
+    start = np.datetime64("2001-01-01", "ns")
+    data = dataset().isel(time=0, drop=True).rename(step="time")
+    data = data.assign_coords(time=start + np.array([0, 24], "timedelta64[h]"))
+    data["forecast_reference_time"] = (), start, {"standard_name": "forecast_reference_time"}
+    data["t"].encoding["coordinates"] = None
+    data.to_netcdf(tmp_path / "a.nc")
+    lay = open_archive(tmp_path / "a.nc").layout
+    assert lay.lead_hours == (0, 24) and lay.init_time.tolist() == [start.item()]
 
 
 def test_a_field_in_two_variables_of_a_file(tmp_path):

@@ -55,6 +55,18 @@ def test_one_ensemble_for_many_observations_and_the_reverse(fair, dates):
         xr.testing.assert_allclose(found, expected.transpose(*found.dims))
 
 
+def test_vectors_that_have_dimensions_of_their_own():
+    rng = np.random.default_rng(0)
+    x = xr.DataArray(rng.normal(size=(2, 5, 3, 4)), dims=["lead_time", "realization", "variable", "latitude"])
+    y = xr.DataArray(rng.normal(size=(6, 3, 4)), dims=["time", "variable", "latitude"])
+    for score in (api.energy_score, api.variogram_score):
+        found = score(x, y, variable_dim="variable", preserve_dims="all")
+        for lead, time in np.ndindex(2, 6):
+            one = score(x[lead], y[time], variable_dim="variable", preserve_dims="all")
+            np.testing.assert_allclose(found.isel(lead_time=lead, time=time), one)
+        assert score(x, y[0], variable_dim="variable", preserve_dims="all").sizes == {"lead_time": 2, "latitude": 4}
+
+
 def test_efi_of_one_forecast_against_many_climates():
     levels, rng = np.linspace(0, 1, 11), np.random.default_rng(0)
     x = xr.DataArray(rng.normal(size=(5, 4)), dims=["x", "realization"])

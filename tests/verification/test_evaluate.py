@@ -269,6 +269,47 @@ def test_sums_over_other_hours_are_not_compared(store, tmp_path, plain, monkeypa
         evaluate(settings(folder, store, tmp_path / "r2"), store)
 
 
+def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeypatch):
+    bounds = {"tp": [[0, 24], [24, 48]], "q": [[0, 24], [0, 48]]}
+    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds)
+    (tmp_path / "cut").mkdir()
+    for path in folder.glob("*.nc"):
+        with xr.open_dataset(path, decode_timedelta=False) as data:
+            data.isel(time=[1]).to_netcdf(tmp_path / "cut" / path.name)
+    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
+    evaluate(settings(tmp_path / "cut", store, tmp_path / "r"), store)
+    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [42, 48]]})
+    with pytest.raises(UserError, match="tp at 48 h is over 24-48 h"):
+        evaluate(settings(tmp_path / "cut", store, tmp_path / "r2"), store)
+
+
+def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tmp_path, plain):
+    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(members=10), train=TRAIN)
+    evaluate(settings(folder, store, tmp_path / "r", members_in=10), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    rows = {row["entrant"]: row["spread_rmse"]["value"] for row in content["scores"] if "spread_rmse" in row}
+    assert "climatology" in rows and not {"raw_10", "size_corrected_10", "spread_regression_10"} & rows.keys()
+    assert all(abs(claim["value"]) < 1e3 for claim in content["claims"])
+
+
+@pytest.mark.parametrize("forecast", [[], None])
+def test_no_forecast_is_refused(store, tmp_path, forecast):
+    given = settings([], store, tmp_path / "r")
+    given.forecast = forecast
+    with pytest.raises(UserError, match=r"forecast=.*give a folder of forecasts"):
+        evaluate(given, store)
+
+
+def test_a_law_that_is_not_known_is_named(store, forecast, tmp_path):
+    (tmp_path / "f").mkdir()
+    for path in forecast.glob("*.nc"):
+        (tmp_path / "f" / path.name).write_bytes(path.read_bytes())
+        with netCDF4.Dataset(tmp_path / "f" / path.name, "a") as data:
+            data["t_location"].distribution_family = "weibull"
+    with pytest.raises(UserError, match="t_location: distribution_family 'weibull' is not known; known are normal"):
+        evaluate(settings(tmp_path / "f", store, tmp_path / "r"), store)
+
+
 def test_what_cannot_be_written_is_told_before_anything_is_read(store, forecast, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "r"):
