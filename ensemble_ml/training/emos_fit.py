@@ -98,6 +98,8 @@ def fit_emos_model(
     whole = np.array([len(reader.available(int(date))) for date in train])
     enough = {s for s in SIZES if s in sizes and (whole >= s).sum() >= COEFFICIENTS}
     wanted = sorted(enough | {samples.members})
+    if wanted[0] > 1 and reader.spec.config.min_members == 1:
+        log.warning("emos: fitted to %s members, and not to one, of which sigma would be too small", wanted)
     first = fit.all_points(form, None)
     for size in [samples.members, *(s for s in wanted if s != samples.members)]:
         if size == samples.members:

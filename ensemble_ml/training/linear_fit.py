@@ -146,7 +146,7 @@ def fit_linear(
         sizes: numbers of members that the training will show.
         targets: from a date, its sample and M: errors of mean and spread to explain, (T, F, Y, X), NaN where absent.
     """
-    train, validation = kept_apart(train, validation)
+    train, validation = kept_apart(train, telling(dates, targets, validation))
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
@@ -156,20 +156,33 @@ def fit_linear(
     gram, right = _sums(rows, train, shown, centre)
     whole = _solutions(gram.sum(0), right.sum(0), PENALTIES, dates.beat)  # (1 + penalty, TERMS * K, O)
     errors = sum(_errors(rows, date, whole[None], centre, None) for date in validation)[0]  # type: ignore[index]
-    common = _taken(whole, errors.argmin(0))
+    common = _taken(whole, _chosen(errors, PENALTIES))
     more = torch.stack(
         [_solutions(g, r - g @ common.double(), BAND_PENALTIES, dates.beat) for g, r in zip(gram, right, strict=True)]
     )
     of_bands: Tensor = sum(_errors(rows, date, more, centre, common) for date in validation)  # type: ignore[assignment]
     left = of_bands.amin(1).sum(0)
     for band, (added, error) in enumerate(zip(more, of_bands, strict=True)):
-        first, second = (common + _taken(added, error.argmin(0))).unflatten(0, (TERMS, -1))
+        first, second = (common + _taken(added, _chosen(error, BAND_PENALTIES))).unflatten(0, (TERMS, -1))
         weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)
         linear.module.weight[band].copy_(weight)
     gain = 1 - (left / errors[0].clamp(min=_TINY)).sqrt()
-    mean, spread = (100 * float(part.mean()) for part in gain.chunk(KINDS))
+    known = errors[0] > 0
+    parts = zip(gain.chunk(KINDS), known.chunk(KINDS), strict=True)
+    mean, spread = (100 * float(part[there].mean().nan_to_num()) for part, there in parts)
     told = "linear correction: weighted RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower"
     log.info(told, mean, spread)
+
+
+def telling(dates: Dates, targets: Targets, validation: np.ndarray) -> np.ndarray:
+    """The dates to choose by, or none where no errors of the mean, or of the spread, are known on any of them."""
+    missing = set(range(KINDS))
+    for date in validation:
+        found = targets(int(date), dates.sample(int(date)), dates.members)
+        missing -= {kind for kind in missing if bool(torch.isfinite(found[kind]).any())}
+        if not missing:
+            return validation
+    return validation[:0]
 
 
 class _Rows:
@@ -274,6 +287,17 @@ def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], beat: Ca
 def _taken(candidates: Tensor, best: Tensor) -> Tensor:
     """Of each output, the coefficients (TERMS * K, O) of its best candidate."""
     return candidates.gather(0, best.expand(1, candidates.shape[1], -1))[0]
+
+
+def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
+    """The best candidate of each output by its errors (1 + penalty, O); of one that the dates to choose by lack, what
+    most of its kind take, and a middle penalty where they lack all of these."""
+    found = []
+    for part in errors.chunk(KINDS, 1):
+        best, known = part.argmin(0), part[0] > 0
+        usual = best[known].mode().values if known.any() else torch.tensor(1 + len(penalties) // 2)
+        found.append(torch.where(known, best, usual))
+    return torch.cat(found)
 
 
 def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float, common: Tensor | None) -> Tensor:

@@ -130,12 +130,14 @@ def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: S
     if not len(validation) or dates.members < 2:
         return torch.full(dates.shape, _SHRINK_DEFAULT)
     errors = torch.zeros(len(SHRINK), *dates.shape, dtype=torch.float64)
+    known = torch.zeros(dates.shape, dtype=torch.bool)
     for date in validation:
         sample = dates.sample(int(date))
         for position, k in enumerate(SHRINK):
             error = _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
             errors[position] += torch.nan_to_num(error)  # a date without the field lacks it at every k
-    return SHRINK[errors.argmin(0)]
+        known |= torch.isfinite(error)
+    return torch.where(known, SHRINK[errors.argmin(0)], _SHRINK_DEFAULT)
 
 
 def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ensemble_ml.models.linear import KINDS
 from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
-from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets
+from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets, telling
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
 
 log = logging.getLogger(__name__)
 
 _VALIDATION_DATES = 40
+_UNTRIED = 0.5  # share of what no date to choose by can tell of
 _TINY = 1e-12
 
 
@@ -42,7 +43,7 @@ def fit_surroundings(
     """
     network = correction.surroundings
     assert network is not None
-    train, validation = kept_apart(train, validation)
+    train, validation = kept_apart(train, telling(dates, targets, validation))
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("surroundings: %d dates are too few, so nothing is added", len(train) + len(validation))
         return
@@ -60,7 +61,7 @@ def fit_surroundings(
     shares, gain = _shares(points, spaced(validation, _VALIDATION_DATES))
     network.second *= shares[:, None]
     told = "surroundings: fitted to %d points; RMSE of the spread on the validation dates %.1f %% lower"
-    log.info(told, len(pool.inputs), 100 * float(gain.mean()))
+    log.info(told, len(pool.inputs), 100 * float(gain.mean().nan_to_num()))
 
 
 def _sizes(pool: Pool) -> Tensor:
@@ -71,7 +72,8 @@ def _sizes(pool: Pool) -> Tensor:
 
 
 def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
-    """How much of each output to take, (T F,), and by what share its root mean square error then falls."""
+    """How much of each output to take, (T F,), as of the others where the dates lack it; by what share the root mean
+    square error of those that they have then falls."""
     both = own = whole = torch.zeros((), dtype=torch.float64)
     correction = points.correction
     linear, network = correction.linear, correction.surroundings
@@ -87,7 +89,9 @@ def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
         both = both + (weight * errors * found).sum(1, dtype=torch.float64)
         own = own + (weight * found**2).sum(1, dtype=torch.float64)
         whole = whole + (weight * errors**2).sum(1, dtype=torch.float64)
-    shares = (both / own.clamp(min=_TINY)).clamp(0, 1)
+    shares, known = (both / own.clamp(min=_TINY)).clamp(0, 1), whole > 0
+    usual = shares[known].mean() if known.any() else torch.tensor(_UNTRIED, dtype=shares.dtype)
+    shares = torch.where(known, shares, usual)
     left = whole - 2 * shares * both + shares**2 * own
     gain = 1 - (left / whole.clamp(min=_TINY)).clamp(0, 1).sqrt()
-    return shares.float(), torch.where(whole > 0, gain, 0.0)
+    return shares.float(), gain[known]

@@ -17,6 +17,7 @@ from ensemble_ml.models import distributions
 from ensemble_ml.models.heads import informed
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families, kept_apart, neighbours, present, spaced
+from ensemble_ml.training.linear_fit import telling
 from ensemble_ml.training.residual_fit import fit_residuals
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
 from ensemble_ml.training.spread_fit import SHRINK, Spread
@@ -27,6 +28,10 @@ _VALIDATION_DATES, _POINTS = 80, 1000  # of each date: enough for a few numbers 
 _FACTORS = torch.linspace(-1, 1, 25).exp()
 _NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # where nothing but a comparison is asked for
 _SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # of v and of w
+_ALIKE = 1e-6  # of minus the log likelihood
+_NOTHING = (
+    1e-3  # typical spreads: where members differ and err by less, a date says nothing of how wide sigma should be
+)
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
 _LARGEST_RATIO = 25.0  # of one squared residual to s0^2
 _TINY = 1e-30
@@ -54,6 +59,8 @@ class Left:
 class Truth:
     """Residuals of the training dates, and what is fitted to them."""
 
+    _last: tuple[int, Tensor] | None = None  # a date and its truth less the bias: other choices of its members follow
+
     def __init__(self, dates: Dates, spread: Spread, scales: Scales, chosen: np.ndarray):
         self.dates, self.spread, self.scales, self.chosen = dates, spread, scales, chosen
         self.follows = neighbours(dates.reader.source.layout.init_time[chosen])
@@ -76,7 +83,9 @@ class Truth:
 
     def error_left(self, date: int, mean: Tensor) -> Tensor:
         """Error of `mean` beyond the bias of the (other) training dates, (T, F, Y, X)."""
-        return self.dates.target(Part.TRUTH, date) - mean - self._bias_without(date)
+        if self._last is None or self._last[0] != date:
+            self._last = date, self.dates.target(Part.TRUTH, date) - self._bias_without(date)
+        return self._last[1] - mean
 
     def _bias_without(self, date: int) -> Tensor:
         if date not in self._known:
@@ -91,9 +100,13 @@ class Truth:
         return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
 
     def _uninformed(self, date: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Truth, corrected mean and s0 of a date, and v and w, which are not in them yet."""
+        """Truth, corrected mean and s0 of a date, and v and w, which are not in them yet. The truth is NaN of fields in
+        which there was nothing to predict (a dry day): the width that is best there is no matter of others."""
         sample = self.dates.sample(date)
         truth, centre, followed = self._unseen(sample, date)
+        told = (truth - sample.mean).abs() + sample.spread.nan_to_num()
+        told = self.scales.mean(told, torch.isfinite(told)) > _NOTHING * self.scales.mean(self.spread.climatology)
+        truth = torch.where(told[..., None, None], truth, torch.nan)
         return truth, centre, self.spread.s0(followed), self.spread.expected_errors(sample)
 
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
@@ -112,12 +125,16 @@ class Truth:
             count += valid
             for position, k in enumerate(SHRINK):
                 s0 = self.spread.s0(followed, k.expand(self.dates.shape))
-                ratio = (((truth - centre) / s0) ** 2).clamp(max=_LARGEST_RATIO)
+                ratio = ((truth - centre) / s0) ** 2
+                # Of the date's own mean: a bound for all k would make those alike that are all far too small.
+                ratio = ratio.minimum(_LARGEST_RATIO * self.scales.mean(ratio, there)[..., None, None].to(ratio.dtype))
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
         known, count = count > 0, count.clamp(min=1)
-        misfit = 0.5 * torch.log(ratios.clamp(min=1e-12) / count) + logs / count
-        return torch.where(known, SHRINK[misfit.argmin(0)], self.spread.shrink)
+        misfit = 0.5 * torch.log(ratios.clamp(min=_TINY) / count) + logs / count
+        alike = misfit <= misfit.amin(0) + _ALIKE  # members that never differ say nothing: the climate's spread does
+        largest = (alike * torch.arange(len(SHRINK))[:, None, None]).amax(0)
+        return torch.where(known, SHRINK[largest], self.spread.shrink)
 
     def inflation(self) -> Tensor:
         """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean; zero for
@@ -141,17 +158,20 @@ class Truth:
         correction = self.spread.corrected
         if correction is None or correction.residuals is None:
             return False
-        train, validation = kept_apart(train, validation)
         left, shrink = Left(self, self.spread), self.spread.shrink
+        train, validation = kept_apart(train, telling(self.dates, left, validation))
         if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation):
             return False
         second, linear = correction.residuals.second, correction.linear
         seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
         costs = torch.stack([self._cost(*seen, pair) for pair in tried])
-        shares = tried[costs.argmin(0)].permute(2, 0, 1)  # (2, T, F)
+        known = costs.amax(0) > costs.amin(0)  # the validation dates may lack a field
+        best = costs.argmin(0)
+        usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
+        shares = tried[torch.where(known, best, usual)].permute(2, 0, 1)  # (2, T, F)
         second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
-        gain = 1 - float((costs.amin(0) / costs[0]).mean())
+        gain = 1 - float((costs.amin(0) / costs[0])[known].mean().nan_to_num(1.0))
         log.info("residuals: CRPS on the validation dates %.2f %% lower", 100 * gain)
         return True
 

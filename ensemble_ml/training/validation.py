@@ -68,14 +68,14 @@ def validate(
     spec, mesh = model.spec, mesh or Mesh()
     fields = len(spec.leads_out), spec.fields
     crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
+    least = _NOTHING * _typical(model).to(area.device).double()
     for batch in batches:
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
             crps_sums.add(*_crps(model, batch, prediction))
-            width_sums.add(*_squares(model, batch, prediction))
+            width_sums.add(*_squares(model, batch, prediction), least)
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
-    least = _NOTHING * _typical(model).to(area.device).double()
     found = {"crps_ratio": crps_sums.ratio(least), "spread_ratio": spread_sums.ratio(least**2, 0.5)}
     scores = {name: ratio for name, ratio in found.items() if ratio is not None}
     if scores:
@@ -92,13 +92,19 @@ class _Sums:
         self.dates = 0
         self.known = torch.zeros(fields, dtype=torch.float64, device=area.device)  # dates with a target
 
-    def add(self, ours: Tensor, raw: Tensor, target: Tensor) -> None:
-        """Add maps (B, T, F, Y, X); a cell without a target weighs nothing, in both sums alike."""
+    def add(
+        self, ours: Tensor, raw: Tensor, target: Tensor, told: Tensor | None = None, least: Tensor | None = None
+    ) -> None:
+        """Add maps (B, T, F, Y, X); a cell without a target weighs nothing, in both sums alike; nor does a date whose
+        mean of `told` is not more than `least` (T, F)."""
         known = torch.isfinite(target)
         weight = (known * self.area).double()
-        sums = [(torch.where(known, maps, 0.0) * weight).sum((-2, -1)) for maps in (ours, raw)]
-        parts = torch.stack([*sums, weight.sum((-2, -1))])  # (3, B, T, F)
+        maps = (ours, raw) if told is None else (ours, raw, told)
+        sums = [(torch.where(known, values, 0.0) * weight).sum((-2, -1)) for values in maps]
+        parts = torch.stack([*sums[:2], weight.sum((-2, -1)), *sums[2:]])  # (3 or 4, B, T, F)
         self.mesh.spatial.all_reduce(parts)
+        if least is not None:
+            parts = parts[:3] * (parts[3] > least * parts[2])
         self.sums += (parts[:2] / parts[2].clamp(min=1e-12)).sum(1)
         self.known += (parts[2] > 0).sum(0)
         self.dates += len(target)
@@ -135,9 +141,10 @@ class _Sums:
         return total[:-1].view(3, *self.known.shape) if total[-1] else None
 
 
-def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared error of the predicted mean, predicted variance, and the truth: (B, T, F, Y, X)."""
-    errors, variances, truths = [], [], []
+def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Squared error of the predicted mean, predicted variance, the truth, and by how much members differ and err:
+    (B, T, F, Y, X)."""
+    errors, variances, truths, told = [], [], [], []
     for suffix, families in _kinds(model):
         truth = _of(batch, "truth", suffix)
         location, scale = _of(prediction, "location", suffix), _of(prediction, "scale", suffix)
@@ -148,7 +155,9 @@ def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Ten
         errors.append((mean - truth) ** 2)
         variances.append(deviation**2)
         truths.append(truth)
-    return _join(errors), _join(variances), _join(truths)
+        middle, spread = _raw(model, batch, suffix)
+        told.append((truth - middle).abs() + spread.nan_to_num())
+    return _join(errors), _join(variances), _join(truths), _join(told)
 
 
 def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -81,6 +83,38 @@ def test_spreads_of_the_members_that_are_given_are_no_target(tmp_path):
     for name in ("spread_gain_p", "spread_gain_s", "spread_shrink_p"):
         np.testing.assert_allclose(getattr(found.climate, name), getattr(wanted.climate, name), rtol=0.03)
     np.testing.assert_allclose(found.spread_error[3], wanted.spread_error[3], rtol=0.1)
+
+
+def test_members_that_never_differ_leave_sigma_to_the_climate(tmp_path):
+    """A sea surface that all members were given: its errors are far larger than its spread, whatever k."""
+    made = dict(dates=20, members=6, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m", "sst"))
+    store = make_store(tmp_path / "alike.zarr", **made, bias=0.6, dispersion=0.6, alike=("sst",))
+    found = fit_climate(reader_of(store), TRAIN, TEST, 3, [2, 3, 5]).climate
+    assert (found.shrink_s[:, 1] == 64).all() and (found.shrink_s[:, 0] < 64).all()
+
+
+def test_dates_to_choose_by_in_which_nothing_happens_choose_nothing(whole, tmp_path):
+    """msl is the same for members and truth on all of them: how wide it should be is for training dates to say."""
+    still = copy(whole, tmp_path / "still.zarr", constant=TEST)
+    wanted, found = (fit_climate(reader_of(store), TRAIN, TEST, 4, [4]).climate for store in (whole, still))
+    apart = found.inflation_s[:, 1] - wanted.inflation_s[:, 1]
+    assert np.abs(apart).mean() < 0.25
+    np.testing.assert_allclose(found.inflation_s[:, 0], wanted.inflation_s[:, 0], atol=1e-3)
+
+
+def test_corrections_are_kept_where_dates_to_choose_by_lack_a_target(tmp_path, caplog):
+    """They have three of six members whole: the spread of all is that of the three, and no target."""
+    made = dict(dates=20, members=6, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))
+    gone = [(Part.FORECAST, date, member, name) for date in TEST for member in (3, 4, 5) for name in ("t", "t2m")]
+    store = make_store(tmp_path / "few.zarr", **made, bias=0.6, dispersion=0.6, absent=gone)
+    reader = reader_of(store)
+    config = replace(reader.spec.config, linear=True, surroundings=8, residuals=8)
+    with caplog.at_level("INFO"):
+        found = fit_climate(Reader(store, replace(reader.spec, config=config)), TRAIN, TEST, 3, [2, 3]).climate
+    assert (found.spread_shrink_p == 2).all() and (found.spread_shrink_s == 2).all()
+    means, spreads = np.split(np.abs(found.correction).max((0, 1, 3, 4, 5)), 2)
+    assert (means > 0).any() and (spreads > 0).any()
+    assert "100.0 %" not in caplog.text
 
 
 def only(dates):

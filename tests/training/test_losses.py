@@ -216,6 +216,24 @@ def test_a_broken_prediction_is_no_good_score():
         validate(Fixed(prediction), [batch], full_size=10, area=AREA)
 
 
+def test_dates_on_which_nothing_happens_leave_widths_alone():
+    """A dry day: truth and members are zero, and the law is as wide as rainy days want it."""
+    prediction, batch = case(count=(4.0, 4.0, 4.0))
+    wanted = validate(Fixed(prediction), [batch] * 4, full_size=10, area=AREA).widths
+    dry_prediction, dry = case(count=(4.0, 4.0, 4.0))
+    for values in (dry.truth_s, dry.inputs.mean_s, dry.inputs.spread_s):
+        values.zero_()
+    model = Fixed(prediction)
+
+    def batches():
+        yield from [batch] * 4
+        model.prediction = dry_prediction
+        yield dry
+
+    found = validate(model, batches(), full_size=10, area=AREA).widths
+    assert found[0][4] == pytest.approx(wanted[0][4], rel=1e-6) and found[0][0] != wanted[0][0]
+
+
 def test_widths_make_the_mean_variance_that_of_the_errors():
     """Of every field; the same factors whatever the batches, and one where nothing is known."""
     prediction, batch = case(count=(4.0, 4.0, 4.0))
