@@ -28,6 +28,7 @@ _STANDARD = {
     "level": "air_pressure",
 }
 START = _STANDARD["init"]
+BETWEEN = -1  # a level of no whole hPa, which is left out
 VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
@@ -146,9 +147,10 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         values = values / 100
     elif units not in ("hPa", "millibars", "millibar", "mbar", "mb", ""):
         raise UserError(f"{axis.name}: units {units!r} of pressure level; hPa or Pa are read")
-    if (np.abs(values - np.rint(values)) > 1e-6).any():
+    whole = np.abs(values - np.rint(values)) < 1e-6
+    if not whole.any():
         raise UserError(f"{axis.name}: only levels of whole hPa are read")
-    return np.rint(values).astype(np.int32)
+    return np.where(whole, np.rint(values), BETWEEN).astype(np.int32)
 
 
 READ: dict[str, Any] = {"init": _read_init, "member": _read_member, "lead": _read_lead, "level": _read_level}

@@ -246,6 +246,9 @@ def _kind(get: Get) -> Kind:
     return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
 
 
+_WHOLE_COLUMN = "surface", "atmosphere", "atmosphereSingleLayer", "entireAtmosphere", "meanSea", "unknown"
+
+
 def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int] | None:
     """Position in FIELDS and level in hPa of a parameter, or None where the registry does not know it there."""
     field = by_param_id(number)
@@ -254,6 +257,8 @@ def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int
     if field.name == "z" and level_type in ("surface", "ground"):
         return FIELD_INDEX["orog"], 0
     pressure = level_type in ("isobaricInhPa", "isobaricInPa")
+    if field.name == "tcc" and level_type not in _WHOLE_COLUMN:  # of one layer of clouds
+        return None
     if field.static or (field.surface and not pressure):
         return FIELD_INDEX[field.name], 0
     if field.surface or not pressure or (level_type == "isobaricInPa" and level % 100):

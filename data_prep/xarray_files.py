@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
+from data_prep.axes import ALIASES, BETWEEN, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
 from data_prep.cell_bounds import other_quantity, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
@@ -66,6 +66,10 @@ class _Variable:
     limits: tuple[float, float]  # of valid values, in the file's units
 
 
+class _OtherUnits(UserError):
+    """Units that are not those of the variable."""
+
+
 class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
@@ -102,18 +106,26 @@ class XarrayFile:
         return self._data
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
-        tables = []
+        tables, strange = [], []
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
             if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
                 continue
             field, reason = _identify(array)
             if field is None:
-                label = f"{name}{reason}"
-                self.skipped[label] = self.skipped.get(label, 0) + 1
+                self._skip(f"{name}{reason}")
                 continue
-            tables.append(self._table(data, array, field, *self._locate(array)))
+            try:
+                tables.append(self._table(data, array, field, *self._locate(array)))
+            except _OtherUnits as error:  # of another quantity, most likely, which nobody may have asked for
+                self._skip(f"{name} (units {array.attrs.get('units')})")
+                strange.append(error)
+        if strange and not tables:
+            raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
+
+    def _skip(self, label: str, count: int = 1) -> None:
+        self.skipped[label] = self.skipped.get(label, 0) + count
 
     def _locate(self, array: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
         """Where the rows and columns of the program's grid lie in a variable: (Y,) and (X,)."""
@@ -157,7 +169,10 @@ class XarrayFile:
         if stated is not None:
             records["lead_start"] -= stated
             records["bounded"] = True
-        return records
+        between = records["level"] == BETWEEN
+        if between.any():
+            self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
+        return records[~between]
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
         """Which of `records` are all NaN (see `data_prep.records.Reader`): by one row of each, then by all of it.
@@ -301,7 +316,7 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
     try:
         return unit_conversion(units or field.units, field.units)
     except UserError as error:
-        raise UserError(f"{array.name}: {error}") from error
+        raise _OtherUnits(f"{array.name}: {error}") from error
 
 
 def _type(array: xr.DataArray) -> str:

@@ -15,8 +15,8 @@ neighbour (correlation r) as fewer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -45,12 +45,16 @@ class Scales:
         # Independent numbers in each part of a map, roughly; one in the area mean.
         self.freedom = torch.tensor([max(1.0, rows * columns / (4 * np.pi * w**2)) for w in widths] + [1.0, 1.0])
 
-    def split(self, z: Tensor) -> Tensor:
-        """(..., Y, X) float32 -> (K, ..., Y, X); the last part is the area mean."""
-        steps = [z, *(lat @ z @ lon for lat, lon in self._filters)]
+    def split(self, z: Tensor) -> Iterator[Tensor]:
+        """(..., Y, X) float32 -> K parts (..., Y, X), one at a time: of large grids memory holds few. The last part is
+        the area mean."""
+        wider = z
+        for lat, lon in self._filters:
+            finer, wider = wider, lat @ z @ lon
+            yield finer - wider
         mean = (z * self.area).sum((-2, -1), keepdim=True).expand_as(z)
-        steps.append(mean)
-        return torch.stack([*(a - b for a, b in pairwise(steps)), mean])
+        yield wider - mean
+        yield mean
 
     def smooth(self, z: Tensor) -> Tensor:
         """Gaussian means one cell wide, (..., Y, X)."""
@@ -60,9 +64,10 @@ class Scales:
     def mean(self, z: Tensor, there: Tensor | None = None) -> Tensor:
         """Area mean, (..., Y, X) -> (...) float64; over the points `there` where given, NaN for a field without any."""
         if there is None or bool(there.all()):
-            return (z * self.area).double().sum((-2, -1))
-        area = torch.where(there, self.area, 0.0).double().sum((-2, -1))
-        return (torch.where(there, z, 0.0) * self.area).double().sum((-2, -1)) / torch.where(area > 0, area, torch.nan)
+            return (z * self.area).sum((-2, -1), dtype=torch.float64)
+        area = torch.where(there, self.area, 0.0).sum((-2, -1), dtype=torch.float64)
+        total = (torch.where(there, z, 0.0) * self.area).sum((-2, -1), dtype=torch.float64)
+        return total / torch.where(area > 0, area, torch.nan)
 
     def filled(self, z: Tensor) -> Tensor:
         """Points without a value take the area mean of those that have one: (..., Y, X); nothing has all NaN."""
@@ -92,21 +97,22 @@ class MapMean:
         self.total = torch.zeros(*fields, rows, columns, dtype=torch.float64)
         self._square = torch.zeros(scales.count, *fields, dtype=torch.float64)
         self._lagged, self._pairs = self._square.clone(), self.count.clone()
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: list[Tensor] = []  # parts of the last date
+        self._was_valid = torch.zeros(fields, dtype=torch.bool)
 
     def add(self, z: Tensor, valid: Tensor, *, follows: bool) -> None:
         """Add a date: `z` (T, F, Y, X) float32, `valid` (T, F) bool; `follows`: it is next to the one before."""
         z = torch.where(valid[..., None, None], z, 0.0)
-        parts = self.scales.split(z)
+        both = valid & self._was_valid if follows else torch.zeros_like(valid)
         self.count += valid
         self.total += z
-        self._square += self.scales.mean(parts**2)
-        if follows and self._last is not None:
-            before, was_valid = self._last
-            both = valid & was_valid
-            self._lagged += torch.where(both, self.scales.mean(parts * before), 0.0)
-            self._pairs += both
-        self._last = parts, valid
+        self._pairs += both
+        for k, part in enumerate(self.scales.split(z)):
+            self._square[k] += self.scales.mean(part**2)
+            if both.any():
+                self._lagged[k] += torch.where(both, self.scales.mean(part * self._last[k]), 0.0)
+            self._last[k : k + 1] = [part]
+        self._was_valid = valid
 
     @property
     def mean(self) -> Tensor:
@@ -115,9 +121,9 @@ class MapMean:
 
     def estimate(self) -> Estimate:
         """Weigh the scales by how much of each is signal."""
-        parts = self.scales.split(self.mean)
+        parts = list(self.scales.split(self.mean))
         n = self.count.clamp(min=1)
-        averaged = self.scales.mean(parts**2)
+        averaged = torch.stack([self.scales.mean(part**2) for part in parts])
         between = (self._square / n - averaged).clamp(min=0)
         lagged = torch.where(self._pairs > 0, self._lagged / self._pairs.clamp(min=1) - averaged, 0.0)
         averaged, between, lagged = (self._pooled(v) for v in (averaged, between, lagged))
@@ -138,19 +144,22 @@ class MapMean:
 
 @dataclass(eq=False)
 class Estimate:
-    """`parts` (K, T, F, Y, X) of the mean map; `weight` and effective number of `dates`, both (K, T, F)."""
+    """K `parts` (T, F, Y, X) of the mean map; `weight` and effective number of `dates`, both (K, T, F)."""
 
     scales: Scales
-    parts: Tensor
+    parts: list[Tensor]
     weight: Tensor
     dates: Tensor
 
     def map(self) -> Tensor:
         """The mean freed from noise, (T, F, Y, X)."""
-        return (self.weight[..., None, None] * self.parts).sum(0)
+        return self._weighed(self.parts)
 
     def without(self, z: Tensor) -> Tensor:
         """The same had the date with map `z` not been there, so that its residual is one of an unseen date."""
         n = self.dates[..., None, None].clamp(min=1.5)
-        others = (n * self.parts - self.scales.split(z)) / (n - 1)
-        return (self.weight[..., None, None] * others).sum(0)
+        own = zip(n, self.parts, self.scales.split(z), strict=True)
+        return self._weighed((n * part - mine) / (n - 1) for n, part, mine in own)
+
+    def _weighed(self, parts: Iterable[Tensor]) -> Tensor:
+        return sum(weight * part for weight, part in zip(self.weight[..., None, None], parts, strict=True))  # type: ignore[return-value]

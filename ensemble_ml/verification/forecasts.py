@@ -15,7 +15,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Family, unit_conversion
+from ensemble_ml.fields import FIELDS, Family, unit_conversion
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.verification.baselines import CORRECTIONS
@@ -168,6 +168,7 @@ _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
+_AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _DIFFERENCES = ("scale", "stddev", "ensemble_spread")
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
@@ -207,7 +208,8 @@ def _open_folder(folder: Path) -> ForecastSet:
             made_of.add((str(data.attrs.get("members_in", "")), str(data.attrs.get("checkpoint_sha256"))))
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
-            found = {name: data[name].values for name in ("latitude", "longitude", "level") if name in data.dims}
+            found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
+            found |= {"level": np.atleast_1d(data["level"].values)} if "level" in data.coords else {}
         axes = axes or found
         for name in axes | found:
             if name not in axes or name not in found or not np.array_equal(axes[name], found[name]):
@@ -296,7 +298,8 @@ def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
         for part in ("location", "mean", "ensemble_spread"):
             name = str(full_name).removesuffix(f"_{part}")
             if name != full_name and "latitude" in array.dims:
-                found[name] = tuple(_levels(data)) if "level" in array.dims else (None,)
+                one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
+                found[name] = tuple(_levels(data)) if "level" in array.dims or one else (None,)
     return found
 
 

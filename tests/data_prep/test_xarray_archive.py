@@ -126,7 +126,7 @@ class TestXarray:
         [
             ("step", [0, 1], "moons", "step: units 'moons' of lead time"),
             ("step", [30, 60], "minutes", "step: only whole hours of lead time"),
-            ("isobaricInhPa", [850.5, 500.0], "hPa", "isobaricInhPa: only levels of whole hPa"),
+            ("isobaricInhPa", [850.5, 500.5], "hPa", "isobaricInhPa: only levels of whole hPa"),
             ("number", ["a", "b", "c"], "1", "number: members are numbered with integers"),
             ("time", [0, 1], "1", "a.nc: time: units '1' do not make a date"),
         ],
@@ -450,6 +450,17 @@ def test_what_bears_the_name_of_another_quantity_is_left_out(tmp_path, attribute
     data["t2"].attrs = {"standard_name": "air_temperature", "units": "K", "cell_methods": "time: point"}
     data.drop_vars("t2m").to_netcdf(tmp_path / "b.nc")
     assert open_archive(tmp_path / "b.nc").layout.surface == ("t2m", "skt")
+
+
+def test_levels_and_variables_that_cannot_be_read_are_left_out(tmp_path):
+    """Levels between whole hPa, and a velocity in m/s under the name of that in Pa/s."""
+    data = dataset().assign_coords(isobaricInhPa=[0.4, 500.0])
+    data["w"] = data.t.copy().assign_attrs(units="m s-1")
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.levels == (500,) and source.layout.variables == ("t",)
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0, 0], data.t.values[1, :, :, 1])
+    assert source.catalogue.readers[0].skipped == {"t (at levels of no whole hPa)": 12, "w (units m s-1)": 1}
 
 
 def test_a_start_that_is_no_coordinate_of_the_fields(tmp_path):

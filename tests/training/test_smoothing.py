@@ -27,7 +27,7 @@ def mean_of(maps, grid=GLOBE, follows=False):
 @pytest.mark.parametrize("grid", [GLOBE, REGION])
 def test_parts_add_up(grid):
     scales, z = Scales(grid), noise(0, 1)[0]
-    parts = scales.split(z)
+    parts = torch.stack(list(scales.split(z)))
     assert len(parts) == scales.count == 5
     torch.testing.assert_close(parts.sum(0), z, atol=1e-5, rtol=0)
     weights = torch.from_numpy(grid.area_weights()).float()

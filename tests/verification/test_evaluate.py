@@ -283,6 +283,22 @@ def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeyp
         evaluate(settings(tmp_path / "cut", store, tmp_path / "r2"), store)
 
 
+def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
+    (tmp_path / "f").mkdir()
+    for path in forecast.glob("*.nc"):
+        with xr.open_dataset(path, decode_timedelta=False) as data:
+            data.sel(level=850).to_netcdf(tmp_path / "f" / path.name)
+    evaluate(settings([str(forecast), str(tmp_path / "f")], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    for name, level in (("t", 850), ("tp", None)):
+        ours, theirs = (entry(content, label, name, level)["crps"]["value"] for label in ("forecast", "f"))
+        assert theirs == pytest.approx(ours)
+    with xr.open_dataset(forecast / path.name, decode_timedelta=False) as data:
+        data.sel(level=500).to_netcdf(tmp_path / "f" / path.name)
+    with pytest.raises(UserError, match="other level than"):
+        evaluate(settings(tmp_path / "f", store, tmp_path / "r2"), store)
+
+
 def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tmp_path, plain):
     folder = write_forecasts(tmp_path / "f", store, TEST, corrected(members=10), train=TRAIN)
     evaluate(settings(folder, store, tmp_path / "r", members_in=10), store)
