@@ -16,7 +16,6 @@ Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), never as a quotient of two v
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -146,12 +145,15 @@ def _standard_moments(family: Family, l: Tensor) -> tuple[Tensor, Tensor]:
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 
 
-@cache
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
     location = torch.linspace(*_GRID, dtype=torch.float64)
     if family in skewed.LAWS:
         return location, skewed.moments(family, location, torch.ones_like(location))[0]
     return location, _standard_moments(family, -location)[0]
+
+
+# Made with the module: one that is made when first asked for, within a rehearsal on fake tensors, stays fake for all.
+_MEAN_TABLES = {family: _mean_table(family) for family in Family if family is not Family.NORMAL}
 
 
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
@@ -162,7 +164,7 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     if family is Family.NORMAL:
         return mean
     with torch.no_grad():
-        location, means = (t.to(mean.device) for t in _mean_table(family))
+        location, means = (t.to(mean.device) for t in _MEAN_TABLES[family])
         wanted = (mean.double() / scale.double()).contiguous()
         right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
         share = (wanted - means[right - 1]) / (means[right] - means[right - 1])

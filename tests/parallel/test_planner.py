@@ -2,9 +2,13 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -274,6 +278,29 @@ def test_a_traced_step_holds_what_a_real_one_does():
     even = make_spec(32, 16, pole_row=False)
     parts = [trace(config, even, Topology(lat=n), 2, Speed()).activations for n in (1, 2, 4)]
     assert 1.4 < parts[0] / parts[1] < 2 and 1.3 < parts[1] / parts[2] < 2  # halos and gradients are not shared out
+
+
+AFTER_A_REHEARSAL = """
+import torch
+from models.small_models import make_spec
+from ensemble_ml.config import TrainConfig
+from ensemble_ml.distributed import Topology
+from ensemble_ml.fields import Family
+from ensemble_ml.models import Speed
+from ensemble_ml.models.distributions import location_of_mean
+from ensemble_ml.training.rehearsal import trace
+
+trace(TrainConfig(run="a"), make_spec(17, 16), Topology(), 2, Speed())
+for family in Family:
+    found = location_of_mean(family, torch.ones(3), torch.ones(3))
+    assert type(found) is torch.Tensor, family
+"""
+
+
+def test_nothing_fake_stays_after_a_rehearsal():
+    """In a process of its own: tables of the laws, were they made by the rehearsal, would be wrong without a word."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", AFTER_A_REHEARSAL], env=environment, check=True)
 
 
 def links_of(session):
