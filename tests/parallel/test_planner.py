@@ -44,6 +44,7 @@ from ensemble_ml.optim import build
 from ensemble_ml.training import trainer
 from ensemble_ml.training.probing import _keep, _load
 from ensemble_ml.training.rehearsal import Rehearsal, trace
+from ensemble_ml.training.tracking import read_log
 
 AUTO = ParallelConfig(data="auto", lat="auto", lon="auto")
 LAT, MODEL = ("lat",), ("data", "lat", "lon")
@@ -322,7 +323,8 @@ def test_both_axes_at_once_are_measured():
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return make_store(tmp_path_factory.mktemp("plan") / "a.zarr", dates=4, members=3, shape=(17, 16)).path
+    path = tmp_path_factory.mktemp("plan") / "a.zarr"
+    return make_store(path, dates=4, members=3, shape=(17, 16), surface=("tp",)).path
 
 
 def plan(store, tmp_path, *more):
@@ -384,7 +386,7 @@ def test_bad_input_ends_in_one_line(store, tmp_path, capsys, monkeypatch, more, 
     assert message in text and len([line for line in text.splitlines() if line.startswith("ensemble-ml:")]) == 1
 
 
-def train_auto(session, config):
+def train_on(session, config):
     trainer.start = lambda _: nullcontext(session)
     trainer.train(config)
     return session.topology.shape
@@ -397,13 +399,19 @@ def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
     config = TrainConfig(
         run="a", output=str(tmp_path), steps=2, batch_size=1, threads=1, data=data, model=model, parallel=AUTO
     )
-    chosen = run_ranks(train_auto, 2, config, data="auto", lat="auto", lon="auto")
+    chosen = run_ranks(train_on, 2, config, data="auto", lat="auto", lon="auto")
     assert chosen[0] == chosen[1] and chosen[0] in ((1, 1, 2, 1), (1, 1, 1, 2))  # one date cannot go to two ranks
     kept = OmegaConf.load(tmp_path / "a" / "config.yaml").parallel
     assert (kept.data, kept.lat, kept.lon) == chosen[0][1:]
+    named = dict(zip(("data", "lat", "lon"), chosen[0][1:], strict=True))
+    elsewhere = replace(config, output=str(tmp_path / "by_hand"), parallel=ParallelConfig(**named))  # fits of its own
+    run_ranks(train_on, 2, elsewhere, **named)
+    auto, by_hand = (list(read_log(folder / "a" / "log.jsonl")) for folder in (tmp_path, tmp_path / "by_hand"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (auto, by_hand)]
+    assert losses[0] == losses[1] and losses[0]
     times = sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.json"))
     assert len(times) == 2
-    again = run_ranks(train_auto, 2, replace(config, run="b"), data="auto", lat="auto", lon="auto")
+    again = run_ranks(train_on, 2, replace(config, run="b"), data="auto", lat="auto", lon="auto")
     assert again[0] == again[1] and again[0] in (
         (1, 1, 2, 1),
         (1, 1, 1, 2),
