@@ -201,7 +201,8 @@ class Trainer:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         state.exchange.begin(state.step)
-        running = Running(state.model)  # a forward pass that is not finite would leave its mark there
+        skips = self.config.optim.nonfinite is Nonfinite.skip
+        running = Running(state.model) if skips else None  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
             losses = self.setup.loss(state.model(batch.inputs), batch)
             losses["loss"].backward()
@@ -211,7 +212,7 @@ class Trainer:
         if self._usable(values["loss"], outcome, batch):
             state.optimizer.step()
             self._noted = self._named(state.exchange.after_step())
-        else:
+        elif running is not None:
             running.put_back()
         state.step += 1
         if state.average is not None:

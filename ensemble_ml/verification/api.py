@@ -241,18 +241,18 @@ def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core:
     return xr.apply_ufunc(inner, *arrays, input_core_dims=core_dims, dask="parallelized", output_dtypes=[np.float64])
 
 
-def _core_first(values: np.ndarray, others: int) -> np.ndarray:
-    """The last axis first, before `others` axes: a dimension that another array alone has leads those of this one."""
-    return np.moveaxis(values.reshape((1,) * (others + 1 - values.ndim) + values.shape), -1, 0)
+def _core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
+    """The last `core` axes first, before `others` axes: a dimension that another alone has leads those of this."""
+    padded = values.reshape((1,) * (others + core - values.ndim) + values.shape)
+    return np.moveaxis(padded, range(-core, 0), range(core))
 
 
 def _vectors(
     function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
 ) -> xr.DataArray:
     def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        others = max(x.ndim - 2, y.ndim - 1)  # a dimension that only one has leads it there
-        x, y = x.reshape((1,) * (others + 2 - x.ndim) + x.shape), y.reshape((1,) * (others + 1 - y.ndim) + y.shape)
-        return function(np.moveaxis(x, (-2, -1), (0, 1)), np.moveaxis(y, -1, 0))
+        others = max(x.ndim - 2, y.ndim - 1)
+        return function(_core_first(x, others, 2), _core_first(y, others))
 
     return xr.apply_ufunc(
         inner, forecast, observed, input_core_dims=[[member, variable], [variable]], dask="parallelized",

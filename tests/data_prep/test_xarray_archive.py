@@ -3,7 +3,6 @@
 import os
 import re
 
-import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -11,7 +10,6 @@ import zarr
 from gribfiles import GLOBE, dataset, ensemble
 
 from data_prep import find_gaps, open_archive
-from data_prep.cf_missing import valid_limits
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
 from ensemble_ml.store.sources import stamp
@@ -268,164 +266,6 @@ def test_valid_times_after_one_lead_are_brought_back_to_their_starts(tmp_path):
     dataset().rename(time="valid_time").to_netcdf(tmp_path / "b.nc")
     with pytest.raises(UserError, match="axes valid_time and step: give start dates beside the leads"):
         open_archive(tmp_path / "b.nc")
-
-
-def test_sums_that_fall_do_not_run_from_the_start(tmp_path):
-    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
-    rain = np.random.default_rng(0).gamma(0.3, 0.01, data.tp.shape).astype(np.float32)
-    data["tp"] = data.tp.copy(data=rain).assign_attrs(units="m")
-    data = data.assign_coords(step=np.array([24, 48], "timedelta64[h]").astype("timedelta64[ns]"))
-    data.to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match=r"tp, member 1, .*lead 48 h: its sum is below that of the lead before at \d+%"):
-        open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0)
-    data["tp"] = data.tp.copy(data=np.cumsum(rain, list(data.tp.dims).index("step")))
-    data.to_netcdf(tmp_path / "b.nc")
-    found = open_archive(tmp_path / "b.nc").read(Part.FORECAST, 0).surface[:, :, 0]
-    np.testing.assert_allclose(found, rain[0], atol=1e-6)
-    for dry in (0.0, -9e-19):  # packed with an offset
-        data["tp"].values[:, :, 0] = dry
-        data.to_netcdf(tmp_path / f"c{dry}.nc")
-        assert (open_archive(tmp_path / f"c{dry}.nc").read(Part.FORECAST, 0).surface > -1e-15).all()
-
-
-def test_values_of_the_moment_have_no_interval(tmp_path):
-    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
-    data["tp"].attrs["units"] = "m"
-    for name, methods in (("t2m", ""), ("d2m", "time: point"), ("msl", "time: mean")):
-        data[name] = data.tp.copy().assign_attrs(units="Pa" if name == "msl" else "K", cell_methods=methods)
-    hours = np.array([24.0, 48.0])
-    data = data.assign_coords(step=("step", hours, {"units": "hours", "bounds": "step_bnds"}))
-    data["step_bnds"] = ("step", "two"), np.stack([hours - 6, hours], 1)
-    data.to_netcdf(tmp_path / "a.nc")
-    assert sorted(open_archive(tmp_path / "a.nc").lead_bounds) == ["msl", "tp"]
-
-
-@pytest.mark.parametrize("bounds", [False, True])
-def test_valid_times_after_one_start_are_leads(tmp_path, bounds):
-    data = dataset(t="tp").isel(time=0, isobaricInhPa=0, drop=True)
-    data["tp"].attrs["units"] = "m"
-    start = np.datetime64("2001-01-01", "ns")
-    times = start + np.array([24, 48], "timedelta64[h]")
-    data = data.rename(step="time").assign_coords(time=times, forecast_reference_time=start)
-    data.time.encoding["units"] = "hours since 2001-01-01"
-    if bounds:
-        data.time.attrs["bounds"] = "time_bnds"
-        data["time_bnds"] = ("time", "two"), np.stack([times - np.timedelta64(6, "h"), times], 1)
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
-    assert source.layout.lead_hours == (24, 48) and source.layout.init_time.tolist() == [start.item()]
-    assert source.lead_bounds == {"tp": [[18, 24], [42, 48]] if bounds else [[0, 24], [24, 48]]}
-
-
-def rain_at(hours, width=6):
-    """One start and valid times after it, with leads beside them; bounds of both, `width` hours wide."""
-    data = dataset(t="tp").isel(time=0, isobaricInhPa=0, drop=True).rename(step="time").isel(time=slice(len(hours)))
-    data["tp"].attrs["units"] = "m"
-    start, leads = np.datetime64("2001-01-01", "ns"), np.array(hours, float)
-    times = start + np.array(hours, "timedelta64[h]")
-    period = ("time", leads, {"units": "hours", "standard_name": "forecast_period", "bounds": "forecast_period_bnds"})
-    data = data.assign_coords(time=times, forecast_reference_time=start, forecast_period=period)
-    data.forecast_reference_time.attrs["standard_name"] = "forecast_reference_time"
-    data.time.attrs |= {"bounds": "time_bnds", "standard_name": "time"}
-    data.time.encoding["units"] = "hours since 2001-01-01"
-    data["time_bnds"] = ("time", "two"), np.stack([times - np.timedelta64(width, "h"), times], 1)
-    data["forecast_period_bnds"] = ("time", "two"), np.stack([leads - width, leads], 1)
-    return data
-
-
-@pytest.mark.parametrize("dropped", ["time", "forecast_period"])
-def test_bounds_of_valid_times_or_of_leads_say_the_interval(tmp_path, dropped):
-    data = rain_at([24, 48]).drop_vars(f"{dropped}_bnds")
-    del data[dropped].attrs["bounds"]
-    data.to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
-    assert source.lead_bounds == {"tp": [[18, 24], [42, 48]]}
-    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 1, 0], data.tp.values[:, 1])
-
-
-def test_bounds_of_one_lead_say_its_interval(tmp_path):
-    data = rain_at([24, 48], width=24)
-    for lead in (0, 1):
-        data.isel(time=lead).to_netcdf(tmp_path / f"{lead}.nc")
-    source = open_archive(tmp_path)
-    assert source.lead_bounds == {"tp": [[0, 24], [24, 48]]}
-    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 1, 0], data.tp.values[:, 1])
-
-
-def test_bounds_of_valid_times_of_starts_and_leads_say_the_interval(tmp_path):
-    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
-    data["tp"].attrs["units"] = "m"
-    leads = np.array([24, 48])
-    times = data.time.values[:, None] + leads.astype("timedelta64[h]")
-    valid = ("time", "step"), times, {"bounds": "valid_bounds", "standard_name": "time"}
-    data = data.assign_coords(step=("step", leads, {"units": "hours"}), valid_time=valid)
-    data["valid_bounds"] = ("time", "step", "two"), np.stack([times - np.timedelta64(6, "h"), times], -1)
-    for name in ("time", "valid_time", "valid_bounds"):
-        data[name].encoding["units"] = "hours since 2001-01-01"
-    data.to_netcdf(tmp_path / "a.nc")
-    assert open_archive(tmp_path / "a.nc").lead_bounds == {"tp": [[18, 24], [42, 48]]}
-
-
-def test_bounds_that_are_no_pairs_are_refused(tmp_path):
-    data = rain_at([24, 48])
-    data["forecast_period_bnds"] = data.forecast_period_bnds.T
-    data.isel(time=[0, 1, 1]).assign_coords(time=data.time.values[[0, 1, 1]] + np.arange(3)).to_netcdf(
-        tmp_path / "a.nc"
-    )
-    with pytest.raises(UserError, match="forecast_period: its bounds forecast_period_bnds are not two for each"):
-        open_archive(tmp_path / "a.nc")
-
-
-def packed(path, name="t", **attributes):
-    """Member 2 of the first start date is never written; no attribute says how that looks."""
-    data = dataset(t=name).transpose("time", "number", "step", "isobaricInhPa", "latitude", "longitude")
-    data.drop_vars(name).to_netcdf(path)
-    whole = np.rint((data[name].values - 270) / 0.002).astype(np.int16)
-    with netCDF4.Dataset(path, "a") as file:
-        made = file.createVariable(name, "i2", data[name].dims)
-        made.setncatts({"units": "K", "scale_factor": 0.002, "add_offset": 270.0} | attributes)
-        made.set_auto_maskandscale(False)
-        made[1], made[0, 0], made[0, 2] = whole[1], whole[0, 0], whole[0, 2]
-    return whole
-
-
-def test_packed_values_that_were_never_written_are_absent(tmp_path):
-    whole = packed(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
-    found = source.read(Part.FORECAST, 1).pressure[:, :, 0]
-    np.testing.assert_allclose(found, (whole * 0.002 + 270)[1][:, :, ::-1], atol=1e-4)
-    with pytest.raises(
-        UserError, match=r"member 2, .*, lead 0 h: 84 of 84 values are NaN or infinite; if it is absent"
-    ):
-        source.read(Part.FORECAST, 0)
-
-
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {"valid_range": np.array([-30000, 100], np.int16)},
-        {"valid_max": np.int16(100)},
-        {"valid_max": 270.2},
-        {"valid_range": [0.0, 270.2], "_FillValue": np.int16(-1)},
-    ],
-)
-def test_values_outside_the_valid_range_are_absent(tmp_path, attributes):
-    whole = packed(tmp_path / "a.nc", **{k: v for k, v in attributes.items() if k != "_FillValue"})
-    beyond = int((whole[1, 0, 0, 0] > 100).sum())
-    assert 0 < beyond < 84
-    with pytest.raises(UserError, match=f"{beyond} of 84 values are NaN or infinite, or outside of"):
-        open_archive(tmp_path / "a.nc").read(Part.FORECAST, 1)
-
-
-def test_limits_of_packed_values_with_a_negative_scale():
-    array = xr.DataArray(0.0, attrs={"valid_min": np.int16(10)})
-    array.encoding = {"scale_factor": -0.5, "add_offset": 3.0}
-    assert valid_limits(array) == (-np.inf, 3 - 9.5 / 2)
-    array.attrs = {"valid_range": np.array([0, -2], np.int16)}
-    array.encoding = {"scale_factor": 1.0, "_Unsigned": "true"}
-    assert valid_limits(array) == (-0.5, 65534.5)
-    array.attrs = {"valid_range": "none"}
-    assert valid_limits(array) == (-np.inf, np.inf)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import netCDF4
 import numpy as np
 import pytest
 import scoringrules
-import xarray as xr
 from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
 from synthetic import make_store
 
@@ -206,97 +205,6 @@ def test_holes_are_counted(store, forecast, tmp_path, plain):
     assert {(h["field"], h["left_out"]) for h in holes} == {(f, 1) for f in ("t500", "t850", "q500", "q850")}
     assert np.isfinite(entry(content, "forecast", "t", 500)["crps"]["value"])
     assert any("scores leave points out" in note for note in content["notes"])
-
-
-def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
-    """Latitude south to north, levels in another order and in Pa, mean and standard deviation only."""
-    (tmp_path / "f").mkdir()
-    for path in forecast.glob("*.nc"):
-        with xr.open_dataset(path, decode_timedelta=False) as data:
-            kept = data[["t_mean", "t_stddev"]].isel(latitude=slice(None, None, -1), level=slice(None, None, -1))
-            kept = kept.assign_coords(level=("level", kept.level.values * 100, {"units": "Pa"}))
-            kept.to_netcdf(tmp_path / "f" / path.name)
-    evaluate(settings([str(forecast), str(tmp_path / "f")], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    for level in (500, 850):
-        ours, theirs = (entry(content, name, "t", level)["crps"] for name in ("forecast", "f"))
-        assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
-
-
-def in_other_units(folder, path, parts):
-    """Files with some of the parts, of t in degrees Celsius and of tp in millimetres."""
-    path.mkdir()
-    for file in folder.glob("*.nc"):
-        with xr.open_dataset(file, decode_timedelta=False) as data:
-            kept = data[[f"{name}_{part}" for name in ("t", "tp") for part in parts]].load()
-            for part in parts:
-                kept[f"t_{part}"] -= 0.0 if part in ("stddev", "scale") else 273.15
-                kept[f"tp_{part}"] *= 1000
-                kept[f"t_{part}"].attrs["units"], kept[f"tp_{part}"].attrs["units"] = "degC", "mm"
-            kept.to_netcdf(path / file.name)
-    return path
-
-
-def test_a_foreign_forecast_in_other_units(store, forecast, tmp_path, plain):
-    other = in_other_units(forecast, tmp_path / "f", ("mean", "stddev"))
-    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    ours, theirs = (entry(content, name, "t", 850) for name in ("forecast", "f"))
-    assert theirs["crps"]["value"] == pytest.approx(ours["crps"]["value"], rel=1e-4)
-    ours, theirs = (entry(content, name, "tp", None)["bias"]["value"] for name in ("forecast", "f"))
-    assert theirs == pytest.approx(ours, rel=1e-3)
-
-
-def test_units_that_are_not_known_and_laws_in_other_units_are_refused(store, forecast, tmp_path):
-    other = in_other_units(forecast, tmp_path / "f", ("location", "scale"))
-    with pytest.raises(UserError, match=r"tp_location: parameters of a .* law in mm; give them in m"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-    for file in other.glob("*.nc"):
-        with netCDF4.Dataset(file, "a") as data:
-            data["t_location"].units = "degF"
-    with pytest.raises(UserError, match="t_location: units 'degF': cannot be converted to 'K'"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-
-
-@pytest.mark.parametrize("others", [{}, {"q": [[0, 24], [0, 48]]}], ids=["bounds of time", "in words"])
-def test_sums_over_other_hours_are_not_compared(store, tmp_path, plain, monkeypatch, others):
-    bounds = {"tp": [[0, 24], [24, 48]]}
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds | others)
-    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [42, 48]]})
-    with pytest.raises(UserError, match=r"tp at 48 h is over 24-48 h, in .* over 42-48 h; give the data that it was"):
-        evaluate(settings(folder, store, tmp_path / "r2"), store)
-
-
-def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeypatch):
-    bounds = {"tp": [[0, 24], [24, 48]], "q": [[0, 24], [0, 48]]}
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds)
-    (tmp_path / "cut").mkdir()
-    for path in folder.glob("*.nc"):
-        with xr.open_dataset(path, decode_timedelta=False) as data:
-            data.isel(time=[1]).to_netcdf(tmp_path / "cut" / path.name)
-    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
-    evaluate(settings(tmp_path / "cut", store, tmp_path / "r"), store)
-    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [42, 48]]})
-    with pytest.raises(UserError, match="tp at 48 h is over 24-48 h"):
-        evaluate(settings(tmp_path / "cut", store, tmp_path / "r2"), store)
-
-
-def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
-    (tmp_path / "f").mkdir()
-    for path in forecast.glob("*.nc"):
-        with xr.open_dataset(path, decode_timedelta=False) as data:
-            data.sel(level=850).to_netcdf(tmp_path / "f" / path.name)
-    evaluate(settings([str(forecast), str(tmp_path / "f")], store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    for name, level in (("t", 850), ("tp", None)):
-        ours, theirs = (entry(content, label, name, level)["crps"]["value"] for label in ("forecast", "f"))
-        assert theirs == pytest.approx(ours)
-    with xr.open_dataset(forecast / path.name, decode_timedelta=False) as data:
-        data.sel(level=500).to_netcdf(tmp_path / "f" / path.name)
-    with pytest.raises(UserError, match="other level than"):
-        evaluate(settings(tmp_path / "f", store, tmp_path / "r2"), store)
 
 
 def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tmp_path, plain):

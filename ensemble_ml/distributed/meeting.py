@@ -1,0 +1,72 @@
+"""Where the ranks of a job find each other: host and port of the key-value store that rank 0 serves.
+
+Launchers tell it in variables (MASTER_ADDR, MASTER_PORT), torchrun by a store of its agent, mpiexec by MPI itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ensemble_ml.config import Launcher
+from ensemble_ml.distributed.world import World
+from ensemble_ml.errors import UserError
+
+MEETING = timedelta(seconds=120)  # that ranks wait for each other
+
+
+def meet(world: World) -> tuple[str, int, Any]:
+    """Host and port of the key-value store, and on rank 0 the store itself.
+
+    Raises:
+        UserError: nothing says where rank 0 is.
+    """
+    agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    if world.host is not None and world.port is not None:
+        # torchrun's agent holds MASTER_PORT itself; its store tells the port of ours.
+        if agent and world.launcher is Launcher.torchrun:
+            return _meet_through_agent(world)
+        return world.host, world.port, _serve(world, world.port) if world.rank == 0 else None
+    if world.launcher in (Launcher.openmpi, Launcher.mpich):
+        return _meet_through_mpi(world)
+    raise UserError(
+        f"{world.launcher.value}: rank {world.rank} of {world.size} does not know where rank 0 is; set MASTER_ADDR and"
+        " MASTER_PORT to a host and a free port"
+    )
+
+
+def _serve(world: World, port: int) -> Any:
+    return dist.TCPStore("0.0.0.0", port, world.size, True, MEETING, wait_for_workers=False)
+
+
+def _meet_through_agent(world: World) -> tuple[str, int, Any]:
+    agent = dist.TCPStore(world.host, world.port, world.size, False, MEETING, wait_for_workers=False)  # type: ignore[arg-type]
+    key = f"ensemble_ml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if world.rank:
+        host, _, port = agent.get(key).decode().rpartition(":")
+        return host, int(port), None
+    server = _serve(world, 0)
+    agent.set(key, f"{world.host}:{server.port}")
+    return str(world.host), server.port, server
+
+
+def _meet_through_mpi(world: World) -> tuple[str, int, Any]:
+    try:
+        import mpi4py
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            "mpiexec: MASTER_ADDR and MASTER_PORT are not set; set them to rank 0's host and a free port, or pip"
+            " install 'ensemble-ml[mpi]', which lets the ranks tell each other"
+        ) from error
+    server = _serve(world, 0) if world.rank == 0 else None
+    host, port = MPI.COMM_WORLD.bcast(None if server is None else (socket.gethostname(), server.port))
+    host = "127.0.0.1" if host == socket.gethostname() else host  # a laptop's own name may lead nowhere
+    if mpi4py.rc.finalize is not False:
+        # MPI has done its part; left to the end, its farewell would wait for a rank that failed.
+        MPI.Finalize()
+    return host, port, server

@@ -1,0 +1,64 @@
+"""Values of packed NetCDF that were never written, or that the file says are none."""
+
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+from gribfiles import dataset
+
+from data_prep import open_archive
+from data_prep.cf_missing import valid_limits
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part
+
+
+def packed(path, name="t", **attributes):
+    """Member 2 of the first start date is never written; no attribute says how that looks."""
+    data = dataset(t=name).transpose("time", "number", "step", "isobaricInhPa", "latitude", "longitude")
+    data.drop_vars(name).to_netcdf(path)
+    whole = np.rint((data[name].values - 270) / 0.002).astype(np.int16)
+    with netCDF4.Dataset(path, "a") as file:
+        made = file.createVariable(name, "i2", data[name].dims)
+        made.setncatts({"units": "K", "scale_factor": 0.002, "add_offset": 270.0} | attributes)
+        made.set_auto_maskandscale(False)
+        made[1], made[0, 0], made[0, 2] = whole[1], whole[0, 0], whole[0, 2]
+    return whole
+
+
+def test_packed_values_that_were_never_written_are_absent(tmp_path):
+    whole = packed(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    found = source.read(Part.FORECAST, 1).pressure[:, :, 0]
+    np.testing.assert_allclose(found, (whole * 0.002 + 270)[1][:, :, ::-1], atol=1e-4)
+    with pytest.raises(
+        UserError, match=r"member 2, .*, lead 0 h: 84 of 84 values are NaN or infinite; if it is absent"
+    ):
+        source.read(Part.FORECAST, 0)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"valid_range": np.array([-30000, 100], np.int16)},
+        {"valid_max": np.int16(100)},
+        {"valid_max": 270.2},
+        {"valid_range": [0.0, 270.2], "_FillValue": np.int16(-1)},
+    ],
+)
+def test_values_outside_the_valid_range_are_absent(tmp_path, attributes):
+    whole = packed(tmp_path / "a.nc", **{k: v for k, v in attributes.items() if k != "_FillValue"})
+    beyond = int((whole[1, 0, 0, 0] > 100).sum())
+    assert 0 < beyond < 84
+    with pytest.raises(UserError, match=f"{beyond} of 84 values are NaN or infinite, or outside of"):
+        open_archive(tmp_path / "a.nc").read(Part.FORECAST, 1)
+
+
+def test_limits_of_packed_values_with_a_negative_scale():
+    array = xr.DataArray(0.0, attrs={"valid_min": np.int16(10)})
+    array.encoding = {"scale_factor": -0.5, "add_offset": 3.0}
+    assert valid_limits(array) == (-np.inf, 3 - 9.5 / 2)
+    array.attrs = {"valid_range": np.array([0, -2], np.int16)}
+    array.encoding = {"scale_factor": 1.0, "_Unsigned": "true"}
+    assert valid_limits(array) == (-0.5, 65534.5)
+    array.attrs = {"valid_range": "none"}
+    assert valid_limits(array) == (-np.inf, np.inf)
