@@ -279,7 +279,7 @@ def open_archive(
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
     catalogue = Catalogue(paths, role=role, index=index)
     if change is not None:
-        catalogue.onto(change.target(catalogue.grid))
+        catalogue.onto(change.of(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
     return catalogue.without_empty(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, **kept),  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ _STANDARD = {
     "level": "air_pressure",
 }
 START = _STANDARD["init"]
+_PASCAL, _HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")
 BETWEEN = -1  # a level of no whole hPa, which is left out
 VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
 _HOURS = {
@@ -44,8 +45,18 @@ def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
             return coordinate
     for name in ALIASES[role]:
         if name in array.coords and array.coords[name].ndim <= 1:
-            return array.coords[name]
+            found = array.coords[name]
+            return _in_pressure(array, found) if role == "level" else found
     return None
+
+
+def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
+    """`level`, or where it has no units a coordinate along it that is in units of pressure: it may only count them."""
+    if not level.attrs.get("units"):
+        for other in array.coords.values():
+            if other.dims == level.dims and other.ndim and other.attrs.get("units") in (*_PASCAL, *_HECTOPASCAL):
+                return other
+    return level
 
 
 def with_start(data: xr.Dataset) -> xr.Dataset:
@@ -96,7 +107,12 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
     if axis is None:
         return np.array(0, "datetime64[s]")
     if not np.issubdtype(axis.dtype, np.datetime64):
-        raise UserError(f"{axis.name}: units {axis.attrs.get('units')!r} do not make a date of the standard calendar")
+        said = axis.attrs | axis.encoding
+        calendar = f" in the calendar {said['calendar']}" if "calendar" in said else ""
+        raise UserError(
+            f"{axis.name}: units {said.get('units')!r}{calendar} do not make a date of the standard calendar"
+        )
+    _check_there(axis, np.isnat(axis.values))
     return axis.values.astype("datetime64[s]")
 
 
@@ -104,15 +120,20 @@ def _read_member(axis: xr.DataArray | None) -> np.ndarray:
     if axis is None:
         return np.array(0)
     try:
-        return axis.values.astype(np.int32)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{axis.name}: members are numbered with integers, not {axis.values.ravel()[:3]}") from error
+        numbers = axis.values.astype(np.float64)
+        whole = np.abs(numbers) < 2**31
+        if (whole & (numbers == np.rint(numbers))).all():
+            return numbers.astype(np.int32)
+    except (ValueError, TypeError):
+        pass
+    raise UserError(f"{axis.name}: members are numbered with integers, not {axis.values.ravel()[:3]}")
 
 
 def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
     if axis is None:
         return np.array(0)
     hours = to_hours(axis.values, axis)
+    _check_there(axis, ~np.isfinite(hours))
     if (np.abs(hours - np.rint(hours)) > 1e-6).any():
         raise UserError(f"{axis.name}: only whole hours of lead time are read")
     return np.rint(hours).astype(np.int32)
@@ -138,19 +159,35 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         return np.array(0)
     units = str(axis.attrs.get("units", "")).strip()
     values = axis.values.astype(np.float64)
+    _check_there(axis, ~np.isfinite(values))
     said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
-    if "model level" in said.lower():
+    if any(words in said.lower() for words in ("model level", "sigma", "hybrid")):
         raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
     if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")
-    if units in ("Pa", "pascal") or (not units and values.max() > 1100):
+    counted = (
+        not units and np.array_equal(np.sort(np.unique(values)), np.arange(1, values.size + 1)) and values.size > 1
+    )
+    if values.min() <= 0 or (
+        counted and axis.name != "isobaricInhPa" and axis.attrs.get("standard_name") != _STANDARD["level"]
+    ):
+        raise UserError(
+            f"{axis.name}: {values.min():g} to {values.max():g} may count levels; give it values and units of pressure"
+        )
+    if units in _PASCAL or (not units and values.max() > 1100):
         values = values / 100
-    elif units not in ("hPa", "millibars", "millibar", "mbar", "mb", ""):
+    elif units not in (*_HECTOPASCAL, ""):
         raise UserError(f"{axis.name}: units {units!r} of pressure level; hPa or Pa are read")
     whole = np.abs(values - np.rint(values)) < 1e-6
     if not whole.any():
         raise UserError(f"{axis.name}: only levels of whole hPa are read")
     return np.where(whole, np.rint(values), BETWEEN).astype(np.int32)
+
+
+def _check_there(axis: xr.DataArray, absent: np.ndarray) -> None:
+    """Raises UserError where values of an axis are absent: one that was made longer than what was written."""
+    if absent.any():
+        raise UserError(f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent (NaN); leave them out")
 
 
 READ: dict[str, Any] = {"init": _read_init, "member": _read_member, "lead": _read_lead, "level": _read_level}

@@ -135,13 +135,9 @@ class Catalogue:
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]  # whatever the order of files
         _check_unique(self.records, self.files)
 
-    def onto(self, grid: Grid) -> None:
-        """Let all values come on `grid` from now on.
-
-        Raises:
-            UserError: the files' grid does not reach as far.
-        """
-        self.geometry, self.grid = Geometry(self.geometry.source, grid), grid
+    def onto(self, geometry: Geometry) -> None:
+        """Let all values come on the target of `geometry`, whose source is the files' grid, from now on."""
+        self.geometry, self.grid = geometry, geometry.target
 
     def without_empty(self, aligned: Callable[[], A], index: FileIndex | None) -> A:
         """What `aligned` makes of this catalogue; where `index` says that they are looked for, without the fields that

@@ -30,24 +30,42 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
     return found != {"point"} if found else field.accumulated or field.standard_name == GUST
 
 
-def other_quantity(array: xr.DataArray, field: Field) -> str:
+def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     """Why values are not those of the variable, though they bear its name; empty where they are.
 
-    A range or a deviation over time is another quantity; cfgrib says of means and extremes no interval.
+    A range or a deviation over time is another quantity, and so is whatever was made of all members. Means and extremes
+    over time are read where bounds say over which; cfgrib says it of none.
     """
-    strange = _methods(array) - set(_READ)
+    of_members = _methods(array, "member") - {"point"}
+    if of_members:
+        return f" ({sorted(of_members)[0]} over members)"
+    methods = _methods(array)
+    strange = methods - set(_READ)
     if strange:
         return f" ({sorted(strange)[0]} over time)"
     kind = str(array.attrs.get("GRIB_stepType", ""))
-    unsaid = kind in _EXTREMES and not over_intervals(array, field)
-    return f" (GRIB_stepType {kind}, over no interval that is said)" if unsaid else ""
+    if kind in _EXTREMES and not over_intervals(array, field):
+        return f" (GRIB_stepType {kind}, over no interval that is said)"
+    said = sorted(methods - {"point"})
+    if (
+        not said
+        or field.accumulated
+        or field.standard_name == GUST
+        or any(_bounds(axis) in data for axis in _times(array))
+    ):
+        return ""
+    return f" ({said[0]} over time, over no interval that is said)"
 
 
-def _methods(array: xr.DataArray) -> set[str]:
-    """CF cell methods of the axes of time."""
+def _methods(array: xr.DataArray, *roles: str) -> set[str]:
+    """CF cell methods of the axes of `roles`; of time where none is given."""
     pairs = re.findall(r"((?:\w+: )+)(\w+)", str(array.attrs.get("cell_methods", "")))
-    times = ALIASES["init"] + ALIASES["lead"]
-    return {method for axes, method in pairs if any(axis in times for axis in axes.replace(":", "").split())}
+    names = {name for role in roles or ("init", "lead") for name in ALIASES[role]}
+    return {method for axes, method in pairs if names & set(axes.replace(":", "").split())}
+
+
+def _bounds(axis: xr.DataArray) -> str:
+    return str(axis.attrs.get("bounds", axis.encoding.get("bounds", "")))
 
 
 def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
@@ -60,7 +78,7 @@ def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.n
         UserError: an interval does not end at its coordinate, or bounds are not a pair for each of its values.
     """
     for axis in _times(array):
-        name = axis.attrs.get("bounds", axis.encoding.get("bounds", ""))
+        name = _bounds(axis)
         if name not in data:
             continue
         bounds = data[name].values

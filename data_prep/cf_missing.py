@@ -16,13 +16,39 @@ def open_netcdf(path: str) -> xr.Dataset:
     They hold the library's fill value of their type, which is not said where there is no `_FillValue`. Integers of one
     byte have none (NetCDF Users Guide, "Attribute Conventions").
     """
-    raw = xr.open_dataset(path, decode_cf=False)
+    return _decoded(xr.open_dataset(path, decode_cf=False))
+
+
+def open_zarr(path: str) -> xr.Dataset:
+    """Open a Zarr store of NetCDF's conventions lazily."""
+    return _decoded(xr.open_dataset(path, engine="zarr", decode_cf=False), written=True)
+
+
+def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
+    """Scales and missing values applied; `written`: what was never written is told by other means."""
     for array in raw.data_vars.values():
+        _as_values(array)
         packed = array.dtype.kind in "iu" and any(name in array.attrs for name in _PACKED)
-        if packed and array.dtype.itemsize > 1 and not {"_FillValue", "missing_value"} & array.attrs.keys():
+        unsaid = not {"_FillValue", "missing_value"} & array.attrs.keys()
+        if packed and unsaid and array.dtype.itemsize > 1 and not written:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
             array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)
     return xr.decode_cf(raw, decode_timedelta=False)
+
+
+def _as_values(array: xr.DataArray) -> None:
+    """Let missing values have the type of the values: 1e20 of float64, or as text, equals no float32."""
+    if array.dtype.kind != "f":
+        return
+    for name in {"_FillValue", "missing_value"} & array.attrs.keys():
+        said = np.ravel(array.attrs[name])
+        try:
+            with np.errstate(over="ignore"):
+                values = said.astype(np.float64).astype(array.dtype.newbyteorder("="))
+        except ValueError:  # a text that is no number
+            del array.attrs[name]
+            continue
+        array.attrs[name] = values[0] if values.size == 1 else values
 
 
 def valid_limits(array: xr.DataArray) -> tuple[float, float]:

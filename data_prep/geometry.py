@@ -48,34 +48,54 @@ class GridChange:
         Raises:
             UserError: it does not fit to `grid`.
         """
+        return self.of(grid).target
+
+    def of(self, source: Grid) -> Geometry:
+        """The way from data on `source` to the grid that is asked for.
+
+        Raises:
+            UserError: as `target`, or as `Geometry`.
+        """
+        whole = source
         if isinstance(self.regrid, Grid):
-            grid = self.regrid
+            whole = self.regrid
         elif self.regrid is not None:
-            grid = even_grid(grid, self.regrid)
+            whole = even_grid(source, self.regrid)
         elif self.coarsen is not None:
-            grid = coarse_grid(grid, *self.coarsen)
-        return grid if self.region is None else cut(grid, self.region)
+            whole = coarse_grid(source, *self.coarsen)
+        return Geometry(source, whole if self.region is None else cut(whole, self.region), whole)
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """The way from `source` to `target`: nothing, a crop, or conservative weights.
 
+    `whole` is the grid of which `target` is a region, where that is known: of a single row or column it alone says how
+    large a cell is.
+
     Raises:
-        UserError: a cell of `target` reaches beyond `source`.
+        UserError: a cell of `target` reaches beyond `source`, or nothing says how large it is.
     """
 
     source: Grid
     target: Grid
+    whole: Grid | None = None
 
     def __post_init__(self) -> None:
         if self.crop is None:
+            if 1 in self.cells.shape:
+                raise UserError(
+                    f"grid: {self.target.describe()}: means over its cells are asked for, and one row or column does"
+                    " not say how large a cell is; take two at least"
+                )
             for name, weights in zip(("latitude", "longitude"), self.weights, strict=True):
                 _check_covered(name, weights, self.source, self.target)
 
     @cached_property
     def crop(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Rows (Y',) and columns (X',) of the source that are the target's points; None where points are new."""
+        if self.whole is not None and self.whole is not self.target and not self.whole.same_as(self.source):
+            return None  # points of a coarser grid may be the source's points too: their values are means
         rows = _matches(self.source.latitude, self.target.latitude, period=None)
         columns = _matches(self.source.longitude, self.target.longitude, period=360.0)
         if rows is None or columns is None:
@@ -83,6 +103,11 @@ class Geometry:
         stride = len(rows) > 1 and rows[1] - rows[0] != 1
         stride |= len(columns) > 1 and (columns[1] - columns[0]) % len(self.source.longitude) != 1
         return None if stride else (rows, columns)
+
+    @property
+    def cells(self) -> Grid:
+        """The grid whose cells the means are over, all of them or some."""
+        return self.target if self.whole is None else self.whole
 
     @cached_property
     def same(self) -> bool:
@@ -92,11 +117,14 @@ class Geometry:
     @cached_property
     def weights(self) -> tuple[csr_matrix, csr_matrix]:
         """Shares of the old rows in the new ones (Y', Y), and of the old columns in the new ones (X', X)."""
-        old, new = (np.sin(np.deg2rad(grid.latitude_bounds()))[::-1] for grid in (self.source, self.target))
+        old, new = (np.sin(np.deg2rad(grid.latitude_bounds()))[::-1] for grid in (self.source, self.cells))
         latitude = _overlaps(old, new)[::-1, ::-1]
         shifts = (-720.0, -360.0, 0.0, 360.0, 720.0)
-        longitude = _overlaps(self.source.longitude_bounds(), self.target.longitude_bounds(), shifts)
-        return csr_matrix(latitude), csr_matrix(longitude)
+        longitude = _overlaps(self.source.longitude_bounds(), self.cells.longitude_bounds(), shifts)
+        rows = _matches(self.cells.latitude, self.target.latitude, period=None)
+        columns = _matches(self.cells.longitude, self.target.longitude, period=360.0)
+        assert rows is not None and columns is not None  # a region of it
+        return csr_matrix(latitude[rows]), csr_matrix(longitude[columns])
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """Bring values (Y, X), NaN where masked, to (Y', X') float64."""

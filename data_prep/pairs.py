@@ -13,7 +13,7 @@ from data_prep.archive import DERIVED, ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.files import TRUTH
-from data_prep.geometry import GridChange
+from data_prep.geometry import Geometry, GridChange
 from data_prep.records import FIELD_INDEX
 from data_prep.truth import ArchiveTruth, check_grid
 from ensemble_ml.config import Control, as_list
@@ -227,9 +227,9 @@ def open_static(
 def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:
     """Bring an archive to the grid of `source`, if it is on that archive's own one or on another that may be left."""
     wanted = source.layout.grid
-    own = source.catalogue.geometry.source if isinstance(source, ArchiveSource) else wanted
-    if regrid or catalogue.grid.same_as(own):
-        catalogue.onto(wanted)
+    way = source.catalogue.geometry if isinstance(source, ArchiveSource) else Geometry(wanted, wanted)
+    if regrid or catalogue.grid.same_as(way.source):
+        catalogue.onto(Geometry(catalogue.grid, wanted, way.whole))
     check_grid(catalogue.grid, name, wanted)
 
 

@@ -24,7 +24,7 @@ import xarray as xr
 
 from data_prep.axes import ALIASES, BETWEEN, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
 from data_prep.cell_bounds import other_quantity, over_intervals, widths
-from data_prep.cf_missing import open_netcdf, valid_limits
+from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
 from data_prep.records import (
@@ -48,6 +48,7 @@ _LEADING = ("init", "member", "lead", "level")
 _HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
 _VERTICAL = (*_HEIGHTS, "hybrid", "tropopause", "model_level_number", "depthBelowLand", "depthBelowLandLayer", "theta")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
+_BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -99,7 +100,7 @@ class XarrayFile:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
                     zarr = os.path.isdir(self.path)
-                    self._data = with_start(_open_zarr(self.path) if zarr else open_netcdf(self.path))
+                    self._data = with_start(open_zarr(self.path) if zarr else open_netcdf(self.path))
             except Exception as error:  # every back end has errors of its own, for what is one case to the user
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error
@@ -107,13 +108,17 @@ class XarrayFile:
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
         tables, strange = [], []
+        with_members = _with_members(data)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
             if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
                 continue
-            field, reason = _identify(array)
+            field, reason = _identify(data, array)
             if field is None:
                 self._skip(f"{name}{reason}")
+                continue
+            if find_axis(array, "member") is None and _type(array) != "cf" and field.name in with_members:
+                self._skip(f"{name} (of no member, beside {with_members[field.name]}, which has them)")
                 continue
             try:
                 tables.append(self._table(data, array, field, *self._locate(array)))
@@ -132,6 +137,10 @@ class XarrayFile:
         axes = [find_axis(array, role) for role in ("latitude", "longitude")]
         if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
             raise UserError(f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read")
+        for axis in axes:
+            standard = axis.attrs.get("standard_name", "")  # type: ignore[union-attr]
+            if standard.startswith(("grid_", "projection_")):
+                raise UserError(f"{array.name}: {axis.name} is {standard}; only geographic grids are read")  # type: ignore[union-attr]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
         if self.grid is not None and not grid.same_as(self.grid):
             first = self.grid.describe()
@@ -232,12 +241,12 @@ class XarrayFile:
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
-        bad = ~np.isfinite(values)
+        bad = ~(np.abs(values) < _BEYOND)
         if not bad.any():
             return RawField(values)
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
-            count = f"{int(bad.sum())} of {values.size} values are NaN or infinite"
+            count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
             if self._place(record)[0].limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():
@@ -287,10 +296,6 @@ class XarrayFile:
         self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
 
 
-def _open_zarr(path: str) -> xr.Dataset:
-    return xr.open_dataset(path, decode_timedelta=False, engine="zarr")
-
-
 def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:
     """Role -> dimension of the array, for roles that are dimensions.
 
@@ -325,6 +330,16 @@ def _type(array: xr.DataArray) -> str:
     return str(array.attrs.get("GRIB_dataType", "")) if members is None or members.size == 1 else ""
 
 
+def _with_members(data: xr.Dataset) -> dict[str, Hashable]:
+    """Variables of the registry that a data variable has for numbered members, and that data variable."""
+    found: dict[str, Hashable] = {}
+    for name, array in data.data_vars.items():
+        if array.ndim > 1 and find_axis(array, "member") is not None:
+            field, _ = _identify(data, array)
+            found |= {} if field is None else {field.name: name}
+    return found
+
+
 def _near_ground(array: xr.DataArray, field: Field) -> bool | None:
     """Whether a field without pressure levels lies where those of its surface variable do; None where nothing tells.
 
@@ -343,7 +358,7 @@ def _near_ground(array: xr.DataArray, field: Field) -> bool | None:
     return told
 
 
-def _identify(array: xr.DataArray) -> tuple[Field | None, str]:
+def _identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name.
 
     Where it has none, what a message says after the variable's name.
@@ -364,7 +379,7 @@ def _identify(array: xr.DataArray) -> tuple[Field | None, str]:
     if _type(array) in OF_ENSEMBLE:
         return None, " (derived from an ensemble)"
     first = known[0]
-    if reason := other_quantity(array, first):
+    if reason := other_quantity(data, array, first):
         return None, reason
     if first.surface or first.static or find_axis(array, "level") is not None:
         return first, ""

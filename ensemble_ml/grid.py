@@ -148,6 +148,8 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
 def _check_axis(name: str, ascending: np.ndarray) -> None:
     if ascending.ndim != 1 or len(ascending) == 0:
         raise UserError(f"{name}: expected one axis with at least one point, got shape {ascending.shape}")
+    if not np.isfinite(ascending).all():
+        raise UserError(f"{name}: {int((~np.isfinite(ascending)).sum())} of {ascending.size} values are absent (NaN)")
     steps = np.diff(ascending)
     if len(steps) and (steps.min() <= 0 or np.ptp(steps) > max(0.02 * steps.mean(), 2 * _TOLERANCE)):
         raise UserError(f"{name}: not evenly spaced in one direction; only regular latitude-longitude grids are read")

@@ -100,6 +100,10 @@ class SimulateConfig:
         needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
         gaps = [later - earlier for earlier, later in pairwise(days)]
         require("simulate.windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
+        several = self.train_years + self.validation_years + self.test_years > 1
+        written = 2 * max(self.train_dates, self.validation_dates, self.test_dates) + 2
+        short = several and days[0] + 365 - days[-1] < written
+        require("simulate.windows", self.windows, not short, f"the last window, {written} days, runs into the first of the next year, which is a run of its own; begin it earlier or take fewer dates")
         require("simulate.spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
         require("simulate.norm", self.norm, self.norm > 0, "must be above 0 K")
         require("simulate.inflation", self.inflation, self.inflation > 0, "must be above 0")

@@ -23,7 +23,7 @@ from ensemble_ml.store.schema import ArraySpec, Kind
 from ensemble_ml.store.source import Part, Selection
 
 _CELL_METHODS = {Part.MEAN: "realization: mean", Part.SPREAD: "realization: standard_deviation"}
-_INTERVAL = {"wind_speed_of_gust": "lead_time: maximum"}  # of a variable with lead bounds; sums are the rule
+_GUST = "wind_speed_of_gust"
 
 
 class EnsembleBackend(BackendEntrypoint):
@@ -99,7 +99,9 @@ def _attributes(store: TensorStore, spec: ArraySpec, name: str) -> dict[str, Any
         attrs["units_metadata"] = f"temperature: {'difference' if spec.part is Part.SPREAD else 'on_scale'}"
     bounds = store.lead_bounds.get(name)
     if bounds:
-        methods.insert(0, _INTERVAL.get(known.standard_name, "lead_time: sum"))
+        # Of others it is not kept whether they are means or extremes over their intervals.
+        over = "lead_time: sum" if known.accumulated else "lead_time: maximum" if known.standard_name == _GUST else ""
+        methods[:0] = [over] if over else []
         attrs["lead_bounds_hours"] = " ".join("none" if pair is None else f"{pair[0]}-{pair[1]}" for pair in bounds)
     return attrs | ({"cell_methods": " ".join(methods)} if methods else {})
 

@@ -53,7 +53,7 @@ def header_length(content):
         eccodes.codes_release(handle)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(MESSAGES), st.data())
 def test_flipped_header_bytes(tmp_path_factory, content, data):
     spoilt = bytearray(content)
@@ -84,7 +84,7 @@ def test_flipped_header_bytes(tmp_path_factory, content, data):
         assert record["level"] in (keys["level"], keys["level"] / 100)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_cut_anywhere(tmp_path_factory, content, data):
     size = data.draw(st.integers(1, len(content) - 1))

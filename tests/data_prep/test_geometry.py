@@ -61,7 +61,7 @@ def test_means_are_conserved_on_ens10s_grid():
     degrees=st.sampled_from([4.0, 7.5, 12.0, 22.5]),
     first=st.floats(0, 5),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_global_grid_keeps_means_constants_and_cells(rows, columns, pole, degrees, first):
     latitude = np.linspace(90, -90, rows) if pole else 90 - 180 / rows * (np.arange(rows) + 0.5)
     grid = Grid(latitude, min(first, 350 / columns) + np.arange(columns) * 360 / columns)
@@ -167,6 +167,20 @@ def test_a_region_is_cut_from_the_coarser_grid():
     whole = Geometry(HALF, GridChange(coarsen=(4, 4)).target(HALF)).means(noise(HALF))
     part = Geometry(HALF, target).means(noise(HALF))
     assert np.array_equal(part, whole[15:26][:, np.r_[175:180, 0:6]])
+    assert np.array_equal(change.of(HALF).means(noise(HALF)), part)
+
+
+@pytest.mark.parametrize("region", [(41, 9, 39, 11), (40, 8, 39, 12), (41, 9, 36, 11), (41, 9, 39, 14)])
+def test_cells_of_one_row_or_column_are_as_large_as_those_of_their_grid(region):
+    """A single row does not say how far apart rows are, nor a single point whether it is one of the archive's."""
+    values, coarse = noise(HALF), GridChange(coarsen=(4, 4)).target(HALF)
+    found = GridChange(region=region, coarsen=(4, 4)).of(HALF)
+    whole = Geometry(HALF, coarse).means(values)
+    rows, columns = np.isin(coarse.latitude, found.target.latitude), np.isin(coarse.longitude, found.target.longitude)
+    assert 1 in found.target.shape
+    np.testing.assert_array_equal(found.means(values), whole[rows][:, columns])
+    with pytest.raises(UserError, match="does not say how large a cell is"):
+        Geometry(HALF, Grid(np.array([40.25]), np.array([10.0, 12.0])))
 
 
 def test_regional_grids_are_joined_in_blocks_and_regridded_within_their_cells():

@@ -47,7 +47,7 @@ def test_simple_packing_keeps_integers_and_equals_eccodes(tmp_path, edition, bit
     assert all(raw.packed and raw.values.max() < 2**bits for raw in file.fields(file.records))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([8, 10, 12, 16]),
     st.sampled_from([1, 2]),
@@ -60,14 +60,14 @@ def test_any_values_and_scales_equal_eccodes(tmp_path_factory, bits, edition, de
     same_as_eccodes(write(path, [message("t", values, grid=grid, edition=edition, bits=bits, decimal=decimal)]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(-1e6, 1e6, allow_subnormal=False), st.sampled_from([1, 2]))
 def test_constant_fields_need_no_bits(tmp_path_factory, value, edition):
     path = write(tmp_path_factory.mktemp("c") / "a.grib", [message("t", np.full((7, 12), value), edition=edition)])
     assert same_as_eccodes(path).records["bits"][0] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 24), st.lists(st.integers(0, 2**24 - 1), min_size=1, max_size=40))
 def test_unpacking_undoes_packing(bits, values):
     values = [value % 2**bits for value in values]

@@ -59,7 +59,7 @@ def under(values, hidden):
     return np.where(hidden, MISSING, values), {"bitmapPresent": 1, "missingValue": MISSING}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.sampled_from([1, 2]), st.integers(1, 24), masks, fields)
 def test_simple_packing(tmp_path_factory, edition, bits, hidden, values):
     values, keys = under(values, hidden)
@@ -68,7 +68,7 @@ def test_simple_packing(tmp_path_factory, edition, bits, hidden, values):
     assert raw.packed == (bits <= 16) or np.ptp(values) == 0 or hidden is not None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([1, 2]), st.integers(-2, 4), st.sampled_from([None, False]), fields)
 def test_decimal_scales(tmp_path_factory, edition, decimal, hidden, values):
     """A decimal precision chooses its own number of bits; the scale of a real file may be any."""
@@ -76,14 +76,14 @@ def test_decimal_scales(tmp_path_factory, edition, decimal, hidden, values):
     check(tmp_path_factory.mktemp("d"), [message("t", values, grid=GRID, edition=edition, decimal=decimal, **keys)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([1, 2]), masks, st.floats(-1e6, 1e6, width=32).filter(lambda v: v != MISSING))
 def test_constant_fields(tmp_path_factory, edition, hidden, value):
     values, keys = under(np.full((5, 7), value), hidden)
     check(tmp_path_factory.mktemp("c"), [message("t", values, grid=GRID, edition=edition, **keys)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(["grid_ccsds", "grid_jpeg", "grid_ieee"]),
     st.integers(8, 20),
@@ -96,7 +96,7 @@ def test_other_packings(tmp_path_factory, packing, bits, hidden, values):
     check(tmp_path_factory.mktemp("o"), [made])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([1, 2]), st.integers(8, 20), st.sampled_from([None, 0.3]), st.integers(0, 99))
 def test_second_order_packing(tmp_path_factory, edition, bits, share, seed):
     grid = np.linspace(60, 0, 30), np.arange(0.0, 40.0)
@@ -135,7 +135,7 @@ def test_missing_points_inside_complex_packing_become_a_mask(tmp_path, packing):
     np.testing.assert_allclose(raw.values[~hidden], values[~hidden], rtol=1e-3, atol=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([1, 2]),
     st.sampled_from([8, 12, 16, 24]),

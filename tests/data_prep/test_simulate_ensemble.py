@@ -178,6 +178,7 @@ class TestSchedule:
             ("levels", [300, 500], "500 and 850"),
             ("windows", ["13-01"], "simulate.windows=13-01"),
             ("windows", ["01-07", "02-07"], "overlap"),
+            ("windows", ["01-07", "10-02"], "runs into the first of the next year"),
             ("forecast_truncation", 30, "21, 31 and 42"),
             ("forecast_minutes", 50, "simulate.forecast_minutes=50"),
             ("norm", 0.0, "simulate.norm=0.0"),

@@ -331,3 +331,83 @@ def test_a_zarr_archive_that_changes_inside_is_seen(tmp_path):
     chunk = max((p for p in (tmp_path / "a.zarr" / "t").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.utime(chunk, ns=(0, chunk.stat().st_mtime_ns + 10**9))
     assert stamp(str(tmp_path / "a.zarr")) != before
+
+
+def with_ensemble_moments(**attributes):
+    """Members, their spread and a field of no member, all of them air temperature."""
+    data = dataset()
+    data["t"].attrs["standard_name"] = "air_temperature"
+    spread = data.t.std("number", ddof=1)
+    data["made"] = spread.assign_attrs(units="K", standard_name="air_temperature", **attributes)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("attributes", "reason"),
+    [
+        ({"cell_methods": "number: standard_deviation"}, "made (standard_deviation over members)"),
+        ({"cell_methods": "area: mean realization: mean"}, "made (mean over members)"),
+        ({}, "made (of no member, beside t, which has them)"),
+    ],
+)
+def test_what_was_made_of_members_is_no_member(tmp_path, attributes, reason):
+    with_ensemble_moments(**attributes).to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.realization == (1, 2, 3) and source.catalogue.readers[0].skipped == {reason: 1}
+
+
+def test_a_mean_of_members_alone_is_refused(tmp_path):
+    data = dataset().mean("number", keep_attrs=True)
+    data["t"].attrs["cell_methods"] = "number: mean"
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="holds no field"):
+        open_archive(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize(
+    ("levels", "attributes", "message"),
+    [
+        ([0, 1], {}, "isobaricInhPa: 0 to 1 may count levels"),
+        ([1, 2], {"name": "level"}, "level: 1 to 2 may count levels"),
+        ([1, 2], {"name": "level", "long_name": "sigma level"}, "counts model levels"),
+        ([np.nan, 500], {"units": "hPa"}, "isobaricInhPa: 1 of 2 values are absent"),
+    ],
+)
+def test_levels_that_are_none_of_pressure(tmp_path, levels, attributes, message):
+    name = attributes.pop("name", "isobaricInhPa")
+    data = dataset().assign_coords(isobaricInhPa=("isobaricInhPa", np.array(levels), attributes))
+    data.rename(isobaricInhPa=name).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=message):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_levels_that_are_counted_beside_their_pressure(tmp_path):
+    data = dataset().rename(isobaricInhPa="level").assign_coords(level=[0, 1])
+    data.assign_coords(p=("level", [50000.0, 85000.0], {"units": "Pa"})).to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.levels == (500, 850)
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0, 1], data.t.values[1, :, :, 1])
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "message"),
+    [
+        ("time", np.array(["2001-01-01", "NaT"], "datetime64[ns]"), "time: 1 of 2 values are absent"),
+        ("number", [1.0, np.nan, 3.0], "number: members are numbered with integers"),
+        ("number", [0.5, 1.5, 2.5], "number: members are numbered with integers"),
+        ("latitude", [np.nan, *GLOBE[0][1:]], "1 of 7 values are absent"),
+        ("longitude", [np.nan, *GLOBE[1][1:]], "values are absent"),
+    ],
+)
+def test_axes_that_were_not_written_to_their_end(tmp_path, axis, values, message):
+    dataset().assign_coords({axis: values}).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=message):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_rotated_grids_are_refused(tmp_path):
+    data = dataset()
+    data.latitude.attrs["standard_name"], data.longitude.attrs["standard_name"] = "grid_latitude", "grid_longitude"
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="latitude is grid_latitude; only geographic grids are read"):
+        open_archive(tmp_path / "a.nc")

@@ -113,3 +113,15 @@ def test_bounds_that_are_no_pairs_are_refused(tmp_path):
     )
     with pytest.raises(UserError, match="forecast_period: its bounds forecast_period_bnds are not two for each"):
         open_archive(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize("method", ["mean", "maximum"])
+def test_means_and_extremes_over_no_interval_that_is_said(tmp_path, method):
+    """A day's maximum is not the temperature of a moment; with bounds it is read, and says over which hours."""
+    data = dataset()
+    data["t"].attrs["cell_methods"] = f"step: {method}"
+    data["u"] = data.t.copy().assign_attrs(units="m s-1", cell_methods="step: point")
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.variables == ("u",)
+    assert source.catalogue.readers[0].skipped == {f"t ({method} over time, over no interval that is said)": 1}

@@ -31,7 +31,7 @@ def test_packed_values_that_were_never_written_are_absent(tmp_path):
     found = source.read(Part.FORECAST, 1).pressure[:, :, 0]
     np.testing.assert_allclose(found, (whole * 0.002 + 270)[1][:, :, ::-1], atol=1e-4)
     with pytest.raises(
-        UserError, match=r"member 2, .*, lead 0 h: 84 of 84 values are NaN or infinite; if it is absent"
+        UserError, match=r"member 2, .*, lead 0 h: 84 of 84 values are NaN, infinite or beyond 1e\+15; if it is absent"
     ):
         source.read(Part.FORECAST, 0)
 
@@ -49,7 +49,7 @@ def test_values_outside_the_valid_range_are_absent(tmp_path, attributes):
     whole = packed(tmp_path / "a.nc", **{k: v for k, v in attributes.items() if k != "_FillValue"})
     beyond = int((whole[1, 0, 0, 0] > 100).sum())
     assert 0 < beyond < 84
-    with pytest.raises(UserError, match=f"{beyond} of 84 values are NaN or infinite, or outside of"):
+    with pytest.raises(UserError, match=f"{beyond} of 84 values are NaN, infinite or beyond 1e\+15, or outside of"):
         open_archive(tmp_path / "a.nc").read(Part.FORECAST, 1)
 
 
@@ -62,3 +62,33 @@ def test_limits_of_packed_values_with_a_negative_scale():
     assert valid_limits(array) == (-0.5, 65534.5)
     array.attrs = {"valid_range": "none"}
     assert valid_limits(array) == (-np.inf, np.inf)
+
+
+@pytest.mark.parametrize("missing", [np.float64(1e20), "1e20", np.array([1e20]), np.int32(-9999)])
+@pytest.mark.parametrize("zarr", [False, True])
+def test_missing_values_of_another_type(tmp_path, missing, zarr):
+    """Of text and float64 beside values of float32: 1e20 as one is not 1e20 as the other."""
+    data = dataset(t="sst").isel(isobaricInhPa=0, drop=True)
+    wanted = data.sst.values.copy()
+    wanted[..., 0, :3] = np.nan
+    data["sst"] = data.sst.copy(
+        data=np.where(np.isnan(wanted), np.float32(missing.item() if np.ndim(missing) else missing), wanted)
+    )
+    data["sst"].attrs["missing_value"] = missing
+    data["sst"].encoding["_FillValue"] = None
+    path = tmp_path / ("a.zarr" if zarr else "a.nc")
+    if zarr:
+        data["sst"].attrs["missing_value"] = missing if isinstance(missing, str) else np.ravel(missing).tolist()
+        data.to_zarr(path, consolidated=False)
+    else:
+        data.to_netcdf(path)
+    found = open_archive(path).read(Part.FORECAST, 1).surface[:, :, 0]
+    np.testing.assert_array_equal(found, wanted[1])
+
+
+def test_values_that_no_variable_has_are_named(tmp_path):
+    data = dataset()
+    data["t"][1, 0, 0, 0, 0, 0] = 1e20
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=r"1 of 84 values are NaN, infinite or beyond 1e\+15"):
+        open_archive(tmp_path / "a.nc").read(Part.FORECAST, 1)

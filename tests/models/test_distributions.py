@@ -79,7 +79,7 @@ def test_crps_equals_scoringrules(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(mu=st.floats(-15, 15), sigma=st.floats(0.2, 4), y=st.floats(0, 20))
 def test_crps_equals_quadrature(family, mu, sigma, y):
     ours = crps(family, *(torch.tensor(v, dtype=F64) for v in (mu, sigma, y))).item()

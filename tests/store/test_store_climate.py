@@ -103,7 +103,7 @@ def test_quantiles_are_those_of_all_values(store, memory):
     assert some.surface.shape == (5, 1, 0, 4, 40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     starts=st.lists(st.dates(datetime.date(1998, 1, 1), datetime.date(2004, 12, 31)), min_size=2, max_size=40),
     days=st.integers(0, 40),

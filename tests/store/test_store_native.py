@@ -73,7 +73,7 @@ def fused(block):
     return [found.mean.copy(), found.spread.copy(), *(a for one in moments for a in one.arrays().values())]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**32 - 1),
     shape=st.one_of(
@@ -89,7 +89,7 @@ def test_mean_spread_and_moments_are_numpys_bit_for_bit(library, seed, shape, de
         np.testing.assert_array_equal(compiled.view(f"u{compiled.itemsize}"), plain.view(f"u{plain.itemsize}"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 9), st.integers(2, 300)),

@@ -1,5 +1,7 @@
 """`xr.open_dataset(STORE, engine="ensemble_ml")`: lazy, decoded, CF-named."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -9,7 +11,7 @@ from synthetic import make_layout, make_store
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, StoreWriter, TensorStore, open_store, quantise
-from ensemble_ml.store.xarray_engine import EnsembleBackend
+from ensemble_ml.store.xarray_engine import EnsembleBackend, _attributes
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +153,14 @@ def test_the_synthetic_ensemble_is_calibrated_and_its_faults_are_those_asked_for
     assert ratio("sharp", dispersion=0.6) == pytest.approx(0.6, abs=0.08)
     assert ratio("biased", bias=1.0) < 0.8
     assert open_store(tmp_path / "sharp").has(Part.TRUTH)
+
+
+def test_only_sums_and_gusts_are_said_to_be_sums_and_maxima(store):
+    """Whether a temperature over intervals is their mean or their maximum is not kept: nothing is said."""
+    store = TensorStore(Path(store.path))  # of its own
+    spec = next(spec for spec in store.specs if spec.part is Part.FORECAST)
+    names = {"t2m": None, "tp": "lead_time: sum", "fg10": "lead_time: maximum"}
+    store.lead_bounds = {name: [(0, 24)] for name in names}
+    for name, methods in names.items():
+        found = _attributes(store, spec, name)
+        assert found.get("cell_methods") == methods and found["lead_bounds_hours"] == "0-24"

@@ -31,7 +31,7 @@ def state_of(values, mask, rows=(slice(None),), dates=None):
     return total
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cut=st.integers(1, 12), split=st.integers(1, 5), seed=st.integers(0, 99))
 def test_any_chunking_gives_the_same(cut, split, seed):
     rng = np.random.default_rng(seed)
