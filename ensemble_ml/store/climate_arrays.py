@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import zarr
-from zarr.codecs import BloscCodec
+from zarr.codecs import BloscCodec, Crc32cCodec
 
 from ensemble_ml.store.climate import MEMORY, PROBABILITIES, ModelClimate
 from ensemble_ml.store.manifest import CLIMATE, make_manifest, read_manifest, write_manifest
@@ -94,7 +94,7 @@ def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
                 shape=shape,
                 chunks=(1, 1, 1, *shape[3:-2], _rows(shape), shape[-1]),
                 dtype=np.float32,
-                compressors=[BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="bitshuffle")],
+                compressors=[BloscCodec(typesize=4, cname="lz4", clevel=5, shuffle="bitshuffle"), Crc32cCodec()],
                 fill_value=np.nan,
                 chunk_key_encoding={"name": "default", "separator": "."},
                 dimension_names=("init_time", "lead_time", *axes),

@@ -7,7 +7,7 @@ one date of an archive of thousands does not load those of the others. A loader,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ import zarr
 
 from ensemble_ml.store.date import empty_factors
 from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.manifest import Entry, check_file
 from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import damaged
 
@@ -70,10 +71,14 @@ def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr
 
 
 class FactorReader:
-    """Reads factors of single dates; keeps the chunks used last, or `keep`s more. May be used by several threads."""
+    """Reads factors of single dates; keeps the chunks used last, or `keep`s more. May be used by several threads.
 
-    def __init__(self, root: Path, together: int):
-        self._root, self._together = root, together
+    A wrong bit in a factor makes all of its field wrong, and fields alone carry checksums: each chunk is held to its
+    digest in the manifest, `files`.
+    """
+
+    def __init__(self, root: Path, together: int, files: Mapping[str, Entry]):
+        self._root, self._together, self._files = root, together, files
         self._arrays: dict[str, zarr.Array] = {}
         self._kept: dict[tuple[str, int], np.ndarray] = {}
         self._held: dict[str, OrderedDict[int, np.ndarray]] = {}
@@ -116,6 +121,9 @@ class FactorReader:
 
     def _chunk(self, name: str, spec: ArraySpec, number: int) -> np.ndarray:
         array, first = self._array(name), number * self._together
+        file = "/".join([name, "c", str(number), *["0"] * (array.ndim - 1)])
+        if file in self._files:  # of nothing but fill values, none is written
+            check_file(self._root / file, self._files[file])
         try:
             return np.asarray(array[first : first + self._together]).reshape(-1, *spec.fields)
         except (OSError, ValueError, RuntimeError) as error:

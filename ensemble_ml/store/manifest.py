@@ -82,12 +82,21 @@ def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) 
         UserError: names the first file whose contents have changed.
     """
     for name, entry in files.items():
-        try:
-            found = digest_shard(root / name, shards[name]) if name in shards else hash_file(root / name)
-        except OSError as error:
-            raise damaged(root / name, error.strerror or str(error)) from error
-        if found != entry.sha256:
-            raise damaged(root / name, "its sha256 is not that of the manifest")
+        check_file(root / name, entry, shards.get(name))
+
+
+def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
+    """Check the digest of one file; of a shard, `chunks` says how many it has.
+
+    Raises:
+        UserError: it is missing, or its contents have changed.
+    """
+    try:
+        found = hash_file(path) if chunks is None else digest_shard(path, chunks)
+    except OSError as error:
+        raise damaged(path, error.strerror or str(error)) from error
+    if found != entry.sha256:
+        raise damaged(path, "its sha256 is not that of the manifest")
 
 
 def fingerprint(files: dict[str, Entry]) -> str:

@@ -17,10 +17,10 @@ import zarr
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
-from ensemble_ml.store.manifest import Entry, check_contents, check_sizes, fingerprint, read_manifest
+from ensemble_ml.store.manifest import Entry, check_contents, check_file, check_sizes, fingerprint, read_manifest
 from ensemble_ml.store.metadata import read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
-from ensemble_ml.store.schema import FACTORS, ArraySpec, Kind, array_specs
+from ensemble_ml.store.schema import FACTORS, STATISTICS, ArraySpec, Kind, array_specs
 from ensemble_ml.store.selection import Wanted, position, resolve
 from ensemble_ml.store.shard import Shard, damaged, read_chunks
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
@@ -62,7 +62,7 @@ class TensorStore:
         specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
         self._specs = {(spec.part, spec.kind): spec for spec in specs}
         self._read_chunks: ReadChunks = read_chunks
-        self._factors = FactorReader(self._root, meta.factor_dates)
+        self._factors = FactorReader(self._root, meta.factor_dates, self._files)
         self._held = meta.held
         self.climate_days = meta.climate_days
 
@@ -117,6 +117,7 @@ class TensorStore:
         """
         if not self.climate_days:
             raise UserError(f"store {self.path}: holds no model climate; prepare it with climate_days=9")
+        self._check_same()
         lay = self.layout
         kind, names = ("surface", lay.surface) if name in lay.surface else ("pressure", lay.variables)
         at = date, lay.lead_hours.index(lead), names.index(name)
@@ -186,7 +187,12 @@ class TensorStore:
         return found[0], found[1][..., 0]
 
     def static(self) -> dict[str, np.ndarray]:
-        """Static fields by name, (Y, X) float32."""
+        """Static fields by name, (Y, X) float32.
+
+        Raises:
+            UserError: they are damaged, or the store was replaced.
+        """
+        self._check_files(self._static_names)
         return {name: read_array(self._root, name) for name in self._static_names}
 
     def fingerprint(self) -> str:
@@ -222,8 +228,9 @@ class TensorStore:
         """Moments over `years`, (T, V, Z) and (T, S): of the members' values, or of their mean or spread as fields.
 
         Raises:
-            UserError: a year is not in the store.
+            UserError: a year is not in the store, which is damaged, or was replaced.
         """
+        self._check_files([STATISTICS])
         stored, yearly = read_statistics(self._root, part)
         rows = [position("year", year, stored.tolist(), self.path) for year in years]
         merged = []
@@ -240,9 +247,20 @@ class TensorStore:
             return len(lay.lead_hours), len(lay.variables), len(lay.levels)
         return len(lay.lead_hours), len(lay.surface), 1
 
-    def _check(self, part: Part | None, date: int) -> None:
+    def _check_same(self) -> None:
         if _folder(self._root) != self._folder:  # its factors would be taken for the new one's
             raise UserError(f"store {self.path}: has been replaced since it was opened; open it anew")
+
+    def _check_files(self, folders: Iterable[str]) -> None:
+        """Hold small arrays, which carry no checksums, to the manifest."""
+        self._check_same()
+        for folder in folders:
+            for name, entry in self._files.items():
+                if name.startswith(f"{folder}/"):
+                    check_file(self._root / name, entry)
+
+    def _check(self, part: Part | None, date: int) -> None:
+        self._check_same()
         if part is not None and part not in self.parts:
             there = ", ".join(p.value for p in self.parts)
             raise UserError(f"store {self.path}: has no {part.value}; it holds {there}")

@@ -267,5 +267,6 @@ def test_a_store_that_was_replaced_is_not_read_with_old_factors(tmp_path):
     make_store(tmp_path / "new.zarr", seed=1)
     (tmp_path / "s.zarr").rename(tmp_path / "old.zarr")
     (tmp_path / "new.zarr").rename(tmp_path / "s.zarr")
-    with pytest.raises(UserError, match="has been replaced since it was opened"):
-        store.read(Part.FORECAST, 0)
+    for read in (lambda: store.read(Part.FORECAST, 0), store.static, lambda: store.statistics(store.years)):
+        with pytest.raises(UserError, match="has been replaced since it was opened"):
+            read()
