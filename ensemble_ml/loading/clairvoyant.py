@@ -14,6 +14,7 @@ import logging
 import mmap
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -112,16 +113,22 @@ class ClairvoyantLoader:
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
         if ranks > 1 and gather is None:
             raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
+        if not 0 <= rank < ranks:
+            raise UserError(f"rank={rank}, ranks={ranks}: ranks are numbered from 0; give the number of them as well")
         self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
         nodes, share = 1, 0
         if ram is None or isinstance(self.items, Openable):  # alike on all ranks, so all of them gather
             nodes, share = _neighbours(gather, node or this_node())
+        if ram is None and disk:  # a cache on disk is of a plan, which free memory shall not change every time
+            share = _coarse(share)
         room = Room(share if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
         stored = getattr(self.items, "stored", None)
         heads = isinstance(self.items, Divisible)
         self.plan = Plan(order, epochs, self.items.sizes, room, ranks, assign, stored, heads)
-        self.rank, self.step = rank, start_step
+        self.rank, self.step, self._gather = rank, start_step, gather
+        if not 0 <= start_step <= self.steps:
+            raise UserError(f"start_step={start_step}: the run has {self.steps} steps")
         if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
             self._open(self.items, together=nodes == 1)
         self._threads, self._ahead = threads, ahead
@@ -135,6 +142,7 @@ class ClairvoyantLoader:
         except BaseException:
             self.close()
             raise
+        self._release = weakref.finalize(self, _close, self.tiers, self._peers)
 
     def _open(self, items: Openable, *, together: bool) -> None:
         """Keep samples decompressed if all fit: it saves that work in later epochs. On several nodes (not `together`)
@@ -162,6 +170,10 @@ class ClairvoyantLoader:
         return self.steps - self.step
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._gather is not None:
+            steps = [int(told) for told in self._gather(str(self.step).encode())]
+            if len(set(steps)) > 1:
+                raise UserError(f"loading: ranks stand at steps {steps}; load the same state on all of them")
         self._engine = Engine(self, self.plan.run(self.rank, start_step=self.step))
         try:
             for batch in self._engine:
@@ -171,6 +183,7 @@ class ClairvoyantLoader:
                 self._peers.finish()
         finally:
             self._engine.close()
+        self._release()  # nothing is left to hand out
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, after the batch that was handed out last: about a hundred bytes."""
@@ -195,21 +208,33 @@ class ClairvoyantLoader:
         if differ:
             told = ", ".join(f"{key}={state.get(key)} (here {mine[key]})" for key in differ)
             raise UserError(f"state of a loader: {told}; give the same data, seed and batch size")
+        if not 0 <= int(state["step"]) <= self.steps:
+            raise UserError(f"state of a loader: step {state['step']}, and the run has {self.steps}; give more epochs")
         self.step = int(state["step"])
 
     def close(self) -> None:
         """End threads and connections, give back memory; harmless when called again."""
         if self._engine is not None:
             self._engine.close()
-        if self._peers is not None:
-            self._peers.close()
-        self.tiers.close()
+        _close(self.tiers, self._peers)
 
     def __enter__(self) -> ClairvoyantLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(tiers: Tiers, peers: Peers | None) -> None:
+    if peers is not None:
+        peers.close()
+    tiers.close()
+
+
+def _coarse(size: int) -> int:
+    """`size` with its three leading bits: an eighth less at most."""
+    unit = 1 << max(size.bit_length() - 3, 0)
+    return size // unit * unit
 
 
 def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int) -> DatasetItems:
@@ -261,8 +286,8 @@ class Engine:
             self._change.notify_all()
 
     def _work(self) -> None:
-        packed = memoryview(mmap.mmap(-1, max(1, int(self.items.sizes.max()))))
         try:
+            packed = _scratch(max(1, int(self.items.sizes.max())))
             while not self._stopped:
                 with self._take:
                     task = next(self._tasks, None)
@@ -318,6 +343,15 @@ class Engine:
             self._change.notify_all()
         for worker in self._workers:
             worker.join()
+
+
+def _scratch(size: int) -> memoryview:
+    try:
+        return memoryview(mmap.mmap(-1, size))
+    except OSError as error:  # of the process's own limit, most likely
+        raise UserError(
+            f"loading: no {size / 1e6:.0f} MB for a sample ({error.strerror}); take fewer threads"
+        ) from error
 
 
 def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

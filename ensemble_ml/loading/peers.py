@@ -7,12 +7,12 @@ slow storage, and is counted as such.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 import struct
 import threading
 
-from ensemble_ml.errors import UserError
 from ensemble_ml.loading.slab import Slab, checksum
 from ensemble_ml.loading.tiers import Tiers, slab_shape
 from ensemble_ml.loading.wire import Gather, Server, Wire, fill
@@ -22,6 +22,13 @@ log = logging.getLogger(__name__)
 _REQUEST = struct.Struct("!q?")  # sample, whether its bytes are wanted or only that it be there
 _REPLY = struct.Struct("!qI")  # bytes that follow (-1: cannot be had), and their crc32c
 _SECONDS = 30.0  # without a byte, after which a peer counts as dead
+
+
+def _planned(tiers: Tiers) -> str:
+    """What ranks have to agree on: the plan, and what the samples are that it moves."""
+    like = repr(sorted((name, str(one)) for name, one in tiers.items.arrays.items()))
+    said = f"{tiers.plan.hash} {tiers.items.fingerprint()} {like}"
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 class Peers:
@@ -44,14 +51,14 @@ class Peers:
         self._lock = threading.Lock()
         slabs = {str(tier): slab.address for tier, slab in tiers.slabs.items()}
         self._wire = Wire(
-            Server(_REQUEST, self._answer), tiers.rank, slabs, tiers.plan.hash, gather, host=host, node=node,
+            Server(_REQUEST, self._answer), tiers.rank, slabs, _planned(tiers), gather, host=host, node=node,
             seconds=_SECONDS,
         )  # fmt: skip
 
     def _answer(self, connection: socket.socket, sample: int, wanted: bool) -> None:
         try:
             data = self._tiers.own(sample, self._buffer(int(self._tiers.plan.placement.kept[sample])))
-        except UserError as error:  # the asker reads slow storage itself, and says what is wrong with it
+        except Exception as error:  # a dataset's, of any kind: the asker reads it itself, and says what is wrong
             log.warning("loading: sample %d cannot be served: %s", sample, error)
             connection.sendall(_REPLY.pack(-1, 0))
             return
@@ -74,16 +81,14 @@ class Peers:
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
         """The sample from `owner`; None where it is dead, refuses, or what it sends is damaged."""
-        if owner in self._wire.dead:
-            return None
         try:
             slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
+            found = None if slab is None else slab.get(sample)
+            if found is not None or owner in self._wire.dead:  # what shared memory holds outlives its owner
+                return found
             if slab is None:
                 return scratch if self._ask(owner, sample, scratch) else None
-            found = slab.get(sample)
-            if found is None and self._ask(owner, sample, None):  # it is there when the owner answers
-                found = slab.get(sample)
-            return found
+            return slab.get(sample) if self._ask(owner, sample, None) else None  # it is there when the owner answers
         except OSError as error:
             self._wire.lose(owner, error)
             return None

@@ -159,8 +159,14 @@ class TorchLoader:
             generator=torch.Generator(),  # else it draws from the one that training uses
             collate_fn=_as_it_is,  # type: ignore[arg-type]
         )
-        self._open.append(found := iter(loader))
-        return found
+        self._open.append(found := iter(loader))  # worker processes begin at once
+        return self._to_its_end(found)
+
+    def _to_its_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Let go of an iterator that has ended: each of them holds the pipes of its worker processes."""
+        yield from batches
+        if batches in self._open:
+            self._open.remove(batches)
 
     def close(self) -> None:
         """End worker processes."""
@@ -205,7 +211,9 @@ def make_plan(
         schedule = replace(schedule, holders=homes[np.searchsorted(units.dates, schedule.batches.dates)])
     trace = Trace.of(schedule, units)
     own = np.bincount(trace.turn[trace.user == lane.coordinate], units.sizes[trace.unit[trace.user == lane.coordinate]])
-    room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)))
+    mine = [draw for group in list(schedule.validation)[lane.coordinate :: schedule.parts] for draw in group]
+    together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
+    room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     home = np.repeat(homes * lane.columns + np.arange(len(homes)) % lane.columns, units.each)
     plan = UnitPlan(trace, units.sizes, home, Tiers(lane.least(room), config.disk_bytes), lane.columns, lane.ranks)
     if not plan.exact:
@@ -213,11 +221,14 @@ def make_plan(
     return plan, units, schedule, lane.least(ahead)
 
 
-def cache_room(config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane, packed: int) -> tuple[int, int]:
+def cache_room(
+    config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane, packed: int, together: int = 0
+) -> tuple[int, int]:
     """Bytes of memory for the cache, and batches of look-ahead.
 
     `loading.ram` is for all of it: the ring of decoded batches, what threads decode into, packed units on their way
-    (`packed` bytes a batch at most), and the cache, which gets what is left.
+    (`packed` bytes a batch at most), and the cache, which gets what is left. The turns of a validation pass `together`:
+    of their bytes, those that the cache shall hold wait beside it, so as much as it holds at most.
     """
     total = config.ram_bytes
     if total is None:
@@ -232,7 +243,8 @@ def cache_room(config: LoadingConfig, schedule: Schedule, reader: Reader, lane: 
             "loading.ram=%s: one batch ahead takes %.0f MB, so nothing is cached; give more, or a smaller batch_size",
             config.ram, needed / 1e6,
         )  # fmt: skip
-    return max(0, total - needed) // PAGE * PAGE, ahead
+    left = max(0, total - needed)
+    return max(left - together, left // 2) // PAGE * PAGE, ahead
 
 
 def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, int]:

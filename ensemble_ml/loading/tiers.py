@@ -191,7 +191,10 @@ def slab_key(plan: Plan, items: Items, rank: int, tier: int) -> int:
 def _remove_stale(folder: Path, keys: Collection[int]) -> None:
     """Remove caches in `folder` that no process uses and that are not of this run's ranks."""
     ours = {f"ensemble_ml-{key:016x}" for key in keys}
-    for path in folder.glob("ensemble_ml-*.cache") if folder.is_dir() else ():
+    found: list[Path] = []
+    with suppress(OSError):  # a folder that cannot be entered is told where the slab is made
+        found = list(folder.glob("ensemble_ml-*.cache")) if folder.is_dir() else []
+    for path in found:
         if path.stem in ours:
             continue
         with suppress(OSError), open(path, "rb") as file:  # in use, somebody else's, or gone meanwhile

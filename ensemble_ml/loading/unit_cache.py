@@ -1,7 +1,8 @@
 """Packed units of one rank as its plan says: from its caches, from other ranks, or from slow storage.
 
-What a turn reads is at hand in memory (`_coming`) until all ranks have passed the turn; only then is it written to the
-caches, in the order of the plan, over what the plan drops. So nobody's pages are written over while they are read.
+What a turn reads and a cache shall hold is at hand in memory (`_coming`) until all ranks have passed the turn; only
+then is it written to the caches, in the order of the plan, over what the plan drops. So nobody's pages are written over
+while they are read. What no cache holds is let go when the last of its users has had it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class UnitCache:
         self._next = 0  # among `_kept`: what is before it has been written or dropped
         self._passed = -1
         self._coming: dict[int, Future[np.ndarray]] = {}
+        self._waited_for: dict[int, int] = {}  # use that no cache holds -> users that have not had it
         self._resident: dict[int, tuple[int, Extents]] = {}
         self._reading: dict[int, tuple[int, float]] = {}  # thread -> unit and since when
         self._lock, self._writing = threading.Lock(), threading.Lock()
@@ -120,8 +122,21 @@ class UnitCache:
         if place is not None:
             return self.arenas[place[0]].get(place[1])
         if coming is not None:
-            return coming.result()
-        return self.again(unit) if brought < 0 else self._bring(brought, unit)
+            data = coming.result()
+        else:
+            data = self.again(unit) if brought < 0 else self._bring(brought, unit)
+        if brought == use and not self.plan.keep[use]:
+            self._answered(use)
+        return data
+
+    def _answered(self, use: int) -> None:
+        """One more of its users has what a use reads. Turns of a validation pass together, and it may be large."""
+        with self._lock:
+            left = self._waited_for.get(use, len(self.plan.users(use))) - 1
+            self._waited_for[use] = left
+            if left <= 0:
+                del self._waited_for[use]
+                self._coming.pop(use, None)
 
     def _shared(self, use: int) -> bool:
         """Whether what a use reads is wanted by somebody else too: a cache, or another rank."""
@@ -169,6 +184,8 @@ class UnitCache:
                 self._passed = turn
                 for use in [use for use in self._coming if self._turn[use] <= turn]:
                     del self._coming[use]
+                for use in [use for use in self._waited_for if self._turn[use] <= turn]:
+                    del self._waited_for[use]
         finally:
             self._writing.release()
 
@@ -186,6 +203,7 @@ class UnitCache:
         if kept is not None:
             with self._lock:
                 self._resident[use] = tier, kept
+                del self._coming[use]  # it would be there twice, and with it all of a validation
 
     def slowest(self) -> tuple[str, float] | None:
         """What slow storage has been asked for longest and has not given, and for how many seconds."""

@@ -1,9 +1,13 @@
 """The loader gives the batches of the order, and reads what the plan says, byte for byte."""
 
+import errno
 import fcntl
 import gc
 import os
+import re
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,7 +170,7 @@ def test_a_dead_peer_is_a_miss():
 
     run_ranks(2, body)
     loaders[1].close()  # dies before the first batch
-    loaders[0]._peers.finish = lambda: None
+    loaders[0]._peers.finish, loaders[0]._gather = lambda: None, None
     with loaders[0] as one:
         for batch in one:
             check(batch, batch.samples)
@@ -319,3 +323,95 @@ def test_starts_and_stops_leave_nothing():
         with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=5 * SIZE) as loader:
             next(iter(loader))
     assert count() == before
+
+
+def held_in_memory():
+    return Path("/proc/self/maps").read_text().count("memfd:ensemble_ml"), len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_is_given_back_without_close():
+    """After the last batch, and where a loop is left before it, when the loader is no longer in use."""
+    gc.collect()
+    before, kept = held_in_memory(), []
+    for _ in range(3):
+        loader = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=F * SIZE)
+        for batch in loader:
+            check(batch, batch.samples)
+        kept.append(loader)  # still there: it has nothing left to give
+    assert held_in_memory() == before
+    left = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=F * SIZE)
+    next(iter(left))
+    assert held_in_memory() > before
+    del left, batch
+    gc.collect()
+    assert held_in_memory() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 1}, "rank=1, ranks=1: ranks are numbered from 0"),
+        ({"rank": -1}, "rank=-1, ranks=1"),
+        ({"start_step": -1}, "start_step=-1: the run has 18 steps"),
+        ({"start_step": 19}, "start_step=19: the run has 18 steps"),
+    ],
+)
+def test_ranks_and_steps_that_are_none(changes, message):
+    with pytest.raises(UserError, match=message):
+        ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0, **changes)
+
+
+def test_a_state_beyond_the_run_is_refused():
+    loader = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0)
+    with loader, pytest.raises(UserError, match="step 19, and the run has 18; give more epochs"):
+        loader.load_state_dict(loader.state_dict() | {"step": 19})
+
+
+def test_ranks_have_to_agree_on_data_and_step():
+    class Others(Numbers):
+        def __getitem__(self, i):
+            return {key: np.asarray(value, np.float64) for key, value in super().__getitem__(i).items()}
+
+    def body(rank, gather, data, step):
+        options = dict(rank=rank, ranks=2, gather=gather, ram=F * SIZE, host="localhost")
+        with ClairvoyantLoader(data[rank], BATCH, EPOCHS, 3, **options) as loader:
+            loader.load_state_dict(loader.state_dict() | {"step": step[rank]})
+            list(loader)
+
+    for data, step, message in (
+        ((Numbers(), Others()), (0, 0), "ranks have planned different runs"),
+        ((Numbers(), Numbers()), (3, 0), r"ranks stand at steps \[3, 0\]; load the same state on all of them"),
+    ):
+        gathering, told = Gathering(2), []
+
+        def one(rank, gathering=gathering, told=told, data=data, step=step):
+            try:
+                body(rank, gathering.of(rank), data, step)
+            except UserError as error:
+                told.append(str(error))
+
+        run_ranks(2, one)
+        assert len(told) == 2 and all(re.search(message, text) for text in told)
+
+
+def test_free_memory_that_changes_a_little_leaves_a_cache_on_disk(tmp_path, monkeypatch):
+    """Half of it is what memory holds, and the plan decides what is left for the disk."""
+    data, reads = [np.full(2048, i, np.float32) for i in range(12)], []
+    for free in (70_000, 80_000):
+        monkeypatch.setattr("ensemble_ml.loading.clairvoyant.free_memory", lambda free=free: free)
+        items = DatasetItems(data, "numbers")
+        with ClairvoyantLoader(items, BATCH, EPOCHS, 3, disk=1 << 20, folder=tmp_path) as loader:
+            for batch in loader:
+                assert batch["0"][:, 0].tolist() == batch.samples.tolist()
+            reads.append(loader.tiers.counters.storage)
+    assert loader.plan.tiers.ram == 32768 and reads[1] == reads[0] // 3  # the four that memory holds
+
+
+def test_a_thread_without_memory_ends_the_loop(monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=0) as loader:
+        monkeypatch.setattr("ensemble_ml.loading.clairvoyant.mmap", SimpleNamespace(mmap=none))
+        with pytest.raises(UserError, match=r"no 0 MB for a sample \(Cannot allocate memory\); take fewer threads"):
+            list(loader)

@@ -232,6 +232,8 @@ def test_a_peer_that_answers_nonsense_is_a_miss():
                 connection.sendall(b"\x00" * 64)
 
         def gather(self, mine):
+            if mine == b"0":  # the step where ranks stand
+                return [mine, mine]
             port = self.server.getsockname()[1]
             other = mine.replace(b'"node": "a"', b'"node": "b"')
             told = json.loads(other) | {"port": port, "host": "localhost"}
@@ -299,3 +301,45 @@ def test_memory_stays_within_the_budget_for_fifty_epochs():
     assert max(taken) < 1.1 * budget
     assert max(taken) > 0.8 * budget  # else something is not counted
     assert max(taken[1:]) - taken[1] < 0.02 * budget
+
+
+@pytest.mark.parametrize("error", [OSError("the disk says no"), ValueError("nonsense")])
+def test_one_bad_read_of_a_healthy_peer_costs_that_read(error):
+    """A dataset may raise anything; its rank still serves all that it has."""
+
+    class Stumbling(Samples):
+        def __getitem__(self, i):
+            if threading.current_thread().name == "loading-server" and not self.stumbled:
+                self.stumbled = True
+                raise error
+            return super().__getitem__(i)
+
+    data, barrier, told = Stumbling(), threading.Barrier(2), [b"", b""]
+    data.stumbled, found = False, []
+
+    def gather_of(rank):
+        def gather(mine):
+            told[rank] = mine
+            barrier.wait(20)
+            both = list(told)
+            barrier.wait(20)
+            return both
+
+        return gather
+
+    def work(rank):
+        options = dict(rank=rank, ranks=2, gather=gather_of(rank), node=f"node{rank}", host="localhost")
+        with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=F * SIZE, **options) as loader:
+            sample = int(np.flatnonzero(loader.plan.placement.owner == 1)[0])
+            if rank == 0:
+                scratch = memoryview(bytearray(int(loader.items.sizes[sample])))
+                found.extend(loader._peers.get(1, sample, scratch) for _ in range(2))
+                assert not loader._peers._wire.dead
+            barrier.wait(20)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert data.stumbled and found[0] is None and found[1] is not None

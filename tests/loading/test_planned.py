@@ -11,9 +11,10 @@ import pytest
 from planning import CPU, config_of, equal, plain, readers_of, run, run_ranks, schedule_of
 from synthetic import make_store
 
-from ensemble_ml.config import Assign
+from ensemble_ml.config import Assign, LoaderName
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.run_loader import Lane, PlannedLoader
+from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes
+from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_plan import PAGE
 from ensemble_ml.store import open_store
 
@@ -244,3 +245,44 @@ def test_nothing_is_left_behind(store):
         if cycle == 1:
             first = found
     assert found == first
+
+
+def test_iterators_that_have_ended_are_let_go(store):
+    """Each holds the pipes of its worker processes, and a run validates hundreds of times."""
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    loader, found = TorchLoader(config_of(name=LoaderName.torch, workers=1), schedule, reader, 0), []
+    for _ in range(4):
+        list(loader.validation(0))
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/fd")))
+    loader.close()
+    assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize(("parts", "columns"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("share", [0.1, 0.8])
+def test_validations_of_several_ranks_stay_within_memory(store, monkeypatch, parts, columns, share):
+    """Their turns pass together: what they read waits beside the cache, or is let go when all have had it."""
+    readers, most = readers_of(store, 2), []
+    schedule = replace(schedule_of(readers[0], dates=DATES, validation=np.tile(np.arange(12), 4)), parts=parts)
+    lane = Lane(parts=parts, columns=columns)
+    with PlannedLoaderOf(config_of(ram=10**12), replace(schedule, parts=1), readers[0]) as loader:
+        whole, trace = int(loader.plan.sizes[np.unique(loader.plan.trace.unit)].sum()), loader.plan.trace
+        packed = int(np.bincount(trace.turn, loader.plan.sizes[trace.unit]).max())
+    config = config_of(ram=0)
+    batch, scratch = decoded_bytes(schedule, readers[0], lane)
+    decoded = (config.ahead + 1) * batch + config.threads * scratch
+    own = UnitCache.own
+
+    def look(cache):
+        with cache._lock:
+            coming = sum(len(one.result()) for one in cache._coming.values() if one.done())
+            held = sum(int(cache.plan.sizes[cache.plan.trace.unit[use]]) for use in cache._resident)
+        most.append(coming + held)
+
+    monkeypatch.setattr(UnitCache, "own", lambda cache, use: (own(cache, use), look(cache))[0])
+    monkeypatch.setattr(UnitCache, "_keep", lambda cache, use, keep=UnitCache._keep: (keep(cache, use), look(cache)))
+    ram = decoded + (config.ahead + 2) * packed // parts + int(share * whole)
+    run_ranks(schedule, readers, parts=parts, columns=columns, config=replace(config, ram=ram))
+    assert 0 < max(most) <= ram - decoded
