@@ -97,6 +97,8 @@ class _Variable:
             if values is not None and not (torch.isfinite(values) | hidden).all():
                 raise UserError(f"{name}: the prediction is not finite; the checkpoint is of no use for this input")
         for kind, values in self.fields(name, wanted):
+            if torch.isinf(values).any():
+                raise UserError(f"{name}: {kind.value} is not finite; the checkpoint is of no use for this input")
             yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values
 
     def fields(self, name: str, wanted: Wanted) -> Iterator[tuple[Kind, Tensor]]:
@@ -106,7 +108,9 @@ class _Variable:
             if wanted.members:
                 sample = self._sample
                 members, mean, spread = (self._raw(fields) for fields in (sample.members, sample.mean, sample.spread))
-                yield Kind.MEMBER, remap_members(members, mean, spread, self.location, self.scale, self.family)
+                day = int(sample.start.init_time.astype("datetime64[h]").astype(int))
+                law = self.location, self.scale, self.family
+                yield Kind.MEMBER, remap_members(members, mean, spread, *law, turn=day)
         if self.spread is not None:
             yield Kind.SPREAD, self.spread
 

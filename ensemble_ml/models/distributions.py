@@ -111,7 +111,8 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
     if family is Family.CENSORED_NORMAL:
         return torch.clamp(mu + sigma * ndtri(p), min=0).to(location.dtype)
     l = -mu / sigma
-    near = -ndtri((1 - p) * ndtr(-torch.clamp(l, max=_FAR)))
+    above = 0.5 * torch.erfc(torch.clamp(l, max=_FAR) / _SQRT2)  # torch's ndtr is zero below -10
+    near = -ndtri((1 - p) * above)
     far = l - torch.log1p(-p) / torch.clamp(l, min=1)  # the tail is exponential there
     z = torch.where(l > _FAR, far, near)
     return torch.clamp(mu + sigma * z, min=0).to(location.dtype)
@@ -186,17 +187,21 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
 
 
 def remap_members(
-    members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL
-) -> Tensor:
-    """Coherent members of the predicted distribution: each keeps its place, (x_i - m) / s, in the new one.
+    members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL,
+    turn: int = 0,
+) -> Tensor:  # fmt: skip
+    """Coherent members of the predicted distribution: each keeps its place among them in the new one.
 
     Args:
-        members: (M, ...) raw members x_i, two or more.
+        members: (M, ...) raw members x_i, two or more; NaN where one is absent, which it stays.
         mean, spread: (...) their mean m and standard deviation s (ddof = 1).
         location, scale: (...) of the predicted distribution.
-        family: normal members become location + scale (x_i - m) / s, whose mean and spread are exactly those predicted;
-            of the others they are the quantiles at Phi((x_i - m) / s), so none falls below zero. Where all members
-            agree they become the median.
+        family: normal members become location + scale (x_i - m) / s, whose mean and spread are exactly those predicted.
+            Of the others, whose raw members are far from normal, they are the quantiles at (rank - 1/2) / M, the M
+            values with the least CRPS (Broecker 2012, doi:10.1002/qj.1891), times what gives them the law's mean:
+            where it rains more rarely than once in M, all quantiles are zero, and the last in rank has all the rain.
+        turn: which of several equal members comes first, modulo M: the same at all points of a forecast, another in the
+            next one, so that none is wetter than the others for good.
 
     Returns:
         (M, ...), in the dtype of `location`.
@@ -206,9 +211,17 @@ def remap_members(
     """
     if len(members) < 2:
         raise UserError(f"members_out=true: {len(members)} member given; remapping needs two or more")
-    place = torch.where(spread > 0, (members - mean) / torch.where(spread > 0, spread, 1.0), 0.0)
     if family is Family.NORMAL:
+        place = torch.where(spread > 0, (members - mean) / torch.where(spread > 0, spread, 1.0), 0.0)
         return location + scale * place
-    if family is Family.CENSORED_NORMAL:
-        return torch.clamp(location + scale * place, min=0)
-    return quantile(family, location, scale, ndtr(place.double()))
+    rank = members.roll(-turn, 0).argsort(dim=0, stable=True).argsort(0).roll(turn, 0)  # NaN come last
+    there = ~torch.isnan(members)
+    count = there.sum(0)
+    level = (rank.double() + 0.5) / count
+    wide = location.double(), scale.double()
+    found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
+    total, wanted = found.sum(0), moments(family, *wide)[0] * count
+    alone = total < 1e-6 * wanted
+    last = torch.where(rank == count - 1, wanted, 0.0)
+    found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
+    return torch.where(there, found, torch.nan).to(location.dtype)

@@ -125,7 +125,7 @@ def test_crps_of_many_samples(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mu", [-60.0, -9.0, -1.0, 0.0, 2.0, 30.0])
+@pytest.mark.parametrize("mu", [-60.0, -43.0, -30.0, -20.0, -13.0, -9.0, -1.0, 0.0, 2.0, 30.0])
 def test_quantile_inverts_cdf(family, mu):
     location, scale = torch.tensor(mu, dtype=F64), torch.tensor(1.5, dtype=F64)
     levels = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999], dtype=F64)
@@ -205,6 +205,48 @@ def test_remapped_members_respect_zero_and_order(family):
     found = remap_members(members, members.mean(0), members.std(0), torch.full((50,), 0.2), torch.ones(50), family)
     assert (found >= 0).all()
     assert (torch.gather(found, 0, members.argsort(0)).diff(dim=0) >= 0).all()
+
+
+@pytest.mark.parametrize("family", [TRUNCATED, CENSORED, LOGNORMAL, GAMMA])
+@pytest.mark.parametrize("count", [2, 5, 10, 50])
+@pytest.mark.parametrize("x", [-2.0, -1.0, 0.0, 1.5])
+def test_members_of_the_law_stay_members_of_it(family, count, x):
+    """Drawn from the very law that is predicted, dry days and single showers among them, they keep its mean."""
+    torch.manual_seed(0)
+    points = 20_000
+    location, scale = torch.full((points,), x, dtype=F64), torch.ones(points, dtype=F64)
+    raw = quantile(family, location, scale, torch.rand(count, points, dtype=F64))
+    found = remap_members(raw, raw.mean(0), raw.std(0), location, scale, family, turn=3)
+    mean, _ = moments(family, location, scale)
+    torch.testing.assert_close(found.mean(0), mean)
+    order = torch.argsort(raw, dim=0)
+    strict = torch.gather(raw, 0, order).diff(dim=0) > 0
+    assert (torch.gather(found, 0, order).diff(dim=0)[strict] >= 0).all() and (found >= 0).all()
+    truth = quantile(family, location, scale, torch.rand(points, dtype=F64))
+    assert of_members(found, truth) < 1.005 * of_members(raw, truth)
+
+
+def of_members(members, truth):
+    """Mean CRPS of the members' own distribution."""
+    ordered, count = members.sort(0)[0], len(members)
+    weights = (2 * torch.arange(1, count + 1, dtype=F64) - count - 1)[:, None]
+    return ((members - truth).abs().mean(0) - (weights * ordered).sum(0) / count**2).mean().item()
+
+
+def test_equal_members_take_turns_and_absent_ones_stay_absent():
+    location, scale = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
+    dry = torch.zeros(4, 3, dtype=F64)
+    dry[1, 2] = torch.nan
+    found = [remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED, turn) for turn in range(4)]
+    assert [int(one[:, 0].argmax()) for one in found] == [3, 0, 1, 2]
+    levels = torch.tensor([0.125, 0.375, 0.625, 0.875], dtype=F64), torch.tensor([1 / 6, 0.5, 5 / 6], dtype=F64)
+    mean = moments(CENSORED, location[0], scale[0])[0]
+    for at, column in zip(levels, (0, 2), strict=True):
+        wanted = quantile(CENSORED, location[0], scale[0], at)
+        for one in found:
+            members = one[:, column][~torch.isnan(one[:, column])]
+            torch.testing.assert_close(members.sort()[0], wanted * mean / wanted.mean())
+    assert all(torch.isnan(one[1, 2]) and torch.isnan(one).sum() == 1 for one in found)
 
 
 def test_remapping_equal_members_and_one_member():
