@@ -7,6 +7,7 @@ runs/benchmark/NAME/results.json. `--check` changes nothing and fails where the 
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -->"
 
 
+UNSAID = " ..."  # behind a command of which the results do not say with which other settings it was run
+NOT_RECORDED = " Dots after a command: its other settings were not recorded, and may not be the default ones."
 LOST = "Lost: "  # how a benchmark's note begins that tells where a rival is faster
 POSITIVE = 1e-9  # the target of ends of intervals that are to lie above zero
 HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
@@ -34,12 +37,15 @@ def shown(value: float | str) -> str:
 
 
 def command(name: str, content: dict) -> str:
-    """What was run for a file of results; settings that name this or that folder are left out."""
+    """What was run for a file of results: folders by their last name, without that for the results themselves."""
     if content.get("command"):
-        return " ".join(word for word in content["command"] if "/" not in word)
+        words = [word for word in content["command"] if not word.startswith(("output=", "workspace="))]
+        return " ".join(re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)
     benchmark, _, section = name.partition("-")
+    if name == "quickstart":
+        return "scripts/quickstart.sh"
     only = f" only=[{section}]" if section else ""
-    return "scripts/quickstart.sh" if name == "quickstart" else f"ensemble-ml benchmark benchmark={benchmark}{only}"
+    return f"ensemble-ml benchmark benchmark={benchmark}{only}{UNSAID}"
 
 
 def commit(content: dict) -> str:
@@ -57,6 +63,11 @@ def table() -> str:
     """The quickstart's claims, how many of each benchmark hold, all that do not, losses, then all; by file names."""
     paths = sorted((ROOT / "scripts" / "results").glob("*.json"))
     found = {path.stem: json.loads(path.read_text()) for path in paths}
+    small = [name for name, content in found.items() if content.get("size", "full") != "full"]
+    if small:
+        raise SystemExit(
+            f"scripts/results/{small[0]}.json: of size={found[small[0]]['size']}; targets are of size=full"
+        )
     claims = {name: content["claims"] for name, content in found.items() if content["claims"]}
     lines = [f"Of `{command('quickstart', found['quickstart'])}`:", "", *HEAD, *rows(claims["quickstart"])]
     lines += ["", "| shown by | claims that hold | measured at | on |", "|---|---|---|---|"]
@@ -64,7 +75,7 @@ def table() -> str:
         held = rows([claim for claim in some if claim["holds"]])
         where = f"{commit(found[name])} | {found[name]['machine']['processor']}"
         lines.append(f"| `{command(name, found[name])}` | {len(held)} of {len(rows(some))} | {where} |")
-    lines += ["", "A + after a commit: with changes that were not committed yet."]
+    lines += ["", "A + after a commit: with changes that were not committed yet." + NOT_RECORDED]
     lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
     for name, some in claims.items():
         lines += [f"{one} {name.partition('-')[0]} |" for one in rows([c for c in some if not c["holds"]])]

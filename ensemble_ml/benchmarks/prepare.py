@@ -61,7 +61,7 @@ def _run(config: BenchmarkConfig, names: list[str], folder: Path) -> Path:
         total.figures |= found.figures
         total.claims += found.claims
         total.notes += found.notes
-        log.info("%s (%.0f s)\n%s", name, time.monotonic() - start, summary(found.figures, found.claims))
+        log.info("%s (%.0f s)\n%s", name, time.monotonic() - start, summary(found.figures, found.claims, config.size))
     extent = work.shape
     title = f"prepare, on {extent.fields} fields of {extent.rows} x {extent.columns} points a date"
     return write_results(
@@ -71,4 +71,5 @@ def _run(config: BenchmarkConfig, names: list[str], folder: Path) -> Path:
         figures=total.figures,
         claims=total.claims,
         notes=total.notes,
+        size=config.size,
     )

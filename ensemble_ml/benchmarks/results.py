@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ensemble_ml.config import BenchmarkSize
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -104,10 +106,12 @@ def write_results(
     claims: Sequence[Claim],
     notes: Sequence[str] = (),
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    size: BenchmarkSize = BenchmarkSize.full,
 ) -> Path:
     """Write `folder`/results.json and `folder`/report.html; return the path of the former.
 
-    `tables`: what else should be published, as rows with the same keys, by title.
+    `tables`: what else should be published, as rows with the same keys, by title. `size`: of what was run; targets are
+    of the full one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
@@ -116,6 +120,7 @@ def write_results(
         "commit": commit(),
         "command": ["ensemble-ml", *sys.argv[1:]] if sys.argv[1:2] == ["benchmark"] else None,
         "runs": runs,
+        "size": size.value,
         "figures": {name: asdict(figure) for name, figure in figures.items()},
         "claims": [claim.to_json() for claim in claims],
         "notes": list(notes),
@@ -133,7 +138,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def summary(figures: Mapping[str, Figure], claims: Sequence[Claim]) -> str:
+def summary(figures: Mapping[str, Figure], claims: Sequence[Claim], size: BenchmarkSize = BenchmarkSize.full) -> str:
     """The same for a terminal."""
     width = max((len(name) for name in figures), default=0)
     lines = [f"{n:{width}}  {f.median:10.4g} {f.unit}  ({f.min:.4g} to {f.max:.4g})" for n, f in figures.items()]
@@ -141,6 +146,8 @@ def summary(figures: Mapping[str, Figure], claims: Sequence[Claim]) -> str:
         lines.append(
             f"{'holds' if c.holds else 'DOES NOT HOLD'}: {c.claim}: {c.value:.4g} {c.unit}, target {c.target:g}"
         )
+    if size is not BenchmarkSize.full:
+        lines.append(f"size={size.value}: targets are of size=full, so that none of this is a claim")
     return "\n".join(lines)
 
 
@@ -150,6 +157,7 @@ def _write(path: Path, text: str) -> Path:
     return partial.replace(path)
 
 
+_SMALLER = {False: "", True: ", not at full size, which targets are of: none of this is a claim"}
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;margin:1em 0}th,td{padding:.3em .8em;border-bottom:1px solid #ddd;text-align:left}"
@@ -165,7 +173,7 @@ def _page(content: Mapping[str, Any]) -> str:
     about = [[k, str(v)] for k, v in content["machine"].items()] + [["commit", content["commit"]]]
     parts = [
         f"<h1>{html.escape(content['title'])}</h1>",
-        f"<p>Median and range of {content['runs']} runs.</p>",
+        f"<p>Median and range of {content['runs']} runs{_SMALLER[content['size'] != 'full']}.</p>",
         _table(["claim", "value", "target", "unit", "holds"], claims),
         _table(["figure", "median", "least", "most", "unit"], figures),
         *(f"<p>{html.escape(note)}</p>" for note in content["notes"]),

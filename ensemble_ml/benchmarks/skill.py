@@ -3,8 +3,8 @@
     OUTPUT/skill/runs/NAME-trialT-seedS     trainings; OUTPUT/skill/forecasts/...-fromM  forecasts of the test dates
     OUTPUT/skill/{results.json, report.html}
 
-Trials and checkpoints are chosen on validation dates, everything is scored on test dates that nobody saw. Run again, it
-goes on where it stopped.
+Trials and checkpoints are chosen on validation dates, everything is scored on test dates that had no part in a run. Run
+again, it goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(config: BenchmarkConfig) -> Path:
     figures, claims, notes = report(contest)
     told = "ours: the fits before its first step, made once; trainings of the others are longer by as much"
     figures[told] = Figure.of([fit_seconds(start)], "s")
-    print(summary(figures, claims))
+    print(summary(figures, claims, config.size))
     trials = [row for one in trained for row in one.trials]
     return write_results(
         folder,
@@ -67,6 +67,7 @@ def run(config: BenchmarkConfig) -> Path:
         claims=claims,
         notes=[*notes, _split_in_words(dates, store)],
         tables={"Trials, on the validation dates": trials},
+        size=config.size,
     )
 
 

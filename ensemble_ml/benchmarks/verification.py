@@ -55,7 +55,7 @@ def run(config: BenchmarkConfig) -> Path:
         ),
         Claim(f"{what}: peak memory of the process", figures["ours: peak memory"].max, "MB", 1000, at_most=True),
     ]
-    print(summary(figures, claims))
+    print(summary(figures, claims, config.size))
     return write_results(
         Path(config.output) / "verification",
         title="Scoring raw ensembles",
@@ -63,6 +63,7 @@ def run(config: BenchmarkConfig) -> Path:
         figures=figures,
         claims=claims,
         notes=[f"Both give the same scores: the largest relative difference is {apart:.1e}."],
+        size=config.size,
     )
 
 

@@ -12,7 +12,7 @@ import xarray as xr
 import zarr
 
 from ensemble_ml.benchmarks import prepare
-from ensemble_ml.benchmarks.preparing import conversion, data, decoding, process, reading
+from ensemble_ml.benchmarks.preparing import conversion, data, decoding, process, reading, reduction
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
@@ -96,7 +96,7 @@ def test_draws_meet_every_variable_equally_often():
 
 def test_entrants_run_apart(tmp_path):
     outcome = process.run("reduction", "race", members=4, fields=2, rows=8, columns=16, passes=2)
-    assert len(outcome["ours"]) == len(outcome["dask"]) == 2
+    assert all(len(outcome[name]) == 2 for name in ("ours", *reduction.DASK))
     assert outcome["difference"] < 1e-3 and outcome["peak_bytes"] > 1e7
     with pytest.raises(UserError, match="no-such-file"):
         process.run("decoding", "ours", source=str(tmp_path / "no-such-file"), passes=1)
@@ -108,6 +108,9 @@ def test_run_writes_results_of_the_sections_asked_for(tmp_path):
     [claim] = results["claims"]
     assert claim["target"] == 3 and claim["holds"] == (claim["value"] >= 3) and results["runs"] == 2
     assert results["figures"]["mean and spread over members, ours"]["unit"] == "MB/s"
+    rivals = [results["figures"][f"mean and spread over members, {name}"]["median"] for name in reduction.DASK]
+    ours = results["figures"]["mean and spread over members, ours"]["median"]
+    assert claim["value"] == pytest.approx(ours / max(rivals), rel=0.5) and results["size"] == "tiny"
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["prepare"]  # the archive was temporary
     with pytest.raises(UserError, match="only=nothing"):
         prepare.run(BenchmarkConfig("prepare", str(tmp_path), only=["nothing"]))

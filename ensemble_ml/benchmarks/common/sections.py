@@ -37,10 +37,10 @@ class Bench:
 
     def publish(self, folder: Path, title: str) -> Path:
         """Tell the log, and write `folder`/results.json and report.html; returns the path of the former."""
-        log.info("%s", summary(self.figures, self.claims))
+        log.info("%s", summary(self.figures, self.claims, self.config.size))
         return write_results(
             folder, title=title, runs=self.config.repeats, figures=self.figures, claims=self.claims, notes=self.notes,
-            tables=self.tables,
+            tables=self.tables, size=self.config.size,
         )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,8 +108,15 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, Any]:
         "core seconds": busy,
         "halo share": waits,
         "bytes": sent,
-        "formula": surface_bytes(session, spec, batch, job["precision"]),
+        **_halos(session, sent.get(OURS, ()), surface_bytes(session, spec, batch, job["precision"])),
     }
+
+
+def _halos(session: Session, sent: Sequence[float], formula: int) -> dict[str, float]:
+    """Of all ranks together: what the formula says, and by how much counts of any step and rank are off it."""
+    told = torch.tensor([formula, sum(abs(count - formula) for count in sent)], dtype=torch.float64)
+    session.mesh.world.all_reduce(told)
+    return {"formula": float(told[0]), "off": float(told[1])}
 
 
 def _entrant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml.benchmarks.preparing import process
+from ensemble_ml.benchmarks.preparing.reduction import DASK
 from ensemble_ml.benchmarks.preparing.workspace import Section, Workspace
 from ensemble_ml.benchmarks.results import Claim, Figure
 
@@ -101,13 +103,13 @@ def memory(work: Workspace) -> Section:
 def decoding(work: Workspace) -> Section:
     """GRIB to float32 on one core."""
     found, source = Section(), str(work.archive.member)
-    passes = {"ours": 5, "eccodes": 2, "cfgrib": 1}
+    passes = 3  # of each; the first finds caches and memory cold
     shown = {"ours": "ours", "eccodes": "ecCodes", "cfgrib": "cfgrib"}
-    speeds: dict[str, list[float]] = {name: [] for name in passes}
+    speeds: dict[str, list[float]] = {name: [] for name in shown}
     checksums = set()
     for _ in range(work.repeats):
-        for name, count in passes.items():
-            outcome = process.run("decoding", name, cores=1, source=source, passes=count)
+        for name in shown:
+            outcome = process.run("decoding", name, cores=1, source=source, passes=passes)
             speeds[name].append(outcome["bytes"] / 1e6 / outcome["seconds"])
             checksums.add(outcome["checksum"])
     for name, values in speeds.items():
@@ -119,7 +121,7 @@ def decoding(work: Workspace) -> Section:
     found.claims.append(same)
     found.notes.append(
         "GRIB decode: one member's messages, a tenth of the file; MB of decoded float32 a second; the fastest of"
-        f" {passes['ours']}, {passes['eccodes']} and {passes['cfgrib']} passes of each run; indexes made before."
+        f" {passes} passes of each run, the same for all; indexes made before."
     )
     return found
 
@@ -131,14 +133,15 @@ def reduction(work: Workspace) -> Section:
     extent = {"members": shape.members, "fields": fields, "rows": shape.rows, "columns": shape.columns}
     outcome = process.run("reduction", "race", passes=work.repeats, **extent)
     speeds = {
-        name: found.speed(f"mean and spread over members, {words}", outcome["bytes"] / 1e6, outcome[name])
-        for name, words in (("ours", "ours"), ("dask", "Dask's two reductions"))
+        name: found.speed(f"mean and spread over members, {name}", outcome["bytes"] / 1e6, outcome[name])
+        for name in ("ours", *DASK)
     }
-    words = "mean + spread over members fused: 3 times Dask's two reductions"
-    found.least(words, speeds["ours"], speeds["dask"], 3, "times")
+    best = max(DASK, key=lambda name: statistics.median(speeds[name]))
+    words = "mean + spread over members fused: 3 times Dask's two reductions, in the chunks that suit them best"
+    found.least(words, speeds["ours"], speeds[best], 3, "times")
     found.notes.append(
-        f"Mean and spread: {shape.members} members of {fields} fields in memory, float32, two threads; Dask's array has"
-        " a chunk a member, both reductions in one graph; results differ by at most"
+        f"Mean and spread: {shape.members} members of {fields} fields in memory, float32, two threads; Dask's both"
+        f" reductions in one graph; {best} is its fastest; results differ by at most"
         f" {outcome['difference']:.2g} at a mean of 280."
     )
     return found
