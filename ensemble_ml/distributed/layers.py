@@ -41,7 +41,8 @@ def partition(
     """Let `model` compute this rank's part of a field, in place, and return it.
 
     Args:
-        mesh: of the job; on one rank only dropout changes, whose masks then do not depend on the partition.
+        mesh: of the job. Where no ranks share a sample, norms over the batch change, if ranks share that, and dropout,
+            also on one rank: its masks then do not depend on the partition.
         axes: latitude and longitude among the axes of the tensors; (3, 4) for (B, C, Z, Y, X).
         overlap: switch by which convolutions compute while their halos travel; off where it is None.
 
@@ -52,13 +53,18 @@ def partition(
     overlap = overlap or Overlap()
     for name, module in model.named_modules():
         kind = chosen[name]
-        if kind is None or (mesh.topology.spatial == 1 and kind is not PartDropout):
+        if kind is None or (kind is not PartDropout and _sharers(module, mesh) == 1):
             continue
         module.__class__ = kind
         object.__setattr__(module, "part_mesh", mesh)
         object.__setattr__(module, "part_axes", axes)
         object.__setattr__(module, "part_overlap", overlap)
     return model
+
+
+def _sharers(module: nn.Module, mesh: Mesh) -> int:
+    """Over how many ranks the values lie that a layer takes together."""
+    return mesh.topology.spatial * (mesh.topology.data if norms.over_batch(module) else 1)
 
 
 def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:

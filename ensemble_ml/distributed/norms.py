@@ -113,6 +113,13 @@ def _uses_batch(self: Any) -> bool:
     return self.training or self.running_mean is None
 
 
+def over_batch(layer: nn.Module) -> bool:
+    """Whether a norm takes the samples of a batch together: for its result, or for the statistics that it keeps."""
+    if isinstance(layer, nn.InstanceNorm2d | nn.InstanceNorm3d):
+        return layer.track_running_stats
+    return isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)
+
+
 class _PartBatchNorm:
     part_mesh: Mesh
 

@@ -166,6 +166,61 @@ def test_layers_equal_one_process(mesh, kind, overlap):
         assert {k: v for k, v in worst.items() if not v < 1e-12} == {}
 
 
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm2d(3),
+    "batch norm that keeps nothing": lambda: nn.BatchNorm2d(3, track_running_stats=False),
+}
+
+
+def sharing_the_batch(session, counts):
+    """Largest errors of norms where data ranks have `counts` samples each: output, gradients, what they keep."""
+    mesh, found = session.mesh, {}
+    place, own_rows = (
+        mesh.topology.place,
+        slice(8 * mesh.lat.rank // mesh.lat.size, 8 * (mesh.lat.rank + 1) // mesh.lat.size),
+    )
+    own = slice(sum(counts[: place.data]), sum(counts[: place.data + 1]))
+    random = torch.Generator().manual_seed(6)
+    # Every sample has a mean and a spread of its own.
+    x = torch.randn(sum(counts), 3, 8, 6, dtype=torch.float64, generator=random)
+    x = x * torch.arange(1, len(x) + 1).view(-1, 1, 1, 1) + x[:, :, :1, :1]
+    weight = torch.randn(x.shape, dtype=torch.float64, generator=random)
+    for name, make in NORMS.items():
+        whole = make().double()
+        mine = partition(copy.deepcopy(whole), mesh)
+        a, b = x.clone().requires_grad_(), x[own, :, own_rows].clone().requires_grad_()
+        errors = []
+        for _ in range(2):
+            expected, got = whole(a), mine(b)
+            (expected * weight).sum().backward()
+            (got * weight[own, :, own_rows]).sum().backward()
+            errors.append(got - expected[own, :, own_rows])
+        errors.append(b.grad - a.grad[own, :, own_rows])
+        for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
+            mesh.model.all_reduce(q.grad)
+            errors.append((p.grad - q.grad) / p.grad.abs().max())
+        errors += [p.double() - q.double() for p, q in zip(whole.buffers(), mine.buffers(), strict=True)]
+        found[name] = torch.cat([e.flatten() for e in errors]).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize(("lat", "counts"), [(1, (2, 2)), (1, (3, 1)), (2, (2, 2))])
+def test_norms_over_a_batch_that_is_shared_out(lat, counts):
+    for found in run_ranks(sharing_the_batch, lat * len(counts), counts, lat=lat, data=len(counts)):
+        assert len(found) == len(NORMS)
+        assert {k: v for k, v in found.items() if not v < 1e-12} == {}
+
+
+def kinds_of(session):
+    made = nn.BatchNorm3d(2), nn.InstanceNorm3d(2), nn.GroupNorm(1, 2), nn.Conv3d(2, 2, 3), nn.Dropout()
+    return [type(partition(layer, session.mesh)).__name__ for layer in made]
+
+
+def test_data_ranks_change_what_depends_on_the_batch():
+    names = ["PartBatchNorm3d", "InstanceNorm3d", "GroupNorm", "Conv3d", "PartDropout"]
+    assert run_ranks(kinds_of, 2, data=2) == [names] * 2
+
+
 def checkpointed(session):
     torch.manual_seed(0)
     net = nn.Sequential(
