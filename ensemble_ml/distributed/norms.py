@@ -6,6 +6,7 @@ doi:10.1080/00031305.1983.10483115). One all_gather carries them; its backward i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,9 +40,13 @@ def all_gather(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, mean, M2) of `x` over `dims` and the ranks of `comm`, the axes kept with length one; differentiable."""
-    count = x.new_tensor(float(torch.Size([x.shape[d] for d in dims]).numel()))
-    mean = x.mean(list(dims), keepdim=True)
+    """(n, mean, M2) of `x` over `dims` and the ranks of `comm`, the axes kept with length one; differentiable.
+
+    A rank may have no values at all: it adds nothing.
+    """
+    values = math.prod(x.shape[d] for d in dims)
+    count = x.new_tensor(float(values))
+    mean = x.sum(list(dims), keepdim=True) / max(values, 1)  # of no values, zero: NaN would stay NaN in the others' sum
     m2 = ((x - mean) ** 2).sum(list(dims), keepdim=True)
     if comm.size == 1:
         return count, mean, m2
@@ -56,8 +61,8 @@ def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor,
 
 def _merged(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     count = a[0] + b[0]
-    delta = b[1] - a[1]
-    return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta**2 * (a[0] * b[0] / count)
+    delta, share = b[1] - a[1], b[0] / count.clamp(min=1)  # neither may have values
+    return count, a[1] + delta * share, a[2] + b[2] + delta**2 * (a[0] * share)
 
 
 def _scaled(x: Tensor, found: tuple[Tensor, Tensor, Tensor], eps: float) -> Tensor:
@@ -77,7 +82,8 @@ class PartGroupNorm(nn.GroupNorm):
     part_mesh: Mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = _wide(x).reshape(x.shape[0], self.num_groups, -1)
+        size = math.prod(x.shape[1:]) // self.num_groups  # -1 cannot be told where there is no sample
+        grouped = _wide(x).reshape(x.shape[0], self.num_groups, size)
         scaled = _scaled(grouped, moments(grouped, (2,), self.part_mesh.spatial), self.eps)
         return _affine(scaled.view(x.shape), self.weight, self.bias).to(x.dtype)
 
@@ -114,10 +120,8 @@ def _uses_batch(self: Any) -> bool:
 
 
 def over_batch(layer: nn.Module) -> bool:
-    """Whether a norm takes the samples of a batch together: for its result, or for the statistics that it keeps."""
-    if isinstance(layer, nn.InstanceNorm2d | nn.InstanceNorm3d):
-        return layer.track_running_stats
-    return isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)
+    """Whether a norm takes the samples of a batch together, or, as torch's instance norm, fails without a sample."""
+    return isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 
 class _PartBatchNorm:

@@ -169,17 +169,17 @@ def test_layers_equal_one_process(mesh, kind, overlap):
 NORMS = {
     "batch norm": lambda: nn.BatchNorm2d(3),
     "batch norm that keeps nothing": lambda: nn.BatchNorm2d(3, track_running_stats=False),
+    "group norm": lambda: nn.GroupNorm(1, 3),
+    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
 }
 
 
 def sharing_the_batch(session, counts):
     """Largest errors of norms where data ranks have `counts` samples each: output, gradients, what they keep."""
     mesh, found = session.mesh, {}
-    place, own_rows = (
-        mesh.topology.place,
-        slice(8 * mesh.lat.rank // mesh.lat.size, 8 * (mesh.lat.rank + 1) // mesh.lat.size),
-    )
-    own = slice(sum(counts[: place.data]), sum(counts[: place.data + 1]))
+    own_rows = slice(8 * mesh.lat.rank // mesh.lat.size, 8 * (mesh.lat.rank + 1) // mesh.lat.size)
+    data = mesh.topology.place.data
+    own = slice(sum(counts[:data]), sum(counts[: data + 1]))
     random = torch.Generator().manual_seed(6)
     # Every sample has a mean and a spread of its own.
     x = torch.randn(sum(counts), 3, 8, 6, dtype=torch.float64, generator=random)
@@ -204,7 +204,7 @@ def sharing_the_batch(session, counts):
     return found
 
 
-@pytest.mark.parametrize(("lat", "counts"), [(1, (2, 2)), (1, (3, 1)), (2, (2, 2))])
+@pytest.mark.parametrize(("lat", "counts"), [(1, (2, 2)), (1, (3, 1)), (2, (2, 2)), (2, (2, 0)), (1, (0, 0, 2))])
 def test_norms_over_a_batch_that_is_shared_out(lat, counts):
     for found in run_ranks(sharing_the_batch, lat * len(counts), counts, lat=lat, data=len(counts)):
         assert len(found) == len(NORMS)
@@ -217,7 +217,7 @@ def kinds_of(session):
 
 
 def test_data_ranks_change_what_depends_on_the_batch():
-    names = ["PartBatchNorm3d", "InstanceNorm3d", "GroupNorm", "Conv3d", "PartDropout"]
+    names = ["PartBatchNorm3d", "PartInstanceNorm3d", "GroupNorm", "Conv3d", "PartDropout"]
     assert run_ranks(kinds_of, 2, data=2) == [names] * 2
 
 
