@@ -109,10 +109,14 @@ def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
     if isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # instance norm counts no batches
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = self.momentum if self.momentum is not None else 1 / int(self.num_batches_tracked)  # type: ignore[arg-type]
-    values = mean, m2 / (count - 1)
+    found_here = torch.stack([mean, m2 / (count - 1)]).reshape(2, -1, self.num_features)
+    values = found_here.sum(1)
+    if not isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # the mean over the samples of all data ranks
+        samples = values.new_tensor([float(found_here.shape[1])])
+        total = all_gather(torch.cat([values.flatten(), samples]), self.part_mesh.data).sum(0)
+        values = total[:-1].view(2, -1) / total[-1]
     for kept, value in zip((self.running_mean, self.running_var), values, strict=True):
-        by_channel = value.reshape(-1, kept.numel()).mean(0)  # instance norm: the mean over samples
-        kept.lerp_(by_channel.to(kept.dtype), momentum)
+        kept.lerp_(value.to(kept.dtype), momentum)
 
 
 def _uses_batch(self: Any) -> bool:
@@ -120,7 +124,8 @@ def _uses_batch(self: Any) -> bool:
 
 
 def over_batch(layer: nn.Module) -> bool:
-    """Whether a norm takes the samples of a batch together, or, as torch's instance norm, fails without a sample."""
+    """Whether a norm takes the samples of a batch together, for its result or for what it keeps; instance norm that
+    keeps nothing does not, but torch's own fails without a sample."""
     return isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 

@@ -171,6 +171,7 @@ NORMS = {
     "batch norm that keeps nothing": lambda: nn.BatchNorm2d(3, track_running_stats=False),
     "group norm": lambda: nn.GroupNorm(1, 3),
     "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
+    "instance norm that keeps statistics": lambda: nn.InstanceNorm2d(3, track_running_stats=True),
 }
 
 
