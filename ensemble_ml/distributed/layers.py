@@ -143,6 +143,7 @@ class _PartConv:
     part_overlap: Overlap
 
     def _conv_forward(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        norms.check_axes(self, x, len(self.kernel_size))
         sides, rest = [], [list(pair) for pair in _pads(self)]
         for axis, comm in _split(self):
             i = axis - 2
@@ -186,6 +187,7 @@ class _PartTransposed:
     part_axes: tuple[int, int]
 
     def forward(self: Any, x: Tensor) -> Tensor:
+        norms.check_axes(self, x, len(self.kernel_size))
         padding, extra = list(self.padding), list(self.output_padding)
         sides, cuts = [], []
         for axis, comm in _split(self):
@@ -219,7 +221,8 @@ class _PartPool:
     part_axes: tuple[int, int]
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        sides, axes = [], x.ndim - 2
+        sides, axes = [], 2 if isinstance(self, nn.MaxPool2d | nn.AvgPool2d) else 3
+        norms.check_axes(self, x, axes)
         kernel, dilation = _tuple(self.kernel_size, axes), _tuple(getattr(self, "dilation", 1), axes)
         stride = _tuple(self.stride, axes)
         for axis, comm in _split(self):
@@ -252,6 +255,7 @@ class PartUpsample(nn.Upsample):
     part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
+        norms.check_axes(self, x)
         if self.mode == "nearest":
             return super().forward(x)
         scales = _tuple(self.scale_factor, x.ndim - 2)

@@ -16,6 +16,21 @@ from torch.autograd.function import once_differentiable
 
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.errors import UserError
+
+
+def check_axes(layer: Any, x: Tensor, spatial: int | None = None) -> None:
+    """Raise a UserError where `x` has no axis of the batch: the split ones would be taken for others.
+
+    `spatial` is the number of axes after batch and channels; None for layers that take several numbers.
+    """
+    least = max(layer.part_axes) + 1
+    wanted = least if spatial is None else spatial + 2
+    if x.ndim < least or (spatial is not None and x.ndim != wanted):
+        raise UserError(
+            f"{type(layer).__name__.removeprefix('Part')}: a tensor of {x.ndim} axes, {tuple(x.shape)}, whose axes"
+            f" {layer.part_axes} are shared out; over several ranks it takes {wanted} axes, batch and channels first"
+        )
 
 
 class _AllGather(torch.autograd.Function):
@@ -80,8 +95,10 @@ class PartGroupNorm(nn.GroupNorm):
     """GroupNorm over the whole grid."""
 
     part_mesh: Mesh
+    part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
+        check_axes(self, x)
         size = math.prod(x.shape[1:]) // self.num_groups  # -1 cannot be told where there is no sample
         grouped = _wide(x).reshape(x.shape[0], self.num_groups, size)
         scaled = _scaled(grouped, moments(grouped, (2,), self.part_mesh.spatial), self.eps)
@@ -90,6 +107,7 @@ class PartGroupNorm(nn.GroupNorm):
 
 def _normalised(self: Any, x: Tensor, dims: Sequence[int], comm: Communicator) -> Tensor:
     """Batch or instance norm by the statistics at hand, which are also kept where the layer tracks them."""
+    check_axes(self, x, 2 if isinstance(self, nn.BatchNorm2d | nn.InstanceNorm2d) else 3)
     kind, x = x.dtype, _wide(x)
     found = moments(x, dims, comm)
     if self.training and self.track_running_stats and self.running_mean is not None:

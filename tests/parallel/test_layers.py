@@ -281,6 +281,39 @@ def test_norms_of_half_precision_count_beyond_its_range():
         torch.testing.assert_close(found, wanted, atol=2e-2, rtol=1e-2)
 
 
+UNBATCHED = [
+    (nn.Conv2d(3, 2, 3, padding=1), (3, 8, 8)),
+    (nn.Conv3d(3, 2, 3, padding=1), (3, 4, 8, 8)),
+    (nn.ConvTranspose2d(3, 2, 2, 2), (3, 8, 8)),
+    (nn.MaxPool2d(2), (3, 8, 8)),
+    (nn.AvgPool3d(2), (3, 4, 8, 8)),
+    (nn.Upsample(scale_factor=2), (3, 8, 8)),
+    (nn.GroupNorm(1, 3), (2, 3, 8)),
+    (nn.BatchNorm2d(3), (3, 8, 8)),
+    (nn.InstanceNorm2d(3), (3, 8, 8)),
+    (nn.InstanceNorm3d(3), (3, 4, 8, 8)),
+]
+
+
+def unbatched(session):
+    said = []
+    for layer, shape in UNBATCHED:
+        with pytest.raises(UserError) as caught:
+            partition(copy.deepcopy(layer), session.mesh)(torch.zeros(shape))
+        said.append(str(caught.value))
+    return said
+
+
+def test_fields_without_a_batch():
+    for said in run_ranks(unbatched, 2, lat=2):
+        assert said[0] == (
+            "Conv2d: a tensor of 3 axes, (3, 8, 8), whose axes (2, 3) are shared out; over several ranks it takes 4"
+            " axes, batch and channels first"
+        )
+        for (layer, shape), text in zip(UNBATCHED, said, strict=True):
+            assert text.startswith(f"{type(layer).__name__}: a tensor of {len(shape)} axes")
+
+
 def odd(session):
     layer = partition(nn.Conv2d(1, 1, 2, stride=2), session.mesh)
     layer(torch.zeros(1, 1, 5, 4))
