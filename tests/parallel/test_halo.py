@@ -149,6 +149,19 @@ def test_a_part_thinner_than_the_halo():
         halo(torch.zeros(1, 1, 2, 4), Side(2, 3, 3, periodic=True), None)
 
 
+def test_rows_that_are_too_few_to_mirror():
+    rows, columns = Side(2, 2, 0, first=EdgeRule(Beyond.MIRROR, 1)), Side(3, 1, 1, periodic=True)
+    across = Across(((0, 4),))
+    x = torch.arange(12.0).reshape(1, 1, 3, 4)
+    assert halo(x, rows, columns, across)[0, 0, :2, 1:-1].tolist() == x[0, 0, [2, 1]].roll(2, 1).tolist()
+    with pytest.raises(UserError, match="axis 2 has 2 points, and what lies beyond its ends is made of 3; take"):
+        halo(x[:, :, :2], rows, columns, across)
+    with pytest.raises(UserError, match="axis 2 has 1 points"):
+        halo(x[:, :, :1], rows, columns, across)
+    alone = halo(x[:, :, :1], Side(2, 1, 0, first=EdgeRule(Beyond.MIRROR, 1)), columns, across)
+    assert alone[0, 0, 0, 1:-1].tolist() == [2, 3, 0, 1]
+
+
 def sent(session):
     x = torch.zeros(2, 3, 4, 8, 5)
     before = session.mesh.bytes_sent
