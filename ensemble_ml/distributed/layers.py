@@ -186,9 +186,11 @@ class _PartTransposed:
     part_mesh: Mesh
     part_axes: tuple[int, int]
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         norms.check_axes(self, x, len(self.kernel_size))
         padding, extra = list(self.padding), list(self.output_padding)
+        if output_size is not None:
+            extra = self._extra(x, output_size)
         sides, cuts = [], []
         for axis, comm in _split(self):
             i = axis - 2
@@ -206,6 +208,23 @@ class _PartTransposed:
         for axis, start, length in cuts:
             x = x.narrow(axis, start, length)
         return x
+
+    def _extra(self: Any, x: Tensor, output_size: Sequence[int]) -> list[int]:
+        """The output padding by which this rank's part gets the given size, which is that of the part."""
+        name = f"{type(self).__name__.removeprefix('Part')} output_size={tuple(output_size)}"
+        if len(output_size) not in (x.ndim - 2, x.ndim):
+            raise UserError(f"{name}: {x.ndim - 2} or {x.ndim} numbers are wanted")
+        found, split = [], dict(_split(self))
+        for axis, size in enumerate(output_size[2 - x.ndim :], 2):
+            i, n, comm = axis - 2, x.shape[axis], split.get(axis)
+            least = (n - 1) * self.stride[i] - 2 * self.padding[i] + self.dilation[i] * (self.kernel_size[i] - 1) + 1
+            most = least + self.stride[i] - 1
+            if comm is not None and comm.rank < comm.size - 1:  # the whole field goes on
+                least = most = n * self.stride[i]
+            if not least <= size <= most:
+                raise UserError(f"{name}: this rank's part of axis {axis} can have {least} to {most} points")
+            found.append(size - least)
+        return found
 
 
 class PartConvTranspose2d(_PartTransposed, nn.ConvTranspose2d):  # type: ignore[misc]
@@ -281,6 +300,8 @@ class PartDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if self.p == 1:
+            return x * 0  # x / (1 - p) has no gradient
         seed = int(torch.randint(2**62, ()))
         mesh = self.part_mesh
         index = torch.zeros([1] * x.ndim, dtype=torch.int64, device=x.device)

@@ -248,6 +248,10 @@ def test_dropout_drops_its_share():
     assert (x == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
     assert x.mean().item() == pytest.approx(1, abs=0.02) and not torch.equal(x, layer(torch.ones_like(x)))
     assert layer.eval()(x) is x
+    x = torch.ones(2, 3, 4, 4, requires_grad=True)
+    y = partition(nn.Dropout(1), Mesh())(x)
+    y.sum().backward()
+    assert not y.any() and not x.grad.any()  # NaN would be any
 
 
 @pytest.mark.parametrize(
@@ -279,6 +283,35 @@ def test_norms_of_half_precision_count_beyond_its_range():
     for found, wanted in run_ranks(half_norm, 2, lat=2):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, wanted, atol=2e-2, rtol=1e-2)
+
+
+def sized(session):
+    """Largest error of transposed convolutions that are told their size, and what is said of wrong sizes."""
+    torch.manual_seed(0)
+    x, own = torch.randn(1, 2, 8, 6, dtype=torch.float64), slice(*((0, 4), (4, 8))[session.mesh.lat.rank])
+    errors = []
+    for kernel, padding, rows, columns in ((3, 1, 16, 11), (3, 1, 15, 12), (4, 1, 16, 13), (2, 0, 17, 12)):
+        layer = nn.ConvTranspose2d(2, 3, kernel, 2, padding).double()
+        mine, size = partition(copy.deepcopy(layer), session.mesh), torch.Size((rows, columns))
+        part = layer(x, size)[:, :, slice(0, 8) if own.start == 0 else slice(8, None)]
+        for given in (part.shape[2:], list(part.shape)):
+            errors.append((mine(x[:, :, own], output_size=given) - part).abs().max())
+    said = []
+    for wrong in ((19, 12), (16,)):
+        with pytest.raises(UserError) as caught:
+            mine(x[:, :, own], wrong)
+        said.append(str(caught.value))
+    return torch.stack(errors).max().item(), said
+
+
+def test_transposed_convolutions_of_a_given_size():
+    for rank, (error, said) in enumerate(run_ranks(sized, 2, lat=2)):
+        assert error < 1e-12
+        range_ = "8 to 9" if rank else "8 to 8"
+        assert said == [
+            f"ConvTranspose2d output_size=(19, 12): this rank's part of axis 2 can have {range_} points",
+            "ConvTranspose2d output_size=(16,): 2 or 4 numbers are wanted",
+        ]
 
 
 UNBATCHED = [
