@@ -129,11 +129,17 @@ def _surrounded(x: Tensor, sides: Sequence[Side]) -> Tensor:
     return halo(x, sides[0], sides[1] if len(sides) > 1 else None)
 
 
-def _check_start(side: Side, length: int, step: int) -> None:
+def _check_part(side: Side, length: int, step: int, reach: int) -> None:
+    """Raise a UserError where a part does not begin the next one at a multiple of the stride, or gives no point."""
     if side.comm.rank < side.comm.size - 1 and length % step:
         raise UserError(
             f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, not a"
             f" multiple of the stride {step}; share whole blocks out"
+        )
+    if length + sum(side.widths(side.comm.rank)) < reach:  # only the last part's halo may be none
+        raise UserError(
+            f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, fewer than"
+            f" the {reach} of a kernel; split this axis over fewer ranks (parallel.lat, parallel.lon)"
         )
 
 
@@ -151,7 +157,7 @@ class _PartConv:
             (left, right), rest[i] = rest[i], [0, 0]
             rule, wraps = _RULES[self.padding_mode], self.padding_mode == "circular"
             sides.append(Side(axis, left, d * (k - 1) - left - s + 1, right, wraps, rule, rule, comm))
-            _check_start(sides[-1], x.shape[axis], s)
+            _check_part(sides[-1], x.shape[axis], s, d * (k - 1) + 1)
         zeros = self.padding_mode == "zeros"
         # What the convolution itself can pad costs no copy of the field.
         free = tuple(left if zeros and left == right else 0 for left, right in rest)
@@ -246,8 +252,9 @@ class _PartPool:
         stride = _tuple(self.stride, axes)
         for axis, comm in _split(self):
             i = axis - 2
-            sides.append(Side(axis, 0, dilation[i] * (kernel[i] - 1) - stride[i] + 1, 0, comm=comm))
-            _check_start(sides[-1], x.shape[axis], stride[i])
+            reach = dilation[i] * (kernel[i] - 1) + 1
+            sides.append(Side(axis, 0, reach - stride[i], 0, comm=comm))
+            _check_part(sides[-1], x.shape[axis], stride[i], 1 if self.ceil_mode else reach)
         return super().forward(_surrounded(x, sides))  # type: ignore[misc]
 
 

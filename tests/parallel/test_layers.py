@@ -357,6 +357,25 @@ def test_a_part_that_is_no_multiple_of_the_stride():
     assert "axis 2 of rank 0 of 2 has 5 points, not a multiple of the stride 2" in ends[0][2]
 
 
+def thin(session):
+    """What is said of a last part that is thinner than a kernel; the first rank has no part in it."""
+    said = []
+    for layer in (nn.Conv2d(1, 1, 3, padding="valid"), nn.Conv2d(1, 1, 4, 2, dilation=2, padding=2), nn.MaxPool2d(3)):
+        if session.mesh.lat.rank:
+            with pytest.raises(UserError) as caught:
+                partition(layer, session.mesh)(torch.zeros(1, 1, 2, 8))
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_last_part_thinner_than_the_kernel():
+    assert run_ranks(thin, 2, lat=2)[1] == [
+        f"partition: axis 2 of rank 1 of 2 has 2 points, fewer than the {n} of a kernel; split this axis over fewer"
+        " ranks (parallel.lat, parallel.lon)"
+        for n in (3, 7, 3)
+    ]
+
+
 def test_bounds_of_this_test():
     for layouts in LAYOUTS.values():
         for lat, lon in layouts:
