@@ -36,7 +36,7 @@ class ParallelConfig:
     data: Any = opt("auto", "ranks, or spatial groups of ranks, that share a batch; auto takes what lat and lon leave")
     lat: Any = opt(1, "ranks that share the latitudes of a sample; auto lets the planner choose before training")
     lon: Any = opt(1, "ranks that share the longitudes of a sample; auto lets the planner choose before training")
-    overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training")
+    overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training, and is false for predict")
     backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
     launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
     timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange")

@@ -41,7 +41,8 @@ def partition(
     """Let `model` compute this rank's part of a field, in place, and return it.
 
     Args:
-        mesh: of the job; on one rank only dropout changes, whose masks then do not depend on the partition.
+        mesh: of the job. Where no ranks share a sample, norms over the batch change, if ranks share that, and dropout,
+            also on one rank: its masks then do not depend on the partition.
         axes: latitude and longitude among the axes of the tensors; (3, 4) for (B, C, Z, Y, X).
         overlap: switch by which convolutions compute while their halos travel; off where it is None.
 
@@ -52,13 +53,18 @@ def partition(
     overlap = overlap or Overlap()
     for name, module in model.named_modules():
         kind = chosen[name]
-        if kind is None or (mesh.topology.spatial == 1 and kind is not PartDropout):
+        if kind is None or (kind is not PartDropout and _sharers(module, mesh) == 1):
             continue
         module.__class__ = kind
         object.__setattr__(module, "part_mesh", mesh)
         object.__setattr__(module, "part_axes", axes)
         object.__setattr__(module, "part_overlap", overlap)
     return model
+
+
+def _sharers(module: nn.Module, mesh: Mesh) -> int:
+    """Over how many ranks the values lie that a layer takes together."""
+    return mesh.topology.spatial * (mesh.topology.data if norms.over_batch(module) else 1)
 
 
 def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
@@ -123,11 +129,17 @@ def _surrounded(x: Tensor, sides: Sequence[Side]) -> Tensor:
     return halo(x, sides[0], sides[1] if len(sides) > 1 else None)
 
 
-def _check_start(side: Side, length: int, step: int) -> None:
+def _check_part(side: Side, length: int, step: int, reach: int) -> None:
+    """Raise a UserError where a part does not begin the next one at a multiple of the stride, or gives no point."""
     if side.comm.rank < side.comm.size - 1 and length % step:
         raise UserError(
             f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, not a"
             f" multiple of the stride {step}; share whole blocks out"
+        )
+    if length + sum(side.widths(side.comm.rank)) < reach:  # only the last part's halo may be none
+        raise UserError(
+            f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, fewer than"
+            f" the {reach} of a kernel; split this axis over fewer ranks (parallel.lat, parallel.lon)"
         )
 
 
@@ -137,6 +149,7 @@ class _PartConv:
     part_overlap: Overlap
 
     def _conv_forward(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        norms.check_axes(self, x, len(self.kernel_size))
         sides, rest = [], [list(pair) for pair in _pads(self)]
         for axis, comm in _split(self):
             i = axis - 2
@@ -144,7 +157,7 @@ class _PartConv:
             (left, right), rest[i] = rest[i], [0, 0]
             rule, wraps = _RULES[self.padding_mode], self.padding_mode == "circular"
             sides.append(Side(axis, left, d * (k - 1) - left - s + 1, right, wraps, rule, rule, comm))
-            _check_start(sides[-1], x.shape[axis], s)
+            _check_part(sides[-1], x.shape[axis], s, d * (k - 1) + 1)
         zeros = self.padding_mode == "zeros"
         # What the convolution itself can pad costs no copy of the field.
         free = tuple(left if zeros and left == right else 0 for left, right in rest)
@@ -179,8 +192,11 @@ class _PartTransposed:
     part_mesh: Mesh
     part_axes: tuple[int, int]
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        norms.check_axes(self, x, len(self.kernel_size))
         padding, extra = list(self.padding), list(self.output_padding)
+        if output_size is not None:
+            extra = self._extra(x, output_size)
         sides, cuts = [], []
         for axis, comm in _split(self):
             i = axis - 2
@@ -199,6 +215,23 @@ class _PartTransposed:
             x = x.narrow(axis, start, length)
         return x
 
+    def _extra(self: Any, x: Tensor, output_size: Sequence[int]) -> list[int]:
+        """The output padding by which this rank's part gets the given size, which is that of the part."""
+        name = f"{type(self).__name__.removeprefix('Part')} output_size={tuple(output_size)}"
+        if len(output_size) not in (x.ndim - 2, x.ndim):
+            raise UserError(f"{name}: {x.ndim - 2} or {x.ndim} numbers are wanted")
+        found, split = [], dict(_split(self))
+        for axis, size in enumerate(output_size[2 - x.ndim :], 2):
+            i, n, comm = axis - 2, x.shape[axis], split.get(axis)
+            least = (n - 1) * self.stride[i] - 2 * self.padding[i] + self.dilation[i] * (self.kernel_size[i] - 1) + 1
+            most = least + self.stride[i] - 1
+            if comm is not None and comm.rank < comm.size - 1:  # the whole field goes on
+                least = most = n * self.stride[i]
+            if not least <= size <= most:
+                raise UserError(f"{name}: this rank's part of axis {axis} can have {least} to {most} points")
+            found.append(size - least)
+        return found
+
 
 class PartConvTranspose2d(_PartTransposed, nn.ConvTranspose2d):  # type: ignore[misc]
     """ConvTranspose2d on this rank's part."""
@@ -213,13 +246,15 @@ class _PartPool:
     part_axes: tuple[int, int]
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        sides, axes = [], x.ndim - 2
+        sides, axes = [], 2 if isinstance(self, nn.MaxPool2d | nn.AvgPool2d) else 3
+        norms.check_axes(self, x, axes)
         kernel, dilation = _tuple(self.kernel_size, axes), _tuple(getattr(self, "dilation", 1), axes)
         stride = _tuple(self.stride, axes)
         for axis, comm in _split(self):
             i = axis - 2
-            sides.append(Side(axis, 0, dilation[i] * (kernel[i] - 1) - stride[i] + 1, 0, comm=comm))
-            _check_start(sides[-1], x.shape[axis], stride[i])
+            reach = dilation[i] * (kernel[i] - 1) + 1
+            sides.append(Side(axis, 0, reach - stride[i], 0, comm=comm))
+            _check_part(sides[-1], x.shape[axis], stride[i], 1 if self.ceil_mode else reach)
         return super().forward(_surrounded(x, sides))  # type: ignore[misc]
 
 
@@ -246,6 +281,7 @@ class PartUpsample(nn.Upsample):
     part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
+        norms.check_axes(self, x)
         if self.mode == "nearest":
             return super().forward(x)
         scales = _tuple(self.scale_factor, x.ndim - 2)
@@ -271,6 +307,8 @@ class PartDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if self.p == 1:
+            return x * 0  # x / (1 - p) has no gradient
         seed = int(torch.randint(2**62, ()))
         mesh = self.part_mesh
         index = torch.zeros([1] * x.ndim, dtype=torch.int64, device=x.device)

@@ -6,6 +6,7 @@ doi:10.1080/00031305.1983.10483115). One all_gather carries them; its backward i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,21 @@ from torch.autograd.function import once_differentiable
 
 from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.mesh import Mesh
+from ensemble_ml.errors import UserError
+
+
+def check_axes(layer: Any, x: Tensor, spatial: int | None = None) -> None:
+    """Raise a UserError where `x` has no axis of the batch: the split ones would be taken for others.
+
+    `spatial` is the number of axes after batch and channels; None for layers that take several numbers.
+    """
+    least = max(layer.part_axes) + 1
+    wanted = least if spatial is None else spatial + 2
+    if x.ndim < least or (spatial is not None and x.ndim != wanted):
+        raise UserError(
+            f"{type(layer).__name__.removeprefix('Part')}: a tensor of {x.ndim} axes, {tuple(x.shape)}, whose axes"
+            f" {layer.part_axes} are shared out; over several ranks it takes {wanted} axes, batch and channels first"
+        )
 
 
 class _AllGather(torch.autograd.Function):
@@ -39,9 +55,13 @@ def all_gather(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, mean, M2) of `x` over `dims` and the ranks of `comm`, the axes kept with length one; differentiable."""
-    count = x.new_tensor(float(torch.Size([x.shape[d] for d in dims]).numel()))
-    mean = x.mean(list(dims), keepdim=True)
+    """(n, mean, M2) of `x` over `dims` and the ranks of `comm`, the axes kept with length one; differentiable.
+
+    A rank may have no values at all: it adds nothing.
+    """
+    values = math.prod(x.shape[d] for d in dims)
+    count = x.new_tensor(float(values))
+    mean = x.sum(list(dims), keepdim=True) / max(values, 1)  # of no values, zero: NaN would stay NaN in the others' sum
     m2 = ((x - mean) ** 2).sum(list(dims), keepdim=True)
     if comm.size == 1:
         return count, mean, m2
@@ -56,8 +76,8 @@ def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor,
 
 def _merged(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     count = a[0] + b[0]
-    delta = b[1] - a[1]
-    return count, a[1] + delta * (b[0] / count), a[2] + b[2] + delta**2 * (a[0] * b[0] / count)
+    delta, share = b[1] - a[1], b[0] / count.clamp(min=1)  # neither may have values
+    return count, a[1] + delta * share, a[2] + b[2] + delta**2 * (a[0] * share)
 
 
 def _scaled(x: Tensor, found: tuple[Tensor, Tensor, Tensor], eps: float) -> Tensor:
@@ -75,15 +95,19 @@ class PartGroupNorm(nn.GroupNorm):
     """GroupNorm over the whole grid."""
 
     part_mesh: Mesh
+    part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
-        grouped = _wide(x).reshape(x.shape[0], self.num_groups, -1)
+        check_axes(self, x)
+        size = math.prod(x.shape[1:]) // self.num_groups  # -1 cannot be told where there is no sample
+        grouped = _wide(x).reshape(x.shape[0], self.num_groups, size)
         scaled = _scaled(grouped, moments(grouped, (2,), self.part_mesh.spatial), self.eps)
         return _affine(scaled.view(x.shape), self.weight, self.bias).to(x.dtype)
 
 
 def _normalised(self: Any, x: Tensor, dims: Sequence[int], comm: Communicator) -> Tensor:
     """Batch or instance norm by the statistics at hand, which are also kept where the layer tracks them."""
+    check_axes(self, x, 2 if isinstance(self, nn.BatchNorm2d | nn.InstanceNorm2d) else 3)
     kind, x = x.dtype, _wide(x)
     found = moments(x, dims, comm)
     if self.training and self.track_running_stats and self.running_mean is not None:
@@ -103,14 +127,24 @@ def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
     if isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # instance norm counts no batches
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = self.momentum if self.momentum is not None else 1 / int(self.num_batches_tracked)  # type: ignore[arg-type]
-    values = mean, m2 / (count - 1)
+    found_here = torch.stack([mean, m2 / (count - 1)]).reshape(2, -1, self.num_features)
+    values = found_here.sum(1)
+    if not isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # the mean over the samples of all data ranks
+        samples = values.new_tensor([float(found_here.shape[1])])
+        total = all_gather(torch.cat([values.flatten(), samples]), self.part_mesh.data).sum(0)
+        values = total[:-1].view(2, -1) / total[-1]
     for kept, value in zip((self.running_mean, self.running_var), values, strict=True):
-        by_channel = value.reshape(-1, kept.numel()).mean(0)  # instance norm: the mean over samples
-        kept.lerp_(by_channel.to(kept.dtype), momentum)
+        kept.lerp_(value.to(kept.dtype), momentum)
 
 
 def _uses_batch(self: Any) -> bool:
     return self.training or self.running_mean is None
+
+
+def over_batch(layer: nn.Module) -> bool:
+    """Whether a norm takes the samples of a batch together, for its result or for what it keeps; instance norm that
+    keeps nothing does not, but torch's own fails without a sample."""
+    return isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 
 class _PartBatchNorm:

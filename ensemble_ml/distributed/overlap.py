@@ -69,8 +69,12 @@ def halo_conv(
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
-        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
+        x, weight, bias = _lowered(x, low), _lowered(weight, low), None if bias is None else _lowered(bias, low)
     return _HaloConv.apply(x, weight, bias, window, rows, columns, across)
+
+
+def _lowered(x: Tensor, low: torch.dtype) -> Tensor:
+    return x if x.dtype is torch.float64 else x.to(low)  # as autocast does
 
 
 class _HaloConv(torch.autograd.Function):

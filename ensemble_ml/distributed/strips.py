@@ -95,16 +95,22 @@ class Side:
         return inner.narrow(self.dim, skip if is_first else length - skip - width, width)
 
     def check_thickness(self, length: int) -> None:
-        """Raise a UserError where this rank's part is thinner than the halo that a neighbour needs of it."""
+        """Raise a UserError where this rank's part is thinner than the halo that a neighbour or a pole needs of it."""
         before, after = self.neighbours()
         needs = [self.widths(before)[1] if before is not None else 0, self.widths(after)[0] if after is not None else 0]
-        alone = self.comm.size == 1  # then a single row may mirror itself
+        alone = self.comm.size == 1 and length == 1  # a single row mirrors itself
         needs += [width + rule.skip * (not alone) for _, rule, width in self.ends() if rule.beyond is Beyond.MIRROR]
-        if max(needs) > length:
+        if max(needs) <= length:
+            return
+        if self.comm.size == 1:
             raise UserError(
-                f"halo: axis {self.dim} of rank {self.comm.rank} of {self.comm.size} has {length} points, a neighbour"
-                f" needs {max(needs)} of them; split this axis over fewer ranks (parallel.lat, parallel.lon)"
+                f"halo: axis {self.dim} has {length} points, and what lies beyond its ends is made of {max(needs)};"
+                " take a smaller kernel or a larger grid"
             )
+        raise UserError(
+            f"halo: axis {self.dim} of rank {self.comm.rank} of {self.comm.size} has {length} points, a neighbour"
+            f" needs {max(needs)} of them; split this axis over fewer ranks (parallel.lat, parallel.lon)"
+        )
 
 
 @dataclass(frozen=True)

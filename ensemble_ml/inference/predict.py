@@ -25,6 +25,7 @@ from ensemble_ml import __version__
 from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.gather import agreed_extremes, gather, sharing_cores
+from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
@@ -96,7 +97,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     with _threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
         device = _place(model, meta, config, session.device)
         if isinstance(model, EnsembleModel):
-            partition_model(model, session.mesh)
+            partition_model(model, session.mesh, Overlap(config.parallel.overlap is True))
         _run(job, model, device, _own(starts, session), iter(_own(paths, session)))
     return paths
 

@@ -9,7 +9,7 @@ from parallel.ranks import run_ranks
 from torch.nn import functional as F
 
 from ensemble_ml.benchmarks.partitioning.exactness import serial_padding
-from ensemble_ml.distributed.halo import Across, Side, halo
+from ensemble_ml.distributed.halo import Across, Filling, Side, halo
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule
 
@@ -87,15 +87,31 @@ def table(session, splits):
                         continue
                     for last in (True, False):
                         errors = one_case(session.mesh, lat, lon, widths, rules, wraps, last)
-                        worst[f"{lat} {lon} {widths} {name} wraps={wraps} last={last}"] = max(errors)
+                        worst[f"{lat} {lon} {widths} {name} wraps={wraps} last={last}"] = np.max(errors)
     return worst
+
+
+def wrong(worst):
+    return {k: v for k, v in worst.items() if not v < 1e-12}  # NaN is wrong, too
 
 
 @pytest.mark.parametrize("mesh", [m if m[0] * m[1] <= 4 else pytest.param(m, marks=pytest.mark.slow) for m in SPLITS])
 def test_halo_is_padding_of_the_whole(mesh):
     for worst in run_ranks(table, mesh[0] * mesh[1], SPLITS[mesh], lat=mesh[0], lon=mesh[1]):
         assert len(worst) == 36 * len(SPLITS[mesh])
-        assert {k: v for k, v in worst.items() if v > 1e-12} == {}
+        assert wrong(worst) == {}
+
+
+def test_a_halo_of_nan_is_wrong(monkeypatch):
+    def finish_strips(self):
+        if self.side.meets:
+            for part, received in zip(self._into, self._swap.wait(), strict=True):
+                part.of(self.padded, self.side.dim).copy_(received * np.nan)
+
+    monkeypatch.setattr(Filling, "finish_strips", finish_strips)
+    first, last = run_ranks(table, 2, SPLITS[2, 1][:1], lat=2)
+    assert len(first) == 36 and wrong(first).keys() == first.keys()
+    assert wrong(last)  # not all: its halo may have no width
 
 
 def test_the_serial_padding_is_that_of_torch():
@@ -131,6 +147,19 @@ def test_a_part_thinner_than_the_halo():
     assert text in ends[0][2]
     with pytest.raises(UserError, match="has 2 points"):
         halo(torch.zeros(1, 1, 2, 4), Side(2, 3, 3, periodic=True), None)
+
+
+def test_rows_that_are_too_few_to_mirror():
+    rows, columns = Side(2, 2, 0, first=EdgeRule(Beyond.MIRROR, 1)), Side(3, 1, 1, periodic=True)
+    across = Across(((0, 4),))
+    x = torch.arange(12.0).reshape(1, 1, 3, 4)
+    assert halo(x, rows, columns, across)[0, 0, :2, 1:-1].tolist() == x[0, 0, [2, 1]].roll(2, 1).tolist()
+    with pytest.raises(UserError, match="axis 2 has 2 points, and what lies beyond its ends is made of 3; take"):
+        halo(x[:, :, :2], rows, columns, across)
+    with pytest.raises(UserError, match="axis 2 has 1 points"):
+        halo(x[:, :, :1], rows, columns, across)
+    alone = halo(x[:, :, :1], Side(2, 1, 0, first=EdgeRule(Beyond.MIRROR, 1)), columns, across)
+    assert alone[0, 0, 0, 1:-1].tolist() == [2, 3, 0, 1]
 
 
 def sent(session):

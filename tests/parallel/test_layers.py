@@ -166,6 +166,62 @@ def test_layers_equal_one_process(mesh, kind, overlap):
         assert {k: v for k, v in worst.items() if not v < 1e-12} == {}
 
 
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm2d(3),
+    "batch norm that keeps nothing": lambda: nn.BatchNorm2d(3, track_running_stats=False),
+    "group norm": lambda: nn.GroupNorm(1, 3),
+    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True),
+    "instance norm that keeps statistics": lambda: nn.InstanceNorm2d(3, track_running_stats=True),
+}
+
+
+def sharing_the_batch(session, counts):
+    """Largest errors of norms where data ranks have `counts` samples each: output, gradients, what they keep."""
+    mesh, found = session.mesh, {}
+    own_rows = slice(8 * mesh.lat.rank // mesh.lat.size, 8 * (mesh.lat.rank + 1) // mesh.lat.size)
+    data = mesh.topology.place.data
+    own = slice(sum(counts[:data]), sum(counts[: data + 1]))
+    random = torch.Generator().manual_seed(6)
+    # Every sample has a mean and a spread of its own.
+    x = torch.randn(sum(counts), 3, 8, 6, dtype=torch.float64, generator=random)
+    x = x * torch.arange(1, len(x) + 1).view(-1, 1, 1, 1) + x[:, :, :1, :1]
+    weight = torch.randn(x.shape, dtype=torch.float64, generator=random)
+    for name, make in NORMS.items():
+        whole = make().double()
+        mine = partition(copy.deepcopy(whole), mesh)
+        a, b = x.clone().requires_grad_(), x[own, :, own_rows].clone().requires_grad_()
+        errors = []
+        for _ in range(2):
+            expected, got = whole(a), mine(b)
+            (expected * weight).sum().backward()
+            (got * weight[own, :, own_rows]).sum().backward()
+            errors.append(got - expected[own, :, own_rows])
+        errors.append(b.grad - a.grad[own, :, own_rows])
+        for p, q in zip(whole.parameters(), mine.parameters(), strict=True):
+            mesh.model.all_reduce(q.grad)
+            errors.append((p.grad - q.grad) / p.grad.abs().max())
+        errors += [p.double() - q.double() for p, q in zip(whole.buffers(), mine.buffers(), strict=True)]
+        found[name] = torch.cat([e.flatten() for e in errors]).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize(("lat", "counts"), [(1, (2, 2)), (1, (3, 1)), (2, (2, 2)), (2, (2, 0)), (1, (0, 0, 2))])
+def test_norms_over_a_batch_that_is_shared_out(lat, counts):
+    for found in run_ranks(sharing_the_batch, lat * len(counts), counts, lat=lat, data=len(counts)):
+        assert len(found) == len(NORMS)
+        assert {k: v for k, v in found.items() if not v < 1e-12} == {}
+
+
+def kinds_of(session):
+    made = nn.BatchNorm3d(2), nn.InstanceNorm3d(2), nn.GroupNorm(1, 2), nn.Conv3d(2, 2, 3), nn.Dropout()
+    return [type(partition(layer, session.mesh)).__name__ for layer in made]
+
+
+def test_data_ranks_change_what_depends_on_the_batch():
+    names = ["PartBatchNorm3d", "PartInstanceNorm3d", "GroupNorm", "Conv3d", "PartDropout"]
+    assert run_ranks(kinds_of, 2, data=2) == [names] * 2
+
+
 def checkpointed(session):
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -192,6 +248,10 @@ def test_dropout_drops_its_share():
     assert (x == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
     assert x.mean().item() == pytest.approx(1, abs=0.02) and not torch.equal(x, layer(torch.ones_like(x)))
     assert layer.eval()(x) is x
+    x = torch.ones(2, 3, 4, 4, requires_grad=True)
+    y = partition(nn.Dropout(1), Mesh())(x)
+    y.sum().backward()
+    assert not y.any() and not x.grad.any()  # NaN would be any
 
 
 @pytest.mark.parametrize(
@@ -225,6 +285,68 @@ def test_norms_of_half_precision_count_beyond_its_range():
         torch.testing.assert_close(found, wanted, atol=2e-2, rtol=1e-2)
 
 
+def sized(session):
+    """Largest error of transposed convolutions that are told their size, and what is said of wrong sizes."""
+    torch.manual_seed(0)
+    x, own = torch.randn(1, 2, 8, 6, dtype=torch.float64), slice(*((0, 4), (4, 8))[session.mesh.lat.rank])
+    errors = []
+    for kernel, padding, rows, columns in ((3, 1, 16, 11), (3, 1, 15, 12), (4, 1, 16, 13), (2, 0, 17, 12)):
+        layer = nn.ConvTranspose2d(2, 3, kernel, 2, padding).double()
+        mine, size = partition(copy.deepcopy(layer), session.mesh), torch.Size((rows, columns))
+        part = layer(x, size)[:, :, slice(0, 8) if own.start == 0 else slice(8, None)]
+        for given in (part.shape[2:], list(part.shape)):
+            errors.append((mine(x[:, :, own], output_size=given) - part).abs().max())
+    said = []
+    for wrong in ((19, 12), (16,)):
+        with pytest.raises(UserError) as caught:
+            mine(x[:, :, own], wrong)
+        said.append(str(caught.value))
+    return torch.stack(errors).max().item(), said
+
+
+def test_transposed_convolutions_of_a_given_size():
+    for rank, (error, said) in enumerate(run_ranks(sized, 2, lat=2)):
+        assert error < 1e-12
+        range_ = "8 to 9" if rank else "8 to 8"
+        assert said == [
+            f"ConvTranspose2d output_size=(19, 12): this rank's part of axis 2 can have {range_} points",
+            "ConvTranspose2d output_size=(16,): 2 or 4 numbers are wanted",
+        ]
+
+
+UNBATCHED = [
+    (nn.Conv2d(3, 2, 3, padding=1), (3, 8, 8)),
+    (nn.Conv3d(3, 2, 3, padding=1), (3, 4, 8, 8)),
+    (nn.ConvTranspose2d(3, 2, 2, 2), (3, 8, 8)),
+    (nn.MaxPool2d(2), (3, 8, 8)),
+    (nn.AvgPool3d(2), (3, 4, 8, 8)),
+    (nn.Upsample(scale_factor=2), (3, 8, 8)),
+    (nn.GroupNorm(1, 3), (2, 3, 8)),
+    (nn.BatchNorm2d(3), (3, 8, 8)),
+    (nn.InstanceNorm2d(3), (3, 8, 8)),
+    (nn.InstanceNorm3d(3), (3, 4, 8, 8)),
+]
+
+
+def unbatched(session):
+    said = []
+    for layer, shape in UNBATCHED:
+        with pytest.raises(UserError) as caught:
+            partition(copy.deepcopy(layer), session.mesh)(torch.zeros(shape))
+        said.append(str(caught.value))
+    return said
+
+
+def test_fields_without_a_batch():
+    for said in run_ranks(unbatched, 2, lat=2):
+        assert said[0] == (
+            "Conv2d: a tensor of 3 axes, (3, 8, 8), whose axes (2, 3) are shared out; over several ranks it takes 4"
+            " axes, batch and channels first"
+        )
+        for (layer, shape), text in zip(UNBATCHED, said, strict=True):
+            assert text.startswith(f"{type(layer).__name__}: a tensor of {len(shape)} axes")
+
+
 def odd(session):
     layer = partition(nn.Conv2d(1, 1, 2, stride=2), session.mesh)
     layer(torch.zeros(1, 1, 5, 4))
@@ -233,6 +355,25 @@ def odd(session):
 def test_a_part_that_is_no_multiple_of_the_stride():
     ends = run_ranks(odd, 2, lat=2, statuses=True, silence=2)
     assert "axis 2 of rank 0 of 2 has 5 points, not a multiple of the stride 2" in ends[0][2]
+
+
+def thin(session):
+    """What is said of a last part that is thinner than a kernel; the first rank has no part in it."""
+    said = []
+    for layer in (nn.Conv2d(1, 1, 3, padding="valid"), nn.Conv2d(1, 1, 4, 2, dilation=2, padding=2), nn.MaxPool2d(3)):
+        if session.mesh.lat.rank:
+            with pytest.raises(UserError) as caught:
+                partition(layer, session.mesh)(torch.zeros(1, 1, 2, 8))
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_last_part_thinner_than_the_kernel():
+    assert run_ranks(thin, 2, lat=2)[1] == [
+        f"partition: axis 2 of rank 1 of 2 has 2 points, fewer than the {n} of a kernel; split this axis over fewer"
+        " ranks (parallel.lat, parallel.lon)"
+        for n in (3, 7, 3)
+    ]
 
 
 def test_bounds_of_this_test():

@@ -69,6 +69,27 @@ def test_rows_from_across_the_poles_travel_with_the_columns():
         assert events == ["post", "wait", "compute", "compute", "post", "compute", "wait"]
 
 
+def lowered(session, dtype):
+    """Types of a convolution under autocast without and with overlap, and their largest difference."""
+    random = torch.Generator().manual_seed(session.mesh.lat.rank)
+    x = torch.randn(1, 2, 6, 8, dtype=dtype, generator=random)
+    weight = torch.randn(2, 2, 3, 3, dtype=dtype, generator=torch.Generator().manual_seed(9))
+    window = Window((1, 1), (0, 0), (1, 1))
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = (
+            halo_conv(x, weight, None, window, Side(2, 1, 1, comm=session.mesh.lat), None, overlap=overlap)
+            for overlap in (False, True)
+        )
+    return one.dtype, other.dtype, (one - other).abs().max().item()
+
+
+def test_autocast_leaves_float64_alone():
+    for one, other, error in run_ranks(lowered, 2, torch.float64, lat=2):
+        assert one == other == torch.float64 and error < 1e-12
+    for one, other, error in run_ranks(lowered, 2, torch.float32, lat=2):
+        assert one == other == torch.bfloat16 and error < 0.2
+
+
 def chosen(session, slow):
     switch, seen = Overlap(), []
 

@@ -75,10 +75,32 @@ def test_the_same_files_as_from_one_process(trained, serial, tmp_path, lat, lon,
     found = run_ranks(forecast, lat * lon * data, config, lat=lat, lon=lon, data=data)
     bands = [{(0, 12)}, {(12, 17)}] if lat == 2 else [{None}]
     assert [rows for rows, _ in found] == [bands[rank // lon % lat] for rank in range(len(found))]
+    assert same_files(serial, tmp_path) == found[0][1]
+
+
+def overlapping(session, config):
+    """Predict; tell how many convolutions computed while their halos travelled."""
+    from ensemble_ml.distributed import overlap
+
+    calls, real = [], overlap._forward
+    overlap._forward = lambda *args: calls.append(1) or real(*args)
+    forecast(session, config)
+    return len(calls)
+
+
+@pytest.mark.parametrize("overlap", [True, "auto"])
+def test_overlap_changes_no_forecast(trained, serial, tmp_path, overlap):
+    calls = run_ranks(overlapping, 2, config_of(trained, tmp_path, lat=2, overlap=overlap), lat=2)
+    assert all(calls) if overlap is True else not any(calls)  # auto is of training
+    same_files(serial, tmp_path)
+
+
+def same_files(serial, output):
+    """Compare the forecasts of two folders; return their names."""
     names = sorted(p.name for p in serial.iterdir())
-    assert sorted(p.name for p in tmp_path.iterdir()) == names == found[0][1]
+    assert sorted(p.name for p in output.iterdir()) == names
     for name in names:
-        with xr.open_dataset(serial / name) as one, xr.open_dataset(tmp_path / name) as other:
+        with xr.open_dataset(serial / name) as one, xr.open_dataset(output / name) as other:
             assert list(one.variables) == list(other.variables) and one.sizes == other.sizes
             for key, values in one.variables.items():
                 if values.dtype.kind == "f":  # written as float32
@@ -89,6 +111,7 @@ def test_the_same_files_as_from_one_process(trained, serial, tmp_path, lat, lon,
             assert {k: v for k, v in one.attrs.items() if k != "history"} == {
                 k: v for k, v in other.attrs.items() if k != "history"
             }
+    return names
 
 
 def refused(session, config):
