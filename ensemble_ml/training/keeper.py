@@ -9,8 +9,10 @@ pickled metadata of torch.distributed.checkpoint would.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -211,9 +214,18 @@ def _write_common(partial: Path, snapshot: Snapshot) -> dict[str, str]:
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(file))
+    try:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(file))
+    except SafetensorError as error:  # which has neither number nor path of the system's error
+        raise _os_error(error, file) from error
     sync(file)
     return hash_file(file)
+
+
+def _os_error(error: SafetensorError, file: Path) -> OSError:
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return OSError(number, os.strerror(number) if found else str(error), str(file))
 
 
 def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:
