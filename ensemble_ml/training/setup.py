@@ -40,6 +40,8 @@ _FREE = (
     "data.store",
 )
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
+# Of those groups: which rank computes a sample decides what each one votes, and the order of a sum.
+_FIXED = ("loading.assign",)
 
 
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +150,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
     if theirs.get("optim.momentum_kept") == MomentumKept.mean.value:  # averaged where checkpoints are
         also = (*also, "checkpoint_every", "validate_every")
-    fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]
+    free = {k for k in {**ours, **theirs} if k in _FREE or (k.startswith(_FREE_GROUPS) and k not in _FIXED)}
+    fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:
