@@ -240,7 +240,9 @@ class Vote(BucketExchange):
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         sick = torch.stack([h[:, 0] for h in self._headers]).sum(0)
-        culprits = tuple(torch.nonzero(sick).flatten().tolist())
+        # A ballot is of all inner ranks, which are `inner.size` in a row (`choice._groups`).
+        rows = torch.nonzero(sick).flatten().tolist()
+        culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
         return float(norm), culprits
 
