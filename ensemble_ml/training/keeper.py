@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.distributed.choice import OwnState
+from ensemble_ml.errors import UserError
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.checkpoint import (
     FORMAT,
@@ -228,6 +229,13 @@ def _os_error(error: SafetensorError, file: Path) -> OSError:
     return OSError(number, os.strerror(number) if found else str(error), str(file))
 
 
+def _other(final: Path, files: Mapping[str, str]) -> bool:
+    """Whether a checkpoint holds other tensors than `files`; a run that is stopped at a step may write it twice, and
+    then perhaps what ranks hold apart for the first time."""
+    there = json.loads((final / META).read_text())["files"]
+    return any(there.get(name) != files[name] for name in (MODEL, TRAINING))
+
+
 def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:
     """Describe what was written, rename its folder, and exchange the links."""
     final = folder / f"{STEP}{snapshot.step:08d}"
@@ -245,6 +253,11 @@ def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnSta
         shutil.rmtree(final)  # left by a run that died between the rename and the exchange of the link
     if not final.exists():
         os.rename(partial, final)
+    elif _other(final, files):
+        raise UserError(
+            f"checkpoint {final}: is there, with other weights: another process trains in this run; stop one of them,"
+            " and choose another run=NAME for it"
+        )
     sync(folder)
     for link in ("last", "best") if snapshot.best else ("last",):
         point(folder, link, final.name)

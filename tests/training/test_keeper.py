@@ -92,6 +92,15 @@ def test_what_safetensors_says_without_a_number_is_an_error_of_the_system_too(tm
     assert told.value.errno == errno.EIO and told.value.filename.endswith("model.safetensors")
 
 
+def test_a_checkpoint_of_another_process_is_not_taken_for_our_own(tmp_path):
+    """Two processes train in one run, where no lock keeps them apart."""
+    module.save_checkpoint(tmp_path, shot(10, value=1.0))
+    module.save_checkpoint(tmp_path, shot(10, value=1.0, best=True))  # stopped at a step that was kept already
+    with pytest.raises(UserError, match=r"step_00000010: is there, with other weights: another process trains"):
+        module.save_checkpoint(tmp_path, shot(10, value=2.0))
+    assert torch.equal(load_checkpoint(tmp_path / "best").state_dict["w"], torch.ones(3))
+
+
 def several(session, folder):
     """Two checkpoints of three ranks; the second is left when two of them have written."""
     rank, keeper, world = session.topology.rank, Keeper(folder, session.mesh.model), session.mesh.model
