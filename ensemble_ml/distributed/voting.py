@@ -25,7 +25,7 @@ from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
-from ensemble_ml.distributed.vote import Rounds, Take, cast, send, unit
+from ensemble_ml.distributed.vote import Rounds, Take, cast, inverse, send, unit
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim.exchange import total_norm
 from ensemble_ml.optim.lion import Lion
@@ -226,7 +226,7 @@ class Vote(BucketExchange):
         else:
             magnitude = magnitude / sizes
         delta = magnitude * unit(self.bits, self.scale)
-        torch._foreach_mul_(views, list(torch.where(delta > 0, 1 / delta, 0.0).unbind()))
+        torch._foreach_mul_(views, list(inverse(delta).unbind()))
 
     def _mark_used(self, bucket: Bucket, everyone: Tensor, used: Sequence[bool]) -> None:
         """Give a zero gradient to parameters that only other ranks used, so that the optimizer steps them here too."""
