@@ -137,6 +137,7 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
     run = (Path(config.output) / config.run).resolve()
     lock = run.with_name(f".{run.name}.lock")
     until = time.monotonic() + (_PATIENCE if _goes_on(config) else 0.0)  # a requeued job may come a little early
+    told = False
     while True:
         with ExitStack() as attempt:
             attempt.callback(_remove_empty, _made(lock.parent))
@@ -153,12 +154,16 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
             if held:
                 stack.enter_context(attempt.pop_all())
                 return None
-        if time.monotonic() >= until:
+        if time.monotonic() < until:
+            if not told:
+                log.info("run %s: another process trains there; waiting %g s for its end", run, _PATIENCE)
+            told = True
+            time.sleep(0.2)
+        else:
             return (
                 f"run={config.run}: another process trains in {run} (host and process: {_holder(lock)}); wait until it"
                 " ends, or choose another run=NAME"
             )
-        time.sleep(0.2)
 
 
 def _holder(lock: Path) -> str:

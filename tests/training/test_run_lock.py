@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import socket
 import threading
@@ -55,7 +56,8 @@ def test_a_run_is_claimed_while_it_goes_on_and_leaves_no_lock(config_of, lock, m
     assert seen == [False, True]  # of another run
 
 
-def test_a_requeued_job_waits_for_the_end_of_the_one_before(config_of, lock, monkeypatch):
+def test_a_requeued_job_waits_for_the_end_of_the_one_before(config_of, lock, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
     train(config_of(steps=2))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     ended, taken = threading.Event(), threading.Event()
@@ -70,6 +72,7 @@ def test_a_requeued_job_waits_for_the_end_of_the_one_before(config_of, lock, mon
     taken.wait()
     run = train(config_of(steps=2, resume="auto"))
     other.join()
+    assert caplog.text.count("waiting 15 s for its end") == 1
     assert load_checkpoint(run / "checkpoints" / "last").meta["step"] == 2
 
 
