@@ -26,6 +26,7 @@ from data_prep.grib_io import Stamp
 from data_prep.grib_keys import Scan
 from data_prep.records import RECORD
 from ensemble_ml.fields import FIELDS
+from ensemble_ml.folders import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,5 @@ def _owner(path: str, stamp: Stamp) -> dict[str, Any]:
 
 
 def user_index() -> FileIndex:
-    """The index of archives that are read in place: in the user's cache ($XDG_CACHE_HOME or ~/.cache)."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return FileIndex(Path(cache) / "ensemble_ml" / "index")
+    """The index of archives that are read in place: in the user's cache, where there is one."""
+    return FileIndex(user_cache("index"))

@@ -1,11 +1,17 @@
-"""Folders that a command will write to, looked at before its work begins: nobody loses a night to a name."""
+"""Folders that a command will write to, looked at before its work begins: nobody loses a night to a name; and the
+user's cache."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_told: set[str] = set()
 
 
 def check_writable(output: str | Path) -> None:
@@ -21,3 +27,17 @@ def check_writable(output: str | Path) -> None:
         raise UserError(f"output={output}: {there} is a file; give a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"output={output}: {there} may not be written; choose another folder")
+
+
+def user_cache(kind: str) -> Path | None:
+    """A folder in the user's cache ($XDG_CACHE_HOME or ~/.cache); None, told once, for a user who has no home."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if not cache:
+        home = os.path.expanduser("~")
+        if home == "~":  # a container's user, who has no entry in /etc/passwd
+            if kind not in _told:
+                log.warning("%s: nothing is kept: this user has no home; set HOME or XDG_CACHE_HOME", kind)
+                _told.add(kind)
+            return None
+        cache = os.path.join(home, ".cache")
+    return Path(cache) / "ensemble_ml" / kind

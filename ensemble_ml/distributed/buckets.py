@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,22 +76,25 @@ class Arrivals:
     """Calls `full(bucket number)` for each bucket in turn as backward fills them: 0, 1, 2, ... on every rank alike.
 
     A bucket waits for those before it. What backward leaves unfilled (parameters that it did not use, or a rank without
-    a sample) is handed on by `flush`, so every rank joins every exchange.
+    a sample) is handed on by `flush`, so every rank joins every exchange. Nothing is expected of parameters that are
+    frozen as the step begins.
     """
 
     def __init__(self, params: Sequence[Tensor], buckets: Sequence[Bucket], full: Callable[[int], None]):
-        self._full, self._sizes = full, [len(b.slots) for b in buckets]
+        self._params, self._full, self._sizes = params, full, [len(b.slots) for b in buckets]
         self._home = {slot.index: i for i, b in enumerate(buckets) for slot in b.slots}
         self._held, self.defer = False, False
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))  # type: ignore[misc]
-            for i, p in enumerate(params)
-        ]
+        self._hooks: dict[int, Any] = {}
         self.begin()
 
     def begin(self) -> None:
         """Expect a new set of gradients."""
-        self._missing = [set(i for i, home in self._home.items() if home == b) for b in range(len(self._sizes))]
+        self._missing: list[set[int]] = [set() for _ in self._sizes]
+        for i, p in enumerate(self._params):
+            if p.requires_grad:
+                self._missing[self._home[i]].add(i)
+                if i not in self._hooks:  # it may have been frozen so far
+                    self._hooks[i] = p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))  # type: ignore[misc]
         self._next = 0
 
     @contextmanager
@@ -109,7 +113,7 @@ class Arrivals:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     def _arrived(self, index: int) -> None:

@@ -28,6 +28,7 @@ class PowerSGD(GradientAverage):
         self.factors: dict[int, Tensor] = {}
         self.errors: dict[int, Tensor] = {}
         self._new_errors: dict[int, Tensor] = {}
+        self._new_factors: dict[int, Tensor] = {}
         # Of all parameters, not of those that are exchanged: which these are depends on how the grid is shared out.
         every = (p for group in self.optimizer.param_groups for p in group["params"])
         self._numbers = {id(p): number for number, p in enumerate(every)}
@@ -56,14 +57,16 @@ class PowerSGD(GradientAverage):
             left[i] = torch.linalg.qr(torch.nan_to_num(left[i]))[0]
             right[i] = m.T @ left[i]
         self._sum(list(right.values()))
+        ranks_used = parts[-2].tolist()
+        self._new_errors, self._new_factors, self._health = {}, {}, parts[-1]
         for i, m in matrices.items():
-            approximate = left[i] @ right[i].T
-            # The rank's own share of what was left out: its gradient less its part of the approximation.
-            self._new_errors[i] = m - left[i] @ (left[i].T @ m)
-            self._put(i, approximate, bool(parts[-2][i]))
+            if ranks_used[i]:  # else it is not stepped, and what was left out of it before waits for its next gradient
+                self._put(i, left[i] @ right[i].T)
+                # The rank's own share of what was left out: its gradient less its part of the approximation.
+                self._new_errors[i], self._new_factors[i] = m - left[i] @ (left[i].T @ m), right[i]
         for i in plain:
-            self._put(i, rest[i], bool(parts[-2][i]))
-        self._new_factors, self._health = right, parts[-1]
+            if ranks_used[i]:
+                self._put(i, rest[i])
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         self._flats[0][-self.group.size :] = self._health
@@ -92,11 +95,10 @@ class PowerSGD(GradientAverage):
         grad = torch.zeros_like(p) if p.grad is None else p.grad
         return grad.to(self._wide).reshape(-1)
 
-    def _put(self, i: int, values: Tensor, used: bool) -> None:
+    def _put(self, i: int, values: Tensor) -> None:
         p = self.params[i]
-        if used:
-            p.grad = torch.empty_like(p) if p.grad is None else p.grad
-            p.grad.copy_(values.view(p.shape))
+        p.grad = torch.empty_like(p) if p.grad is None else p.grad
+        p.grad.copy_(values.view(p.shape))
 
     def _sum(self, parts: list[Tensor]) -> None:
         if not parts:

@@ -64,7 +64,7 @@ def sign_allreduce(
     factor = None
     if bits > 1:
         magnitude = _magnitude(flat, scale)
-        factor = torch.where(magnitude > 0, 1 / (magnitude * unit(bits, scale)), 0.0)
+        factor = inverse(magnitude * unit(bits, scale))
     rounds = Rounds([group], bits, step)
     piece = room(_PIECE, group.size)
     for start in range(0, size, piece):
@@ -107,6 +107,12 @@ def share(elements: int, ranks: int) -> int:
 def unit(bits: int, scale: VoteScale) -> float:
     """delta as a multiple of mean|u| (L1) or max|u| (L-infinity)."""
     return _STEP[bits] if scale is VoteScale.l1 else 2.0 ** (1 - bits)
+
+
+def inverse(delta: Tensor) -> Tensor:
+    """1 / delta; 0, so that all counts as zero, where delta is below the smallest normal number: there 1 / delta may be
+    infinite, and an exact zero times that is no number."""
+    return torch.where(delta >= torch.finfo(delta.dtype).tiny, 1 / delta, 0.0)
 
 
 def _magnitude(u: Tensor, scale: VoteScale) -> Tensor:

@@ -25,7 +25,7 @@ from ensemble_ml.distributed.communicator import Communicator, NullCommunicator
 from ensemble_ml.distributed.exchange import BucketExchange, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
-from ensemble_ml.distributed.vote import Rounds, Take, cast, send, unit
+from ensemble_ml.distributed.vote import Rounds, Take, cast, inverse, send, unit
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim.exchange import total_norm
 from ensemble_ml.optim.lion import Lion
@@ -226,7 +226,7 @@ class Vote(BucketExchange):
         else:
             magnitude = magnitude / sizes
         delta = magnitude * unit(self.bits, self.scale)
-        torch._foreach_mul_(views, list(torch.where(delta > 0, 1 / delta, 0.0).unbind()))
+        torch._foreach_mul_(views, list(inverse(delta).unbind()))
 
     def _mark_used(self, bucket: Bucket, everyone: Tensor, used: Sequence[bool]) -> None:
         """Give a zero gradient to parameters that only other ranks used, so that the optimizer steps them here too."""
@@ -240,7 +240,9 @@ class Vote(BucketExchange):
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         sick = torch.stack([h[:, 0] for h in self._headers]).sum(0)
-        culprits = tuple(torch.nonzero(sick).flatten().tolist())
+        # A ballot is of all inner ranks, which are `inner.size` in a row (`choice._groups`).
+        rows = torch.nonzero(sick).flatten().tolist()
+        culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
         return float(norm), culprits
 

@@ -29,7 +29,8 @@ class Outcome:
     """Of the exchange of one step.
 
     `norm` is the gradient's before clipping (this rank's own, where ranks vote); `culprits` are the ranks whose
-    gradients were not finite; `waited` seconds were spent until the others' part was there.
+    gradients were not finite (where ranks average before they vote, all that share such a mean); `waited` seconds were
+    spent until the others' part was there.
     """
 
     norm: float

@@ -1,10 +1,13 @@
-"""Locks between builders of one store: `flock`, which the system gives back when a process dies, however it dies."""
+"""Locks between builders of one store, or trainers of one run: `flock`, which the system gives back when a process
+dies, however it dies."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -12,12 +15,16 @@ from pathlib import Path
 from ensemble_ml.errors import UserError
 
 
+class NoLocks(UserError):
+    """A file system that has no locks."""
+
+
 def _lock(descriptor: int, path: Path, how: int) -> None:
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise UserError(
+            raise NoLocks(
                 f"{path.parent}: its file system has no locks ({error.strerror}); builders need them: mount Lustre with"
                 " -o flock, or choose an output elsewhere"
             ) from error
@@ -25,21 +32,21 @@ def _lock(descriptor: int, path: Path, how: int) -> None:
 
 
 @contextmanager
-def _held(path: Path, how: int) -> Iterator[None]:
+def _held(path: Path, how: int) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         _lock(descriptor, path, how)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def exclusive(path: Path) -> AbstractContextManager[None]:
+def exclusive(path: Path) -> AbstractContextManager[int]:
     """Hold the lock on `path`, waiting for whoever has it."""
     return _held(path, fcntl.LOCK_EX)
 
 
-def shared(path: Path) -> AbstractContextManager[None]:
+def shared(path: Path) -> AbstractContextManager[int]:
     """Hold the lock on `path` beside others who hold it so, waiting for who has it alone."""
     return _held(path, fcntl.LOCK_SH)
 
@@ -54,3 +61,41 @@ def claimed(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             held = False
         yield held
+
+
+@contextmanager
+def claimed_once(path: Path) -> Iterator[bool]:
+    """As `claimed`, by a file that holds this process's host and number, and goes with the claim.
+
+    Raises:
+        NoLocks: its file system has none; the file is gone.
+    """
+    with ExitStack() as stack:
+        held = False
+        while not held:
+            try:
+                descriptor = stack.enter_context(_held(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                break
+            except NoLocks:
+                path.unlink(missing_ok=True)
+                raise
+            # Whoever had it may have removed the file between our opening and locking it: then the lock is on nothing.
+            held = _leads_to(path, descriptor)
+        if not held:
+            yield False
+            return
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{socket.gethostname()} {os.getpid()}".encode())
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -102,8 +102,6 @@ def assemble(
     overlap = Overlap(config.parallel.overlap is True)
     if isinstance(state.model, EnsembleModel):
         partition_model(state.model, session.mesh, overlap)
-    if checkpoint is not None:
-        state.restore(checkpoint)  # which terms a rank holds apart is known once the model is shared out
     facts = {
         "config": setup.plain_config(config),
         "spec": reader.spec.to_json(),
@@ -120,6 +118,10 @@ def assemble(
     run = Run(config, own, train, validation, state, loss, facts, session)
     if config.parallel.overlap == "auto" and shard is not None:
         _settle_overlap(run, overlap, checkpoint)
+    if checkpoint is not None:
+        # Which terms a rank holds apart is known once the model is shared out; from here on an exchange may wait for
+        # gradients, so what is measured comes before.
+        state.restore(checkpoint)
     return run
 
 

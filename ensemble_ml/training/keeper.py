@@ -9,8 +9,10 @@ pickled metadata of torch.distributed.checkpoint would.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,11 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.distributed.choice import OwnState
+from ensemble_ml.errors import UserError
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.checkpoint import (
     FORMAT,
@@ -211,9 +215,25 @@ def _write_common(partial: Path, snapshot: Snapshot) -> dict[str, str]:
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(file))
+    try:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(file))
+    except SafetensorError as error:  # which has neither number nor path of the system's error
+        raise _os_error(error, file) from error
     sync(file)
     return hash_file(file)
+
+
+def _os_error(error: SafetensorError, file: Path) -> OSError:
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return OSError(number, os.strerror(number) if found else str(error), str(file))
+
+
+def _other(final: Path, files: Mapping[str, str]) -> bool:
+    """Whether a checkpoint holds other tensors than `files`; a run that is stopped at a step may write it twice, and
+    then perhaps what ranks hold apart for the first time."""
+    there = json.loads((final / META).read_text())["files"]
+    return any(there.get(name) != files[name] for name in (MODEL, TRAINING))
 
 
 def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:
@@ -233,6 +253,11 @@ def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnSta
         shutil.rmtree(final)  # left by a run that died between the rename and the exchange of the link
     if not final.exists():
         os.rename(partial, final)
+    elif _other(final, files):
+        raise UserError(
+            f"checkpoint {final}: is there, with other weights: another process trains in this run; stop one of them,"
+            " and choose another run=NAME for it"
+        )
     sync(folder)
     for link in ("last", "best") if snapshot.best else ("last",):
         point(folder, link, final.name)

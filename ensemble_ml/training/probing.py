@@ -36,6 +36,7 @@ from ensemble_ml.distributed.mesh import Members, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import user_cache
 from ensemble_ml.machine import keep_freed_memory
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
@@ -246,12 +247,9 @@ def _load(path: Path | None) -> Piece | None:
         return None
 
 
-def cache_folder(wanted: str | None) -> Path:
-    """Where measured times are kept."""
-    if wanted is not None:
-        return Path(wanted)
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "ensemble_ml" / "plan"
+def cache_folder(wanted: str | None) -> Path | None:
+    """Where measured times are kept; None where the user has no place for them."""
+    return Path(wanted) if wanted is not None else user_cache("plan")
 
 
 def measured_here(job: Job, processes: int, threads: int) -> Found:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -16,16 +18,19 @@ import numpy as np
 import torch
 
 from ensemble_ml.config import DataConfig, MomentumKept, TrainConfig
+from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.models.surroundings import surroundings_shapes
+from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point
 
 log = logging.getLogger(__name__)
 
+_PATIENCE = 15.0  # seconds that a run which goes on waits for the job before it to end
 STATIC = ("orog", "lsm")
 # Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
 _FREE = (
@@ -40,6 +45,8 @@ _FREE = (
     "data.store",
 )
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
+# Of those groups: which rank computes a sample decides what each one votes, and the order of a sum.
+_FIXED = ("loading.assign",)
 
 
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,6 +118,74 @@ def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(wanted))
 
 
+@contextmanager
+def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
+    """Let nobody else train in the run folder, from before the fits to the end; the first rank holds the claim.
+
+    Raises:
+        UserError: on all ranks, where another process trains there.
+    """
+    with ExitStack() as stack:
+        refused = session.once(lambda: _claim(config, stack))
+        if refused:
+            raise UserError(refused)
+        yield
+
+
+def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
+    """Claim the run by a file beside its folder, until `stack` is closed; returns why it cannot be."""
+    run = (Path(config.output) / config.run).resolve()
+    lock = run.with_name(f".{run.name}.lock")
+    until = time.monotonic() + (_PATIENCE if _goes_on(config) else 0.0)  # a requeued job may come a little early
+    told = False
+    while True:
+        with ExitStack() as attempt:
+            attempt.callback(_remove_empty, _made(lock.parent))
+            try:
+                held = attempt.enter_context(claimed_once(lock))
+            except FileNotFoundError:  # a run that ended has taken the folder away that was made for it
+                continue
+            except (NoLocks, PermissionError) as error:
+                if isinstance(error, PermissionError) and not run.exists():
+                    raise  # nor could the run be made
+                why = getattr(error.__cause__ or error, "strerror", error)
+                log.warning("run %s: no lock keeps other processes from training there (%s)", run, why)
+                held = True
+            if held:
+                stack.enter_context(attempt.pop_all())
+                return None
+        if time.monotonic() < until:
+            if not told:
+                log.info("run %s: another process trains there; waiting %g s for its end", run, _PATIENCE)
+            told = True
+            time.sleep(0.2)
+        else:
+            return (
+                f"run={config.run}: another process trains in {run} (host and process: {_holder(lock)}); wait until it"
+                " ends, or choose another run=NAME"
+            )
+
+
+def _holder(lock: Path) -> str:
+    try:
+        return lock.read_text() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _made(folder: Path) -> list[Path]:
+    """Make a folder; returns those that were not there, the innermost first."""
+    absent = [f for f in (folder, *folder.parents) if not f.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return absent
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):  # a run lies there
+        for folder in folders:
+            folder.rmdir()
+
+
 def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoint | None]:
     """Return the run folder and the checkpoint to go on from, None for a new run.
 
@@ -120,7 +195,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
         UserError: the folder exists and `resume` is off, or `resume` meets other settings.
     """
     run = Path(config.output) / config.run
-    if not (_requeued() if config.resume == "auto" else config.resume):
+    if not _goes_on(config):
         if run.exists():
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return run, None
@@ -139,8 +214,10 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     return run, checkpoint
 
 
-def _requeued() -> bool:
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+def _goes_on(config: TrainConfig) -> bool:
+    if config.resume == "auto":
+        return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    return bool(config.resume)
 
 
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
@@ -148,7 +225,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
     if theirs.get("optim.momentum_kept") == MomentumKept.mean.value:  # averaged where checkpoints are
         also = (*also, "checkpoint_every", "validate_every")
-    fixed = [k for k in {**ours, **theirs} if (k in also or k not in _FREE) and not k.startswith(_FREE_GROUPS)]
+    free = {k for k in {**ours, **theirs} if k in _FREE or (k.startswith(_FREE_GROUPS) and k not in _FIXED)}
+    fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:

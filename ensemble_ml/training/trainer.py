@@ -54,10 +54,11 @@ def train(config: TrainConfig) -> Path:
     """Train a model and return the run folder; see the head of the file.
 
     Raises:
-        UserError: something in settings or data that the user can mend; or loss or gradient are no longer finite.
+        UserError: something in settings or data that the user can mend; another process trains in the run folder; or
+            loss or gradient are no longer finite.
         KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
     """
-    with start(config.parallel) as session:
+    with start(config.parallel) as session, setup.claimed_run(config, session):
         return _train(config, session)
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from parallel.simulated import on_ranks
 from parallel.small_net import RIVALS, Net, batch, same, train
+from torch import nn
 
 from ensemble_ml.distributed.communicator import NullCommunicator
+from ensemble_ml.distributed.powersgd import PowerSGD
 from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.optim import Lion
 
@@ -87,6 +89,50 @@ def test_what_is_not_finite_is_known_to_all_and_who_it_was(name, bad):
     assert [[o.culprits for o in outcomes] for *_, outcomes in found] == [[(), (), (1,), (), ()]] * 3
     assert same(found) and all(torch.isfinite(p).all() for p in found[0][0])
     assert all(torch.isfinite(m).all() for m in found[1][1])
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_frozen_parameters_stay_as_they_are(name):
+    """From the start, or thawed after two steps."""
+
+    def frozen():
+        net = Net()
+        for p in (net.b, net.c, net.unused):
+            p.requires_grad_(False)
+        return net
+
+    def thaw(net, rank, step):
+        if step == 1:
+            net.b.requires_grad_(True)
+
+    start = Net()
+    for steps, thawed in ((2, False), (4, True)):
+        found = train(RIVALS[name], 2, steps=steps, net=frozen, before=thaw)
+        a, b, c, unused, _ = found[0][0]
+        assert same(found) and torch.equal(c, start.c) and torch.equal(unused, start.unused)
+        assert not torch.equal(a, start.a) and torch.equal(b, start.b) is not thawed
+
+
+def test_what_was_left_out_waits_for_the_next_gradient():
+    """A parameter that no rank used is not stepped, so its error must not shrink."""
+
+    def work(group):
+        p, q, exchange = nn.Parameter(torch.zeros(40, 40)), nn.Parameter(torch.zeros(3)), PowerSGD(group, rank=2)
+        exchange.attach(torch.optim.SGD([p, q], lr=1.0))
+        ones, held = torch.randn(40, 40, generator=torch.Generator().manual_seed(group.rank)), []
+        for step in range(3):
+            p.grad = q.grad = None
+            exchange.begin(step)
+            (q.sum() + ((p * ones).sum() if step == 0 else 0)).backward()
+            exchange.finish()
+            held.append({name: value.clone() for name, value in exchange.local_state().items()})
+            assert (p.grad is None) is (step > 0)
+        exchange.close()
+        return held
+
+    for held in on_ranks(2, work):
+        assert held[0].keys() == {"error.0", "factor.0"} and held[0]["error.0"].norm() > 1
+        assert all(torch.equal(later[name], value) for later in held[1:] for name, value in held[0].items())
 
 
 def test_poison_found_during_backward():

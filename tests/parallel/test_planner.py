@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 from parallel.ranks import run_ranks
 from synthetic import make_store
 
-from ensemble_ml import cli
+from data_prep.file_index import user_index
+from ensemble_ml import cli, folders
 from ensemble_ml.config import (
     DataConfig,
     ExchangeName,
@@ -42,7 +43,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.optim import build
 from ensemble_ml.training import trainer
-from ensemble_ml.training.probing import _keep, _load
+from ensemble_ml.training.probing import _keep, _load, cache_folder
 from ensemble_ml.training.rehearsal import Rehearsal, trace
 from ensemble_ml.training.tracking import read_log
 
@@ -418,6 +419,19 @@ def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
     )  # links, which are near equal, are timed anew
     # Steps are not: what was measured is kept.
     assert sorted(p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.json")) == times
+
+
+def test_a_user_without_a_home_plans_all_the_same(tmp_path, monkeypatch, caplog):
+    """As a container's user whom /etc/passwd does not know."""
+    monkeypatch.setattr(folders, "_told", set())
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(None) == tmp_path / ".cache" / "ensemble_ml" / "plan"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert [cache_folder(None) for _ in range(2)] == [None] * 2 and caplog.text.count("no home") == 1
+    assert cache_folder(str(tmp_path)) == tmp_path
+    assert user_index().folder is None  # and no folder named ~
 
 
 def test_times_that_cannot_be_kept_or_read_are_measured_again(tmp_path, caplog):

@@ -10,8 +10,9 @@ import torch
 from parallel.simulated import on_ranks
 
 from ensemble_ml.config import VoteScale
-from ensemble_ml.distributed import pack, pack_host, vote
+from ensemble_ml.distributed import NullCommunicator, pack, pack_host, vote
 from ensemble_ml.distributed.vote import count, majority, sign_allreduce, unit
+from ensemble_ml.distributed.voting import Vote
 
 LENGTHS = [1, 63, 64, 65, 1000, 4096 + 64 + 3]
 
@@ -153,6 +154,22 @@ def test_zeros_everywhere_fall_by_the_mask_of_the_step(bits):
         found = on_ranks(3, lambda c: sign_allreduce(torch.zeros(10) * (-1) ** c.rank, bits, c, step))  # noqa: B023
         wanted = torch.tensor([1.0, -1.0] * 5) * (1 if step == 0 else -1)
         assert all(torch.equal(f, wanted) for f in found)
+
+
+@pytest.mark.parametrize("scale", [VoteScale.l1, VoteScale.linf])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zeros_beside_what_is_next_to_nothing_fall_by_the_mask(bits, scale):
+    """1 / delta leaves the range of float32 below 2^-128."""
+    for exponent in (-148, -140, -133, -129, -127):
+        u = torch.zeros(4096)
+        u[0] = 2.0**exponent * (4096 if scale is VoteScale.l1 else 1)
+        for step in range(2):
+            found = on_ranks(2, lambda c: sign_allreduce(u, bits, c, step, scale=scale))  # noqa: B023
+            wanted = torch.tensor([1.0, -1.0] * 2048) * (1 if step == 0 else -1)
+            assert all(torch.equal(f[1:], wanted[1:]) for f in found), exponent
+        views = [u.clone()]
+        Vote(NullCommunicator(), bits=bits, scale=scale)._to_units(views, u.sum().view(1))
+        assert torch.isfinite(views[0]).all() and not views[0][1:].any()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])

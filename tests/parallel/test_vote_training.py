@@ -19,6 +19,7 @@ from ensemble_ml.config import (
     Nonfinite,
     OptimConfig,
     OptimName,
+    ParallelConfig,
     Precision,
     TrainConfig,
 )
@@ -94,14 +95,17 @@ def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
     assert whole.keys() == half.keys() and all(torch.equal(whole[k], half[k]) for k in whole)
 
 
-@pytest.mark.parametrize(("before", "after"), [({"lat": 2}, {"data": 2}), ({"data": 2}, {"lat": 2})])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"lat": 2}, {"data": 2}), ({"data": 2}, {"lat": 2}), ({"data": 2}, {"lat": 2, "overlap": "auto"})],
+)
 def test_low_ranks_go_on_where_the_grid_is_shared_out_otherwise(store, tmp_path, before, after):
     """Which terms are exchanged depends on it; those of both keep what was left out of them."""
     config = voting(store, tmp_path)
     config.optim.exchange, config.optim.clip = ExchangeName.powersgd, 1.0
     run_ranks(_until_five, 2, config, **before)
     left = load_checkpoint(tmp_path / "a" / "checkpoints" / "last", training=True).of_rank(0)
-    config.resume = True
+    config.resume, config.parallel = True, ParallelConfig(**after)
     told = run_ranks(_errors_at_start, 2, config, **after)
     kept = {name: value for name, value in left.items() if name in told[0]}
     assert len(kept) > 5 and all(torch.equal(told[0][name], value) for name, value in kept.items())
@@ -195,16 +199,25 @@ def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path):
     assert told == ["", ""]
     assert all(torch.isfinite(v).all() for k, v in weights(tmp_path / "skip" / "a").items() if "momentum" in k)
     told = run_ranks(_poisoned, 2, voting(store, tmp_path / "stop"), data=2)
-    assert all("step 4" in text and "from ranks 1" in text for text in told)
+    assert all("step 4" in text and "from ranks 1," in text for text in told)
     shutil.rmtree(tmp_path / "stop")
 
 
-def _poisoned(session, config):
-    """Rank 1's gradients hold a NaN in step 4."""
+@pytest.mark.parametrize("name", [ExchangeName.vote, ExchangeName.lion_cub])
+def test_ranks_that_average_before_they_vote_are_all_named(store, tmp_path, name):
+    """Rank 3's are in the mean of ranks 2 and 3, which is what the others see of them."""
+    config = voting(store, tmp_path)
+    config.optim.exchange, config.optim.bits = name, 8
+    told = run_ranks(_poisoned, 4, config, 3, data=2, lat=2)
+    assert all("step 4" in text and "from ranks 2, 3," in text for text in told)
+
+
+def _poisoned(session, config, rank=1):
+    """The gradients of `rank` hold a NaN in step 4."""
     backward = torch.Tensor.backward
 
     def poisoned(self, *args, **kwargs):
-        bad = session.step == 4 and session.topology.rank == 1
+        bad = session.step == 4 and session.topology.rank == rank
         backward(self * torch.nan if bad and torch.is_grad_enabled() else self, *args, **kwargs)
 
     torch.Tensor.backward = poisoned

@@ -1,11 +1,13 @@
 """Checkpoints written beside the training: whole or not there, by one rank or several, and no disk holds it up."""
 
 import errno
+import resource
 import threading
 
 import pytest
 import torch
 from parallel.ranks import run_ranks
+from safetensors import SafetensorError
 from test_checkpoint import SPEC
 
 from ensemble_ml.config import MomentumKept
@@ -60,22 +62,43 @@ def test_what_ranks_hold_apart_is_copied(tmp_path, slow_disk):
     keeper.close()
 
 
-def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_checkpoint_before(tmp_path):
     keeper = Keeper(tmp_path)
     keeper.begin(shot(1))
     keeper.finish()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
-
-    monkeypatch.setattr(module, "save_file", full)
-    keeper.begin(shot(2))
-    while not keeper.done:
-        pass
-    with pytest.raises(OSError, match="No space left"):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        keeper.begin(Snapshot(2, {"w": torch.zeros(1 << 19)}, meta=META))
+        while not keeper.done:
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(OSError, match="File too large") as told:  # the limit's words; a disk's go the same way
         keeper.follow(True)
+    assert told.value.errno == errno.EFBIG
+    assert told.value.filename == str(tmp_path / ".partial-step_00000002" / "model.safetensors")
     keeper.close()
     assert load_checkpoint(tmp_path / "last").meta["step"] == 1
+
+
+def test_what_safetensors_says_without_a_number_is_an_error_of_the_system_too(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise SafetensorError("Error while serializing: of another kind")
+
+    monkeypatch.setattr(module, "save_file", refuse)
+    with pytest.raises(OSError, match="of another kind") as told:
+        module.save_checkpoint(tmp_path, shot(1))
+    assert told.value.errno == errno.EIO and told.value.filename.endswith("model.safetensors")
+
+
+def test_a_checkpoint_of_another_process_is_not_taken_for_our_own(tmp_path):
+    """Two processes train in one run, where no lock keeps them apart."""
+    module.save_checkpoint(tmp_path, shot(10, value=1.0))
+    module.save_checkpoint(tmp_path, shot(10, value=1.0, best=True))  # stopped at a step that was kept already
+    with pytest.raises(UserError, match=r"step_00000010: is there, with other weights: another process trains"):
+        module.save_checkpoint(tmp_path, shot(10, value=2.0))
+    assert torch.equal(load_checkpoint(tmp_path / "best").state_dict["w"], torch.ones(3))
 
 
 def several(session, folder):

@@ -13,6 +13,7 @@ import yaml
 from synthetic import make_store
 
 from ensemble_ml.config import LoaderName, MomentumKept, OptimName, Precision, PredictConfig
+from ensemble_ml.config.loading import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
@@ -334,3 +335,11 @@ def test_where_momenta_are_averaged_is_not_free_when_a_run_goes_on(config_of):
     other = config_of(steps=4, checkpoint_every=2, optim__momentum_kept=MomentumKept.mean)
     with pytest.raises(UserError, match="checkpoint_every=2"):
         refuse_other_settings(other, checkpoint)
+
+
+def test_who_computes_a_sample_is_not_free_when_a_run_goes_on(config_of):
+    """What a rank votes comes of its samples."""
+    checkpoint = load_checkpoint(train(config_of(steps=1)) / "checkpoints" / "last")
+    refuse_other_settings(config_of(steps=1, loading__ahead=1, loading__threads=1), checkpoint)
+    with pytest.raises(UserError, match=r"loading.assign=locality \(was fixed\)"):
+        refuse_other_settings(config_of(steps=1, loading__assign=Assign.locality), checkpoint)
