@@ -13,7 +13,7 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import AggregationState
 from ensemble_ml.verification.calibration import exceeding, members_exceeding, threshold
-from ensemble_ml.verification.families import location_of_mean, log_score
+from ensemble_ml.verification.families import location_of_mean, log_score, moments
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
 from ensemble_ml.verification.samples import Sample, Setting, held_out_spread
@@ -32,6 +32,9 @@ _BY_LAW = {  # the first is chosen by
     Statistic.CRPS: (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY),
     Statistic.LOG_SCORE: (Statistic.LOG_SCORE_NORMAL, Statistic.LOG_SCORE_FAMILY),
     Statistic.BRIER: (Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY),
+    Statistic.SQUARED_ERROR: (Statistic.SQUARED_ERROR_NORMAL, Statistic.SQUARED_ERROR_FAMILY),
+    Statistic.ERROR: (Statistic.ERROR_NORMAL, Statistic.ERROR_FAMILY),
+    Statistic.VARIANCE: (Statistic.VARIANCE_NORMAL, Statistic.VARIANCE_FAMILY),
 }
 
 
@@ -105,15 +108,18 @@ def _baseline(
 ) -> dict[Statistic, np.ndarray]:
     """Scores of a corrected ensemble, as both laws where it cannot be negative: the better is taken in the end.
 
-    Both have the corrected mean: a law that stops at zero has its location below it.
+    Both have the corrected mean where that is above zero: a law that stops at zero has its location below it, and less
+    variance than its scale says.
     """
-    error = mean - truth
-    found = {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: scale**2}
+    found: dict[Statistic, np.ndarray] = {}
     laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
     for place, law in enumerate(laws):
         location = location_of_mean(law, mean, scale)
         scores = _probabilities(law, location, scale, truth, limit)
         scores[Statistic.CRPS] = crps(law, location, scale, truth)
+        expected, deviation = moments(law, location, scale)
+        error = expected - truth
+        scores |= {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: deviation**2}
         found |= scores if len(laws) == 1 else {_BY_LAW[key][place]: score for key, score in scores.items()}
     return found
 
