@@ -3,8 +3,8 @@
 Every function takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims` (dimensions
 to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas) and `mask`
 (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that differ are
-refused: nothing is skipped in silence. Dask arrays stay lazy, and chunks change no score; member, variable and quantile
-dimensions must lie in one chunk.
+refused: nothing is skipped in silence. All is computed in float64, whatever the type of the data. Dask arrays stay
+lazy, and chunks change no score; member, variable and quantile dimensions must lie in one chunk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def weighted_mean(
         return values
     w = xr.ones_like(values, dtype=np.float64)
     if weights is not None:
-        w = xr.align(values, weights, join="left", copy=False)[1].broadcast_like(values)
+        w = xr.align(values, weights, join="left", copy=False)[1].astype(np.float64).broadcast_like(values)
     if mask is not None:
         values, w = values.where(mask, 0.0), w.where(mask, 0.0)
     total, weight = (values * w).sum(over, skipna=False), w.sum(over, skipna=False)
@@ -107,7 +107,7 @@ def spread_skill(
     Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
     """
     m = forecast.sizes[member_dim]
-    forecast, observed = xr.align(forecast, observed, join="exact", copy=False)
+    forecast, observed = _aligned(forecast, observed)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     variance = variance.broadcast_like(error)
@@ -154,7 +154,7 @@ def pit_histogram(
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Mean squared difference of a probability and what happened (0 or 1)."""
-    forecast, event = xr.align(forecast, event, join="exact", copy=False)
+    forecast, event = _aligned(forecast, event)
     return weighted_mean((forecast - event) ** 2, **reduction)
 
 
@@ -210,7 +210,7 @@ def efi(
 
 def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Extreme event CRPS: mean of |EFI| CRPS, from both at each point."""
-    index, crps = xr.align(index, crps, join="exact", copy=False)
+    index, crps = _aligned(index, crps)
     return weighted_mean(abs(index) * crps, **reduction)
 
 
@@ -225,6 +225,12 @@ def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims)
     if reduce_dims is None:
         return [name for name in dims if name not in named]
     return named
+
+
+def _aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
+    """Both in float64, refused where coordinates differ."""
+    one, other = xr.align(first, second, join="exact", copy=False)
+    return one.astype(np.float64), other.astype(np.float64)
 
 
 def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None) -> xr.DataArray:

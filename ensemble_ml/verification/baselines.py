@@ -20,6 +20,7 @@ from ensemble_ml.verification.families import quantile
 from ensemble_ml.verification.statistics import c4
 
 FEWEST_DATES = 5  # a bias and a variance of fewer dates are noise
+_ROUNDING = 1e-12  # of the squared mean: the variance of values that are all the same, as sums have it
 
 CORRECTIONS = {
     "global": "bias and inflation, one each a lead, variable and level: N(m + b, c^2 s^2)",
@@ -185,9 +186,10 @@ def _share_of_flow(
 
 
 def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family: Family = Family.NORMAL) -> np.ndarray:
-    """Ensemble copula coupling: quantiles at i / (M + 1) of a law, put where raw members of the same rank stand.
+    """Ensemble copula coupling: quantiles at (i - 1/2) / M of a law, put where raw members of the same rank stand.
 
-    Schefzik et al. (2013), doi:10.1214/13-STS443, ECC-Q.
+    Schefzik et al. (2013), doi:10.1214/13-STS443, ECC-Q, at the levels where the ordinary CRPS of M members is least:
+    Broecker (2012), doi:10.1002/qj.1891. Those at i / (M + 1) are too narrow, and lose rain.
 
     Args:
         members: (M, ...) raw members, two or more; equal ones keep their order.
@@ -201,7 +203,8 @@ def couple(members: np.ndarray, location: np.ndarray, scale: np.ndarray, family:
     """
     if len(members) < 2:
         raise ValueError(f"ensemble copula coupling of {len(members)} member: two or more are needed")
-    drawn = np.stack([quantile(family, location, scale, i / (len(members) + 1)) for i in range(1, len(members) + 1)])
+    levels = (np.arange(len(members)) + 0.5) / len(members)
+    drawn = np.stack([quantile(family, location, scale, level) for level in levels])
     ranks = members.argsort(0, kind="stable").argsort(0, kind="stable")
     return np.take_along_axis(drawn, ranks, 0)
 
@@ -260,17 +263,22 @@ def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
 def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
     """Mean and predictive standard deviation of the truth at each cell over the fit dates, from sums of y and y^2.
 
-    The deviation is zero where fewer than two fit dates know a cell; see `everywhere`.
+    Both are NaN where fewer than two fit dates know a cell, see `everywhere`; the deviation is zero where the truth
+    never varies (no rain in a desert).
     """
-    n = np.maximum(sums.count.sum(0), 1.0)
+    count = sums.count.sum(0)
+    n = np.maximum(count, 1.0)
     mean = sums.total("y") / n
     variance = np.maximum(sums.total("yy") - n * mean**2, 0.0) / np.maximum(n - 1, 1)
-    return mean, np.sqrt(variance * (1 + 1 / n))
+    variance = np.where(variance > _ROUNDING * mean**2, variance, 0.0)
+    known = count >= 2
+    return np.where(known, mean, np.nan), np.where(known, np.sqrt(variance * (1 + 1 / n)), np.nan)
 
 
 def everywhere(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A climatology (Z, Y, X) as a forecast: cells of which nothing is known may be like any of the others."""
-    known = np.where(deviation > 0, 1.0, 0.0)
-    mean_all = _mean(mean, known)
-    variance_all = _mean(deviation**2 + (mean - mean_all) ** 2, known)
+    """A climatology (Z, Y, X) as a forecast: cells of which nothing is known (NaN) may be like any of the others."""
+    known = np.isfinite(deviation)
+    centre, variance = np.where(known, mean, 0.0), np.where(known, deviation, 0.0) ** 2
+    mean_all = _mean(centre, known.astype(float))
+    variance_all = _mean(variance + (centre - mean_all) ** 2, known.astype(float))
     return np.where(known, mean, mean_all), np.where(known, deviation, np.sqrt(variance_all))

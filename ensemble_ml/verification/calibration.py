@@ -84,8 +84,11 @@ class Calibration:
 
 
 def threshold(mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
-    """What the truth exceeds one time in ten where the climate of the cell is normal."""
-    return mean + UPPER_TENTH * deviation
+    """What the truth exceeds one time in ten where the climate of the cell is normal.
+
+    Where it never varies the deviation is that of rounding: a value that is always the same would exceed its own mean.
+    """
+    return mean + UPPER_TENTH * np.maximum(deviation, 1e-9 * np.abs(mean))
 
 
 def exceeding(family: Family, location: np.ndarray, scale: np.ndarray, value: np.ndarray) -> np.ndarray:

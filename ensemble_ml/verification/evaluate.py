@@ -16,8 +16,9 @@ scores.json holds
   variables and levels in a part of the world, of the year, or where the raw full ensemble's extreme forecast index is
   large;
 - `calibration`: {kind (pit, rank), entrant, lead_hours, variable, level, shares, low, high, flatness};
-- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, blocks, left_out_area, value,
-  value_low, value_high, over_ENTRANT, ...}: members over all variables and levels, where forecasts hold members;
+- `vectors`: {lead_hours, entrant, metric (crps_members, energy, variogram), fields, blocks, left_out_area,
+  left_out_fields (without variance on the fit dates), value, value_low, value_high, over_ENTRANT, ...}: members over
+  all variables and levels, where forecasts hold members;
 - `case`: the test date with the largest mean |EFI|: {date, lead_hours, field, efi, latitude, longitude, ...};
 - `left_out`: points that a mask left out, with their share of the area, by entrant and field;
 - `notes`: sentences a reader should know; `headline`.

@@ -1,5 +1,5 @@
-"""The forecast distributions in NumPy: CRPS, distribution function, quantile, log score, threshold-weighted CRPS, and
-the location that gives a law its mean.
+"""The forecast distributions in NumPy: CRPS, distribution function, quantile, log score, threshold-weighted CRPS,
+moments, and the location that gives a law its mean. NaN goes in and comes out.
 
 Families are those of `ensemble_ml.fields.Family`, given by location and scale in the units of the variable. With
 standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale (zero in
@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 from scipy import stats
-from scipy.special import erf, erfcx, gammainc, gammaincinv, gammaln, log_ndtr, ndtr, ndtri
+from scipy.special import erf, erfcx, gammainc, gammaincc, gammaincinv, gammaln, log_ndtr, ndtr, ndtri
 
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 
@@ -32,6 +32,7 @@ _LOWEST, _HIGHEST = -8.0, 50.0  # bounds of location / scale of the skewed laws,
 _TINY = 1e-290
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
+_FAR = 100.0  # scales beyond zero where the truncated normal is exponential to seven digits
 CENSORED = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at zero
 
 
@@ -83,8 +84,12 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
 
 
 def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
-    """The value that is not exceeded with probability `level`, which broadcasts."""
+    """The value that is not exceeded with probability `level`, which broadcasts; at scale zero the point."""
     location, scale, p = (np.asarray(a, np.float64) for a in (location, scale, level))
+    certain = scale == 0
+    if certain.any():
+        point = location if family is Family.NORMAL else np.maximum(location, 0)
+        return np.where(certain, point + 0 * p, quantile(family, location, np.where(certain, 1.0, scale), level))
     if family is Family.NORMAL:
         return location + scale * ndtri(p)
     if family is Family.CENSORED_NORMAL:
@@ -108,7 +113,7 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
     if family is Family.NORMAL:
         return normal
     if family is Family.TRUNCATED_NORMAL:
-        return np.where(y >= 0, normal + log_ndtr(x), np.inf)
+        return np.where(y < 0, np.inf, normal + log_ndtr(x))
     with np.errstate(divide="ignore"):
         mass = -np.log(cdf(family, location, scale, np.zeros_like(y))) if family in CENSORED else np.inf
     if family is Family.CENSORED_NORMAL:
@@ -123,7 +128,25 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
         at = np.maximum((v + GAMMA_SHIFT) * r, _TINY)
         density = at - (r * r - 1) * np.log(at) + gammaln(r * r) - np.log(r) + np.log(scale)
         density = np.where(x + GAMMA_SHIFT >= _HIGHEST, normal, density)
-    return np.where(y > 0, density, np.where(y == 0, mass, np.inf))
+    found = np.where(y > 0, density, np.where(y == 0, mass, np.inf))
+    return np.where(np.isnan(x + v), np.nan, found)
+
+
+def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of a law; at scale zero those of the point.
+
+    Of the truncated normal law: Johnson et al. (1994), Continuous Univariate Distributions 1, section 13.10. Of the
+    censored laws: E[Y] and E[Y^2] over y > 0 by parts, which of a gamma law of shape k need those of k + 1 and k + 2.
+    """
+    location, scale = np.broadcast_arrays(np.asarray(location, np.float64), np.asarray(scale, np.float64))
+    if family is Family.NORMAL:
+        return location, scale
+    spread_out = scale > 0
+    x = location / np.where(spread_out | np.isnan(scale), scale, 1.0)
+    mean, variance = _standard_moments(family, x)
+    certain = scale == 0
+    mean = np.where(certain, np.maximum(location, 0), scale * mean)
+    return mean, np.where(certain, 0.0, scale * np.sqrt(variance))
 
 
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -144,15 +167,30 @@ def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.
 def _mean_table(family: Family) -> tuple[np.ndarray, np.ndarray]:
     """Location over scale, and the mean of the law over its scale there."""
     x = np.linspace(*_GRID)
-    if family is Family.TRUNCATED_NORMAL:
-        return x, x + _phi(x) / ndtr(x)
-    if family is Family.CENSORED_NORMAL:
-        return x, x * ndtr(x) + _phi(x)
+    return x, _standard_moments(family, x)[0]
+
+
+def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance of a law that stops at zero, at location `x` and scale one."""
     if family is Family.LOGNORMAL:
-        return x, _ratio(x)
-    r = _ratio(x + GAMMA_SHIFT)
+        return _ratio(x), np.ones_like(x) + 0 * x
+    if family is Family.TRUNCATED_NORMAL:
+        near, l = np.maximum(x, -_FAR), np.maximum(-x, 1.0)
+        hazard = np.where(near < 0, 1 / _mills(np.maximum(-near, 0)), _phi(near) / ndtr(np.maximum(near, 0)))
+        mean, variance = near + hazard, np.maximum(1 - near * hazard - hazard**2, 0)
+        far = x < -_FAR  # where these differences would lose their digits
+        return np.where(far, 1 / l - 2 / l**3, mean), np.where(far, 1 / l**2 - 6 / l**4, variance)
+    if family is Family.CENSORED_NORMAL:
+        above, below, phi = ndtr(x), ndtr(-x), _phi(x)
+        variance = above + x * x * above * below + x * phi * (below - above) - phi**2
+        return np.maximum(x * above + phi, 0), np.maximum(variance, 0)
+    r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
     k, at = r * r, GAMMA_SHIFT * r
-    return x, (k * (1 - gammainc(k + 1, at)) - at * (1 - gammainc(k, at))) / r
+    above, first, second = (gammaincc(k + more, at) for more in range(3))
+    mean = np.maximum(k * first - at * above, 0)
+    variance = np.maximum(k * (k + 1) * second - 2 * at * k * first + at * at * above - mean**2, 0)
+    normal = x + GAMMA_SHIFT >= _HIGHEST
+    return np.where(normal, x, mean / r), np.where(normal, 1.0, variance / (r * r))
 
 
 def crps_above(
@@ -219,7 +257,8 @@ def _truncated(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
 
 def _ratio(x: np.ndarray) -> np.ndarray:
     """log(1 + exp(2 x)) / 2: x, but for small x, and never below zero."""
-    return np.logaddexp(0.0, 2 * np.maximum(x, _LOWEST)) / 2
+    with np.errstate(invalid="ignore"):  # NaN stays
+        return np.logaddexp(0.0, 2 * np.maximum(x, _LOWEST)) / 2
 
 
 def _log_parameters(r: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,9 @@
 """Read forecasts back: folders of CF NetCDF files, one a start date, as `predict` writes them.
 
 A field NAME is scored through NAME_location and NAME_scale (parameters of the law that the attribute
-`distribution_family` names), or through NAME_mean and NAME_stddev as a normal law where a file has only these;
-its predicted spread of the full ensemble is NAME_ensemble_spread. Axes: Z level, Y latitude, X longitude.
+`distribution_family` names), or through NAME_mean and NAME_stddev as a normal law where a file has only these; a mean
+and standard deviation that it lacks are those of the law. Its predicted spread of the full ensemble is
+NAME_ensemble_spread. Axes: Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ensemble_ml.fields import FIELDS, Family, unit_conversion
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.verification.baselines import CORRECTIONS
+from ensemble_ml.verification.families import moments
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +79,10 @@ class ForecastSet:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
         else:
             family = _family(file.data[f"{name}_location"], family)
-        mean = parts["mean"] if parts["mean"] is not None else location
-        stddev = parts["stddev"] if parts["stddev"] is not None else scale
+        mean, stddev = parts["mean"], parts["stddev"]
+        if location is not None and scale is not None and (mean is None or stddev is None):
+            of_law = moments(family, location, scale)
+            mean, stddev = of_law[0] if mean is None else mean, of_law[1] if stddev is None else stddev
         return Predicted(family, location, scale, mean, stddev, parts["ensemble_spread"])
 
     def has_members(self, name: str) -> bool:

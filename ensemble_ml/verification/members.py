@@ -143,7 +143,8 @@ def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> n
         y: (V, ...) truth.
         order: p.
     """
-    total = np.zeros(np.broadcast_shapes(np.shape(members)[2:], np.shape(y)[1:]))
+    y = np.asarray(y, np.float64)  # unsigned integers would wrap around
+    total = np.zeros(np.broadcast_shapes(np.shape(members)[2:], y.shape[1:]))
     for i in range(len(y)):
         for j in range(i):
             forecast = (np.abs(np.asarray(members[:, i], np.float64) - members[:, j]) ** order).mean(0)

@@ -37,8 +37,8 @@ DEFINITIONS = {
         censored law. Ranks: of the truth among raw members, ties drawn. Brier score and reliability: of the truth's
         exceeding m + 1.28 s of the cell's climate on the fit dates.""",
     "members together": """Ordinary CRPS, energy and variogram score (order 0.5) of members as vectors over variables
-        and levels, where forecasts hold members. ECC: quantiles of the blend correction of the reduced ensemble in the
-        rank order of its members.""",
+        and levels, where forecasts hold members. ECC: quantiles of the blend correction of the reduced ensemble, at
+        (i - 1/2)/M, where their CRPS is least, in the rank order of its members.""",
     "EFI": """Extreme forecast index of the raw full ensemble, 2/pi int (p - F(q_p)) / sqrt(p (1 - p)) dp, against
         members of other years within climate_days of the date; -1 to 1. Weighted by |EFI|: ratios of EECRPS, the mean
         of |EFI| CRPS.""",

@@ -107,7 +107,7 @@ def _calibrate(
     """Histograms of PIT and ranks, and reliability of the probability of an unusual value."""
     truth = np.asarray(sample.truth)
     limit = None if fit.climatology is None else threshold(*fit.climatology)
-    # A limit that cannot be exceeded or always is (no climate at the cell) tells nothing.
+    # A limit that cannot be exceeded or always is (no climate at the cell, or one that never varies) tells nothing.
     known = mask if limit is None else mask & (fit.climatology[1] > 0)  # type: ignore[index]
     laws = {
         label: (one.family, one.location, one.scale)

@@ -73,6 +73,8 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     )
     if found[0]["left_out_area"]:
         caption += f"; {100 * found[0]['left_out_area']:.3g} % of the area lacks a value of some field and is left out"
+    if without := found[0].get("left_out_fields"):
+        caption += f"; {', '.join(without)} left out: without variance on the fit dates"
     return f"<h2>Members together</h2>{table(['members', *heads], lines, caption=caption, classes=marks)}"
 
 

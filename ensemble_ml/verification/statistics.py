@@ -37,6 +37,12 @@ class Statistic(Enum):
     BRIER = "brier"  # of the truth's exceeding the cell's 90 % quantile of the fit dates (normal law)
     LOG_SCORE = "log_score"  # minus the log of the predicted density; nats
     # Of a baseline: taken as a normal law, and as the law of the variable's family.
+    SQUARED_ERROR_NORMAL = "squared_error_normal"
+    SQUARED_ERROR_FAMILY = "squared_error_family"
+    ERROR_NORMAL = "error_normal"
+    ERROR_FAMILY = "error_family"
+    VARIANCE_NORMAL = "variance_normal"
+    VARIANCE_FAMILY = "variance_family"
     BRIER_NORMAL = "brier_normal"
     BRIER_FAMILY = "brier_family"
     LOG_SCORE_NORMAL = "log_score_normal"

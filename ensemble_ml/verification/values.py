@@ -13,7 +13,7 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.verification import baselines as base
 from ensemble_ml.verification.aggregation import AggregationState
 from ensemble_ml.verification.calibration import exceeding, members_exceeding, threshold
-from ensemble_ml.verification.families import location_of_mean, log_score
+from ensemble_ml.verification.families import location_of_mean, log_score, moments
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
 from ensemble_ml.verification.samples import Sample, Setting, held_out_spread
@@ -28,10 +28,14 @@ from ensemble_ml.verification.statistics import (
 
 Values = dict[Key, np.ndarray]
 CLIMATOLOGY = "climatology"
+_POINT = 0.01  # of the field's deviation: the scale of a point forecast in the log score
 _BY_LAW = {  # the first is chosen by
     Statistic.CRPS: (Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY),
     Statistic.LOG_SCORE: (Statistic.LOG_SCORE_NORMAL, Statistic.LOG_SCORE_FAMILY),
     Statistic.BRIER: (Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY),
+    Statistic.SQUARED_ERROR: (Statistic.SQUARED_ERROR_NORMAL, Statistic.SQUARED_ERROR_FAMILY),
+    Statistic.ERROR: (Statistic.ERROR_NORMAL, Statistic.ERROR_FAMILY),
+    Statistic.VARIANCE: (Statistic.VARIANCE_NORMAL, Statistic.VARIANCE_FAMILY),
 }
 
 
@@ -75,17 +79,18 @@ def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pre
     """Against the truth: raw ensembles, their corrections, climatology, forecasts."""
     truth, found = np.asarray(sample.truth), Values()
     limit = None if fit.climate is None else threshold(*fit.climate)
+    least = None if fit.climate is None else _POINT * np.sqrt((fit.climate[1] ** 2).mean((-2, -1), keepdims=True))
     for size in sorted({setting.reduced, setting.full}):
         members = sample.members[:size]
         _put(found, f"raw_{size}", raw_statistics(members, truth))
         if limit is not None:
             brier = (members_exceeding(members, limit) - (truth > limit)) ** 2
             _put(found, f"raw_{size}", {Statistic.BRIER: brier})
-        moments = ensemble_moments(members)
+        of_members = ensemble_moments(members)
         for name, correction in fit.corrections.get(size, {}).items():
-            _put(found, f"{name}_{size}", _baseline(*correction(*moments), truth, family, limit))
+            _put(found, f"{name}_{size}", _baseline(*correction(*of_members), truth, family, limit, least))
     if fit.climate is not None:
-        _put(found, CLIMATOLOGY, _baseline(*fit.climate, truth, family, limit))
+        _put(found, CLIMATOLOGY, _baseline(*fit.climate, truth, family, limit, least))
     for label, one in said.items():
         if one.location is not None and one.scale is not None:
             error = np.asarray(one.mean) - truth
@@ -101,19 +106,31 @@ def _put(found: Values, entrant: str, scores: dict[Statistic, np.ndarray]) -> No
 
 
 def _baseline(
-    mean: np.ndarray, scale: np.ndarray, truth: np.ndarray, family: Family, limit: np.ndarray | None
+    mean: np.ndarray,
+    scale: np.ndarray,
+    truth: np.ndarray,
+    family: Family,
+    limit: np.ndarray | None,
+    least: np.ndarray | None = None,
 ) -> dict[Statistic, np.ndarray]:
     """Scores of a corrected ensemble, as both laws where it cannot be negative: the better is taken in the end.
 
-    Both have the corrected mean: a law that stops at zero has its location below it.
+    Both have the corrected mean where that is above zero: a law that stops at zero has its location below it, and less
+    variance than its scale says. A scale of zero (no rain in a desert) is a point forecast to every score but the log
+    score, which takes `least` (Z, 1, 1): a point has no density, and one such cell would leave the mean undefined.
     """
-    error = mean - truth
-    found = {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: scale**2}
+    found: dict[Statistic, np.ndarray] = {}
     laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
     for place, law in enumerate(laws):
         location = location_of_mean(law, mean, scale)
         scores = _probabilities(law, location, scale, truth, limit)
+        if least is not None and (scale == 0).any():
+            wide = np.where(scale == 0, least, scale)
+            scores[Statistic.LOG_SCORE] = _log_score(law, location_of_mean(law, mean, wide), wide, truth)
         scores[Statistic.CRPS] = crps(law, location, scale, truth)
+        expected, deviation = moments(law, location, scale)
+        error = expected - truth
+        scores |= {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: deviation**2}
         found |= scores if len(laws) == 1 else {_BY_LAW[key][place]: score for key, score in scores.items()}
     return found
 
@@ -122,14 +139,18 @@ def _probabilities(
     family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray, limit: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
     """Log score, and Brier score of exceeding `limit`."""
-    y = truth if family is Family.NORMAL else np.maximum(truth, 0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = {Statistic.LOG_SCORE: log_score(family, location, scale, y)}
+    found = {Statistic.LOG_SCORE: _log_score(family, location, scale, truth)}
     if limit is not None:
         # Where the scale is zero the forecast is a point.
         chance = np.where(scale > 0, exceeding(family, location, scale, limit), location > limit)
         found[Statistic.BRIER] = (chance - (truth > limit)) ** 2
     return found
+
+
+def _log_score(family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    y = truth if family is Family.NORMAL else np.maximum(truth, 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return log_score(family, location, scale, y)
 
 
 def settle_families(state: AggregationState, columns: tuple, entrants: list[str]) -> dict[str, dict[str, str]]:

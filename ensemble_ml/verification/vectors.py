@@ -4,8 +4,9 @@ A distribution at each point does not say whether variables, levels and places f
 forecast (`predict members_out=true`: raw members moved to the predicted distribution) stand beside the raw ensembles
 and beside ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`, of the law with the corrected
 mean, normal or censored at zero where the variable cannot be negative). Points that lack a value of any field or
-entrant are left out, and their share of the area is told. Scores are ordinary, not fair: members that were moved are
-not independent. Fields are brought to one scale by the global mean of their climate's variance on the fit dates.
+entrant are left out, and their share of the area is told; so are fields that do not vary on the fit dates. Scores are
+ordinary, not fair: members that were moved are not independent. Fields are brought to one scale by the global mean of
+their climate's variance on the fit dates.
 
 Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory,
 M x V x Y x X.
@@ -35,7 +36,9 @@ _MOST_FIELDS = 16  # of a variogram, whose pairs grow with the square
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What is kept of the fits of one group: its correction, and the scale of each level (Z,)."""
+    """What is kept of the fits of one group: its correction, and the scale of each level (Z,), zero where the truth
+    does not vary on the fit dates.
+    """
 
     correction: Correction
     scale: np.ndarray
@@ -46,9 +49,10 @@ class Known:
         corrections = fit.corrections.get(setting.reduced, {})
         if CORRECTED not in corrections or fit.climatology is None or setting.reduced < 2:
             return None
-        area = np.where(fit.climatology[1] > 0, setting.weights[0], 0.0)  # cells that the fit dates know
-        variance = (area * fit.climatology[1] ** 2).sum((-2, -1)) / np.maximum(area.sum((-2, -1)), 1e-300)
-        return cls(corrections[CORRECTED], np.sqrt(np.maximum(variance, np.finfo(float).tiny)))
+        deviation = fit.climatology[1]
+        area = np.where(np.isfinite(deviation), setting.weights[0], 0.0)  # cells that the fit dates know
+        variance = (area * np.nan_to_num(deviation) ** 2).sum((-2, -1)) / np.maximum(area.sum((-2, -1)), 1e-300)
+        return cls(corrections[CORRECTED], np.sqrt(variance))
 
 
 @dataclass(eq=False)
@@ -59,6 +63,7 @@ class Vectors:
     dates: int
     fields: int = 0
     paired: tuple[str, ...] = ()  # fields of the variogram
+    without_scale: tuple[str, ...] = ()  # fields left out: the truth does not vary on the fit dates
     covered: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (D,) share of the area that counts
     means: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
 
@@ -72,16 +77,22 @@ class Vectors:
 def score_vectors(
     setting: Setting, groups: Sequence[tuple[Group, Known]], dates: np.ndarray, lead: int
 ) -> Vectors | None:
-    """Score all members of a lead on the test dates; None where no forecast has members of all fields."""
+    """Score all members of a lead on the test dates; None where no forecast has members of all fields, or no scale."""
     mine = [(group, known) for group, known in groups if group.lead_hours == lead]
     labels = [one.label for one in setting.forecasts if all(one.has_members(group.variable) for group, _ in mine)]
     if not mine or not labels or not setting.truth:
         return None
     names = [f"{group.variable}{'' if level is None else level}" for group, _ in mine for level in group.levels]
-    pairs = _paired([group for group, _ in mine], names)
-    found = Vectors(lead, len(dates), len(names), tuple(names[i] for i in pairs), np.zeros(len(dates)))
+    levels = [level for group, _ in mine for level in group.levels]
+    kept = np.concatenate([known.scale > 0 for _, known in mine])
+    there = np.flatnonzero(kept)
+    if not len(there):
+        return None
+    pairs = _paired([levels[i] for i in there])
+    found = Vectors(lead, len(dates), len(there), tuple(names[there[i]] for i in pairs))
+    found.without_scale, found.covered = tuple(names[i] for i in np.flatnonzero(~kept)), np.zeros(len(dates))
     for position, date in enumerate(dates.tolist()):
-        given, truth, whole = _date(setting, mine, labels, date)
+        given, truth, whole = _date(setting, mine, labels, date, kept)
         weight = np.where(whole, setting.weights[0], 0.0)
         found.covered[position] = weight.sum() / setting.weights[0].sum()
         y = np.where(whole, truth, 0.0)
@@ -94,25 +105,27 @@ def score_vectors(
     return found
 
 
-def _paired(groups: Sequence[Group], names: Sequence[str]) -> list[int]:
-    """Fields of the variogram: all, or where they are many those of one level and the surface."""
-    if len(names) <= _MOST_FIELDS:
-        return list(range(len(names)))
-    every = [level for group in groups for level in group.levels]
+def _paired(every: Sequence[int | None]) -> list[int]:
+    """Fields of the variogram, by the level of each: all, or where they are many those of one level and the surface."""
+    if len(every) <= _MOST_FIELDS:
+        return list(range(len(every)))
     upper = sorted({level for level in every if level is not None}, key=lambda level: abs(level - 500))
     return [i for i, level in enumerate(every) if level in (None, *upper[:1])][:_MOST_FIELDS]
 
 
 def _date(
-    setting: Setting, groups: Sequence[tuple[Group, Known]], labels: Sequence[str], date: int
+    setting: Setting, groups: Sequence[tuple[Group, Known]], labels: Sequence[str], date: int, kept: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Members (M, V, Y, X) of every entrant and the truth (V, Y, X), over their scales; where all are whole (Y, X)."""
+    """Members (M, V, Y, X) of every entrant and the truth (V, Y, X) of the `kept` fields, over their scales; where all
+    are whole (Y, X).
+    """
     m, n = setting.reduced, setting.full
     parts: dict[str, list[np.ndarray]] = {}
     truths = []
     start = setting.source.layout.init_time[date]
     for group, known in groups:
-        sample, scale = read_sample(setting, group, date), known.scale[:, None, None]
+        sample = read_sample(setting, group, date)
+        scale = np.where(known.scale > 0, known.scale, 1.0)[:, None, None]
         for size in sorted({m, n}):
             parts.setdefault(f"raw_{size}", []).append(sample.members[:size] / scale)
         mean, deviation = known.correction(*ensemble_moments(sample.members[:m]))
@@ -124,8 +137,8 @@ def _date(
                 found = one.members(start, group.variable, group.lead_hours, group.levels)
                 parts.setdefault(one.label, []).append(found / scale)
         truths.append(np.asarray(sample.truth) / scale)
-    members = {entrant: np.concatenate(fields, 1) for entrant, fields in parts.items()}
-    truth = np.concatenate(truths)
+    members = {entrant: np.concatenate(fields, 1)[:, kept] for entrant, fields in parts.items()}
+    truth = np.concatenate(truths)[kept]
     whole = np.isfinite(truth).all(0)
     for values in members.values():
         whole &= np.isfinite(values).all((0, 1))
@@ -143,6 +156,7 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
                 mine, blocks = _mean(values, one.covered, scores.counts), scores.blocks_among(np.isfinite(values))
                 row: dict = {"lead_hours": one.lead, "entrant": entrant, "metric": metric, "fields": one.fields}
                 row |= {"blocks": blocks, "left_out_area": round(1 - float(one.covered.mean()), 6)}
+                row |= {"left_out_fields": list(one.without_scale)} if one.without_scale else {}
                 row |= {"paired": list(one.paired)} if metric == "variogram" else {}
                 row |= _ends(scores, mine, "value", blocks)
                 for other in (f"ecc_{scores.reduced}", f"raw_{scores.full}"):

@@ -216,3 +216,42 @@ def test_chunks_do_not_change_how_ties_are_broken():
         again = api.pit_histogram(lazy_truth, scale.chunk(parts), lazy_truth, family="censored_normal", bins=4)
         assert isinstance(again.data, dask.array.Array)
         xr.testing.assert_equal(again.compute(), pit)
+
+
+def quantiles(y):
+    return y.astype(np.float64).quantile([0, 0.5, 1], "time").round()
+
+
+SCORES = {
+    "crps_ensemble": lambda x, y, **kw: api.crps_ensemble(x, y, **kw),
+    "crps between": lambda x, y, **kw: api.crps_ensemble(x, y, lower=50, upper=100.5, **kw),
+    "spread_skill": lambda x, y, **kw: api.spread_skill(x, y, **kw),
+    "rank_histogram": lambda x, y, **kw: api.rank_histogram(x, y, **kw),
+    "energy_score": lambda x, y, **kw: api.energy_score(x, y, variable_dim="point", **kw),
+    "variogram_score": lambda x, y, **kw: api.variogram_score(x, y, variable_dim="point", **kw),
+    "brier_score": lambda x, y, **kw: api.brier_score(x[0], y, **kw),
+    "quantile_score": lambda x, y, **kw: api.quantile_score(x[0], y, level=0.3, **kw),
+    "eecrps": lambda x, y, **kw: api.eecrps(x[0], y, **kw),
+    "efi": lambda x, y, **kw: api.efi(x, quantiles(y).astype(y.dtype)),
+    "crps_distribution": lambda x, y, **kw: api.crps_distribution(x[0], x[1], y, family="csgamma", **kw),
+    "log_score": lambda x, y, **kw: api.log_score(x[0], x[1], y, family="truncated_normal", **kw),
+    "pit_histogram": lambda x, y, **kw: api.pit_histogram(x[0], x[1], y, family="censored_normal", **kw),
+    "weighted_mean": lambda x, y, **kw: api.weighted_mean(x, **kw),
+}
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=list(SCORES))
+@pytest.mark.parametrize("dtype", ["float16", "uint8", "int16", "bool"])
+def test_the_type_of_the_data_changes_no_score(score, dtype):
+    """Half precision has no room for sums and squares, unsigned integers none below zero."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: 110 + 40 * rng.normal(size=shape)  # noqa: E731
+    x = xr.DataArray(draw(20, 90, 6).clip(1, 250).round(), dims=("realization", "time", "point"))
+    y = xr.DataArray(draw(90, 6).clip(1, 250).round(), dims=("time", "point"))
+    x, y = (one > 100 if dtype == "bool" else one.astype(dtype) for one in (x, y))
+    weights = xr.DataArray(np.full(90, 900, np.float16), dims="time")
+    for given in ({}, {"weights": weights}):
+        exact = {name: one.astype(np.float64) for name, one in given.items()}
+        with np.errstate(invalid="ignore", divide="ignore"):  # no scale where all is false
+            found, expected = score(x, y, **given), score(x.astype(np.float64), y.astype(np.float64), **exact)
+        xr.testing.assert_allclose(found, expected, rtol=1e-12)

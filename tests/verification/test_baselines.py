@@ -7,6 +7,9 @@ from scipy import stats
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification import baselines as base
+from ensemble_ml.verification.calibration import threshold
+from ensemble_ml.verification.families import moments, quantile
+from ensemble_ml.verification.members import crps_members
 from ensemble_ml.verification.statistics import c4, crps, ensemble_moments
 
 GRID = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 12.0))
@@ -37,11 +40,26 @@ def score(correction, x, y):
 def test_coupled_quantiles_stand_in_raw_order():
     members = np.array([[3.0, -1.0], [1.0, 0.0], [2.0, 5.0]])
     found = base.couple(members, np.array([10.0, 20.0]), np.array([2.0, 1.0]))
-    wanted = stats.norm.ppf([0.25, 0.5, 0.75])
+    wanted = stats.norm.ppf([1 / 6, 0.5, 5 / 6])
     np.testing.assert_allclose(found[:, 0], 10 + 2 * wanted[[2, 0, 1]])
     np.testing.assert_allclose(found[:, 1], 20 + wanted)
     with pytest.raises(ValueError, match="two or more"):
         base.couple(members[:1], np.zeros(2), np.ones(2))
+
+
+@pytest.mark.parametrize("family", [Family.NORMAL, Family.CENSORED_NORMAL])
+@pytest.mark.parametrize("members", [5, 10])
+def test_coupled_members_are_scored_best_and_keep_the_mean(members, family):
+    """Against quantiles at i / (M + 1), by the ordinary CRPS that they are scored with."""
+    rng, location = np.random.default_rng(0), np.full(40_000, -0.7)
+    one, raw = np.ones_like(location), rng.random((members, location.size))
+    y, coupled = quantile(family, location, one, rng.random(location.size)), base.couple(raw, location, one, family)
+    levels = np.arange(1, members + 1)[:, None] / (members + 1)
+    narrow = quantile(family, location, one, levels)
+    best, other = (crps_members(x, y, fair=False).mean() for x in (coupled, narrow))
+    assert best < 0.995 * other
+    expected = moments(family, location, one)[0]
+    assert abs(coupled.mean(0) - expected).max() <= 0.5 * abs(narrow.mean(0) - expected).max() + 1e-12
 
 
 def test_coupled_members_of_a_censored_law_are_never_negative_and_keep_ranks():
@@ -116,12 +134,29 @@ def test_gaps_and_cells_without_spread():
     sums = base.CellSums.zeros(SHAPE)
     for date in range(10):
         sums.record(date // 5, {"y": 280 + y[date], "yy": (280 + y[date]) ** 2}, np.isfinite(y[date]))
-    assert not base.fit_climatology(sums)[1][0, 2].any()
+    assert np.isnan(base.fit_climatology(sums)[1][0, 2]).all()
     mean, deviation = base.everywhere(*base.fit_climatology(sums))
     np.testing.assert_allclose(mean[0, 2], np.delete(mean[0], 2, axis=0).mean())
     assert (deviation[0, 2] > np.median(deviation)).all()  # a place of which nothing is known may be like any other
     np.testing.assert_allclose(found["local"].bias[0, 2], found["global"].bias[0, 2])
     assert (found["local"].constant[0, 4] > 0).all()
+
+
+def test_a_cell_that_never_varies_is_known():
+    """No rain in a desert, the same ice every day: unlike a cell that no fit date knows."""
+    y = np.random.default_rng(10).normal(5, 2, size=(12, *SHAPE))
+    y[:, 0, 3], y[:, 0, 4], y[:, 0, 2] = 0.0, np.float32(271.35), np.nan
+    y[:, 0, 6:] += 40  # cells that differ
+    sums = base.CellSums.zeros(SHAPE)
+    for date in range(12):
+        sums.record(date % 2, {"y": y[date], "yy": y[date] ** 2}, np.isfinite(y[date]))
+    mean, deviation = base.everywhere(*base.fit_climatology(sums))
+    assert not mean[0, 3].any() and not deviation[0, 3:5].any()
+    np.testing.assert_allclose(mean[0, 4], np.float32(271.35))
+    limit = threshold(mean, deviation)
+    assert not (y[:, 0, 3:5] > limit[0, 3:5]).any() and (limit[0, 3] < 1e-6).all()
+    others = np.delete(y[:, 0], 2, axis=1)  # a place of which nothing is known has what lies between places, too
+    np.testing.assert_allclose(deviation[0, 2], others.std(), rtol=0.02)
 
 
 def test_one_member_takes_its_spread_from_climate():

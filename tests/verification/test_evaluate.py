@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import netCDF4
@@ -15,6 +16,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.verification import evaluate
+from ensemble_ml.verification.vectors import Known
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +353,7 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
 
 
-def test_what_vectors_leave_out_is_told(store, tmp_path):
+def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch):
     gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[:3]]
     made = make_store(
         tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
@@ -362,3 +364,15 @@ def test_what_vectors_leave_out_is_told(store, tmp_path):
     (share,) = {row["left_out_area"] for row in rows}
     assert share == pytest.approx(3 / len(TEST), abs=1e-6)
     assert "of the area lacks a value of some field" in (tmp_path / "r" / "report.html").read_text()
+    of = Known.of
+
+    def without_rain(setting, fit):
+        found = of(setting, fit)
+        return replace(found, scale=np.zeros(1)) if len(found.scale) == 1 else found
+
+    monkeypatch.setattr(Known, "of", without_rain)
+    evaluate(settings(folder, made, tmp_path / "dry"), made)
+    rows = json.loads((tmp_path / "dry" / "scores.json").read_text())["vectors"]
+    assert all(row["left_out_fields"] == ["tp"] and row["left_out_area"] == 0 for row in rows)
+    assert {row["fields"] for row in rows} == {len(made.layout.levels)} and rows[0]["value"] < 10
+    assert "tp left out: without variance" in (tmp_path / "dry" / "report.html").read_text()

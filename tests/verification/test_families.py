@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.models import distributions as trained
-from ensemble_ml.verification.families import cdf, crps, crps_above, location_of_mean, log_score, quantile
+from ensemble_ml.verification.families import cdf, crps, crps_above, location_of_mean, log_score, moments, quantile
 
 FAMILIES = list(Family)
 SKEWED = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
@@ -166,3 +166,73 @@ def test_far_from_zero_the_gamma_law_is_scored_as_the_normal_one():
     y = np.array([100.3, 101.0])
     found = log_score(Family.CENSORED_SHIFTED_GAMMA, np.array([100.0]), np.array([1.0]), y)
     np.testing.assert_allclose(found, log_score(Family.NORMAL, np.array([100.0]), np.array([1.0]), y))
+
+
+def moments_by_quadrature(family, location, scale):
+    """E[Y^n] = integral of n y^(n - 1) P(Y > y) over y > 0, for laws that are never negative."""
+    tail = survival(family, location, scale)
+    points = scale * np.append(np.linspace(0, 30, 60), np.geomspace(31, 1e10 if family in SKEWED else 300, 99))
+    parts = lambda f: sum(quad(f, a, b, limit=200)[0] for a, b in itertools.pairwise(points))  # noqa: E731
+    mean, square = parts(tail), parts(lambda y: 2 * y * tail(y))
+    return mean, np.sqrt(max(square - mean**2, 0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_against_scipy_and_quadrature(family):
+    scale = 0.7
+    for x in (-8.0, -5.0, -2.0, -0.6, 0.0, 0.4, 1.5, 3.0, 7.9, 8.1, 20.0):
+        mean, deviation = moments(family, np.array(scale * x), np.array(scale))
+        if family is Family.NORMAL:
+            expected = scale * x, scale
+        elif family is Family.TRUNCATED_NORMAL:
+            law = stats.truncnorm(-x, np.inf, scale * x, scale)
+            expected = law.mean(), law.std()
+        elif family is Family.LOGNORMAL:
+            law, _ = skewed(family, scale * x, scale)
+            expected = law.mean(), law.std()
+        else:
+            expected = moments_by_quadrature(family, scale * x, scale)
+        assert mean == pytest.approx(expected[0], rel=1e-5, abs=1e-8)
+        assert deviation == pytest.approx(expected[1], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_are_those_that_are_trained_through(family):
+    x = np.linspace(-8, 60, 69)
+    mean, deviation = moments(family, 0.3 * x, np.full(69, 0.3))
+    peer = trained.moments(family, torch.from_numpy(0.3 * x), torch.full((69,), 0.3, dtype=torch.float64))
+    np.testing.assert_allclose(mean, peer[0], rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(deviation, peer[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_of_a_point_and_of_nothing(family):
+    mean, deviation = moments(family, np.array([2.0, -1.0, np.nan, 1.0]), np.array([0.0, 0.0, 1.0, np.nan]))
+    at = [2.0, -1.0 if family is Family.NORMAL else 0.0]
+    assert mean[:2].tolist() == at and deviation[:2].tolist() == [0.0, 0.0]
+    assert np.isnan(mean[2]) and np.isnan(deviation[3])
+    if family is Family.TRUNCATED_NORMAL:  # far below zero an exponential law
+        far = moments(family, np.array([-99.9, -100.1, -1e6]), np.ones(3))
+        np.testing.assert_allclose(far, np.array([1 / 99.9, 1 / 100.1, 1e-6]) * np.ones((2, 1)), rtol=4e-4)
+        assert np.diff(far[0])[0] < 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_what_misses_has_no_score(family, gone):
+    """Of location, scale and truth (or level), in every function."""
+    given = [np.array([1.0]), np.array([0.5]), np.array([0.3])]
+    given[gone] = np.array([np.nan])
+    for score in (crps, cdf, log_score, quantile, lambda *a: cdf(*a, left=True), lambda *a: crps_above(*a, 0.2)):
+        assert np.isnan(score(family, *given)).all()
+        assert np.isnan(score(family, *(np.append(a, a) for a in given[:2]), np.append(0.0, given[2]))[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantiles_of_a_point_are_the_point(family):
+    location = np.array([2.0, 0.0, -1.0])
+    at = location if family is Family.NORMAL else np.maximum(location, 0)
+    np.testing.assert_array_equal(quantile(family, location, np.zeros(3), np.array([[0.1], [0.9]])), [at, at])
+    y = np.array([3.0, 0.4, 0.0])
+    expected = np.abs(np.maximum(at, 0.2) - np.maximum(y, 0.2))
+    np.testing.assert_allclose(crps_above(family, location, np.zeros(3), y, 0.2), expected)

@@ -8,7 +8,9 @@ import xarray as xr
 from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Family
 from ensemble_ml.verification import evaluate
+from ensemble_ml.verification.families import moments
 
 
 def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
@@ -59,6 +61,25 @@ def test_units_that_are_not_known_and_laws_in_other_units_are_refused(store, for
             data["t_location"].units = "degF"
     with pytest.raises(UserError, match="t_location: units 'degF': cannot be converted to 'K'"):
         evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+def test_parameters_are_no_moments(store, forecast, tmp_path, plain):
+    """Location and scale of a law that stops at zero, alone: its mean and standard deviation are those of the law."""
+    for name, parts in (("whole", ("location", "scale", "mean", "stddev")), ("alone", ("location", "scale"))):
+        (tmp_path / name).mkdir()
+        for path in forecast.glob("*.nc"):
+            with xr.open_dataset(path, decode_timedelta=False) as data:
+                made = data[[f"tp_{part}" for part in parts]].load()
+                law = Family(made.tp_location.attrs["distribution_family"])
+                if "mean" in parts:
+                    made.tp_mean[:], made.tp_stddev[:] = moments(law, made.tp_location.values, made.tp_scale.values)
+                made.to_netcdf(tmp_path / name / path.name)
+    assert law is not Family.NORMAL
+    evaluate(settings([str(tmp_path / "whole"), str(tmp_path / "alone")], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    whole, alone = (entry(content, name, "tp", None) for name in ("whole", "alone"))
+    for metric in ("crps", "rmse", "bias", "spread_skill"):
+        assert alone[metric]["value"] == pytest.approx(whole[metric]["value"], rel=1e-5)
 
 
 @pytest.mark.parametrize("others", [{}, {"q": [[0, 24], [0, 48]]}], ids=["bounds of time", "in words"])

@@ -9,6 +9,7 @@ from scipy.stats import norm
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
+from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.verification.extremes import eecrps, efi
 from ensemble_ml.verification.families import quantile
 from ensemble_ml.verification.probability import (
@@ -107,14 +108,29 @@ def test_efi_at_its_ends_in_the_middle_and_with_dry_points():
     assert efi(np.full((5, 1), -9.0), climate, levels)[0] == pytest.approx(-1)
     like = norm.cdf(norm.ppf((np.arange(2000) + 0.5) / 2000)) * 2 - 1
     assert efi(like[:, None], climate, levels)[0] == pytest.approx(0, abs=1e-3)
-    rain = np.maximum(np.linspace(-1, 1, 21), 0)[:, None]  # dry half of the time
-    found = efi(np.maximum(like, 0)[:, None], rain, levels)[0]
+    rain = np.maximum(np.linspace(-1, 1, 21) + 0.05, 0)[:, None]  # dry below a probability of 0.475
+    found = efi(np.maximum(like + 0.05, 0)[:, None], rain, levels)[0]
     assert found == pytest.approx(0, abs=1e-3)
     dry = efi(np.zeros((5, 1)), rain, levels)[0]
-    assert dry == pytest.approx(2 / np.pi - 1) and eecrps(np.array(-0.5), np.array(2.0)) == 1.0
+    mean = quad(lambda p: np.arccos(1 - 2 * p), 0, 0.475)[0] / 0.475
+    assert dry == pytest.approx(2 / np.pi * mean - 1) and eecrps(np.array(-0.5), np.array(2.0)) == 1.0
+    np.testing.assert_allclose(efi(np.zeros((5, 1)), -rain[::-1], levels), -dry)  # a mass at the upper end
     with pytest.raises(ValueError, match="from 0 to 1"):
         efi(np.zeros((5, 1)), rain, levels + 0.1)
     assert np.isnan(efi(np.array([[np.nan], [0.0]]), climate, levels)[0])
+
+
+def test_efi_of_a_forecast_that_is_its_dry_climate_is_zero_to_half_a_step():
+    """The list of levels says between which two the dry days end, and no more."""
+    levels, ranks = np.array(PROBABILITIES, np.float64), (np.arange(20_000) + 0.5) / 20_000
+    found = {}
+    for dry in (0.30, 0.33, 0.37, 0.55, 0.58, 0.62, 0.85, 0.94):
+        amount = np.where(ranks < dry, 0.0, -np.log1p(-np.clip((ranks - dry) / (1 - dry), 0, 1)))
+        climate = np.quantile(amount, levels)
+        found[dry] = efi(amount[:, None], climate[:, None], levels)[0]
+    assert max(abs(index) for index in found.values()) < 0.02
+    assert abs(found[0.55]) < 0.004 and abs(found[0.85]) < 0.004  # in the middle of two levels
+    assert abs(np.mean(list(found.values()))) < 0.01
 
 
 def test_regions_cover_the_sphere_once():

@@ -1,0 +1,56 @@
+"""Statistics of corrected ensembles and of the climatology, at each point."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ensemble_ml.fields import Family
+from ensemble_ml.verification.families import location_of_mean, moments, quantile
+from ensemble_ml.verification.fits import Fit
+from ensemble_ml.verification.statistics import Statistic as S
+from ensemble_ml.verification.values import _baseline
+from ensemble_ml.verification.vectors import Known
+
+
+@pytest.mark.parametrize("family", [Family.TRUNCATED_NORMAL, Family.CENSORED_SHIFTED_GAMMA])
+def test_a_law_that_is_the_truths_has_a_spread_skill_of_one(family):
+    rng = np.random.default_rng(0)
+    mean, scale = np.full(100_000, 0.8), np.ones(100_000)
+    y = quantile(family, location_of_mean(family, mean, scale), scale, rng.random(mean.size))
+    found = _baseline(mean, scale, y, family, None)
+    skill = found[S.VARIANCE_FAMILY].mean() / found[S.SQUARED_ERROR_FAMILY].mean()
+    assert skill == pytest.approx(1, abs=0.02)
+    assert found[S.VARIANCE_NORMAL].mean() == 1 and found[S.ERROR_FAMILY].mean() == pytest.approx(0, abs=0.01)
+    assert S.VARIANCE not in found  # the law is chosen in the end
+
+
+def test_a_law_that_stops_at_zero_has_no_mean_below():
+    found = _baseline(np.array([-0.5]), np.array([0.1]), np.array([0.0]), Family.CENSORED_NORMAL, None)
+    assert found[S.ERROR_NORMAL] == -0.5 and 0 <= found[S.ERROR_FAMILY] < 1e-3
+    expected = moments(Family.CENSORED_NORMAL, np.array([-0.4]), np.array([0.1]))[1] ** 2
+    np.testing.assert_allclose(found[S.VARIANCE_FAMILY], expected)
+
+
+# A log-normal law never gives zero.
+@pytest.mark.parametrize("family", [family for family in Family if family is not Family.LOGNORMAL])
+def test_a_point_has_scores_that_are_finite(family):
+    """A dry cell, forecast dry without doubt: beside a cell that varies, and where it rains after all."""
+    mean, scale, y = np.array([[[0.0, 0.0, 2.0]]]), np.array([[[0.0, 0.0, 1.0]]]), np.array([[[0.0, 0.5, 1.5]]])
+    least = np.full((1, 1, 1), 0.01)
+    found = _baseline(mean, scale, y, family, mean, least)
+    assert all(np.isfinite(value).all() for value in found.values())
+    plain = _baseline(mean, scale, y, family, mean)
+    for statistic, value in found.items():
+        if not statistic.value.startswith("log_score"):
+            np.testing.assert_array_equal(value, plain[statistic])
+        np.testing.assert_array_equal(value[..., 2], plain[statistic][..., 2])  # with a scale of its own
+    brier = found[S.BRIER if family is Family.NORMAL else S.BRIER_FAMILY]
+    assert brier[0, 0, :2].tolist() == [0.0, 1.0]
+
+
+def test_the_scale_of_vectors_is_that_of_known_cells():
+    deviation = np.array([[[2.0, 0.0, np.nan]], [[0.0, 0.0, 0.0]]])
+    setting = SimpleNamespace(weights=np.array([[[1.0, 3.0, 4.0]]]), reduced=5)
+    fit = Fit(corrections={5: {"blend": None}}, climatology=(deviation, deviation))
+    np.testing.assert_allclose(Known.of(setting, fit).scale, [1.0, 0.0])  # root of (1 * 4 + 3 * 0) / 4; nothing
