@@ -102,6 +102,37 @@ def test_shrinkage_goes_where_the_signal_is():
     assert scores["shrunk"] < scores["local"] and scores["blend"] <= scores["shrunk"] * 1.002
 
 
+def test_shrunk_ratios_keep_the_mean_variance():
+    """Drawn together on a log scale they would lose it: the mean of exponentials is not that of their logarithms."""
+    rng = np.random.default_rng(12)
+    x, y = sample(rng, 6, flow=0.0)
+    found = corrections_of(x, y)
+    s = np.mean([ensemble_moments(x[:, d])[1] for d in range(6)], 0)
+    variance = {name: np.average((found[name].slope * s)[0], weights=AREA) for name in ("local", "shrunk")}
+    assert found["shrunk"].slope.std() < 0.5 * found["local"].slope.std()
+    kept = bias_kept(found).max()  # its uncertainty is in the ratio, too
+    assert kept < 0.1
+    assert variance["shrunk"] * (1 + 1 / 6) / variance["local"] == pytest.approx(1, abs=kept / 6 + 1e-9)
+
+
+def test_the_uncertainty_of_a_bias_counts_as_far_as_it_is_kept():
+    """A bias that is not taken over adds no variance; one that is adds v / n."""
+    rng = np.random.default_rng(13)
+    pattern = rng.normal(size=SHAPE)
+    x, y = sample(rng, 6, flow=0.0)
+    none, strong = corrections_of(x, y), corrections_of(x, y + 50 * pattern)
+    for name in ("shrunk", "blend"):
+        total = lambda c: c.slope + c.constant  # noqa: E731 - of a spread of one
+        one, other = total(none[name]), total(strong[name])
+        np.testing.assert_allclose(other.mean() / one.mean(), 1 + 1 / 6, rtol=0.05)
+
+
+def bias_kept(found):
+    """Share of each cell's own departure from the mean bias that shrinkage keeps."""
+    centre = found["global"].bias
+    return (found["shrunk"].bias - centre) / (found["local"].bias - centre)
+
+
 def test_a_lasting_error_is_not_taken_for_a_bias():
     """Errors that persist through half of the dates look like a bias to a standard error of independent dates."""
     rng = np.random.default_rng(3)
@@ -145,18 +176,20 @@ def test_gaps_and_cells_without_spread():
 def test_a_cell_that_never_varies_is_known():
     """No rain in a desert, the same ice every day: unlike a cell that no fit date knows."""
     y = np.random.default_rng(10).normal(5, 2, size=(12, *SHAPE))
-    y[:, 0, 3], y[:, 0, 4], y[:, 0, 2] = 0.0, np.float32(271.35), np.nan
+    y[:, 0, 3], y[:, 0, 2] = 0.0, np.nan
+    y[:, 0, 4] = ice = np.linspace(0.1, 300, SHAPE[2])  # whose sums round
     y[:, 0, 6:] += 40  # cells that differ
     sums = base.CellSums.zeros(SHAPE)
     for date in range(12):
         sums.record(date % 2, {"y": y[date], "yy": y[date] ** 2}, np.isfinite(y[date]))
     mean, deviation = base.everywhere(*base.fit_climatology(sums))
     assert not mean[0, 3].any() and not deviation[0, 3:5].any()
-    np.testing.assert_allclose(mean[0, 4], np.float32(271.35))
+    np.testing.assert_allclose(mean[0, 4], ice)
     limit = threshold(mean, deviation)
     assert not (y[:, 0, 3:5] > limit[0, 3:5]).any() and (limit[0, 3] < 1e-6).all()
     others = np.delete(y[:, 0], 2, axis=1)  # a place of which nothing is known has what lies between places, too
     np.testing.assert_allclose(deviation[0, 2], others.std(), rtol=0.02)
+    assert deviation[0, 2, 0] > 20
 
 
 def test_one_member_takes_its_spread_from_climate():

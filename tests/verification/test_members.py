@@ -117,6 +117,13 @@ def test_streaming_equals_the_formulas_and_adds_up(members, dtype):
         EnsembleSums.zeros(2) + EnsembleSums.zeros(3)
 
 
+def test_streamed_ties_are_broken_among_all_ranks_alike():
+    zero = np.zeros((4, 50_000), np.float32)
+    np.testing.assert_allclose(score_members(zero, zero[0]).rank_histogram, 0.2, atol=0.01)
+    some = np.concatenate([zero[:2], zero[:2] + 1])
+    np.testing.assert_allclose(score_members(some, zero[0]).rank_histogram, [1 / 3, 1 / 3, 1 / 3, 0, 0], atol=0.01)
+
+
 def test_points_without_a_value_are_left_out_and_counted():
     x, y = perfect(5, (40, 50), seed=6)
     hole = x.copy()

@@ -126,6 +126,21 @@ def test_calibration_of_a_perfect_forecast_is_flat_and_adds_over_dates():
     )
 
 
+def test_histograms_count_areas_not_points():
+    """A truth below all members in one row of cells, above in the others: at the pole a row is small."""
+    found, shape = Calibration(1, 1, AREA), (1, *GRID.shape)
+    y = np.full(shape, 9.0)
+    y[0, 0] = -9.0
+    mask = np.ones(shape, bool)
+    mask[0, -3:] = False  # what is left out has no area either
+    low = AREA[0].sum() / AREA[:-3].sum()
+    found.record_pit("ours", 0, slice(0, 1), (Family.NORMAL, np.zeros(shape), np.ones(shape)), y, mask)
+    found.record_ranks("raw_3", 0, slice(0, 1), np.zeros((3, *shape)), y, mask)
+    np.testing.assert_allclose(found.share("pit", "ours")[0], [low, *[0.0] * 8, 1 - low])
+    np.testing.assert_allclose(found.share("rank", "raw_3")[0], [low, 0.0, 0.0, 1 - low])
+    assert low < 0.5 / len(AREA)
+
+
 def test_the_index_is_that_of_other_seasons(tmp_path):
     """Late December and the January after it are one season: neither enters the climate of the other."""
     dates = ["2001-01-03", "2001-12-30", "2002-01-02", "2002-12-29", "2003-01-04", "2003-06-01"]
