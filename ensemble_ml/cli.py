@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,33 @@ def build_config(task: str, composed: DictConfig) -> Any:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise UserError(f"{', '.join(missing)}: must be given, e.g. ensemble-ml {task} {TASKS[task].example}")
+        added = next(_added(task, composed), None)
+        if added is not None:
+            raise UserError(_no_such(task, added))
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UserError(_one_line(task, str(error))) from error
+
+
+def _added(task: str, composed: DictConfig) -> Iterator[str]:
+    """Keys that no setting has: with a + before it Hydra takes any, and nobody would read it."""
+    known = [line[0] for line in schema.setting_lines(TASKS[task].config)]
+
+    def leaves(node: Any, path: str) -> Iterator[str]:
+        if isinstance(node, dict) and path not in known:  # below a known key stand names of the user's own
+            for name, value in node.items():
+                yield from leaves(value, f"{path}.{name}" if path else str(name))
+        elif path not in known:
+            yield path
+
+    return leaves(OmegaConf.to_container(composed, resolve=False), "")
+
+
+def _no_such(task: str, key: str) -> str:
+    keys = [line[0] for line in schema.setting_lines(TASKS[task].config)] + _groups()
+    near = difflib.get_close_matches(key, keys, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
+    return f"{key}: no such setting of {task}; {hint}"
 
 
 def _one_line(task: str, text: str) -> str:
@@ -211,11 +235,7 @@ def _one_line(task: str, text: str) -> str:
     unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text)
     if unknown:
         full = re.search(r"full_key: (\S+)", text)
-        key = unknown.group(1) or (full.group(1) if full else unknown.group(2))
-        keys = [line[0] for line in schema.setting_lines(TASKS[task].config)] + _groups()
-        near = difflib.get_close_matches(key, keys, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
-        return f"{key}: no such setting of {task}; {hint}"
+        return _no_such(task, unknown.group(1) or (full.group(1) if full else unknown.group(2)))
     choice = re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\n((?:\t\S+\n?)*)", text)
     if choice:
         options = ", ".join(choice.group(3).split())
@@ -224,6 +244,8 @@ def _one_line(task: str, text: str) -> str:
     where = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
     dull = ("full_key", "reference_type", "Error merging override", "See https")
     body = "; ".join(line for line in lines if not line.startswith(dull))
+    if where and "is not a ListConfig, list or tuple" in body:
+        body = f"a list is wanted: {where}=[...]"
     return f"{where}: {body}" if where else body
 
 
@@ -257,11 +279,20 @@ def _sweep(task: str, arguments: list[str]) -> int:
     register_schemas()
     sys.argv = [f"ensemble-ml {task}", *arguments]
 
+    failed: list[str] = []
+
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)
-    def job(composed: DictConfig) -> int:
-        return run_task(task, composed)
+    def job(composed: DictConfig) -> int | None:
+        try:
+            return run_task(task, composed)
+        except UserError as error:  # the other runs of the sweep go on
+            print(f"ensemble-ml: {error}", file=sys.stderr)
+            failed.append(str(error))
+            return None
 
     job()
+    if failed:
+        raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
     return 0
 
 
@@ -322,7 +353,8 @@ def _dispatch(arguments: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(help_page(task))
         return 0
-    if task == "inspect" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+    path = bool(rest) and ("=" not in rest[0] or Path(rest[0]).exists())
+    if task == "inspect" and path and not rest[0].startswith("-"):
         rest[0] = f"store={_quoted(rest[0])}"
     if "-m" in rest or "--multirun" in rest:
         return _sweep(task, rest)

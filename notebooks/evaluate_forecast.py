@@ -216,7 +216,11 @@ axis.set(title=f"CRPS gained on {rival}, with 95 % intervals", xlabel="lead time
 
 # %%
 low, high = interval[:, -1]
-verdict = "so it is better" if low > 0 else "so it is worse" if high < 0 else "which does not tell them apart"
+blocks = int(bootstrap.blocks_of(score["predicted"].init_time.values, 10).max()) + 1
+if blocks < bootstrap.FEWEST_BLOCKS:
+    verdict = f"and of {blocks} independent blocks nothing is sure"
+else:
+    verdict = "so it is better" if low > 0 else "so it is worse" if high < 0 else "which does not tell them apart"
 sure = f"95 % interval {low:.1f} to {high:.1f} %" if np.isfinite(low) else "no 95 % interval: too few blocks of dates"
 print(
     f"From {len(used)} of {members.sizes['realization']} members, the predicted distribution of {label} at"

@@ -52,6 +52,17 @@ def test_help_explains_every_setting(capsys, task):
         (["benchmark", "benchmark=stations", "only=[tokyo]"], "only=tokyo: sections are innsbruck, era5"),
         (["prepare", "input=a", "output=b", "packing=int8"], "packing: Invalid value 'int8', expected one of"),
         (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
+        (["benchmark", "benchmark=verification", "only=[foo]"], "only=foo: this benchmark has no sections"),
+        (
+            ["predict", "checkpoint=a", "input=b", "output=c", "+member_in=5"],
+            "member_in: no such setting of predict; did you mean members_in",
+        ),
+        (
+            ["train", "run=a", "data.store=x", "++model.hiden=5"],
+            "model.hiden: no such setting of train; did you mean model.hidden",
+        ),
+        (["train", "run=a", "data.store=x", "data.train=2001"], "data.train: a list is wanted: data.train=[...]"),
+        (["train", "run=a", "data.store=x", "loading.timeline=a.jpgg"], "loading.timeline=a.jpgg: is written as .png"),
         (["predict", "checkpoint=a", "input=b", "output=c", "thresholds=3"], "thresholds=3: give lists of values"),
         (["predict", "checkpoint=${oc.env:NOT_THERE}", "input=b", "output=c"], "checkpoint: "),
         (
@@ -65,6 +76,26 @@ def test_mistakes_end_in_one_line_and_status_2(capsys, arguments, text):
     assert status == cli.STATUS_USER
     assert not out
     assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1, err
+
+
+def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch):
+    """Each run its own, and the others go on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    status, _, err = run(capsys, "train", "-m", "run=a", "data.store=nothing", "seed=0,1", "hydra.sweep.dir=sweep")
+    assert status == cli.STATUS_USER and "Traceback" not in err
+    assert err.count(f"ensemble-ml: store {tmp_path}/nothing: no such folder") == 2
+    assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs could not be made; the last: store")
+
+
+def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):
+    """Also one that looks like a setting; and a folder with the plan of a training is no store."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q 1=5.zarr").mkdir()
+    (tmp_path / "q 1=5.zarr" / "plan.json").write_text("{}")
+    status, _, err = run(capsys, "inspect", "q 1=5.zarr")
+    assert status == cli.STATUS_USER
+    assert err.startswith("ensemble-ml: store=q 1=5.zarr: is no tensor store, nor one that is being built"), err
 
 
 def test_cfg_prints_what_would_run(capsys):

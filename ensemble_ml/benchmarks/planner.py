@@ -18,7 +18,7 @@ from typing import Any
 
 from ensemble_ml.benchmarks.common.hosts import Hosts, available, fair_share, linked
 from ensemble_ml.benchmarks.common.jobs import hand_out
-from ensemble_ml.benchmarks.common.sections import Bench
+from ensemble_ml.benchmarks.common.sections import Bench, chosen
 from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
@@ -72,6 +72,7 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: a rank failed.
     """
+    chosen(config.only, {})
     folder = Path(config.output) / "planner"
     folder.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(config, folder)

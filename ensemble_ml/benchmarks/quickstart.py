@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig
 from ensemble_ml.errors import UserError
@@ -21,6 +22,7 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: there are no scores yet.
     """
+    chosen(config.only, {})
     path = Path(config.run) / "scores.json"
     if not path.is_file():
         raise UserError(f"run={config.run}: holds no scores.json; run scripts/quickstart.sh, or evaluate, first")

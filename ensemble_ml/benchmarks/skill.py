@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Figure, summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
 from ensemble_ml.benchmarks.skilling.entrants import (
@@ -46,6 +47,7 @@ def run(config: BenchmarkConfig) -> Path:
     Raises:
         UserError: there is no store, it holds no truth, or it has too few members.
     """
+    chosen(config.only, {})
     skill, folder = config.skill, Path(config.output) / "skill"
     store = _store(skill)
     dates = split(skill, store.layout.init_time)

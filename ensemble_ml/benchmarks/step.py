@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
 from ensemble_ml.fields import Family
@@ -65,6 +66,7 @@ def run(config: BenchmarkConfig) -> Path:
     Returns:
         The path of results.json.
     """
+    chosen(config.only, {})
     keep_freed_memory()  # as training does; both forms gain
     figures: dict[str, Figure] = {}
     claims, notes = [], []

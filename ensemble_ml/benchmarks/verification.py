@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig
 from ensemble_ml.grid import Grid
@@ -29,6 +30,7 @@ _DISTINCT = 2  # dates that are really different; the others repeat them, so tha
 
 def run(config: BenchmarkConfig) -> Path:
     """Time both entrants on the same dates and write OUTPUT/verification/results.json."""
+    chosen(config.only, {})
     dates, rows, columns = _SIZES[config.size.value]
     entrants = {"ours": _ours, "scores": _peer}
     times: dict[str, list[float]] = {name: [] for name in entrants}

@@ -66,6 +66,8 @@ class LoadingConfig:
         parse_bytes("loading.ram", self.ram)
         disk = self.disk_bytes
         require("loading.disk", self.disk, not disk or self.folder is not None, "needs loading.folder=FOLDER on local disk")
+        picture = self.timeline in (None, "run") or str(self.timeline).endswith((".png", ".svg", ".pdf"))
+        require("loading.timeline", self.timeline, picture, "is written as .png, .svg or .pdf, or 'run'")
         good = self.name is LoaderName.clairvoyant or self.assign is Assign.fixed
         require("loading.assign", self.assign.value, good, "loading=torch holds nothing, so only fixed is allowed")
 

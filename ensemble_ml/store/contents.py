@@ -67,7 +67,7 @@ def contents_of(path: str) -> Contents:
     if is_store(Path(path)):
         return _of_store(open_store(path))
     for work in (building_folder(Path(path)), Path(path)):
-        if (work / "plan.json").is_file():
+        if (work / "plan.json").is_file() and (work / "entries").is_dir():  # a plan of training bears that name, too
             return _of_build(path, work)
     if Path(path).exists():
         raise UserError(f"store={path}: is no tensor store, nor one that is being built; give a folder made by prepare")

@@ -30,6 +30,7 @@ from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, 
 
 log = logging.getLogger(__name__)
 
+_TRACES = "config.yaml", "log.jsonl", "checkpoints"  # what a run leaves first
 _PATIENCE = 15.0  # seconds that a run which goes on waits for the job before it to end
 STATIC = ("orog", "lsm")
 # Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
@@ -196,7 +197,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     """
     run = Path(config.output) / config.run
     if not _goes_on(config):
-        if run.exists():
+        if any((run / name).exists() for name in _TRACES):  # other files may lie there: a plan
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return run, None
     checkpoints = run / "checkpoints"

@@ -74,7 +74,10 @@ def _solve(
     if truth.sums and truth.count.sum(0).max() >= base.FEWEST_DATES:
         found.climatology = base.fit_climatology(truth)
         for size, sums in by_size.items():
-            alone = found.spread.climate**2 if size == 1 and found.spread is not None else None
+            alone = None
+            if size == 1:  # an ensemble of one in all has no spread either: its truth's variance tells cells apart
+                alone = base.everywhere(*found.climatology)[1] ** 2
+                alone = alone if found.spread is None else found.spread.climate**2
             if size > 1 or alone is not None:
                 found.corrections[size] = base.fit_corrections(sums, area, alone)
     return found

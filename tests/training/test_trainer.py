@@ -242,6 +242,14 @@ def test_mistakes_leave_nothing(config_of, changes, message):
     assert not Path(config.output).exists()
 
 
+def test_a_plan_in_the_run_folder_is_in_nobodys_way(config_of):
+    config = config_of(steps=1)
+    plan = Path(config.output) / config.run / "plan.json"
+    plan.parent.mkdir(parents=True)
+    plan.write_text("{}")
+    assert (train(config) / "checkpoints" / "last").exists() and plan.read_text() == "{}"
+
+
 def test_an_existing_run_is_not_overwritten(config_of):
     run = train(config_of(steps=1))
     with pytest.raises(UserError, match=r"runs/a: exists; go on with resume=true"):

@@ -167,6 +167,22 @@ def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
     assert "too few for any interval" in caplog.text and "report.html" in caplog.text
 
 
+def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
+    """A deterministic forecast: nothing tells its spread, and the fit dates tell its errors."""
+    one = make_store(tmp_path / "one.zarr", dates=DATES, members=1, variables=("t",), levels=(500,), surface=("t2m",))
+
+    def wide(name, members_m):
+        mean, scale = members_m[0], np.ones_like(members_m[0])
+        return {Kind.MEAN: mean, Kind.STDDEV: scale, Kind.LOCATION: mean, Kind.SCALE: scale}
+
+    made = write_forecasts(tmp_path / "f", one, TEST, wide, train=TRAIN)
+    evaluate(settings(made, one, tmp_path / "r", members_in=1), one)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    found = {row["entrant"] for row in content["scores"] if row["variable"] == "t2m" and row.get("crps") is not None}
+    assert {"local_1", "climatology"} <= found
+    assert not any("Nothing could be compared" in line for line in content["headline"])
+
+
 def test_one_member_has_no_raw_spread(store, forecast, tmp_path):
     evaluate(settings(forecast, store, tmp_path / "r", members_in=1), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())

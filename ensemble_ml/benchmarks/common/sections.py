@@ -54,7 +54,8 @@ def chosen(only: Sequence[str] | None, sections: Mapping[str, object]) -> list[s
         UserError: one is not there.
     """
     for name in only or ():
-        require("only", name, name in sections, f"sections are {', '.join(sections)}")
+        there = f"sections are {', '.join(sections)}" if sections else "this benchmark has no sections"
+        require("only", name, name in sections, there)
     return [name for name in sections if only is None or name in only]
 
 
