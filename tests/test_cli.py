@@ -52,6 +52,7 @@ def test_help_explains_every_setting(capsys, task):
         (["benchmark", "benchmark=stations", "only=[tokyo]"], "only=tokyo: sections are innsbruck, era5"),
         (["prepare", "input=a", "output=b", "packing=int8"], "packing: Invalid value 'int8', expected one of"),
         (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
+        (["prepare", "input=a", "output=b", "dates=[]"], "dates=[]: chooses nothing; null keeps all"),
         (["benchmark", "benchmark=verification", "only=[foo]"], "only=foo: this benchmark has no sections"),
         (
             ["predict", "checkpoint=a", "input=b", "output=c", "+member_in=5"],

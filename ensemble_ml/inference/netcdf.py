@@ -36,11 +36,12 @@ def file_name(init_time: np.datetime64) -> str:
     return f"forecast_{start:%Y%m%d%H}{f'{start:%M}' if start.minute else ''}.nc"
 
 
-def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Path:
-    """Write `outputs`, taken one by one, to `path`; what stood there is replaced at the end, in one step.
+def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, replace: bool = True) -> Path:
+    """Write `outputs`, taken one by one, to `path`, where the file appears in one step at the end; what stands there is
+    replaced, or left where `replace` is off.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written, or another process has made it meanwhile.
     """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with _access(path):
@@ -57,7 +58,8 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Pat
             data.close()
             for each in (partial, path.parent):
                 sync(each)
-            os.replace(partial, path)
+            if replace or not _linked(partial, path):
+                os.replace(partial, path)
             sync(path.parent)
     finally:
         with _LOCK, suppress(OSError, RuntimeError):  # a full disk refuses the close, too
@@ -65,6 +67,19 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output]) -> Pat
                 data.close()
         partial.unlink(missing_ok=True)
     return path
+
+
+def _linked(partial: Path, path: Path) -> bool:
+    """Give a draft its name without taking it from another file; whether the file system can."""
+    try:
+        os.link(partial, path)
+    except FileExistsError as error:
+        raise UserError(
+            f"output {path}: another process has made it meanwhile, and it is left; choose another output"
+        ) from error
+    except OSError:  # no hard links
+        return False
+    return True
 
 
 def _tidy(path: Path) -> None:

@@ -187,7 +187,7 @@ def _forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> 
 def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Path) -> Path:
     with torch.inference_mode():  # it holds in the thread that enters it
         fields = outputs(job.spec, prediction, at, sample, job.wanted, job.places)
-        return write_forecast(path, _header(job, sample), fields)
+        return write_forecast(path, _header(job, sample), fields, replace=job.config.overwrite)
 
 
 def _targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:

@@ -79,6 +79,7 @@ def crps_ensemble(
 
     Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
     """
+    _check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
     return weighted_mean(_pointwise(score, forecast, observed, core=member_dim), **reduction)
 
@@ -106,12 +107,14 @@ def spread_skill(
 
     Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
     """
-    m = forecast.sizes[member_dim]
+    m = _check_dim(forecast, member_dim)
     forecast, observed = _aligned(forecast, observed)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     variance = variance.broadcast_like(error)
-    return (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
+    ratio = (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
+    ratio.attrs = {}  # it has neither units nor standard name of the variable
+    return ratio
 
 
 def rank_histogram(
@@ -123,7 +126,8 @@ def rank_histogram(
     **reduction: Any,
 ) -> xr.DataArray:
     """Share of points at each rank of the truth (0..M) along `rank`; ties are broken at random (Talagrand)."""
-    m, uniform = forecast.sizes[member_dim], _uniform(seed, forecast.isel({member_dim: 0}, drop=True), observed)
+    m = _check_dim(forecast, member_dim)
+    uniform = _uniform(seed, forecast.isel({member_dim: 0}, drop=True), observed)
     rank = _pointwise(_ranks, forecast, observed, uniform, core=member_dim)
     return _histogram(rank, m + 1, "rank", **reduction)
 
@@ -198,6 +202,8 @@ def efi(
     """Extreme forecast index of an ensemble; `climate` holds quantiles of the model climate, from 0 to 1."""
     levels = climate[quantile_dim].values
 
+    _check_dim(forecast, member_dim)
+
     def index(x: np.ndarray, q: np.ndarray) -> np.ndarray:
         others = max(x.ndim, q.ndim) - 1
         return extremes.efi(_core_first(x, others), _core_first(q, others), levels)
@@ -225,6 +231,15 @@ def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims)
     if reduce_dims is None:
         return [name for name in dims if name not in named]
     return named
+
+
+def _check_dim(forecast: xr.DataArray, name: str) -> int:
+    """Length of the dimension of members; a ValueError where there is none of that name."""
+    if name not in forecast.dims:
+        raise ValueError(
+            f"dimension {name}: not in the data, which has {', '.join(map(str, forecast.dims))}; give member_dim"
+        )
+    return int(forecast.sizes[name])
 
 
 def _aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
@@ -256,6 +271,8 @@ def _core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
 def _vectors(
     function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
 ) -> xr.DataArray:
+    _check_dim(forecast, member)
+
     def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         others = max(x.ndim - 2, y.ndim - 1)
         return function(_core_first(x, others, 2), _core_first(y, others))

@@ -172,6 +172,22 @@ def test_a_failure_leaves_what_was_there(tmp_path):
         assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+def test_what_another_process_has_made_meanwhile_is_left(tmp_path):
+    places = select(make_grid(), None, None)
+    values, path = np.zeros((1, 1, *places.shape), np.float32), tmp_path / "f.nc"
+
+    def outputs():
+        yield Output("t", Kind.MEAN, values)
+        path.write_text("of another")
+
+    with pytest.raises(UserError, match="another process has made it meanwhile, and it is left"):
+        write_forecast(path, header(places), outputs(), replace=False)
+    assert path.read_text() == "of another" and list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    write_forecast(path, header(places), [Output("t", Kind.MEAN, values)], replace=False)
+    assert xr.load_dataset(path, decode_timedelta=False).t_mean.shape[-2:] == places.shape
+
+
 def test_a_full_disk_is_a_users_error(tmp_path, monkeypatch):
     def full(*_):
         raise RuntimeError("NetCDF: HDF error")

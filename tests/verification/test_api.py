@@ -255,3 +255,19 @@ def test_the_type_of_the_data_changes_no_score(score, dtype):
         with np.errstate(invalid="ignore", divide="ignore"):  # no scale where all is false
             found, expected = score(x, y, **given), score(x.astype(np.float64), y.astype(np.float64), **exact)
         xr.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_members_along_another_dimension_are_asked_for():
+    forecast, observed = xr.DataArray(np.zeros((3, 2)), dims=["number", "x"]), xr.DataArray(np.zeros(2), dims="x")
+    for score in (api.crps_ensemble, api.spread_skill, api.rank_histogram):
+        with pytest.raises(
+            ValueError, match="dimension realization: not in the data, which has number, x; give member_dim"
+        ):
+            score(forecast, observed)
+
+
+def test_a_ratio_has_no_units():
+    forecast = xr.DataArray(np.arange(6.0).reshape(3, 2), dims=["realization", "x"], attrs={"units": "K"})
+    with xr.set_options(keep_attrs=True):
+        found = api.spread_skill(forecast, xr.DataArray(np.zeros(2), dims="x", attrs={"units": "K"}))
+    assert not found.attrs
