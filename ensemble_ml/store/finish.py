@@ -102,11 +102,13 @@ def _clear(root: Path) -> None:
         elif not any(item.name.startswith("c.") for item in path.iterdir()):
             shutil.rmtree(path)
         else:
-            (path / "zarr.json").unlink(missing_ok=True)
+            for item in list(path.iterdir()):
+                if not item.name.startswith("c."):  # metadata, drafts of it (zarr-python's *.partial) and of shards
+                    item.unlink()
 
 
 def _remove_strangers(root: Path, files: dict[str, Entry]) -> None:
-    """Remove shards and drafts that no entry knows: those of builders that were killed."""
+    """Remove shards that no entry knows: those of builders that were killed."""
     for path in root.glob("*/*"):
-        if path.name.startswith(("c.", ".c.")) and path.relative_to(root).as_posix() not in files:
+        if path.name.startswith("c.") and path.relative_to(root).as_posix() not in files:
             path.unlink()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import building
@@ -115,9 +116,9 @@ def test_twenty_kills(tmp_path):
 def test_what_is_done_is_not_done_again(archive, whole, tmp_path, caplog):
     settings = config(archive, tmp_path / "s.zarr")
     build = begin(settings, [7, 2])
-    (build.store / "forecast_pressure" / ".c.5.0.0.0.0.0.0").write_bytes(
-        b"half a shard"
-    )  # of a builder that was killed
+    drafts = (".c.5.0.0.0.0.0.0", "zarr.0123456789abcdef.partial")  # of builders that were killed
+    for folder, draft in product(("forecast_pressure", "spread_pressure"), drafts):
+        (build.store / folder / draft).write_bytes(b"half a file")
     stamps = {path: path.stat().st_mtime_ns for path in build.store.rglob("c.*")}
     assert len(stamps) == 2 * 3  # forecast, mean, spread
     with caplog.at_level("DEBUG", "data_prep"):
