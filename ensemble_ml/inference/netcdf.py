@@ -36,6 +36,16 @@ def file_name(init_time: np.datetime64) -> str:
     return f"forecast_{start:%Y%m%d%H}{f'{start:%M}' if start.minute else ''}.nc"
 
 
+def read_attributes(path: Path) -> dict[str, Any]:
+    """Global attributes of a file; none where it is no NetCDF."""
+    with _LOCK:
+        try:
+            with netCDF4.Dataset(path) as data:
+                return {name: data.getncattr(name) for name in data.ncattrs()}
+        except (OSError, RuntimeError):
+            return {}
+
+
 def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, replace: bool = True) -> Path:
     """Write `outputs`, taken one by one, to `path`, where the file appears in one step at the end; what stands there is
     replaced, or left where `replace` is off.

@@ -29,13 +29,13 @@ from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import check_writable
 from ensemble_ml.inference.contents import Header
 from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
-from ensemble_ml.inference.netcdf import file_name, write_forecast
+from ensemble_ml.inference.netcdf import write_forecast
 from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
+from ensemble_ml.inference.targets import identity, made_already, member_numbers, targets
 from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
@@ -64,6 +64,7 @@ class _Job:
     places: Places
     session: Session
     shard: Shard
+    same: Mapping[str, str]
 
 
 def predict(config: PredictConfig, source: Source) -> list[Path]:
@@ -75,7 +76,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 
     Raises:
         UserError: the checkpoint is damaged; the source does not fit it; something asked for is not there; a forecast
-            exists already; an input is NaN or infinite.
+            exists already, or with `resume` one that would be made otherwise now; an input is NaN or infinite.
     """
     with start(config.parallel) as session:
         return _predict(config, source, session)
@@ -87,9 +88,11 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     check_source(source, spec, meta.get("lead_bounds"))
     places = select(spec.grid, config.region, config.points)
     shard = _shard(spec, session)
-    job = _Job(config, source, meta, spec, wanted_outputs(config, spec), places, session, shard)
+    wanted = wanted_outputs(config, spec)
+    job = _Job(config, source, meta, spec, wanted, places, session, shard, identity(config, wanted, meta, source))
     starts = plan_starts(source, spec, config)
-    paths = _targets(config, starts)
+    paths = targets(config, starts)
+    made = made_already(starts, paths, job.same, source) if config.resume else set()
     session.mesh.world.barrier()  # nobody writes before all have looked
     if config.static is not None:
         replace_static(model, source)
@@ -98,7 +101,8 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
         device = _place(model, meta, config, session.device)
         if isinstance(model, EnsembleModel):
             partition_model(model, session.mesh, Overlap(config.parallel.overlap is True))
-        _run(job, model, device, _own(starts, session), iter(_own(paths, session)))
+        wanted_paths = [None if path in made else path for path in paths]
+        _run(job, model, device, _own(list(zip(starts, wanted_paths, strict=True)), session))
     return paths
 
 
@@ -116,15 +120,16 @@ def _own(items: list[T], session: Session) -> list[T]:
     return items[session.topology.place.data :: session.topology.data]
 
 
-def _run(job: _Job, model: AnyModel, device: torch.device, starts: list[Start], paths: Iterator[Path]) -> None:
+def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start, Path | None]]) -> None:
+    """Make the forecasts of start dates with a path."""
     spatial = job.session.mesh.spatial
     window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
     samples = Samples(job.source, job.spec, job.meta, window)
     writing: list[Future[Path]] = []
-    reading = read_ahead(_groups(samples, starts), _READ_AHEAD)
-    count = len(starts) if spatial.rank == 0 else 0
+    reading = read_ahead(_groups(samples, own), _READ_AHEAD)
+    count = sum(path is not None for _, path in own) if spatial.rank == 0 else 0
     with _progress(count) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
-        for group in groups:
+        for group, paths in groups:
             if window is not None and job.spec.masked:
                 for sample in group:
                     samples.check_together(sample, spatial)
@@ -136,7 +141,8 @@ def _run(job: _Job, model: AnyModel, device: torch.device, starts: list[Start], 
             done(writing)
             writing = [
                 writer.submit(_write, job, whole, at, sample, path)
-                for at, (sample, path) in enumerate(zip(group, paths, strict=False))
+                for at, (sample, path) in enumerate(zip(group, paths, strict=True))
+                if path is not None
             ]
         done(writing)
 
@@ -172,10 +178,14 @@ def _whole_fields(job: _Job, fields: Fields) -> Fields:
     return Fields(*(None if part is None else part.numpy() for part in parts))  # type: ignore[arg-type]
 
 
-def _groups(samples: Samples, starts: list[Start]) -> Iterator[list[Sample]]:
+def _groups(samples: Samples, own: list[tuple[Start, Path | None]]) -> Iterator[tuple[list[Sample], list[Path | None]]]:
+    """Batches with something to write; they are those of a run that makes all, since a convolution of fewer rounds
+    otherwise."""
     size = _batch_size(samples.spec)
-    for first in range(0, len(starts), size):
-        yield [samples.read(start) for start in starts[first : first + size]]
+    for first in range(0, len(own), size):
+        starts, paths = map(list, zip(*own[first : first + size], strict=True))
+        if any(paths):
+            yield [samples.read(start) for start in starts], paths
 
 
 def _forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
@@ -188,20 +198,6 @@ def _write(job: _Job, prediction: Prediction, at: int, sample: Sample, path: Pat
     with torch.inference_mode():  # it holds in the thread that enters it
         fields = outputs(job.spec, prediction, at, sample, job.wanted, job.places)
         return write_forecast(path, _header(job, sample), fields, replace=job.config.overwrite)
-
-
-def _targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
-    """The files to write, none of which may exist."""
-    folder = Path(config.output)
-    check_writable(folder)
-    paths = [folder / file_name(start.init_time) for start in starts]
-    if len(set(paths)) < len(paths):
-        raise UserError("dates: two start dates lie in one minute, and forecasts are named by it; predict them apart")
-    there = [path for path in paths if path.exists()]
-    if there and not config.overwrite:
-        count = f"{len(there)} of {len(paths)} forecasts"
-        raise UserError(f"output {there[0]}: exists, with {count}; set overwrite=true or choose another output")
-    return paths
 
 
 def _header(job: _Job, sample: Sample) -> Header:
@@ -218,11 +214,11 @@ def _header(job: _Job, sample: Sample) -> Header:
         members=numbers if job.wanted.members else (),
         lead_bounds=bounds_at(job.source, (*spec.variables, *spec.surface), spec.leads_out),
         families={name: spec.family(name) for name in (*spec.variables, *spec.surface)},
-        attributes=_attributes(job, sample, numbers),
+        attributes=_attributes(job, sample),
     )
 
 
-def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, str]:
+def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
     config, meta = job.config, job.meta
     what = "Post-processed ensemble forecast" if job.spec.config.postprocess else "Predicted ensemble spread"
     start = sample.start.init_time.astype("datetime64[m]").item()
@@ -234,12 +230,11 @@ def _attributes(job: _Job, sample: Sample, numbers: Sequence[int]) -> dict[str, 
         "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
         "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {asked}",
         "comment": "; ".join(filter(None, (sample.start.missing, *sample.remarks))),
-        "members_in": " ".join(map(str, numbers)),
-        "checkpoint_sha256": meta["sha256"],
+        "members_in": member_numbers(sample.start, job.source),
+        **job.same,
         "training_dates": " ".join(meta.get("training_dates", ())),
         "validation_dates": " ".join(meta.get("validation_dates", ())),
         "training_data_fingerprint": str(meta.get("data_fingerprint", "")),
-        "data_fingerprint": job.source.fingerprint(),
         "ensemble_ml_version": __version__,
     }
 

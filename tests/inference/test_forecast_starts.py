@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from forecasting import make_source, opened
+from forecasting import make_checkpoint, make_source, make_spec, opened
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
@@ -18,7 +18,9 @@ def test_existing_output_is_refused_before_anything_is_read(config, tmp_path):
     there = tmp_path / "out" / "forecast_2001013112.nc"
     there.parent.mkdir()
     there.write_text("kept")
-    with pytest.raises(UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; set overwrite=true"):
+    with pytest.raises(
+        UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; resume=true leaves them and"
+    ):
         predict(config(), source)
     assert there.read_text() == "kept" and not source.reads
     assert len(predict(config(dates=["2001-01-30"]), source)) == 1
@@ -36,6 +38,52 @@ def test_starts_within_an_hour_have_names_of_their_own(config):
     source.layout.init_time[1] = source.layout.init_time[0] + np.timedelta64(30, "s")
     with pytest.raises(UserError, match="two start dates lie in one minute"):
         predict(config(overwrite=True), source)
+
+
+def test_a_killed_run_goes_on_with_what_is_left(config, tmp_path, caplog):
+    whole = {path.name: opened(path) for path in predict(config(output=str(tmp_path / "whole")), make_source())}
+    paths = predict(config(), make_source())
+    stamps = {path: path.stat().st_mtime_ns for path in paths}
+    paths[1].unlink()
+    source = make_source()
+    with caplog.at_level("INFO"):
+        assert predict(config(resume=True), source) == paths
+    assert "2 of 3 forecasts are there already" in caplog.text
+    assert [path.stat().st_mtime_ns == stamps[path] for path in paths] == [True, False, True]
+    for path in paths:
+        found = opened(path)
+        assert found.equals(whole[path.name])
+        assert {**found.attrs, "history": ""} == {**whole[path.name].attrs, "history": ""}
+    source = make_source()
+    assert len(predict(config(resume=True, dates=["2001-01-30"]), source)) == 1 and not source.reads
+
+
+def test_only_the_same_run_goes_on(config, source, tmp_path, monkeypatch):
+    trained_again = str(make_checkpoint(tmp_path / "again" / "checkpoints", make_spec(source), seed=2))
+    paths = predict(config(dates=["2001-01-31"]), make_source())
+    others = {
+        "settings": [
+            {"quantiles": [0.5]},
+            {"members_out": True},
+            {"thresholds": {"t": [273.15]}},
+            {"region": [60, 0, 0, 90]},
+        ],
+        "members_in": [{"members_in": 2}],
+        "checkpoint": [{"checkpoint": trained_again}],
+    }
+    for word, asked in [(word, asked) for word, many in others.items() for asked in many]:
+        with pytest.raises(UserError, match=rf"0131.*: was made with other {word}, and resume=true") as said:
+            predict(config(resume=True, **asked), make_source())
+        assert "\n" not in str(said.value)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="was made with other input, and"):
+        patch.setattr(type(source), "fingerprint", lambda self: "fedcba9876543210")
+        predict(config(resume=True), source)
+    paths[0].write_text("no forecast at all")
+    with pytest.raises(UserError, match="was made with other checkpoint, input, settings, members_in, and"):
+        predict(config(resume=True), make_source())
+    assert paths[0].read_text() == "no forecast at all"
+    with pytest.raises(UserError, match="resume=True: overwrite=true would replace what it leaves"):
+        config(resume=True, overwrite=True)
 
 
 def test_no_dates_and_far_ends(config, source):

@@ -1,0 +1,96 @@
+"""The files that forecasts go to: which may be written, and which a run that was killed has made already."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml.config import PredictConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.folders import check_writable
+from ensemble_ml.inference.netcdf import file_name, read_attributes
+from ensemble_ml.inference.outputs import Wanted
+from ensemble_ml.inference.starts import Start
+from ensemble_ml.store.source import Source
+
+log = logging.getLogger(__name__)
+
+_MEMBERS = "members_in"
+
+
+def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], source: Source) -> dict[str, str]:
+    """Attributes that are equal where forecasts of one start date from the same members are."""
+    settings = {
+        "quantiles": wanted.quantiles,
+        "thresholds": dict(sorted(wanted.thresholds.items())),
+        "members_out": wanted.members,
+        "region": config.region,
+        "points": None if config.points is None else np.asarray(config.points, np.float64).tolist(),
+        "precision": config.precision.value,
+        "static": config.static,
+        "regrid": config.regrid,
+    }
+    return {
+        "checkpoint_sha256": meta["sha256"],
+        "data_fingerprint": source.fingerprint(),
+        "settings_digest": hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16],
+    }
+
+
+def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
+    """The files to write; none may exist without `overwrite` or `resume`.
+
+    Raises:
+        UserError: one exists, the folder cannot be written, or two start dates lie in one minute.
+    """
+    folder = Path(config.output)
+    check_writable(folder)
+    paths = [folder / file_name(start.init_time) for start in starts]
+    if len(set(paths)) < len(paths):
+        raise UserError("dates: two start dates lie in one minute, and forecasts are named by it; predict them apart")
+    there = [path for path in paths if path.exists()]
+    if there and not (config.overwrite or config.resume):
+        count = f"{len(there)} of {len(paths)} forecasts"
+        raise UserError(
+            f"output {there[0]}: exists, with {count}; resume=true leaves them and makes the rest, overwrite=true"
+            " replaces them, or choose another output"
+        )
+    return paths
+
+
+def made_already(starts: Sequence[Start], paths: Sequence[Path], same: Mapping[str, str], source: Source) -> set[Path]:
+    """Those of `paths` that are there; each must be what would be made now.
+
+    Raises:
+        UserError: a file is no forecast, or one of another checkpoint, input or other settings.
+    """
+    made = set()
+    for start, path in zip(starts, paths, strict=True):
+        if path.exists():
+            _check_same(path, {**same, _MEMBERS: member_numbers(start, source)})
+            made.add(path)
+    if made:
+        log.info("%s: %d of %d forecasts are there already", paths[0].parent, len(made), len(paths))
+    return made
+
+
+def member_numbers(start: Start, source: Source) -> str:
+    """The numbers of the members that a forecast is made from, as its attribute holds them."""
+    return " ".join(str(source.layout.realization[position]) for position in start.positions)
+
+
+def _check_same(path: Path, wanted: Mapping[str, str]) -> None:
+    found = read_attributes(path)
+    words = {"checkpoint_sha256": "checkpoint", "data_fingerprint": "input", "settings_digest": "settings"}
+    others = [words.get(name, name) for name, value in wanted.items() if str(found.get(name)) != value]
+    if others:
+        raise UserError(
+            f"output {path}: was made with other {', '.join(others)}, and resume=true goes on with the same alone;"
+            " overwrite=true replaces it, or choose another output"
+        )
