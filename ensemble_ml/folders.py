@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 _told: set[str] = set()
 
 
-def check_writable(output: str | Path) -> None:
-    """Check that files may be written to a folder, which may be made later; nothing is made here.
+def check_writable(output: str | Path, key: str = "output") -> None:
+    """Check that files may be written to a folder, the setting `key`, which may be made later; nothing is made here.
 
     Raises:
         UserError: it, or what it would be made in, is no folder, or may not be written.
@@ -24,9 +24,9 @@ def check_writable(output: str | Path) -> None:
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise UserError(f"output={output}: {there} is a file; give a folder")
+        raise UserError(f"{key}={output}: {there} is a file; give a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"output={output}: {there} may not be written; choose another folder")
+        raise UserError(f"{key}={output}: {there} may not be written; choose another folder")
 
 
 def user_cache(kind: str) -> Path | None:

@@ -20,6 +20,7 @@ import torch
 from ensemble_ml.config import DataConfig, MomentumKept, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import check_writable
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.padding import geometries
@@ -193,8 +194,11 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     `tidy`: mend and clear what a killed run left; for one rank of a job.
 
     Raises:
-        UserError: the folder exists and `resume` is off, or `resume` meets other settings.
+        UserError: the folder exists and `resume` is off, or `resume` meets other settings; or the cache on disk, which
+            is made after the fits, may not be written.
     """
+    if config.loading.disk_bytes and config.loading.folder:
+        check_writable(config.loading.folder, "loading.folder")
     run = Path(config.output) / config.run
     if not _goes_on(config):
         if any((run / name).exists() for name in _TRACES):  # other files may lie there: a plan

@@ -61,6 +61,13 @@ def test_settings_that_do_not_fit(changes, message):
         LoadingConfig(**changes)
 
 
+def test_a_cache_on_disk_that_cannot_be_is_refused_before_the_fits(config_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("ensemble_ml.training.setup.build_spec", lambda *_: pytest.fail("began to work"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^loading.folder=.*/file/cache: .*/file is a file; give a folder$"):
+        train(config_of(loading__disk="1MB", loading__folder=str(tmp_path / "file" / "cache")))
+
+
 def test_sizes_in_words():
     assert LoadingConfig(ram="1.5GB").ram_bytes == 1_500_000_000
     assert LoadingConfig(ram="2 MiB").ram_bytes == 2**21 and LoadingConfig(ram=7).ram_bytes == 7
