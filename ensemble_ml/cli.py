@@ -358,6 +358,9 @@ def _dispatch(arguments: list[str]) -> int:
         rest[0] = f"store={_quoted(rest[0])}"
     if "-m" in rest or "--multirun" in rest:
         return _sweep(task, rest)
+    option = next((item for item in rest if item.startswith("-") and item != "--cfg"), None)
+    if option is not None:
+        raise UserError(f"{option}: no such option; settings are given as key=value, options are --help, --cfg and -m")
     composed = compose_config(task, [item for item in rest if item != "--cfg"])
     if "--cfg" in rest:
         print(OmegaConf.to_yaml(composed), end="")

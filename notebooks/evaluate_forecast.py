@@ -45,6 +45,14 @@ name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
 units = field(name).units
 label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
 
+archive = xr.open_dataset(store, engine="ensemble_ml")
+choices = []
+for key in (key for key in archive.data_vars if f"{key}_truth" in archive):
+    levels = archive[key].level.values if "level" in archive[key].dims else [""]
+    choices += [f"{key} {number}".strip() for number in levels]
+if " ".join([name, *level]) not in choices:
+    raise ValueError(f"ENSEMBLE_ML_VARIABLE={' '.join([name, *level])}: {store} holds {', '.join(choices)}")
+
 # %% [markdown]
 # ## The forecasts
 #
@@ -77,7 +85,6 @@ print(forecast)
 # forecast was made from, and all of them.
 
 # %%
-archive = xr.open_dataset(store, engine="ensemble_ml")
 forecast = forecast.isel(init_time=np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
@@ -225,6 +232,6 @@ sure = f"95 % interval {low:.1f} to {high:.1f} %" if np.isfinite(low) else "no 9
 print(
     f"From {len(used)} of {members.sizes['realization']} members, the predicted distribution of {label} at"
     f" {hours[-1]} h has a CRPS of {score['predicted'].mean('init_time').values[-1]:.4g} {units}:"
-    f" {float(gain[-1]):.1f} % below that of the normal law of {rival} ({sure},"
+    f" {abs(float(gain[-1])):.1f} % {'below' if gain[-1] > 0 else 'above'} that of the normal law of {rival} ({sure},"
     f" {truth.sizes['init_time']} start dates), {verdict}."
 )

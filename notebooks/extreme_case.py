@@ -41,6 +41,12 @@ units = field(name).units
 label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
 
 archive = xr.open_dataset(store, engine="ensemble_ml")
+choices = []
+for key in (key for key in archive.data_vars if f"{key}_truth" in archive):
+    levels = archive[key].level.values if "level" in archive[key].dims else [""]
+    choices += [f"{key} {number}".strip() for number in levels]
+if " ".join([name, *level]) not in choices:
+    raise ValueError(f"ENSEMBLE_ML_VARIABLE={' '.join([name, *level])}: {store} holds {', '.join(choices)}")
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
 stamps = {p.stem.removeprefix("forecast_"): p for p in sorted(folder.glob("forecast_*.nc"))}
 files = {np.datetime64(f"{s[:4]}-{s[4:6]}-{s[6:8]}T{s[8:10]}:{s[10:] or '00'}", "ns"): p for s, p in stamps.items()}
@@ -154,7 +160,8 @@ for who, (mean, sigma) in laws.items():
 # %%
 reference = f"raw {raw.sizes['realization']}"
 gain = [100 * (1 - ours / theirs) for ours, theirs in zip(scores["post-processed"], scores[reference], strict=True)]
+words = [f"{abs(percent):.1f} % {'below' if percent > 0 else 'above'}" for percent in gain]
 print(
     f"On {str(case)[:13]}, the most unusual of {len(files)} dates, the post-processed {label} at {hours} h has a CRPS"
-    f" {gain[0]:+.1f} % better than {reference}, and {gain[1]:+.1f} % where |EFI| weighs; one date proves nothing."
+    f" {words[0]} that of {reference}, {words[1]} where |EFI| weighs; one date proves nothing."
 )

@@ -54,6 +54,8 @@ def test_help_explains_every_setting(capsys, task):
         (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
         (["prepare", "input=a", "output=b", "dates=[]"], "dates=[]: chooses nothing; null keeps all"),
         (["benchmark", "benchmark=verification", "only=[foo]"], "only=foo: this benchmark has no sections"),
+        (["inspect", "--info"], "--info: no such option; settings are given as key=value"),
+        (["prepare", "input=a", "output=b", "-v"], "-v: no such option"),
         (
             ["predict", "checkpoint=a", "input=b", "output=c", "+member_in=5"],
             "member_in: no such setting of predict; did you mean members_in",

@@ -60,6 +60,16 @@ def test_evaluate_forecast(run, monkeypatch, variable):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
 
 
+@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+@pytest.mark.parametrize("variable", ["t 500", "t", "t2m 850", "z 850"])
+def test_what_the_store_does_not_hold_is_named(run, monkeypatch, name, variable):
+    monkeypatch.setenv("ENSEMBLE_ML_RUN", str(run))
+    monkeypatch.setenv("ENSEMBLE_ML_VARIABLE", variable)
+    first = next(cell for cell in jupytext.read(NOTEBOOKS / f"{name}.py").cells if cell.cell_type == "code")
+    with pytest.raises(ValueError, match=rf"^ENSEMBLE_ML_VARIABLE={variable}: .* holds t 850, t2m$"):
+        exec(first.source, {})
+
+
 def test_extreme_case(run, monkeypatch):
     monkeypatch.setenv("ENSEMBLE_ML_RUN", str(run))
     notebook = jupytext.read(NOTEBOOKS / "extreme_case.py")

@@ -32,6 +32,7 @@ from ensemble_ml.config import (
     TrackingConfig,
     TrainConfig,
 )
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.models.rivals import Emos, fit_emos
@@ -49,7 +50,11 @@ Result = tuple[dict[str, Figure], list[Claim], list[str]]
 
 
 def run(config: BenchmarkConfig) -> Path:
-    """Run the sections whose files are in `config.files` and write OUTPUT/stations/results.json."""
+    """Run the sections whose files are in `config.files` and write OUTPUT/stations/results.json.
+
+    Raises:
+        UserError: there is no such file at all.
+    """
     figures: dict[str, Figure] = {}
     claims: list[Claim] = []
     notes: list[str] = []
@@ -63,6 +68,8 @@ def run(config: BenchmarkConfig) -> Path:
             continue
         found = section(config, path)
         figures, claims, notes = figures | found[0], claims + found[1], notes + found[2]
+    if not figures:
+        raise UserError(f"files={config.files}: holds none of {', '.join(file for file, _ in sections.values())}")
     print(summary(figures, claims))
     return write_results(
         Path(config.output) / "stations", title="Real ensembles", runs=1, figures=figures, claims=claims, notes=notes

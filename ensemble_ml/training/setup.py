@@ -85,7 +85,8 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         log.info("static fields: the store holds none, so the model sees no orography or land mask")
     if model.postprocess and not source.has(Part.TRUTH):
         if not model.spread:
-            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=..., or set model.spread=true")
+            alone = ", or set model.spread=true" if model.name == "unet3d" else ""  # no rival has a spread head
+            raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{alone}")
         log.info("truth: the store holds none, so the spread alone is learned")
         model = replace(model, postprocess=False)
     if len(layout.realization) < 2:

@@ -8,23 +8,27 @@ import pytest
 
 from ensemble_ml.benchmarks.stations import ERA5, STATION, run
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+from ensemble_ml.errors import UserError
 
 REAL = Path(os.environ.get("ENSEMBLE_ML_REAL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
-def ran(tmp_path, section, data=REAL):
-    config = BenchmarkConfig("stations", str(tmp_path), size=BenchmarkSize.tiny, only=[section], files=str(data))
+def ran(tmp_path, *sections, data=REAL):
+    config = BenchmarkConfig("stations", str(tmp_path), size=BenchmarkSize.tiny, only=sections, files=str(data))
     return json.loads(run(config).read_text())
 
 
-def test_absent_files_are_named_and_skipped(tmp_path):
-    found = ran(tmp_path, "innsbruck", tmp_path)
-    assert found["claims"] == [] and f"skipped, {tmp_path / STATION} is not there" in found["notes"][0]
+def test_absent_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match=f"^files={tmp_path}: holds none of {STATION}, {ERA5}$"):
+        ran(tmp_path, "innsbruck", "era5", data=tmp_path)
 
 
 @pytest.mark.skipif(not (REAL / STATION).is_file(), reason=f"{STATION} is not there; set ENSEMBLE_ML_REAL_DATA")
 def test_innsbruck(tmp_path):
-    found = ran(tmp_path, "innsbruck")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / STATION).symlink_to(REAL / STATION)
+    found = ran(tmp_path, "innsbruck", "era5", data=tmp_path / "data")
+    assert any(f"skipped, {tmp_path / 'data' / ERA5} is not there" in note for note in found["notes"])
     score = {name.partition(": ")[2]: figure["median"] for name, figure in found["figures"].items() if "CRPS: " in name}
     assert found["claims"][0]["holds"]  # the coefficients of EMOS
     assert score["seasonal EMOS 11"] < score["EMOS 11"] < score["raw 11, N(m, (1+1/M) s^2)"]
