@@ -71,12 +71,12 @@ def fuse(members: Members) -> Fused:
     shape = levels, rows * columns
     mean, spread = scratch("mean", shape, np.float32), scratch("spread", shape, np.float32)
     sums, ends = np.zeros((levels, native.SUMS)), np.zeros((levels, 4), np.float32)
-    compiled = _compiled(members, mean, spread, sums, ends)
+    done, extremes = _compiled(members, mean, spread, sums, ends)
     count = members.present.sum(0)
     found: list[tuple[float, float] | Moments] = []  # extremes of a level, or all its moments where points are missing
     for level in range(levels):
-        if compiled:
-            found.append(_extremes(members, level, members.values[:, level]))
+        if done[level]:
+            found.append((float(extremes[level, 0]), float(extremes[level, 1])))
             continue
         values = _decoded(members, level)
         found.append(_extremes(members, level, values))
@@ -136,21 +136,35 @@ def _decoded(members: Members, level: int) -> np.ndarray:
     return out
 
 
-def _compiled(members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray) -> bool:
-    """Do `_mean_and_spread` and `_sums` of all levels in one pass, where all members have all points of all levels."""
-    if members.extremes is None or members.mask is not None or not members.present.all():
-        return False
-    factors = [members.reference, members.scale, members.decimal]
-    return native.fuse(members.values, factors, np.asarray(members.exact.all(0)), mean, spread, sums, ends)
+def _compiled(
+    members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Do `_mean_and_spread` and `_sums` of levels of which all members have all points; which these are, (Z,), and
+    the extremes of their members, (Z, 2)."""
+    levels = len(mean)
+    done, extremes = np.zeros(levels, bool), np.empty((levels, 2), np.float32)
+    if members.mask is not None or not members.present.all():
+        return done, extremes
+    if members.values.dtype == np.float32:
+        if native.fuse_plain(members.values, mean, spread, sums, ends, extremes):
+            done = np.isfinite(sums).all(1)  # else a point has no value
+    elif members.extremes is not None:
+        factors = [members.reference, members.scale, members.decimal]
+        done[:] = native.fuse(members.values, factors, np.asarray(members.exact.all(0)), mean, spread, sums, ends)
+        extremes = np.stack([members.extremes[0].min(0), members.extremes[1].max(0)], axis=1)
+    return done, extremes + np.float32(0)
 
 
 def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, float] | Moments:
-    """Smallest and largest value of a level; all its moments where points are missing, or all members but one."""
+    """Smallest and largest value of a level; all its moments where points are missing, or all members but one.
+
+    A zero has no sign here: which of two comes out of a comparison depends on the order.
+    """
     if members.extremes is not None and len(values) > 1:
         there = members.extremes[:, members.present[:, level], level]
-        return float(there[0].min()), float(there[1].max())
+        return float(there[0].min()) + 0.0, float(there[1].max()) + 0.0
     if len(values) > 1 and not np.isnan(low := values.min()):
-        return float(low), float(values.max())
+        return float(low) + 0.0, float(values.max()) + 0.0
     return moments_of(values[None]).at(0)
 
 
@@ -191,8 +205,8 @@ def _sums(mean: np.ndarray, spread: np.ndarray, lost: np.ndarray) -> tuple[list[
 
 def _in_lanes(values: np.ndarray) -> np.ndarray:
     """Sum of `values` (points,) in float64, in the order that `_sums` tells."""
-    lanes, whole = np.zeros(native.TILE), len(values) // native.TILE * native.TILE
-    values[:whole].reshape(-1, native.TILE).sum(0, np.float64, lanes)
+    lanes, whole = np.zeros(native.LANES), len(values) // native.LANES * native.LANES
+    values[:whole].reshape(-1, native.LANES).sum(0, np.float64, lanes)
     lanes[: len(values) - whole] += values[whole:]
     while len(lanes) > 1:
         half = len(lanes) // 2
@@ -224,7 +238,7 @@ def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.nda
         count,
         values[:, 0] + away / count,
         np.maximum(squares - away * away / count, 0),
-        *ends.T.astype(np.float64),
+        *(ends.T.astype(np.float64) + 0.0),  # no sign of zero, as in `_extremes`
     )
     for level in np.flatnonzero(holes):
         for name, number in moments_of(values[None, level]).at(0).arrays().items():

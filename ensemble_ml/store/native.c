@@ -8,12 +8,14 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #ifndef SOURCE
 #define SOURCE 0
 #endif
 #define SUMS 5
-#define TILE 256 /* points at a time: what ten members need of them lies in the innermost cache */
+#define LANES 256 /* partial sums of a level: every so many points go into one */
+#define TILE 128 /* points at a time, a divisor of LANES: what ten members need of them lies in the innermost cache */
 
 #if defined(__FAST_MATH__) || defined(__INTEL_COMPILER) || defined(__INTEL_LLVM_COMPILER)
 #error "sums would be taken in another order than NumPy's"
@@ -75,26 +77,66 @@ void eml_decode(const uint16_t *restrict codes, ptrdiff_t codes_step, float *res
                   out + (ptrdiff_t)f * out_step);
 }
 
+/* How the members of a level are packed; nothing says that they are float32 as they stand. The factors of a member lie
+   `step` beyond those of the one before. */
+struct packing {
+    const double *reference, *scale, *decimal;
+    size_t step;
+    int exact;
+};
+
+/* Every place of `least` and `most` takes the smaller and the larger of itself and the value. */
+INLINE void widen(float *restrict least, float *restrict most, const float *restrict values, size_t points)
+{
+    for (size_t i = 0; i < points; i++) {
+        least[i] = values[i] < least[i] ? values[i] : least[i];
+        most[i] = values[i] > most[i] ? values[i] : most[i];
+    }
+}
+
+/* The smallest of `least` and the largest of `most`. */
+INLINE void ends_of(const float *least, const float *most, float *out)
+{
+    out[0] = INFINITY, out[1] = -INFINITY;
+    for (size_t i = 0; i < TILE; i++) {
+        out[0] = least[i] < out[0] ? least[i] : out[0];
+        out[1] = most[i] > out[1] ? most[i] : out[1];
+    }
+}
+
 /* What `fuse._mean_and_spread` and `fuse._sums` do for one level. `rows` holds 2 * members * TILE floats, `lanes`
-   SUMS * TILE doubles; `codes` and factors: those of the first member, of the next a step further. */
-INLINE void fuse_level(const uint16_t *codes, ptrdiff_t codes_step, size_t members, size_t points,
-                       const double *reference, const double *scale, const double *decimal, size_t factor_step,
-                       int exact, float *restrict mean, float *restrict spread, double *restrict sums,
-                       float *restrict ends, float *restrict rows, double *lanes)
+   SUMS * LANES doubles; `fields`: those of the first member, of the next `member_step` further. `extremes`, of float32
+   members, are the smallest and the largest value. */
+INLINE void fuse_level(const void *fields, ptrdiff_t member_step, size_t members, size_t points,
+                       const struct packing *packing, float *restrict mean, float *restrict spread,
+                       double *restrict sums, float *restrict ends, float *restrict extremes, float *restrict rows,
+                       double *restrict lanes)
 {
     const float share = (float)(1.0 / (double)members), freedom = (float)(1.0 / (double)(members - 1));
     float *restrict apart = rows, *restrict squares = rows + members * TILE;
-    double *of_mean = lanes, *of_spread = lanes + 2 * TILE, *lost = lanes + 4 * TILE;
+    float low[3][TILE], high[3][TILE]; /* of mean, spread and members */
     double mean_0 = 0, spread_0 = 0;
-    float lowest = INFINITY, highest = -INFINITY, least = INFINITY, most = -INFINITY;
-    for (size_t i = 0; i < SUMS * TILE; i++)
+    for (size_t i = 0; i < SUMS * LANES; i++)
         lanes[i] = 0;
+    for (size_t of = 0; of < 3; of++)
+        for (size_t i = 0; i < TILE; i++)
+            low[of][i] = INFINITY, high[of][i] = -INFINITY;
     for (size_t start = 0; start < points; start += TILE) {
         const size_t size = points - start < TILE ? points - start : TILE;
+        double *of_mean = lanes + start % LANES, *of_spread = of_mean + 2 * LANES, *lost = of_mean + 4 * LANES;
         float *restrict middle = mean + start, *restrict deviation = spread + start;
-        for (size_t m = 0; m < members; m++)
-            values_of(codes + (ptrdiff_t)m * codes_step + start, size, reference[m * factor_step],
-                      scale[m * factor_step], decimal[m * factor_step], exact, apart + m * TILE);
+        for (size_t m = 0; m < members; m++) {
+            const ptrdiff_t place = (ptrdiff_t)m * member_step + (ptrdiff_t)start;
+            float *restrict values = apart + m * TILE;
+            if (packing) {
+                values_of((const uint16_t *)fields + place, size, packing->reference[m * packing->step],
+                          packing->scale[m * packing->step], packing->decimal[m * packing->step], packing->exact,
+                          values);
+            } else {
+                memcpy(values, (const float *)fields + place, size * sizeof(float));
+                widen(low[2], high[2], values, size);
+            }
+        }
         for (size_t m = 1; m < members; m++) {
             float *restrict d = apart + m * TILE, *restrict q = squares + m * TILE;
             for (size_t i = 0; i < size; i++) {
@@ -118,25 +160,24 @@ INLINE void fuse_level(const uint16_t *codes, ptrdiff_t codes_step, size_t membe
         for (size_t i = 0; i < size; i++) {
             const double a = (double)middle[i] - mean_0, b = (double)deviation[i] - spread_0;
             of_mean[i] += a;
-            of_mean[TILE + i] += a * a;
+            of_mean[LANES + i] += a * a;
             of_spread[i] += b;
-            of_spread[TILE + i] += b * b;
+            of_spread[LANES + i] += b * b;
         }
-        for (size_t i = 0; i < size; i++) {
-            lowest = middle[i] < lowest ? middle[i] : lowest;
-            highest = middle[i] > highest ? middle[i] : highest;
-            least = deviation[i] < least ? deviation[i] : least;
-            most = deviation[i] > most ? deviation[i] : most;
-        }
+        widen(low[0], high[0], middle, size);
+        widen(low[1], high[1], deviation, size);
     }
     for (size_t sum = 0; sum < SUMS; sum++) {
-        double *lane = lanes + sum * TILE;
-        for (size_t half = TILE / 2; half; half /= 2)
+        double *lane = lanes + sum * LANES;
+        for (size_t half = LANES / 2; half; half /= 2)
             for (size_t i = 0; i < half; i++)
                 lane[i] += lane[half + i];
         sums[sum] = lane[0];
     }
-    ends[0] = lowest, ends[1] = highest, ends[2] = least, ends[3] = most;
+    ends_of(low[0], high[0], ends);
+    ends_of(low[1], high[1], ends + 2);
+    if (!packing)
+        ends_of(low[2], high[2], extremes);
 }
 
 /* Mean and spread (ddof = 1) over two or more members, level by level; see `ensemble_ml/store/fuse.py`.
@@ -147,10 +188,22 @@ FOR_EACH_PROCESSOR
 void eml_fuse(const uint16_t *codes, ptrdiff_t member_step, ptrdiff_t level_step, size_t members, size_t levels,
               size_t points, const double *reference, const double *scale, const double *decimal, const uint8_t *exact,
               float *restrict mean, float *restrict spread, double *restrict sums, float *restrict ends,
-              float *restrict rows, double *lanes)
+              float *restrict rows, double *restrict lanes)
+{
+    for (size_t z = 0; z < levels; z++) {
+        const struct packing packing = {reference + z, scale + z, decimal + z, levels, exact[z]};
+        fuse_level(codes + (ptrdiff_t)z * level_step, member_step, members, points, &packing, mean + z * points,
+                   spread + z * points, sums + z * SUMS, ends + z * 4, 0, rows, lanes);
+    }
+}
+
+/* The same of float32 `values`; also out: `extremes` (levels, 2). Nothing holds of a level whose `sums` have a NaN. */
+FOR_EACH_PROCESSOR
+void eml_fuse_plain(const float *values, ptrdiff_t member_step, ptrdiff_t level_step, size_t members, size_t levels,
+                    size_t points, float *restrict mean, float *restrict spread, double *restrict sums,
+                    float *restrict ends, float *restrict extremes, float *restrict rows, double *restrict lanes)
 {
     for (size_t z = 0; z < levels; z++)
-        fuse_level(codes + (ptrdiff_t)z * level_step, member_step, members, points, reference + z, scale + z,
-                   decimal + z, levels, exact[z], mean + z * points, spread + z * points, sums + z * SUMS, ends + z * 4,
-                   rows, lanes);
+        fuse_level(values + (ptrdiff_t)z * level_step, member_step, members, points, 0, mean + z * points,
+                   spread + z * points, sums + z * SUMS, ends + z * 4, extremes + z * 2, rows, lanes);
 }

@@ -32,13 +32,14 @@ def _load() -> ctypes.CDLL | None:
     address, size, step = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t
     library.eml_decode.argtypes = [address, step, address, step, size, size, address, address, address, ctypes.c_int]
     library.eml_fuse.argtypes = (address, step, step, size, size, size, *[address] * 10)
-    library.eml_decode.restype = library.eml_fuse.restype = None
+    library.eml_fuse_plain.argtypes = (address, step, step, size, size, size, *[address] * 7)
+    library.eml_decode.restype = library.eml_fuse.restype = library.eml_fuse_plain.restype = None
     return library
 
 
 _library = _load()
 
-TILE, SUMS = 256, 5  # as in `native.c`
+LANES, TILE, SUMS = 256, 128, 5  # as in `native.c`
 
 
 def available() -> bool:
@@ -75,15 +76,41 @@ def fuse(
     `factors`: reference, scale and decimal, (M, Z); `exact` (Z,): whether `packing.exact_in_float32` holds. Out: `mean`
     and `spread` (Z, R * X) float32, `sums` (Z, SUMS) float64 and `ends` (Z, 4) float32 as in `ensemble_ml.store.fuse`.
     """
-    if _library is None or codes.dtype != np.uint16 or len(codes) < 2 or not _rows_follow(codes):
+    if _library is None or not _fusible(codes, np.uint16):
         return False
-    (members, levels), points = codes.shape[:2], mean.shape[1]
     held = [np.ascontiguousarray(factor, np.float64) for factor in factors]
-    held += [np.ascontiguousarray(exact, np.uint8), mean, spread, sums, ends]
-    held += [np.empty(2 * members * TILE, np.float32), np.empty(SUMS * TILE)]
-    steps = [step // codes.itemsize for step in codes.strides[:2]]
-    _library.eml_fuse(codes.ctypes.data, *steps, members, levels, points, *(array.ctypes.data for array in held))
+    held += [np.ascontiguousarray(exact, np.uint8), mean, spread, sums, ends, *_room(len(codes))]
+    _library.eml_fuse(*_extent(codes), *(array.ctypes.data for array in held))
     return True
+
+
+def fuse_plain(
+    values: np.ndarray, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray, extremes: np.ndarray
+) -> bool:
+    """`fuse` of float32 `values` (M, Z, R, X) as they are; also out: `extremes` (Z, 2) float32 of all members.
+
+    Nothing holds of a level whose `sums` are not finite: a point has no value there.
+    """
+    if _library is None or not _fusible(values, np.float32):
+        return False
+    held = [mean, spread, sums, ends, extremes, *_room(len(values))]
+    _library.eml_fuse_plain(*_extent(values), *(array.ctypes.data for array in held))
+    return True
+
+
+def _fusible(fields: np.ndarray, dtype: type) -> bool:
+    return fields.dtype == dtype and len(fields) > 1 and fields.size > 0 and _rows_follow(fields)
+
+
+def _room(members: int) -> list[np.ndarray]:
+    """What the loops work in."""
+    return [np.empty(2 * members * TILE, np.float32), np.empty(SUMS * LANES)]
+
+
+def _extent(fields: np.ndarray) -> tuple[int, ...]:
+    """Address, steps between members and levels, and numbers of members, levels and points."""
+    steps = (step // fields.itemsize for step in fields.strides[:2])
+    return fields.ctypes.data, *steps, *fields.shape[:2], fields.shape[2] * fields.shape[3]
 
 
 def _rows_follow(array: np.ndarray) -> bool:

@@ -89,6 +89,37 @@ def test_mean_spread_and_moments_are_numpys_bit_for_bit(library, seed, shape, de
         np.testing.assert_array_equal(compiled.view(f"u{compiled.itemsize}"), plain.view(f"u{plain.itemsize}"))
 
 
+def fused_plain(values, count):
+    found = fuse(Members.plain(values, np.isfinite(values).any((2, 3))))
+    moments = [found.moments, found.of_mean, found.of_spread]
+    assert (found.moments.count == count).all()
+    return [found.mean.copy(), found.spread.copy(), *(a for one in moments for a in one.arrays().values())]
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.one_of(
+        st.tuples(st.integers(2, 51), st.integers(1, 4), st.integers(1, 9), st.integers(1, 160)),
+        st.tuples(st.integers(2, 4), st.just(2), st.just(16), st.integers(500, 720)),
+    ),
+    kind=st.sampled_from(["values", "zeros of both signs", "points without a value", "a field that is absent"]),
+)
+def test_float32_members_are_numpys_bit_for_bit(library, seed, shape, kind):
+    rng = np.random.default_rng(seed)
+    whole = rng.normal(rng.choice([0.0, 280.0, 5e4]), 10 ** rng.uniform(-6, 3), (*shape[:3], shape[3] + 1))
+    values = whole.astype(np.float32)[..., : shape[3]] if shape[2] == 1 else whole.astype(np.float32)
+    if kind == "zeros of both signs":
+        values[...] = rng.choice(np.float32([-0.0, 0.0]), values.shape)
+    elif kind == "points without a value":
+        values[rng.integers(shape[0]), 0, :, rng.integers(shape[3])] = np.nan
+    elif kind == "a field that is absent":
+        values[rng.integers(shape[0]), rng.integers(shape[1])] = np.nan
+    count = np.isfinite(values).sum((0, 2, 3))
+    for compiled, plain in zip(*both_ways(library, lambda: fused_plain(values, count)), strict=True):
+        np.testing.assert_array_equal(compiled.view(f"u{compiled.itemsize}"), plain.view(f"u{plain.itemsize}"))
+
+
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -114,6 +145,10 @@ def test_the_library_does_the_work(library, monkeypatch):
         native, "fuse", lambda *arguments, real=native.fuse: asked.append(real(*arguments)) or asked[-1]
     )
     fused(block)
+    assert asked == [True]
+    real, asked = native.fuse_plain, []
+    monkeypatch.setattr(native, "fuse_plain", lambda *arguments: asked.append(real(*arguments)) or asked[-1])
+    fuse(Members.plain(np.ones((4, 2, 6, 40), np.float32), np.ones((4, 2), bool)))
     assert asked == [True]
 
 
