@@ -31,6 +31,7 @@ START = _STANDARD["init"]
 _PASCAL, _HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")
 BETWEEN = -1  # a level of no whole hPa, which is left out
 VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
+ROUNDING = 1e-3  # hours: days of some weeks in float32 are off by a ten-thousandth
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
     "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
@@ -133,8 +134,8 @@ def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
     if axis is None:
         return np.array(0)
     hours = to_hours(axis.values, axis)
-    _check_there(axis, ~np.isfinite(hours))
-    if (np.abs(hours - np.rint(hours)) > 1e-6).any():
+    _check_there(axis, ~(np.abs(hours) < 2**31))
+    if (np.abs(hours - np.rint(hours)) > ROUNDING).any():
         raise UserError(f"{axis.name}: only whole hours of lead time are read")
     return np.rint(hours).astype(np.int32)
 
@@ -161,7 +162,8 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     values = axis.values.astype(np.float64)
     _check_there(axis, ~np.isfinite(values))
     said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
-    if any(words in said.lower() for words in ("model level", "sigma", "hybrid")):
+    of_model = any(words in said.lower() for words in ("model level", "sigma", "hybrid"))
+    if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # these may be interpolated from them
         raise UserError(f"{axis.name}: counts model levels; only pressure levels are read")
     if not units and axis.name == "lev" and axis.attrs.get("standard_name") != _STANDARD["level"]:
         raise UserError("lev: has no units, and may count model levels; set its attribute units, to hPa or Pa")

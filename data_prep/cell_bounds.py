@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, START, VALID, to_hours
+from data_prep.axes import ALIASES, ROUNDING, START, VALID, to_hours
 from data_prep.records import GUST
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
@@ -84,7 +84,7 @@ def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.n
         bounds = data[name].values
         if bounds.shape != (*axis.shape, 2):
             raise UserError(f"{axis.name}: its bounds {name} are not two for each of its values; shape {bounds.shape}")
-        if not np.array_equal(bounds[..., 1], axis.values):
+        if (np.abs(to_hours(bounds[..., 1] - axis.values, axis)) > ROUNDING).any():
             raise UserError(
                 f"{axis.name}: its bounds {name} end elsewhere than at the coordinate; only values of an interval that"
                 " ends there are read: let the coordinate be the end of each interval"

@@ -6,6 +6,8 @@ import netCDF4
 import numpy as np
 import xarray as xr
 
+from ensemble_ml.errors import UserError
+
 _PACKED = "scale_factor", "add_offset"
 _ROUNDING = 1e-6  # of a limit: values may be kept with fewer digits than it
 
@@ -15,8 +17,14 @@ def open_netcdf(path: str) -> xr.Dataset:
 
     They hold the library's fill value of their type, which is not said where there is no `_FillValue`. Integers of one
     byte have none (NetCDF Users Guide, "Attribute Conventions").
+
+    Raises:
+        UserError: a coordinate was not written to its end.
     """
-    return _decoded(xr.open_dataset(path, decode_cf=False))
+    raw = xr.open_dataset(path, decode_cf=False)
+    for axis in raw.coords.values():
+        _check_written(axis)
+    return _decoded(raw)
 
 
 def open_zarr(path: str) -> xr.Dataset:
@@ -34,6 +42,22 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
             array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)
     return xr.decode_cf(raw, decode_timedelta=False)
+
+
+def _check_written(axis: xr.DataArray) -> None:
+    """Raise a UserError where a dimension is longer than what was written of its coordinate: the library's fill values,
+    or xarray's for dates, would be leads and members like others."""
+    fill = netCDF4.default_fillvals.get(f"{axis.dtype.kind}{axis.dtype.itemsize}")
+    if fill is None or axis.dtype.itemsize == 1 or axis.dtype.kind not in "iuf":
+        return
+    values = axis.values
+    absent = values == np.array(fill).astype(values.dtype)
+    if values.dtype.kind == "i":
+        absent |= values == np.iinfo(np.int64).min
+    if absent.any():
+        raise UserError(
+            f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent (never written); leave them out"
+        )
 
 
 def _as_values(array: xr.DataArray) -> None:

@@ -101,6 +101,8 @@ class XarrayFile:
                     warnings.filterwarnings("ignore", message=".*consolidated", category=RuntimeWarning)
                     zarr = os.path.isdir(self.path)
                     self._data = with_start(open_zarr(self.path) if zarr else open_netcdf(self.path))
+            except UserError:
+                raise
             except Exception as error:  # every back end has errors of its own, for what is one case to the user
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: cannot be opened as NetCDF or Zarr ({reason})") from error

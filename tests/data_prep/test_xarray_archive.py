@@ -3,6 +3,7 @@
 import os
 import re
 
+import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -411,3 +412,48 @@ def test_rotated_grids_are_refused(tmp_path):
     data.to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match="latitude is grid_latitude; only geographic grids are read"):
         open_archive(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize(
+    ("axis", "ticks", "attributes"),
+    [
+        ("step", np.array([6, 12], "i4"), {"units": "hours"}),
+        ("step", np.array([6, 12], "i8"), {"units": "hours"}),
+        ("number", np.array([1, 2, 3], "i2"), {}),
+        ("isobaricInhPa", np.array([850, 500], "i4"), {"units": "hPa"}),
+        ("time", np.array([0, 48], "i4"), {"units": "hours since 2001-01-01"}),
+        ("time", np.array([0, 48], "f8"), {"units": "hours since 2001-01-01"}),
+    ],
+)
+def test_a_dimension_longer_than_its_coordinate(tmp_path, axis, ticks, attributes):
+    """Fields were added, and their lead or member was not written: the library's fill value stands there."""
+    data = dataset().assign_coords({axis: (axis, ticks, attributes)})
+    data.to_netcdf(tmp_path / "a.nc", unlimited_dims=[axis], encoding={axis: {"_FillValue": None}})
+    assert open_archive(tmp_path / "a.nc").layout.realization == (1, 2, 3)
+    with netCDF4.Dataset(tmp_path / "a.nc", "a") as file:
+        place = [slice(None)] * 6
+        place[data.t.dims.index(axis)] = len(ticks)
+        file["t"][tuple(place)] = 280.0
+    said = rf"a.nc: {axis}: 1 of {len(ticks) + 1} values are absent \(never written\)"
+    with pytest.raises(UserError, match=said):
+        open_archive(tmp_path / "a.nc")
+
+
+@pytest.mark.parametrize("absent", [np.array([6.0, np.nan]), np.array([6, "NaT"], "timedelta64[h]")])
+def test_leads_that_are_absent(tmp_path, absent):
+    values = absent.astype("timedelta64[ns]") if absent.dtype.kind == "m" else ("step", absent, {"units": "hours"})
+    dataset().assign_coords(step=values).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="step: 1 of 2 values are absent"):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_levels_of_pressure_that_were_made_from_a_models(tmp_path):
+    said = {"units": "hPa", "standard_name": "air_pressure", "long_name": "pressure levels (from hybrid levels)"}
+    dataset().assign_coords(isobaricInhPa=("isobaricInhPa", [850.0, 500.0], said)).to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").layout.levels == (500, 850)
+
+
+def test_days_in_single_precision(tmp_path):
+    days = np.array([241, 250], np.float32) / np.float32(24)
+    dataset().assign_coords(step=("step", days, {"units": "days"})).to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").layout.lead_hours == (241, 250)
