@@ -102,14 +102,14 @@ class ArchiveSource:
         found = np.full(len(self._records), _NOTHING, np.int32)
         for index, by_lead in self._intervals.items():
             mine = np.flatnonzero(self._records["field"] == index)
-            keys = self._records[["init", "kind", "member", "lead"]][mine].tolist()
+            keys = self._records[["init", "kind", "member", "lead_start", "lead"]][mine].tolist()
             row_of = dict(zip(keys, self._rows[mine].tolist(), strict=True))
-            for i, (*same, lead) in zip(mine.tolist(), keys, strict=True):
+            for i, (*same, start, lead) in zip(mine.tolist(), keys, strict=True):
                 if lead not in by_lead:
                     continue
-                interval, start = by_lead[lead], int(self._records["lead_start"][i])
-                if start == 0 and interval.previous is not None:
-                    found[i] = row_of.get((*same, interval.previous), _ABSENT)
+                interval = by_lead[lead]
+                if start == interval.origin and interval.previous is not None:
+                    found[i] = row_of.get((*same, start, interval.previous), _ABSENT)
                 elif start != interval.start:  # a control's, over other hours than the members'
                     found[i] = _ABSENT
         return found

@@ -1,7 +1,8 @@
 """Sums and maxima over ranges of steps: which interval a forecast's field belongs to, and what makes it.
 
 A sum that runs from the start of the forecast is brought to the forecast's own interval, from one of the archive's lead
-times to the next: at 24 and 48 h it becomes the sums over 0-24 and 24-48 h. At lead 0 such a field is absent.
+times to the next: at 24 and 48 h it becomes the sums over 0-24 and 24-48 h. So is one that begins anew every few hours:
+of 0-3, 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. At lead 0 a sum from the start is absent.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ensemble_ml.fields import FIELDS
 
 @dataclass(frozen=True)
 class Interval:
-    """Hours `start` to `end` after the start date; the sum from the start to the lead `previous` is to be taken off."""
+    """Hours `start` to `end` after the start date; of a sum from `origin` on, that from there to the lead `previous` is
+    to be taken off."""
 
     start: int
     end: int
+    origin: int
     previous: int | None = None
 
 
@@ -84,13 +87,11 @@ def _of_field(index: int, pairs: list[list[int]]) -> dict[int, Interval]:
                 "keep one kind of range in the archive"
             )
     result: dict[int, Interval] = {}
-    running: list[int] = []
+    latest: dict[int, int] = {}  # start of a sum -> lead that it has come to; some models begin anew every few hours
     for lead, start in pairs:  # ascending leads
-        if start == 0 and FIELDS[index].accumulated:
-            result[lead] = Interval(running[-1] if running else 0, lead, running[-1] if running else None)
-            running.append(lead)
-        else:
-            result[lead] = Interval(start, lead)
+        previous = latest.get(start) if FIELDS[index].accumulated else None
+        result[lead] = Interval(start if previous is None else previous, lead, start, previous)
+        latest[start] = lead
     return result
 
 

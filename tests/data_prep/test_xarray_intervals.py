@@ -125,3 +125,34 @@ def test_means_and_extremes_over_no_interval_that_is_said(tmp_path, method):
     source = open_archive(tmp_path / "a.nc")
     assert source.layout.variables == ("u",)
     assert source.catalogue.readers[0].skipped == {f"t ({method} over time, over no interval that is said)": 1}
+
+
+def test_sums_that_begin_anew_become_consecutive(tmp_path):
+    data = dataset(t="tp").isel(isobaricInhPa=[0, 0], time=0).stack(ahead=["step", "isobaricInhPa"]).drop_vars("ahead")
+    data = data.rename(ahead="step").drop_vars(["step", "isobaricInhPa"], errors="ignore")
+    starts, ends = np.array([0.0, 0, 6, 6]), np.array([3.0, 6, 9, 12])
+    rain = np.random.default_rng(0).gamma(0.3, 0.01, data.tp.shape).astype(np.float32)
+    every = rain.copy()
+    axis = data.tp.dims.index("step")
+    for later in (1, 3):  # of the hours before, too
+        at = tuple(later if dim == axis else slice(None) for dim in range(rain.ndim))
+        before = tuple(later - 1 if dim == axis else slice(None) for dim in range(rain.ndim))
+        every[at] += rain[before]
+    data["tp"] = data.tp.copy(data=every).assign_attrs(units="m")
+    data = data.assign_coords(step=("step", ends, {"units": "hours", "bounds": "step_bnds"}))
+    data["step_bnds"] = ("step", "two"), np.stack([starts, ends], 1)
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.lead_bounds == {"tp": [[0, 3], [3, 6], [6, 9], [9, 12]]}
+    found = source.read(Part.FORECAST, 0).surface[:, :, 0]
+    np.testing.assert_allclose(found, np.moveaxis(rain, axis, 1), atol=1e-6)
+
+
+def test_bounds_in_another_precision_end_at_the_coordinate(tmp_path):
+    data = rain_at([10, 20], width=10)
+    days = np.array([10, 20]) / 24
+    said = {**data.forecast_period.attrs, "units": "days"}
+    data = data.assign_coords(forecast_period=("time", days.astype(np.float32), said))
+    data["forecast_period_bnds"] = ("time", "two"), np.stack([days - 10 / 24, days], 1)
+    data.to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").lead_bounds == {"tp": [[0, 10], [10, 20]]}
