@@ -94,7 +94,7 @@ class Geometry:
     @cached_property
     def crop(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Rows (Y',) and columns (X',) of the source that are the target's points; None where points are new."""
-        if self.whole is not None and self.whole is not self.target and not self.whole.same_as(self.source):
+        if not self.same and self.whole is not None and self.whole is not self.target and not self._of_whole():
             return None  # points of a coarser grid may be the source's points too: their values are means
         rows = _matches(self.source.latitude, self.target.latitude, period=None)
         columns = _matches(self.source.longitude, self.target.longitude, period=360.0)
@@ -103,6 +103,16 @@ class Geometry:
         stride = len(rows) > 1 and rows[1] - rows[0] != 1
         stride |= len(columns) > 1 and (columns[1] - columns[0]) % len(self.source.longitude) != 1
         return None if stride else (rows, columns)
+
+    def _of_whole(self) -> bool:
+        """Whether the source is a region of `whole`, so that its cells are as large."""
+        assert self.whole is not None
+        rows = _matches(self.whole.latitude, self.source.latitude, period=None)
+        columns = _matches(self.whole.longitude, self.source.longitude, period=360.0)
+        if rows is None or columns is None:
+            return False
+        steps = (*np.diff(rows), *np.diff(columns) % len(self.whole.longitude))
+        return all(step == 1 for step in steps)
 
     @property
     def cells(self) -> Grid:

@@ -183,6 +183,24 @@ def test_cells_of_one_row_or_column_are_as_large_as_those_of_their_grid(region):
         Geometry(HALF, Grid(np.array([40.25]), np.array([10.0, 12.0])))
 
 
+@pytest.mark.parametrize(
+    ("source", "region"),
+    [
+        (Grid(np.array([30.0]), np.arange(48) * 7.5), (31, 0, 29, 60)),  # a row, that or more of its columns
+        (Grid(np.array([30.0]), np.arange(9) * 7.5), (31, 0, 29, 60)),
+        (Grid(np.array([30.0]), np.array([7.5])), (31, 7, 29, 8)),
+        (Grid(QUARTER.latitude[2:20], QUARTER.longitude), (60, 0, 0, 90)),  # a part of the globe, cut further
+    ],
+)
+def test_a_part_of_a_grid_is_cut_where_its_points_are_those_asked_for(source, region):
+    target = GridChange(region=region).target(QUARTER)
+    found = Geometry(source, target, QUARTER)
+    assert found.crop is not None
+    rows, columns = np.isin(source.latitude, target.latitude), np.isin(source.longitude, target.longitude)
+    values = noise(source)
+    np.testing.assert_array_equal(found.means(values), values[rows][:, columns])
+
+
 def test_regional_grids_are_joined_in_blocks_and_regridded_within_their_cells():
     blocks = GridChange(coarsen=(3, 2)).target(LOCAL)
     assert blocks.shape == (4, 9) and blocks.latitude[0] == 65 and blocks.longitude[0] == -11.5
