@@ -1,5 +1,5 @@
 """Locks between builders of one store, or trainers of one run: `flock`, which the system gives back when a process
-dies, however it dies."""
+dies, however it dies, and whatever processes it has forked."""
 
 from __future__ import annotations
 
@@ -31,14 +31,29 @@ def _lock(descriptor: int, path: Path, how: int) -> None:
         raise
 
 
+_open: set[int] = set()  # descriptors of this process
+
+
+def _let_go() -> None:
+    """Close what a forked process (a worker of a data loader) got from its parent, or it would hold the locks on."""
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 @contextmanager
 def _held(path: Path, how: int) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    _open.add(descriptor)
     try:
         _lock(descriptor, path, how)
         yield descriptor
     finally:
-        os.close(descriptor)
+        if descriptor in _open:
+            _open.remove(descriptor)
+            os.close(descriptor)
 
 
 def exclusive(path: Path) -> AbstractContextManager[int]:

@@ -14,7 +14,7 @@ from parallel.ranks import run_ranks
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import locks
-from ensemble_ml.store.locks import claimed_once
+from ensemble_ml.store.locks import claimed, claimed_once
 from ensemble_ml.training import load_checkpoint, setup, train, trainer
 
 
@@ -103,6 +103,29 @@ def test_a_claim_is_of_the_file_that_is_there(tmp_path, monkeypatch):
             assert not again
         assert path.exists()
     assert not path.exists()
+
+
+def test_a_process_that_was_forked_does_not_hold_the_lock(tmp_path):
+    """A worker of a data loader may outlive a trainer that was killed."""
+    path, (ours, theirs), (ready, begun) = tmp_path / "lock", os.pipe(), os.pipe()
+    with claimed(path) as held:
+        child = os.fork()
+        if not child:
+            os.close(theirs)
+            os.write(begun, b"b")
+            os.read(ours, 1)  # until the other end is closed
+            os._exit(0)
+        os.read(ready, 1)
+        with claimed(path) as again:
+            assert held and not again
+    try:
+        with claimed(path) as held:
+            assert held
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+        for end in (ours, ready, begun):
+            os.close(end)
 
 
 def _refused(session, config):
