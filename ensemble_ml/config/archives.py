@@ -140,7 +140,7 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         check_region(self.region)
-        for key in ("variables", "levels", "leads", "dates"):
+        for key in ("variables", "leads", "dates"):  # no level leaves what has none
             require(key, "[]", getattr(self, key) != [], "chooses nothing; null keeps all")
         require("climate_days", self.climate_days, 0 <= self.climate_days <= 180, "must be 0 (none) to 180")
         at_least(self, 0, "workers")

@@ -86,6 +86,11 @@ def test_what_to_keep(archive):
     np.testing.assert_array_equal(store.read(Part.TRUTH, 0).pressure, whole.read(Part.TRUTH, 1).pressure[:, 1:, :1, 1:])
 
 
+def test_no_level_keeps_what_has_none(archive):
+    layout = open_store(prepare(config(archive, levels=[]))).layout
+    assert layout.levels == () and layout.variables == () and layout.surface
+
+
 def test_two_runs_make_the_same_store(archive):
     stores = [open_store(prepare(config(archive, output=str(archive / name)))) for name in ("a.zarr", "b.zarr")]
     assert stores[0].fingerprint() == stores[1].fingerprint()
