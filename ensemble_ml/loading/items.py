@@ -93,7 +93,7 @@ class DatasetItems:
         first: the sample that says what all are like; it is kept until its first use, so that it is read once.
 
     Raises:
-        UserError: it is empty, or its first sample is no array.
+        UserError: it is empty, or its first sample is no array, or a masked one.
     """
 
     def __init__(self, dataset: Any, name: str | None = None, first: int = 0):
@@ -114,12 +114,19 @@ class DatasetItems:
             parts = {str(place): part for place, part in enumerate(value)}
         else:
             parts = {"0": value}
-        arrays = {key: np.asarray(part) for key, part in parts.items()}
-        for key, array in arrays.items():
+        arrays = {}
+        for key, part in parts.items():
+            try:
+                array = np.asarray(part.detach() if hasattr(part, "detach") else part)
+            except (TypeError, ValueError, RuntimeError) as error:  # a tensor of a type that NumPy has not
+                raise UserError(f"{self.name(sample)}: {key} makes no array ({error}); float32 would do") from error
             if array.dtype.hasobject or array.dtype.kind in "USV":
+                raise UserError(f"{self.name(sample)}: {key} is {type(part).__name__}; arrays or numbers are needed")
+            if np.ma.is_masked(part):
                 raise UserError(
-                    f"{self.name(sample)}: {key} is {type(parts[key]).__name__}; arrays or numbers are needed"
+                    f"{self.name(sample)}: {key} has masked values, which would be lost; fill them, with NaN"
                 )
+            arrays[key] = array.astype(array.dtype.newbyteorder("="), copy=False)
         return arrays
 
     def read(self, sample: int, out: memoryview) -> None:

@@ -302,6 +302,26 @@ def test_ragged_samples_are_refused():
         DatasetItems(["text"])
 
 
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ("text", "sample 0: 0 is str; arrays or numbers are needed"),
+        ({"x": np.ma.masked_array([1.0, 2.0], [0, 1])}, "sample 0: x has masked values, which would be lost"),
+        (torch.ones(2, dtype=torch.bfloat16), "sample 0: 0 makes no array .*BFloat16"),
+    ],
+)
+def test_samples_that_make_no_arrays(sample, message):
+    with pytest.raises(UserError, match=message):
+        DatasetItems([sample])
+
+
+@pytest.mark.parametrize("sample", [np.arange(3, dtype=">f4"), torch.arange(3.0, requires_grad=True)])
+def test_samples_of_other_byte_orders_and_with_gradients(sample):
+    with ClairvoyantLoader([sample] * 4, 2, 1, 0, ram=0) as loader:
+        for batch in loader:
+            torch.testing.assert_close(batch["0"], torch.arange(3.0).expand(2, 3), rtol=0, atol=0)
+
+
 def test_works_with_torch_datasets_and_odd_batches():
     data = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
     with ClairvoyantLoader(data, 8, 2, 0, ram=10) as loader:
