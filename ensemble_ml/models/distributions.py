@@ -188,7 +188,7 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
 
 def remap_members(
     members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL,
-    turn: int = 0,
+    order: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Coherent members of the predicted distribution: each keeps its place among them in the new one.
 
@@ -200,8 +200,8 @@ def remap_members(
             Of the others, whose raw members are far from normal, they are the quantiles at (rank - 1/2) / M, the M
             values with the least CRPS (Broecker 2012, doi:10.1002/qj.1891), times what gives them the law's mean:
             where it rains more rarely than once in M, all quantiles are zero, and the last in rank has all the rain.
-        turn: which of several equal members comes first, modulo M: the same at all points of a forecast, another in the
-            next one, so that none is wetter than the others for good.
+        order: (M,) positions of the members, in the order in which equal ones are ranked; as they are given if None. It
+            is one at all points of a forecast and another in the next, so that no member is wetter for good.
 
     Returns:
         (M, ...), in the dtype of `location`.
@@ -214,7 +214,7 @@ def remap_members(
     if family is Family.NORMAL:
         place = torch.where(spread > 0, (members - mean) / torch.where(spread > 0, spread, 1.0), 0.0)
         return location + scale * place
-    rank = members.roll(-turn, 0).argsort(dim=0, stable=True).argsort(0).roll(turn, 0)  # NaN come last
+    rank = _ranks(members, torch.arange(len(members)) if order is None else order)
     there = ~torch.isnan(members)
     count = there.sum(0)
     level = (rank.double() + 0.5) / count
@@ -225,3 +225,8 @@ def remap_members(
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
     return torch.where(there, found, torch.nan).to(location.dtype)
+
+
+def _ranks(members: Tensor, order: Tensor) -> Tensor:
+    """Places of the members of each point from 0 up, NaN last, equal ones as they stand in `order`."""
+    return members[order].argsort(dim=0, stable=True).argsort(0)[order.argsort()]

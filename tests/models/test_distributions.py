@@ -216,7 +216,7 @@ def test_members_of_the_law_stay_members_of_it(family, count, x):
     points = 20_000
     location, scale = torch.full((points,), x, dtype=F64), torch.ones(points, dtype=F64)
     raw = quantile(family, location, scale, torch.rand(count, points, dtype=F64))
-    found = remap_members(raw, raw.mean(0), raw.std(0), location, scale, family, turn=3)
+    found = remap_members(raw, raw.mean(0), raw.std(0), location, scale, family, torch.arange(count).flip(0))
     mean, _ = moments(family, location, scale)
     torch.testing.assert_close(found.mean(0), mean)
     order = torch.argsort(raw, dim=0)
@@ -233,12 +233,16 @@ def of_members(members, truth):
     return ((members - truth).abs().mean(0) - (weights * ordered).sum(0) / count**2).mean().item()
 
 
-def test_equal_members_take_turns_and_absent_ones_stay_absent():
+def test_equal_members_rank_as_told_and_absent_ones_stay_absent():
     location, scale = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
     dry = torch.zeros(4, 3, dtype=F64)
     dry[1, 2] = torch.nan
-    found = [remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED, turn) for turn in range(4)]
-    assert [int(one[:, 0].argmax()) for one in found] == [3, 0, 1, 2]
+    orders = [torch.tensor(order) for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2])]
+    found = [remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED, order) for order in orders]
+    for order, one in zip(orders, found, strict=True):
+        assert (one[order, 0].diff() >= 0).all() and one[order[-1], 0] > one[order[-2], 0]
+    as_given = remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED)
+    torch.testing.assert_close(found[0], as_given, rtol=0, atol=0, equal_nan=True)
     levels = torch.tensor([0.125, 0.375, 0.625, 0.875], dtype=F64), torch.tensor([1 / 6, 0.5, 5 / 6], dtype=F64)
     mean = moments(CENSORED, location[0], scale[0])[0]
     for at, column in zip(levels, (0, 2), strict=True):
