@@ -109,6 +109,16 @@ def test_members_out_keep_places_and_take_the_predicted_moments(config, source):
     assert float(data.tp_member.min()) >= 0
 
 
+def test_equal_members_of_one_start_get_the_predicted_spread(config):
+    source = make_source(dates=1, members=4)
+    source.pressure[:, 1:, :, 0, :, 2:5] = source.pressure[:, :1, :, 0, :, 2:5]
+    data = opened(predict(config(members_out=True), source)[0]).astype("f8")
+    np.testing.assert_allclose(data.t_member.mean("realization"), data.t_mean, rtol=1e-6)
+    np.testing.assert_allclose(data.t_member.std("realization", ddof=1), data.t_stddev, rtol=1e-3)
+    order = order_of_equals(source.layout.init_time[0], 4)
+    assert (data.t_member.values[order][..., 2:5, :].argsort(0) == np.arange(4)[:, None, None, None, None]).all()
+
+
 @pytest.mark.parametrize("members", [3, 4, 10])
 def test_no_member_is_wetter_for_good(config, tmp_path, members):
     """Without rain in any raw member, the wettest member is each of them about equally often."""

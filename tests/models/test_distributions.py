@@ -253,9 +253,30 @@ def test_equal_members_rank_as_told_and_absent_ones_stay_absent():
     assert all(torch.isnan(one[1, 2]) and torch.isnan(one).sum() == 1 for one in found)
 
 
-def test_remapping_equal_members_and_one_member():
-    equal = remap_members(torch.ones(3, 2), torch.ones(2), torch.zeros(2), torch.tensor([4.0, 5.0]), torch.ones(2))
-    assert torch.equal(equal, torch.tensor([[4.0, 5.0]]).expand(3, 2))
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_equal_members_are_spread_as_predicted(count):
+    location, scale = torch.tensor([4.0, 5.0, 6.0], dtype=F64), torch.tensor([1.0, 2.0, 3.0], dtype=F64)
+    members = torch.ones(count, 3, dtype=F64)
+    members[:, 1] = torch.randn(count, dtype=F64)  # a point like any other among them
+    order = torch.randperm(count)
+    found = remap_members(members, members.mean(0), members.std(0), location, scale, order=order)
+    torch.testing.assert_close(found.mean(0), location)
+    torch.testing.assert_close(found.std(0), scale)
+    torch.testing.assert_close(found[:, 1], 5 + 2 * (members[:, 1] - members[:, 1].mean()) / members[:, 1].std())
+    normal = torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
+    torch.testing.assert_close(found[order, 0], 4 + normal / normal.std())
+
+
+def test_of_equal_members_absent_ones_stay_absent():
+    members = torch.tensor([[7.0, 7.0, torch.nan], [torch.nan, torch.nan, torch.nan], [7.0, torch.nan, torch.nan]])
+    mean, spread = torch.tensor([7.0, 7.0, torch.nan]), torch.tensor([0.0, 0.0, torch.nan])
+    found = remap_members(members, mean, spread, torch.full((3,), 4.0), torch.ones(3))
+    root = 0.5**0.5
+    wanted = torch.tensor([[4 - root, 4, torch.nan], [torch.nan] * 3, [4 + root, torch.nan, torch.nan]])
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_one_member_cannot_be_remapped():
     with pytest.raises(UserError, match="two or more"):
         remap_members(torch.ones(1, 2), torch.ones(2), torch.zeros(2), torch.ones(2), torch.ones(2))
 
