@@ -361,7 +361,7 @@ def test_attributes(config, source, checkpoint):
     attrs = opened(predict(config(members_in=5), source)[0]).attrs
     _, meta = load_model(checkpoint)
     assert attrs["Conventions"] == "CF-1.11" and attrs["checkpoint_sha256"] == meta["sha256"]
-    assert attrs["training_dates"] == "2000-01-01T00:00 2000-01-02T00:00"
+    assert attrs["training_dates"] == "2000-01-01T12:00 2000-01-02T12:00"
     assert attrs["data_fingerprint"] == source.fingerprint()
     assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
     assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"
