@@ -56,6 +56,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
+        ("start hours", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
         ("calibration", _calibration(spec, meta.get("widths"), meta["config"]["data"]["validation_members"])),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),

@@ -56,6 +56,8 @@ _PARAMETRISED = {
     ),
 }
 _PARAMETERS = (Kind.LOCATION, Kind.SCALE)
+# Of a sum's law, but no sums themselves: CF cell_methods would have them summed over time.
+_OF_THE_LAW = (*_PARAMETERS, Kind.PROBABILITY)
 _DIFFERENCES = (Kind.STDDEV, Kind.SCALE, Kind.SPREAD)
 
 
@@ -94,18 +96,18 @@ class Header:
         found = {self._bounds(name) for name in self.lead_bounds}
         return found.pop() if len(found) == 1 else None
 
-    def interval(self, name: str) -> str:
-        """How a value of `name` stands over time, in the words of CF cell_methods; empty where time has no bounds."""
-        methods = {"time: sum": registered(name).accumulated, "time: maximum": name == _MAXIMUM}
-        method = next((words for words, fits in methods.items() if fits), "")
+    def interval(self, name: str) -> tuple[str, str]:
+        """How a value of `name` stands over time: "sum", "maximum" or "point"; and the leads, unless time_bnds tell.
+
+        Empty words where nothing is known, and at moments where time has no bounds.
+        """
+        methods = {"sum": registered(name).accumulated, "maximum": name == _MAXIMUM}
+        method = next((word for word, fits in methods.items() if fits), "")
         if name not in self.lead_bounds:  # a sum or maximum is then over we do not know what
-            return "time: point" if self.shared_bounds and not method else ""
-        if not method:  # a mean or an extreme, nobody knows
-            return ""
-        if self.shared_bounds:
-            return method
-        spans = ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))
-        return f"{method} (comment: over lead times {spans})"
+            return "point" if self.shared_bounds and not method else "", ""
+        if not method or self.shared_bounds:  # without: a mean or an extreme, nobody knows
+            return method, ""
+        return method, ", ".join(f"{first}-{last} h" for first, last in self._bounds(name))
 
     def _bounds(self, name: str) -> tuple[tuple[int, int], ...]:
         pairs = zip(self.leads, self.lead_bounds[name], strict=True)
@@ -128,7 +130,13 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
         found["distribution_family"] = family.value
         if family in _PARAMETRISED:
             found["comment"] = _PARAMETRISED[family]
-    methods = [header.interval(output.name), _METHODS.get(kind, "")]
+    method, spans = header.interval(output.name)
+    if kind in _OF_THE_LAW and method in ("sum", "maximum"):
+        over = f"lead times {spans}" if spans else "the interval of time_bnds"
+        found["comment"] = "; ".join(filter(None, (found.get("comment"), f"of the {method} over {over}")))
+        method = ""
+    within = f" (comment: over lead times {spans})" if spans else ""
+    methods = [f"time: {method}{within}" if method else "", _METHODS.get(kind, "")]
     if any(methods):
         found["cell_methods"] = " ".join(filter(None, methods))
     coordinates = ["forecast_reference_time", "forecast_period"]

@@ -90,7 +90,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     shard = _shard(spec, session)
     wanted = wanted_outputs(config, spec)
     job = _Job(config, source, meta, spec, wanted, places, session, shard, identity(config, wanted, meta, source))
-    starts = plan_starts(source, spec, config)
+    starts = plan_starts(source, spec, config, meta.get("training_dates", ()))
     paths = targets(config, starts)
     made = made_already(starts, paths, job.same, source) if config.resume else set()
     session.mesh.world.barrier()  # nobody writes before all have looked
@@ -229,7 +229,7 @@ def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
         "title": f"{what} from {start:%Y-%m-%d} {hour} UTC",
         "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
         "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {asked}",
-        "comment": "; ".join(filter(None, (sample.start.missing, *sample.remarks))),
+        "comment": "; ".join(filter(None, (sample.start.missing, sample.start.unlike, *sample.remarks))),
         "members_in": member_numbers(sample.start, job.source),
         **job.same,
         "training_dates": " ".join(meta.get("training_dates", ())),

@@ -6,8 +6,9 @@ Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 from __future__ import annotations
 
 import logging
+from calendar import month_abbr
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,27 @@ import numpy as np
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.domains import settings_for
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.reader import iso
+from ensemble_ml.loading.reader import day_of_year, iso
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Part, Source, bounds_at, select_dates, zero_by_nature
 
 log = logging.getLogger(__name__)
 
+_SEASON = 45  # days of the year: a start farther from all training dates is of a season that they lack
+
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """One start date: its index in the source, the positions of the members that are complete, what is missing."""
+    """One start date: its index in the source, the positions of the members that are complete.
+
+    `missing`: the members that are not, `unlike`: how it is unlike all training dates, in words or empty.
+    """
 
     date: int
     init_time: np.datetime64
     positions: tuple[int, ...]
     missing: str = ""
+    unlike: str = ""
 
 
 def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None = None) -> None:
@@ -106,8 +113,11 @@ def _list(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values)) or "none"
 
 
-def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig) -> list[Start]:
+def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig, trained: Sequence[str] = ()) -> list[Start]:
     """The start dates to predict, each with the members that are complete at it; a missing member warns.
+
+    `trained`: the training dates, ISO 8601 in UTC, as far as they are known. Starts at an hour of the day, or in a
+    season, that these lack warn once.
 
     Raises:
         UserError: no such date or member, a field that no member has, or fewer members than the model or the output
@@ -122,7 +132,39 @@ def plan_starts(source: Source, spec: ModelSpec, config: PredictConfig) -> list[
     every = np.arange(len(layout.init_time))
     dates = every if config.dates is None else select_dates(layout.init_time, config.dates)
     _enough(len(wanted), spec, config, f"members_in={config.members_in}: {len(wanted)} members")
-    return [_start(source, spec, config, int(date), wanted) for date in dates]
+    starts = [_start(source, spec, config, int(date), wanted) for date in dates]
+    unlike = _unlike([start.init_time for start in starts], trained)
+    if unlike:
+        text = "input %s: %d of %d start dates are at an hour or in a season that training lacked, the first %s: %s"
+        first = min(unlike)
+        log.warning(text, source.path, len(unlike), len(starts), iso(first), unlike[first])
+    return [replace(start, unlike=unlike.get(start.init_time, "")) for start in starts]
+
+
+def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict[np.datetime64, str]:
+    """In words, how the hour or the season of start dates is unlike those of all training dates; only those that are.
+
+    What a model corrects hangs on both: a grid point and a lead are a local hour, and biases follow the seasons.
+    """
+    if not len(trained):
+        return {}
+    known = np.asarray(trained, "datetime64[m]")
+    hours, days = {_hour(time) for time in known}, np.array([day_of_year(time) for time in known])
+    months = np.unique(known.astype("datetime64[M]").astype(np.int64) % 12) + 1
+    trained_on = f"{_list([f'{hour:02d}' for hour in sorted(hours)])} UTC in {_list([month_abbr[m] for m in months])}"
+    found = {}
+    for time in init_times:
+        apart = abs(days - day_of_year(time))
+        nearest = int(np.minimum(apart, abs(365 - apart)).min())
+        ways = [f"at {_hour(time):02d} UTC"] if _hour(time) not in hours else []
+        ways += [f"{nearest} days of the year away"] if nearest > _SEASON else []
+        if ways:
+            found[time] = f"start {' and '.join(ways)}, those trained on are at {trained_on}"
+    return found
+
+
+def _hour(time: np.datetime64) -> int:
+    return int(time.astype("datetime64[h]").astype(np.int64)) % 24
 
 
 def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...]) -> Start:

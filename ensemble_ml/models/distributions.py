@@ -188,7 +188,7 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
 
 def remap_members(
     members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL,
-    turn: int = 0,
+    order: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Coherent members of the predicted distribution: each keeps its place among them in the new one.
 
@@ -196,12 +196,13 @@ def remap_members(
         members: (M, ...) raw members x_i, two or more; NaN where one is absent, which it stays.
         mean, spread: (...) their mean m and standard deviation s (ddof = 1).
         location, scale: (...) of the predicted distribution.
-        family: normal members become location + scale (x_i - m) / s, whose mean and spread are exactly those predicted.
+        family: normal members become location + scale (x_i - m) / s, whose mean and spread are exactly those predicted;
+            where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and s 1, stand for (x_i - m) / s.
             Of the others, whose raw members are far from normal, they are the quantiles at (rank - 1/2) / M, the M
             values with the least CRPS (Broecker 2012, doi:10.1002/qj.1891), times what gives them the law's mean:
             where it rains more rarely than once in M, all quantiles are zero, and the last in rank has all the rain.
-        turn: which of several equal members comes first, modulo M: the same at all points of a forecast, another in the
-            next one, so that none is wetter than the others for good.
+        order: (M,) positions of the members, in the order in which equal ones are ranked; as they are given if None. It
+            is one at all points of a forecast and another in the next, so that no member is wetter for good.
 
     Returns:
         (M, ...), in the dtype of `location`.
@@ -211,10 +212,13 @@ def remap_members(
     """
     if len(members) < 2:
         raise UserError(f"members_out=true: {len(members)} member given; remapping needs two or more")
+    order = torch.arange(len(members)) if order is None else order
     if family is Family.NORMAL:
-        place = torch.where(spread > 0, (members - mean) / torch.where(spread > 0, spread, 1.0), 0.0)
+        equal = ~(spread > 0)
+        place = (members - mean) / torch.where(equal, 1.0, spread)
+        place[:, equal] = _even_places(members[:, equal], order)
         return location + scale * place
-    rank = members.roll(-turn, 0).argsort(dim=0, stable=True).argsort(0).roll(turn, 0)  # NaN come last
+    rank = _ranks(members, order)
     there = ~torch.isnan(members)
     count = there.sum(0)
     level = (rank.double() + 0.5) / count
@@ -225,3 +229,20 @@ def remap_members(
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
     return torch.where(there, found, torch.nan).to(location.dtype)
+
+
+def _ranks(members: Tensor, order: Tensor) -> Tensor:
+    """Places of the members of each point from 0 up, NaN last, equal ones as they stand in `order`."""
+    return members[order].argsort(dim=0, stable=True).argsort(0)[order.argsort()]
+
+
+def _even_places(members: Tensor, order: Tensor) -> Tensor:
+    """Normal quantiles at (rank - 1/2) / M with mean 0 and standard deviation 1 (ddof = 1): (M, N), as `members`.
+
+    Zero where only one member is there, which has no spread.
+    """
+    there = ~torch.isnan(members)
+    count = there.sum(0)
+    place = torch.where(there, ndtri((_ranks(members, order).double() + 0.5) / count), 0.0)
+    deviation = torch.sqrt(place.square().sum(0) / (count - 1))
+    return torch.where(there, torch.where(count > 1, place / deviation, 0.0), torch.nan).to(members.dtype)

@@ -136,7 +136,7 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
     meta = {
         "spec": spec.to_json(),
         "config": {},
-        "training_dates": ["2000-01-01T00:00", "2000-01-02T00:00"],
+        "training_dates": ["2000-01-01T12:00", "2000-01-02T12:00"],
         "data_fingerprint": "feedfeedfeedfeed",
         "precision": Speed().to_json(),
         **more,

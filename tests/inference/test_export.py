@@ -60,7 +60,7 @@ def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
     best = json.loads((checkpoint / "checkpoint.json").read_text())["best"]["step"] == 2
     for words in (
         f"{'The validation dates' if best else 'No date'} chose the checkpoint", "Calibrated on average",
-        "# Model card: tiny", "| `tp` | total precipitation | m | surface | csgamma |",
+        "# Model card: tiny", "| start hours | 00 UTC |", "| `tp` | total precipitation | m | surface | csgamma |",
         "| calibration | scale of each lead, variable and level times ", "| test | 2 | 2001-01-12 |",
         "- At 48 h: CRPS 3 % lower.", "| CRPS lower | 3 % | none | **no** |", "- Only one year.",
         "test dates had no part in training", "Worse than raw_10 (tropics, 48 h): CRPS x 1.100.",

@@ -14,6 +14,7 @@ from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.inference import Header, Kind, Output, file_name, predict, select, write_forecast
+from ensemble_ml.verification.forecasts import open_forecasts
 
 # The checker runs in a process of its own: its C libraries and xarray's crash together when the interpreter ends.
 CHECK = """
@@ -113,6 +114,28 @@ def test_cell_methods_and_bounds(written):
         assert "time_bnds" not in data
         said = data.fg10_mean.attrs["cell_methods"]
         assert said == "time: maximum (comment: over lead times 21-24 h, 45-48 h) realization: mean"
+
+
+def test_probabilities_and_parameters_of_sums_are_no_sums(written):
+    with xr.open_dataset(written["thresholds"]) as data:
+        for kind in ("location", "scale", "prob_above"):
+            for name in ("tp", "fg10"):
+                assert "cell_methods" not in data[f"{name}_{kind}"].attrs
+            assert data[f"t_{kind}"].attrs["cell_methods"] == "time: point"
+            assert "time_bnds" not in data[f"t_{kind}"].attrs.get("comment", "")
+        assert data.tp_prob_above.attrs["comment"] == "of the sum over the interval of time_bnds"
+        assert data.fg10_prob_above.attrs["comment"] == "of the maximum over the interval of time_bnds"
+        for parameter in (data.tp_location, data.tp_scale):
+            said = parameter.attrs["comment"]
+            assert said.startswith("max(0, G - ") and said.endswith("; of the sum over the interval of time_bnds")
+        assert data.tp_quantile.attrs["cell_methods"] == "time: sum"
+    with xr.open_dataset(written["mixed_bounds"]) as data:
+        assert data.fg10_location.attrs["comment"] == "of the maximum over lead times 21-24 h, 45-48 h"
+        assert "cell_methods" not in data.fg10_location.attrs
+    for name, hours in (("thresholds", (0, 0)), ("mixed_bounds", (21, 45))):
+        (forecasts,) = open_forecasts([str(written[name])])
+        assert forecasts.intervals("fg10") == {24: (hours[0], 24), 48: (hours[1], 48)}
+        assert forecasts.intervals("tp") == {24: (0, 24), 48: (0, 48)}
 
 
 def test_names_units_and_families(written):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from forecasting import make_checkpoint, make_source, make_spec, opened
 
+from data_prep.simulate.schedule import model_years
+from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
 
@@ -125,3 +127,51 @@ def test_progress_in_plain_lines(config, source, caplog):
     with caplog.at_level(logging.INFO):
         predict(config(), source)
     assert "forecast_2001020112.nc (3 of 3)" in caplog.text
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def started(*times):
+    source = make_source(dates=len(times))
+    source.layout.init_time[:] = np.array(times, "datetime64[ns]")
+    return source
+
+
+def trained_on(folder, source, dates):
+    return str(make_checkpoint(folder / "checkpoints", make_spec(source), training_dates=dates))
+
+
+def test_hours_and_seasons_that_training_lacked_are_told(config, tmp_path, caplog):
+    source = started("2001-12-01T00", "2002-01-31T12", "2002-04-14T00", "2002-04-15T00", "2002-07-01T06")
+    given = trained_on(tmp_path, source, ["2000-01-02T00:00", "2001-02-28T00:00", "1999-01-15T00:00"])
+    paths = predict(config(checkpoint=given), source)
+    known = "those trained on are at 00 UTC in Jan, Feb"
+    comments = [opened(path).attrs.get("comment", "") for path in paths]
+    assert comments == [
+        "",
+        f"start at 12 UTC, {known}",
+        "",
+        f"start 46 days of the year away, {known}",
+        f"start at 06 UTC and 123 days of the year away, {known}",
+    ]
+    said = "input memory: 3 of 5 start dates are at an hour or in a season that training lacked, the first"
+    assert warnings(caplog) == [f"{said} 2002-01-31T12:00: {comments[1]}"]
+
+
+def test_checkpoints_without_training_dates_say_nothing_of_starts(config, tmp_path, caplog):
+    source = started("2001-07-01T06")
+    path = predict(config(checkpoint=trained_on(tmp_path, source, [])), source)[0]
+    assert "comment" not in opened(path).attrs and not warnings(caplog)
+
+
+@pytest.mark.parametrize("settings", [{}, {"windows": ["01-07", "07-07"], "train_dates": 40}])
+def test_starts_of_the_seasons_and_hours_trained_on_say_nothing(config, tmp_path, caplog, settings):
+    """The dates of the embedded archive: model years of their own for training and test."""
+    years = model_years(SimulateConfig(output=str(tmp_path), **settings))
+    dates = {year.split: [f"{cycle.start:%Y-%m-%dT%H:%M}" for cycle in year.written] for year in years}
+    source = started(*dates["test"])
+    paths = predict(config(checkpoint=trained_on(tmp_path, source, dates["train"]), quantiles=[]), source)
+    assert len(paths) >= 26 and not warnings(caplog)
+    assert not any("comment" in opened(path).attrs for path in paths)

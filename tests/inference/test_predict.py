@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from forecasting import make_checkpoint, make_grid, make_source, make_spec, opened
-from scipy.stats import gamma, norm, truncnorm
+from scipy.stats import chisquare, gamma, norm, truncnorm
 
 from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
+from ensemble_ml.inference.outputs import order_of_equals
 from ensemble_ml.inference.predict import _place
 from ensemble_ml.models import Speed, ensemble_input
 from ensemble_ml.training.checkpoint import load_checkpoint, load_model
@@ -106,6 +107,41 @@ def test_members_out_keep_places_and_take_the_predicted_moments(config, source):
     raw = source.pressure[0][[0, 2, 3, 5]][:, 1:, 0]
     assert np.array_equal(np.argsort(raw, axis=0), data.t_member.argsort(0))
     assert float(data.tp_member.min()) >= 0
+
+
+def test_equal_members_of_one_start_get_the_predicted_spread(config):
+    source = make_source(dates=1, members=4)
+    source.pressure[:, 1:, :, 0, :, 2:5] = source.pressure[:, :1, :, 0, :, 2:5]
+    data = opened(predict(config(members_out=True), source)[0]).astype("f8")
+    np.testing.assert_allclose(data.t_member.mean("realization"), data.t_mean, rtol=1e-6)
+    np.testing.assert_allclose(data.t_member.std("realization", ddof=1), data.t_stddev, rtol=1e-3)
+    order = order_of_equals(source.layout.init_time[0], 4)
+    assert (data.t_member.values[order][..., 2:5, :].argsort(0) == np.arange(4)[:, None, None, None, None]).all()
+
+
+@pytest.mark.parametrize("members", [3, 4, 10])
+def test_no_member_is_wetter_for_good(config, tmp_path, members):
+    """Without rain in any raw member, the wettest member is each of them about equally often."""
+    source = make_source(dates=12 * members, members=members, grid=make_grid((3, 4)), variables=(), levels=(),
+                         surface=("tp",), leads=(24,))  # fmt: skip
+    source.surface[:] = 0
+    given = make_checkpoint(tmp_path / "c", make_spec(source, leads_out=(24,), depth=0), ranges=(-60, 60))
+    paths = predict(config(checkpoint=str(given), members_out=True, quantiles=[]), source)
+    found = np.stack([opened(path).tp_member.values[:, 0] for path in paths])
+    wettest = found.argmax(1)
+    assert (wettest == wettest[:, :1, :1]).all()  # one order at all points of a forecast
+    counts = np.bincount(wettest[:, 0, 0], minlength=members)
+    assert chisquare(counts).pvalue > 1e-3, counts
+
+
+@pytest.mark.parametrize("hours", [6, 12, 24, 24 * 7])
+@pytest.mark.parametrize("members", [2, 3, 4, 5, 6, 8, 10, 12, 50])
+def test_equal_members_are_ranked_in_all_orders(hours, members):
+    starts = np.datetime64("1969-06-01", "ns") + np.arange(40 * members) * np.timedelta64(hours, "h")
+    orders = np.stack([order_of_equals(start, members) for start in starts])
+    assert np.array_equal(np.sort(orders, 1), np.tile(np.arange(members), (len(starts), 1)))
+    for place in (0, members - 1):
+        assert chisquare(np.bincount(orders[:, place], minlength=members)).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("where", [{"region": [60, -50, -30, 50]}, {"points": [[47.3, 11.4], [-33.9, -70.6]]}])
@@ -325,7 +361,7 @@ def test_attributes(config, source, checkpoint):
     attrs = opened(predict(config(members_in=5), source)[0]).attrs
     _, meta = load_model(checkpoint)
     assert attrs["Conventions"] == "CF-1.11" and attrs["checkpoint_sha256"] == meta["sha256"]
-    assert attrs["training_dates"] == "2000-01-01T00:00 2000-01-02T00:00"
+    assert attrs["training_dates"] == "2000-01-01T12:00 2000-01-02T12:00"
     assert attrs["data_fingerprint"] == source.fingerprint()
     assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
     assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"

@@ -216,7 +216,7 @@ def test_members_of_the_law_stay_members_of_it(family, count, x):
     points = 20_000
     location, scale = torch.full((points,), x, dtype=F64), torch.ones(points, dtype=F64)
     raw = quantile(family, location, scale, torch.rand(count, points, dtype=F64))
-    found = remap_members(raw, raw.mean(0), raw.std(0), location, scale, family, turn=3)
+    found = remap_members(raw, raw.mean(0), raw.std(0), location, scale, family, torch.arange(count).flip(0))
     mean, _ = moments(family, location, scale)
     torch.testing.assert_close(found.mean(0), mean)
     order = torch.argsort(raw, dim=0)
@@ -233,12 +233,16 @@ def of_members(members, truth):
     return ((members - truth).abs().mean(0) - (weights * ordered).sum(0) / count**2).mean().item()
 
 
-def test_equal_members_take_turns_and_absent_ones_stay_absent():
+def test_equal_members_rank_as_told_and_absent_ones_stay_absent():
     location, scale = torch.zeros(3, dtype=F64), torch.ones(3, dtype=F64)
     dry = torch.zeros(4, 3, dtype=F64)
     dry[1, 2] = torch.nan
-    found = [remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED, turn) for turn in range(4)]
-    assert [int(one[:, 0].argmax()) for one in found] == [3, 0, 1, 2]
+    orders = [torch.tensor(order) for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 1, 0, 2])]
+    found = [remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED, order) for order in orders]
+    for order, one in zip(orders, found, strict=True):
+        assert (one[order, 0].diff() >= 0).all() and one[order[-1], 0] > one[order[-2], 0]
+    as_given = remap_members(dry, dry.mean(0), dry.std(0), location, scale, CENSORED)
+    torch.testing.assert_close(found[0], as_given, rtol=0, atol=0, equal_nan=True)
     levels = torch.tensor([0.125, 0.375, 0.625, 0.875], dtype=F64), torch.tensor([1 / 6, 0.5, 5 / 6], dtype=F64)
     mean = moments(CENSORED, location[0], scale[0])[0]
     for at, column in zip(levels, (0, 2), strict=True):
@@ -249,9 +253,30 @@ def test_equal_members_take_turns_and_absent_ones_stay_absent():
     assert all(torch.isnan(one[1, 2]) and torch.isnan(one).sum() == 1 for one in found)
 
 
-def test_remapping_equal_members_and_one_member():
-    equal = remap_members(torch.ones(3, 2), torch.ones(2), torch.zeros(2), torch.tensor([4.0, 5.0]), torch.ones(2))
-    assert torch.equal(equal, torch.tensor([[4.0, 5.0]]).expand(3, 2))
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_equal_members_are_spread_as_predicted(count):
+    location, scale = torch.tensor([4.0, 5.0, 6.0], dtype=F64), torch.tensor([1.0, 2.0, 3.0], dtype=F64)
+    members = torch.ones(count, 3, dtype=F64)
+    members[:, 1] = torch.randn(count, dtype=F64)  # a point like any other among them
+    order = torch.randperm(count)
+    found = remap_members(members, members.mean(0), members.std(0), location, scale, order=order)
+    torch.testing.assert_close(found.mean(0), location)
+    torch.testing.assert_close(found.std(0), scale)
+    torch.testing.assert_close(found[:, 1], 5 + 2 * (members[:, 1] - members[:, 1].mean()) / members[:, 1].std())
+    normal = torch.from_numpy(stats.norm.ppf((np.arange(count) + 0.5) / count))
+    torch.testing.assert_close(found[order, 0], 4 + normal / normal.std())
+
+
+def test_of_equal_members_absent_ones_stay_absent():
+    members = torch.tensor([[7.0, 7.0, torch.nan], [torch.nan, torch.nan, torch.nan], [7.0, torch.nan, torch.nan]])
+    mean, spread = torch.tensor([7.0, 7.0, torch.nan]), torch.tensor([0.0, 0.0, torch.nan])
+    found = remap_members(members, mean, spread, torch.full((3,), 4.0), torch.ones(3))
+    root = 0.5**0.5
+    wanted = torch.tensor([[4 - root, 4, torch.nan], [torch.nan] * 3, [4 + root, torch.nan, torch.nan]])
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_one_member_cannot_be_remapped():
     with pytest.raises(UserError, match="two or more"):
         remap_members(torch.ones(1, 2), torch.ones(2), torch.zeros(2), torch.ones(2), torch.ones(2))
 
