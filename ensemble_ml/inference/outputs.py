@@ -108,7 +108,7 @@ class _Variable:
             if values is not None and not (torch.isfinite(values) | hidden).all():
                 raise UserError(f"{name}: the prediction is not finite; the checkpoint is of no use for this input")
         for kind, values in self.fields(name, wanted):
-            if torch.isinf(values).any():
+            if (torch.isinf(values) & ~hidden).any():
                 raise UserError(f"{name}: {kind.value} is not finite; the checkpoint is of no use for this input")
             yield kind, torch.where(hidden, torch.nan, values) if hidden.any() else values
 

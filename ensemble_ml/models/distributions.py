@@ -225,7 +225,7 @@ def remap_members(
     wide = location.double(), scale.double()
     found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
-    alone = total < 1e-6 * wanted
+    alone = total <= 1e-6 * wanted  # zero of zero, too, where a law's mean is too small for a number
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
     return torch.where(there, found, torch.nan).to(location.dtype)

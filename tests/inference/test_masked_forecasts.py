@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 from synthetic import land, make_store
 
@@ -12,6 +13,7 @@ from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.inference import predict
+from ensemble_ml.inference.outputs import _Variable
 from ensemble_ml.store import open_store
 
 SHAPE = 9, 16
@@ -56,6 +58,25 @@ def test_land_is_missing_in_every_field_of_the_variable_and_in_no_other(done):
             assert np.isnan(raw[name].attrs["_FillValue"])
         others = [name for name in data.data_vars if str(name).startswith(("t_", "t2m_")) and data[name].ndim > 2]
         assert others and all(np.isfinite(data[name].values).all() for name in others)
+
+
+@pytest.mark.parametrize(("where", "refused"), [(LAND, False), (~LAND, True)])
+def test_a_field_that_is_not_finite_is_refused_unless_it_is_masked(done, tmp_path, monkeypatch, where, refused):
+    real = _Variable.fields
+
+    def spoilt(self, name, wanted):
+        for kind, values in real(self, name, wanted):
+            yield kind, values.masked_fill(torch.from_numpy(where), torch.inf) if name == "sst" else values
+
+    monkeypatch.setattr(_Variable, "fields", spoilt)
+    checkpoint, dates = str(done / "runs/a/checkpoints/best"), ["2001-02-06"]
+    given = PredictConfig(checkpoint, str(done / "a.zarr"), output=str(tmp_path), members_in=3, dates=dates)
+    if refused:
+        with pytest.raises(UserError, match="sst: mean is not finite; the checkpoint is of no use"):
+            predict(given, open_store(done / "a.zarr"))
+    else:
+        with xr.open_dataset(predict(given, open_store(done / "a.zarr"))[0]) as data:
+            assert np.isnan(data.sst_mean.values[..., LAND]).all()
 
 
 def test_scores_say_how_much_of_the_area_is_masked(done):

@@ -276,6 +276,14 @@ def test_of_equal_members_absent_ones_stay_absent():
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
+@pytest.mark.parametrize("location", [-0.1, -40.0, -1e4])
+def test_members_of_a_law_that_never_comes_above_zero(location):
+    raw = torch.rand(5, 3)
+    far = torch.full((3,), location), torch.full((3,), 1e-3)
+    found = remap_members(raw, raw.mean(0), raw.std(0), *far, Family.CENSORED_NORMAL)
+    assert (found == 0).all()
+
+
 def test_one_member_cannot_be_remapped():
     with pytest.raises(UserError, match="two or more"):
         remap_members(torch.ones(1, 2), torch.ones(2), torch.zeros(2), torch.ones(2), torch.ones(2))
