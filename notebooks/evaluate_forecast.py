@@ -20,7 +20,8 @@
 #
 # Needs a run as `scripts/quickstart.sh` leaves it: `RUN/forecast/forecast_*.nc` and `RUN-data/store.zarr`. Environment
 # variables name another one: `ENSEMBLE_ML_RUN`, `ENSEMBLE_ML_FORECAST`, `ENSEMBLE_ML_STORE`, `ENSEMBLE_ML_VARIABLE`
-# (a short name, with a level in hPa where it has one: `t 850`).
+# (a short name, with a level in hPa where it has one: `t 850`). Forecasts of a region (`predict region=...`) are
+# compared in that region; those at points are not read.
 
 # %%
 import os
@@ -34,7 +35,6 @@ from scores.continuous import rmse
 from scores.probability import crps_for_ensemble
 
 from ensemble_ml.fields import field
-from ensemble_ml.grid import Grid
 from ensemble_ml.verification import api, bootstrap
 
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
@@ -69,11 +69,11 @@ def of_variable(data):
 
 def read(path):
     with xr.open_dataset(path, decode_timedelta=True) as data:
-        return of_variable(data).load()
+        return of_variable(data).load(), [int(number) for number in data.attrs["members_in"].split()]
 
 
 files = sorted(folder.glob("forecast_*.nc"))
-dates = [read(path) for path in files]
+dates, made_from = zip(*map(read, files), strict=True)
 forecast = xr.concat(dates, "forecast_reference_time", coords="minimal", compat="override")
 forecast = forecast.rename(forecast_reference_time="init_time")
 print(forecast)
@@ -81,22 +81,23 @@ print(forecast)
 # %% [markdown]
 # ## Truth and raw ensemble, from the tensor store
 #
-# The engine decodes lazily; only what is selected here is read. The raw ensemble is taken twice: the members that the
-# forecast was made from, and all of them.
+# The engine decodes lazily; only what is selected here is read, where the forecast lies. The raw ensemble is taken
+# twice: the members that the forecast was made from, and all of them. What is compared is compared at the same points:
+# where the truth, the members or the forecast have no value (the sea's temperature on land), nobody is scored.
 
 # %%
 forecast = forecast.isel(init_time=np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
+archive = api.at_places_of(archive, forecast)
 archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
 with_truth = archive[f"{name}_truth"].notnull().any(["latitude", "longitude"]).all("lead_time").values
 archive, forecast = archive.isel(init_time=with_truth), forecast.isel(init_time=with_truth)
-with xr.open_dataset(files[0]) as first:
-    used = [int(number) for number in first.attrs["members_in"].split()]
-truth = archive[f"{name}_truth"].load()
+used = max(made_from, key=len)  # a date may lack some of those that were asked for
 members = archive[name].load()
+there = members.notnull().any("realization") & forecast[f"{name}_mean"].notnull()
+truth = archive[f"{name}_truth"].load().where(there)
 reduced = members.sel(realization=used)
-grid = Grid(truth.latitude.values, truth.longitude.values)
-weights = xr.DataArray(grid.area_weights(), coords={"latitude": truth.latitude, "longitude": truth.longitude})
+weights = api.area_weights(truth)
 scored = f"{truth.sizes['init_time']} of {len(files)} start dates have a truth"
 print(f"{label}: {scored}; {len(used)} of {members.sizes['realization']} members in")
 
@@ -109,10 +110,10 @@ pictures = {f"mean ({units})": one[f"{name}_mean"], f"standard deviation ({units
 figure, axes = plt.subplots(1, 2, figsize=(13, 3.6), layout="constrained")
 for axis, (title, values), colours in zip(axes, pictures.items(), ("viridis", "magma"), strict=True):
     drawn = axis.pcolormesh(values.longitude, values.latitude, values, cmap=colours)
-    if "lsm" in archive:
+    if "lsm" in archive and min(archive.lsm.shape) > 1:
         axis.contour(archive.longitude, archive.latitude, archive.lsm, [0.5], colors="white", linewidths=0.6)
     figure.colorbar(drawn, ax=axis)
-    axis.set(title=f"{label}: {title}", xlabel="longitude", ylabel="latitude", ylim=(-90, 90))
+    axis.set(title=f"{label}: {title}", xlabel="longitude", ylabel="latitude", ylim=np.clip(axis.get_ylim(), -90, 90))
 
 # %% [markdown]
 # ## Is the uncertainty as large as the error?
@@ -124,8 +125,8 @@ for axis, (title, values), colours in zip(axes, pictures.items(), ("viridis", "m
 
 # %%
 def root_mean_square(values):
-    """Over dates and the sphere, area-weighted; a function of lead time."""
-    return np.sqrt((values**2).weighted(weights).mean(["init_time", "latitude", "longitude"]))
+    """Over dates and places with a truth, area-weighted; a function of lead time."""
+    return np.sqrt((values**2).where(truth.notnull()).weighted(weights).mean(["init_time", "latitude", "longitude"]))
 
 
 def normal_law(ensemble):
@@ -175,7 +176,7 @@ assert abs(crps_normal(0.0, 1.0, 0.7) - float(by_hand)) < 1e-3
 
 
 def by_date(values):
-    """Area-weighted mean over the sphere; (init_time, lead_time)."""
+    """Area-weighted mean over all places; (init_time, lead_time)."""
     return values.weighted(weights).mean(["latitude", "longitude"]).transpose("init_time", "lead_time")
 
 

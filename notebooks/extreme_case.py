@@ -19,7 +19,7 @@
 #
 # Needs a run as `scripts/quickstart.sh` leaves it. Environment variables name another one: `ENSEMBLE_ML_RUN`,
 # `ENSEMBLE_ML_FORECAST`, `ENSEMBLE_ML_STORE`, `ENSEMBLE_ML_VARIABLE` (a short name, with a level in hPa where it has
-# one).
+# one). Forecasts of a region (`predict region=...`) are looked at in that region; those at points are not read.
 
 # %%
 import os
@@ -52,7 +52,7 @@ stamps = {p.stem.removeprefix("forecast_"): p for p in sorted(folder.glob("forec
 files = {np.datetime64(f"{s[:4]}-{s[4:6]}-{s[6:8]}T{s[8:10]}:{s[10:] or '00'}", "ns"): p for s, p in stamps.items()}
 with xr.open_dataset(next(iter(files.values())), decode_timedelta=True) as first:
     lead = first.forecast_period.values[-1]
-    used = [int(number) for number in first.attrs["members_in"].split()]
+    archive = api.at_places_of(archive, first)
 hours = int(lead / np.timedelta64(1, "h"))
 truths = archive[f"{name}_truth"].sel(lead_time=lead)
 files = {start: path for start, path in files.items()
@@ -63,7 +63,8 @@ files = {start: path for start, path in files.items()
 #
 # The extreme forecast index (EFI) compares the members with the model's own climate: members of other years around the
 # same day, from the same hour on. It is 1 where all members lie above everything the climate holds, -1 where they lie
-# below. With one year in the archive, its other start dates have to stand in for the climate.
+# below. With one year in the archive, its other start dates have to stand in for the climate. Where a member has no
+# value (the sea's temperature on land) there is no index.
 
 # %%
 members = archive[name].sel(lead_time=lead)
@@ -86,7 +87,8 @@ def climate_of(start):
 efi, others = {}, False
 for start in files:
     climate, others = climate_of(start)
-    efi[start] = api.efi(members.sel(init_time=start), climate)
+    ensemble = members.sel(init_time=start).load().dropna("realization", how="all")  # a date may lack a member
+    efi[start] = api.efi(ensemble, climate).where(ensemble.notnull().all("realization"))
 weights = api.area_weights(members)
 unusual = {start: float(abs(index).weighted(weights).mean()) for start, index in efi.items()}
 case = max(unusual, key=unusual.get)
@@ -101,6 +103,7 @@ for start, value in unusual.items():
 raw = members.sel(init_time=case)
 truth = truths.sel(init_time=case)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
+    used = [int(number) for number in data.attrs["members_in"].split()]
     forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]].isel(time=-1)
     forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()
 
@@ -133,9 +136,11 @@ title = figure.suptitle(f"{label}, {str(case)[:13]} + {hours} h")
 # %% [markdown]
 # ## Where it is most unusual
 #
-# Scores of this date alone: over the whole globe, and weighted by |EFI| (EECRPS), which asks for the unusual places.
+# Scores of this date alone: over all places that have a truth, and weighted by |EFI| (EECRPS), which asks for the
+# unusual ones.
 
 # %%
+there = np.isfinite(truth) & np.isfinite(efi[case]) & np.isfinite(forecast[f"{name}_mean"])
 scores = {}
 for who, (mean, sigma) in laws.items():
     given, family = (mean, sigma), "normal"
@@ -143,15 +148,15 @@ for who, (mean, sigma) in laws.items():
         given = forecast[f"{name}_location"], forecast[f"{name}_scale"]
         family = given[0].attrs["distribution_family"]
     crps = api.crps_distribution(*given, truth, family=family, preserve_dims="all")
-    scores[who] = float(crps.weighted(weights).mean()), float(api.eecrps(efi[case], crps, weights=weights))
+    plain = api.weighted_mean(crps, weights=weights, mask=there)
+    scores[who] = float(plain), float(api.eecrps(efi[case], crps, weights=weights, mask=there))
     print(f"{who:>15}: CRPS {scores[who][0]:.4g} {units}, EECRPS {scores[who][1]:.4g} {units}")
-place = abs(efi[case]).where(np.isfinite(truth)).argmax(...)
-there = {dim: int(at) for dim, at in place.items()}
-y = float(truth.isel(there))
-position = f"{float(truth.latitude[there['latitude']]):g} N, {float(truth.longitude[there['longitude']]):g} E"
-print(f"At {position}, EFI {float(efi[case].isel(there)):+.2f}, the truth was {y:.5g} {units}:")
+place = {dim: int(at) for dim, at in abs(efi[case]).where(there).argmax(...).items()}
+y = float(truth.isel(place))
+position = f"{float(truth.latitude[place['latitude']]):g} N, {float(truth.longitude[place['longitude']]):g} E"
+print(f"At {position}, EFI {float(efi[case].isel(place)):+.2f}, the truth was {y:.5g} {units}:")
 for who, (mean, sigma) in laws.items():
-    m, s = float(mean.isel(there)), float(sigma.isel(there))
+    m, s = float(mean.isel(place)), float(sigma.isel(place))
     print(f"{who:>15}: {m:.5g} +- {s:.3g} {units}; truth {(y - m) / s:+.1f} standard deviations away")
 
 # %% [markdown]

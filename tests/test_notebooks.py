@@ -1,29 +1,38 @@
 """Every notebook runs from its first cell to its last on a tiny run."""
 
+import re
 from pathlib import Path
 
 import jupytext
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from synthetic import make_store
 
 from ensemble_ml.config import DataConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
 from ensemble_ml.inference import predict
-from ensemble_ml.store import Part
+from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import train
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+PLACES = {
+    "forecast": {},
+    "region": {"region": [67.5, -45, -22.5, 45]},  # across Greenwich: the forecast's longitudes begin below zero
+    "points": {"points": [[45.0, 0.0], [0.0, 90.0]]},
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run as scripts/quickstart.sh leaves it, made in seconds."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    absent = [(Part.TRUTH, 8, 0, name) for name in ("t", "t2m")]  # one of six dates that are forecast
+    absent = [(Part.TRUTH, 8, 0, name) for name in ("t", "t2m", "sst")]  # one of six dates that are forecast
+    absent.append((Part.FORECAST, 9, 4, "t"))  # a member that the forecast was not made from
     store = make_store(
-        folder.parent / "tiny-data" / "store.zarr", dates=12, levels=(850,), variables=("t",), shape=(9, 16), bias=0.3,
-        absent=absent,
+        folder.parent / "tiny-data" / "store.zarr", dates=12, levels=(850,), variables=("t",), surface=("t2m", "sst"),
+        masked=("sst",), shape=(9, 16), bias=0.3, absent=absent,
     )  # fmt: skip
     train(
         TrainConfig(
@@ -36,28 +45,66 @@ def run(tmp_path_factory):
             tracking=TrackingConfig(tensorboard=False),
         )
     )
-    given = PredictConfig(
-        checkpoint=str(folder / "checkpoints" / "last"),
-        input=store.path,
-        output=str(folder / "forecast"),
-        members_in=3,
-        dates=["2001-01-12/2001-01-31"],
-    )
-    predict(given, store)
+    for name, places in PLACES.items():
+        given = PredictConfig(
+            checkpoint=str(folder / "checkpoints" / "last"),
+            input=store.path,
+            output=str(folder / name),
+            members_in=3,
+            dates=["2001-01-12/2001-01-31"],
+            **places,
+        )
+        predict(given, store)
     return folder
 
 
-@pytest.mark.parametrize("variable", ["t 850", "t2m"])
-def test_evaluate_forecast(run, monkeypatch, variable):
+def executed(run, monkeypatch, name, variable="t 850", forecast="forecast"):
+    """What a notebook prints, and how many pictures it shows."""
     monkeypatch.setenv("ENSEMBLE_ML_RUN", str(run))
+    monkeypatch.setenv("ENSEMBLE_ML_FORECAST", str(run / forecast))
     monkeypatch.setenv("ENSEMBLE_ML_VARIABLE", variable)
-    notebook = jupytext.read(NOTEBOOKS / "evaluate_forecast.py")
+    notebook = jupytext.read(NOTEBOOKS / f"{name}.py")
     ran = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     nbformat.validate(ran)
     outputs = [output for cell in ran.cells for output in cell.get("outputs", ())]
     text = "".join(output.get("text", "") for output in outputs)
+    return text, sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("variable", "forecast"), [("t 850", "forecast"), ("t2m", "forecast"), ("sst", "forecast"), ("t 850", "region")]
+)
+def test_evaluate_forecast(run, monkeypatch, variable, forecast):
+    text, pictures = executed(run, monkeypatch, "evaluate_forecast", variable, forecast)
     assert "5 of 6 start dates have a truth; 3 of 6 members in" in text and "95 % interval" in text.splitlines()[-1]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert pictures == 3 and not re.search(r"\bnan\b", text.split("members in\n")[1])
+    error = re.search(r"raw 6 \+48 h: error of the mean (\S+)", text)[1]
+    assert float(error) == pytest.approx(raw_error(run, variable, forecast), rel=1e-3)
+
+
+def raw_error(run, variable, forecast):
+    """Root mean square error of the raw mean at 48 h in the cells of the forecast, from the store's own numbers."""
+    store = open_store(run.parent / "tiny-data" / "store.zarr")
+    areas = store.layout.grid.area_weights()
+    areas *= np.isin(np.arange(areas.size).reshape(areas.shape), cells(areas.shape, forecast))
+    total = weight = 0.0
+    for date in (6, 7, 9, 10, 11):
+        parts = store.read(Part.FORECAST, date), store.read(Part.TRUTH, date)
+        if variable == "t 850":
+            x, y = (fields.pressure[:, -1, 0, 0].astype(float) for fields in parts)
+        else:
+            position = store.layout.surface.index(variable)
+            x, y = (fields.surface[:, -1, position].astype(float) for fields in parts)
+        error = (x[np.isfinite(x).any((1, 2))].mean(0) - y[0]) ** 2
+        total += (areas * np.nan_to_num(error)).sum()
+        weight += (areas * np.isfinite(error)).sum()
+    return np.sqrt(total / weight)
+
+
+def cells(shape, forecast):
+    """Numbers of the cells of PLACES[forecast]."""
+    every = np.arange(shape[0] * shape[1]).reshape(shape)
+    return every[1:6][:, [14, 15, 0, 1, 2]] if forecast == "region" else every
 
 
 @pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
@@ -66,16 +113,22 @@ def test_what_the_store_does_not_hold_is_named(run, monkeypatch, name, variable)
     monkeypatch.setenv("ENSEMBLE_ML_RUN", str(run))
     monkeypatch.setenv("ENSEMBLE_ML_VARIABLE", variable)
     first = next(cell for cell in jupytext.read(NOTEBOOKS / f"{name}.py").cells if cell.cell_type == "code")
-    with pytest.raises(ValueError, match=rf"^ENSEMBLE_ML_VARIABLE={variable}: .* holds t 850, t2m$"):
+    with pytest.raises(ValueError, match=rf"^ENSEMBLE_ML_VARIABLE={variable}: .* holds t 850, t2m, sst$"):
         exec(first.source, {})
 
 
-def test_extreme_case(run, monkeypatch):
-    monkeypatch.setenv("ENSEMBLE_ML_RUN", str(run))
-    notebook = jupytext.read(NOTEBOOKS / "extreme_case.py")
-    ran = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
-    outputs = [output for cell in ran.cells for output in cell.get("outputs", ())]
-    text = "".join(output.get("text", "") for output in outputs)
+@pytest.mark.parametrize(("variable", "forecast"), [("t 850", "forecast"), ("sst", "forecast"), ("t 850", "region")])
+def test_extreme_case(run, monkeypatch, variable, forecast):
+    text, pictures = executed(run, monkeypatch, "extreme_case", variable, forecast)
     assert text.count("<- the case") == 1 and "EECRPS" in text and "standard deviations away" in text
     assert "the most unusual of" in text.splitlines()[-1]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    assert pictures == 1 and not re.search(r"\bnan\b", text)
+    if forecast == "region":
+        north, east = map(float, re.search(r"At (\S+) N, (\S+) E", text).groups())
+        assert -22.5 <= north <= 67.5 and -45 <= east <= 45
+
+
+@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+def test_forecasts_at_points_are_refused(run, monkeypatch, name):
+    with pytest.raises(CellExecutionError, match=r"ValueError.*: forecast at points .*; give one made without points="):
+        executed(run, monkeypatch, name, forecast="points")

@@ -76,7 +76,7 @@ class EvaluateConfig:
     ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
     truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none")
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
-    members_in: int = opt(5, "members of the raw reduced ensemble that forecasts are compared with")
+    members_in: int | None = opt(None, "members of the raw reduced ensemble that forecasts are compared with; null takes as many as the first forecast was made from (5 where it does not say)")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates")
     output: str = opt(MISSING, "folder for scores.json and report.html")
     regions: Any = opt(None, "boxes to score apart, beside tropics, extratropics, land and sea: {alps: [48, 5, 44, 16]}, [north, west, south, east]")

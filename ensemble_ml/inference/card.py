@@ -126,10 +126,18 @@ def _scores(scores: Mapping[str, Any] | None) -> str:
             f"{claim['value']:.4g} {claim['unit']}",
             _interval(claim),
             "yes" if claim["holds"] else "**no**",
+            _certain(claim),
         )
         for claim in scores["claims"]
     ]
-    return f"## Scores\n\n{lines}\n\n{_table(('claim', 'measured', 'interval', 'holds'), rows)}"
+    return f"## Scores\n\n{lines}\n\n{_table(('claim', 'measured', 'interval', 'holds', 'certain'), rows)}"
+
+
+def _certain(claim: Mapping[str, Any]) -> str:
+    if claim.get("certain"):
+        return "yes"
+    why = claim.get("advantage") or ("" if claim.get("enough_blocks", True) else "few blocks")
+    return f"no, {why}" if why else "no"
 
 
 def _interval(claim: Mapping[str, Any]) -> str:
@@ -151,12 +159,26 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
         lines.append("Predicts the spread of the ensemble, which need not be the error of its mean.")
     if scores is not None:
         lines += list(scores["notes"])
-        for row in scores.get("strata", []):
-            if row["kind"] != "season" and row["metric"] == "crps" and row.get("worse"):
-                where = f"{row['stratum']}, {row['lead_hours']} h"
-                lines.append(f"Worse than {row['reference']} ({where}): CRPS x {row['ratio']:.3f}.")
+        lines += _worse(scores)
     listed = "\n".join(f"- {line}" for line in lines)
     return f"## Limits\n\n{listed}{_ranges(meta)}"
+
+
+def _worse(scores: Mapping[str, Any]) -> list[str]:
+    """Where a forecast is surely worse than what it is compared with: which forecast, and in what part of the world, of
+    the year, or of the weather."""
+    rows = scores.get("strata", ())
+    about = {row["forecast"] for row in rows}
+    sizes = {one["label"]: len(one.get("members_in", ())) for one in scores["forecasts"] if one["label"] in about}
+    lines = []
+    for row in rows:
+        if row["metric"] == "crps" and row.get("worse"):
+            size = sizes[row["forecast"]]
+            alone = size and list(sizes.values()).count(size) == 1  # else members do not tell which forecast it is
+            who = f"From {size} member{'s' * (size != 1)}" if alone else row["forecast"]
+            where = f"{row['stratum']}, {row['lead_hours']} h"
+            lines.append(f"{who}, {where}: worse than {row['reference']}, CRPS x {row['ratio']:.3f}.")
+    return lines
 
 
 def _ranges(meta: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ lazy, and chunks change no score; member, variable and quantile dimensions must 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xarray as xr
@@ -20,10 +20,13 @@ from ensemble_ml.grid import canonical
 from ensemble_ml.verification import extremes, families, members, probability
 
 Dims = str | Iterable[Hashable] | None
+Data = TypeVar("Data", xr.DataArray, xr.Dataset)
+_TOLERANCE = 1e-3  # degrees, as in `ensemble_ml.grid`
 
 __all__ = [
-    "area_weights", "brier_score", "crps_distribution", "crps_ensemble", "eecrps", "efi", "energy_score", "log_score",
-    "pit_histogram", "quantile_score", "rank_histogram", "spread_skill", "variogram_score", "weighted_mean",
+    "area_weights", "at_places_of", "brier_score", "crps_distribution", "crps_ensemble", "eecrps", "efi",
+    "energy_score", "log_score", "pit_histogram", "quantile_score", "rank_histogram", "spread_skill",
+    "variogram_score", "weighted_mean",
 ]  # fmt: skip
 
 
@@ -36,6 +39,30 @@ def area_weights(
     areas = np.zeros((len(lat), len(lon)))  # a meridian that stands there twice counts once
     areas[rows[:, None], columns] = grid.area_weights()
     return xr.DataArray(areas, dims=(latitude, longitude), coords={latitude: lat, longitude: lon})
+
+
+def at_places_of(
+    data: Data, forecast: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
+) -> Data:
+    """`data` at the grid points of a forecast, of a region or all, and with the forecast's coordinates.
+
+    Forecasts of a region that crosses Greenwich count longitudes from below zero, archives from 0 to 360: xarray, which
+    compares the numbers, would drop what lies west of it. Here longitudes that differ by 360 degrees are the same.
+
+    Raises:
+        ValueError: the forecast is at points, or where `data` has no grid point.
+    """
+    if not {latitude, longitude} <= set(forecast.dims):
+        held = ", ".join(map(str, forecast.dims))
+        raise ValueError(f"forecast at points (its dimensions: {held}), not on a grid; give one made without points=")
+    chosen, wanted = {}, {name: forecast[name] for name in (latitude, longitude)}
+    for name, axis in wanted.items():
+        apart = axis.values[:, None] - data[name].values.astype(np.float64)
+        apart = np.abs((apart + 180) % 360 - 180 if name == longitude else apart)
+        if (lacking := apart.min(1) > _TOLERANCE).any():
+            raise ValueError(f"{name} {axis.values[lacking][0]:g} of the forecast: the data has no such grid point")
+        chosen[name] = apart.argmin(1)
+    return data.isel(chosen).assign_coords(wanted)
 
 
 def weighted_mean(

@@ -25,13 +25,15 @@ class Interval:
     """A figure with its confidence interval; the ends are NaN where there is only one block.
 
     `blocks` is how many it rests on. Of two, the draws' extremes are the interval, which half of the time excludes no
-    difference where there is none: below FEWEST_BLOCKS nothing counts as sure.
+    difference where there is none: below FEWEST_BLOCKS nothing counts as sure. `barred` is the side of a neutral value,
+    -1 below or 1 above, that never does: who has more to go by than who it is compared with is not sure to be better.
     """
 
     value: float
     low: float
     high: float
     blocks: int = FEWEST_BLOCKS
+    barred: int = 0
 
     @property
     def enough(self) -> bool:
@@ -44,16 +46,17 @@ class Interval:
 
     def below(self, neutral: float) -> bool:
         """Whether the whole interval surely lies below `neutral`."""
-        return self.enough and bool(self.high < neutral)
+        return self.enough and self.barred >= 0 and bool(self.high < neutral)
 
     def above(self, neutral: float) -> bool:
         """Whether the whole interval surely lies above `neutral`."""
-        return self.enough and bool(self.low > neutral)
+        return self.enough and self.barred <= 0 and bool(self.low > neutral)
 
     def map(self, function: Callable[[float], float]) -> Interval:
         """The interval of a monotonic function of the figure."""
-        low, high = sorted((function(self.low), function(self.high)))
-        return Interval(function(self.value), low, high, self.blocks)
+        first, last = function(self.low), function(self.high)
+        low, high = sorted((first, last))
+        return Interval(function(self.value), low, high, self.blocks, -self.barred if last < first else self.barred)
 
 
 def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:

@@ -113,6 +113,8 @@ def _gain_maps(
             dots = np.zeros(percent.shape, bool)
             if first is not None and second is not None:
                 dots = significant(p_values(first - second))
+                if scores.advantage("crps", label, other):
+                    dots &= percent < 0
             found.append((f"{scores.columns[column].name}: {label} vs {short_name(other)}", percent, dots))
     return found
 

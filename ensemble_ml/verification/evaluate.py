@@ -5,12 +5,13 @@ scores.json holds
 - `format` 1; `settings` (the configuration); `definitions` (what each score is);
 - `dates`: `test`, `fit` (ISO), `dropped` ({date, reason}), `blocks`, `block_days`;
 - `ensemble`: `members`, `reduced`, `held_out` (member numbers), `grid`, `fingerprint`;
-- `forecasts`: {label, path, members_in, checkpoints, dates, baseline};
+- `forecasts`: {label, path, members_in (of the date with the most), checkpoints, dates, baseline};
 - `entrants`: {name: description}; `families`: the law taken for each baseline that has two;
 - `scores`: {entrant, lead_hours, variable, level, METRIC: {value, low, high, unweighted}, ...};
 - `summary`: {lead_hours, metric, entrant, reference, ratio, low, high, unweighted, better, best_baseline};
 - `comparisons`: {forecast, reference, metric, lead_hours, variable, level, difference, gain_percent, better};
-- `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, forecast, reference};
+- `claims`: {claim, value, unit, target, holds, low, high, certain, enough_blocks, advantage (what the forecast goes by
+  and the reference does not: such a gain is not certain), forecast, reference};
 - `strata`: {kind (region, season, extreme), stratum, lead_hours, forecast, reference, metric, ratio, low, high, better,
   worse, dates, blocks (the fewest of a field; fewer than five make nothing sure)}: geometric mean of ratios over
   variables and levels in a part of the world, of the year, or where the raw full ensemble's extreme forecast index is
@@ -102,7 +103,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
         halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
         setting = Setting(
-            source, tuple(forecasts), config.members_in, plan.fit, halves, weights, plan.truth, config.climate_days
+            source, tuple(forecasts), plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
         )
         plan.notes.append(climate_note(setting))
         log.info("%s", plan.notes[-1])
@@ -119,7 +120,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         state, plan.columns, draw_dates(blocks, config.bootstrap, config.seed), int(blocks.max()) + 1,
         config.confidence, tuple(f.label for f in ours), setting.reduced, setting.full,
         tuple(f.label for f in forecasts[len(ours) :]),
-        {f.label: len(f.members_in) for f in forecasts if f.members_in and not f.mixed},
+        {f.label: len(f.members_in) for f in forecasts if f.members_in},
     )  # fmt: skip
     content = _content(config, setting, plan, scores, families)
     content |= {

@@ -53,7 +53,7 @@ class ForecastSet:
     path: str
     files: dict[np.datetime64, Path]
     names: frozenset[str]
-    members_in: tuple[str, ...]
+    members_in: tuple[str, ...]  # of the date with the most: others may lack some of those that were asked for
     training_dates: np.ndarray
     validation_dates: np.ndarray  # they chose the checkpoint
     checkpoints: tuple[str, ...]  # sha256 of those that made the files
@@ -203,13 +203,13 @@ def _open_folder(folder: Path) -> ForecastSet:
     if not paths:
         raise UserError(f"forecast={folder}: holds no NetCDF file; make forecasts with ensemble-ml predict")
     files: dict[np.datetime64, Path] = {}
-    made_of: set[tuple[str, str]] = set()
+    made_of: dict[tuple[str, str], None] = {}  # in the order of the files
     axes: dict[str, np.ndarray] = {}
     known: dict[str, set[np.datetime64]] = {"training_dates": set(), "validation_dates": set()}  # of all checkpoints
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
-            made_of.add((str(data.attrs.get("members_in", "")), str(data.attrs.get("checkpoint_sha256"))))
+            made_of[str(data.attrs.get("members_in", "")), str(data.attrs.get("checkpoint_sha256"))] = None
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
             found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
@@ -228,7 +228,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             path=str(folder),
             files=files,
             names=frozenset(str(name) for name in first.data_vars),
-            members_in=tuple(str(first.attrs.get("members_in", "")).split()),
+            members_in=max((tuple(members.split()) for members, _ in made_of), key=len),
             training_dates=np.array(sorted(known["training_dates"]), "datetime64[ns]"),
             validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
             checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),

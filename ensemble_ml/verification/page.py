@@ -49,7 +49,8 @@ DEFINITIONS = {
     "intervals": """Block bootstrap over start dates, in blocks of block_days or more, apart where dates are
         further apart; the same draws for all; percentiles, taken further out where blocks are few (Student's t);
         nothing is sure by fewer than five blocks. Better means that the whole interval of a difference is on the good
-        side.""",
+        side, of a forecast from no more members than what it is compared with, and as for the full ensemble's spread,
+        not from all of them.""",
     "masks": """A point counts where all members, the truth and all forecasts are there; what is left out is
         counted.""",
 }

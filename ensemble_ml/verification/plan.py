@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ensemble_ml.config import EvaluateConfig
+from ensemble_ml.config import EvaluateConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Part, Source, bounds_at, select_dates
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.baselines import FEWEST_DATES
 from ensemble_ml.verification.forecasts import ForecastSet
 from ensemble_ml.verification.samples import Group
+
+_USUAL = 5  # members of a reduced ensemble, where a forecast does not say what it was made from
 
 
 @dataclass(eq=False)
@@ -26,6 +28,7 @@ class Plan:
     dropped: list[dict[str, str]]
     notes: list[str]
     truth: bool
+    reduced: int  # members of the raw reduced ensemble
 
 
 def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> Plan:
@@ -54,8 +57,9 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     if truth and len(fit) < FEWEST_DATES:
         notes.append(f"Only {len(fit)} dates to fit on: corrections need {FEWEST_DATES}, so none is shown.")
     groups, columns = _groups(source, forecasts, notes)
-    notes += _member_notes(config, source, forecasts)
-    return Plan(test, fit, columns, groups, dropped, notes, truth)
+    reduced = _reduced(config, source, forecasts[0])
+    notes += _member_notes(config, reduced, source, forecasts)
+    return Plan(test, fit, columns, groups, dropped, notes, truth, reduced)
 
 
 def _check_intervals(source: Source, forecast: ForecastSet) -> None:
@@ -158,16 +162,29 @@ def _groups(
     return tuple(groups), tuple(columns)
 
 
-def _member_notes(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet]) -> list[str]:
+def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:
+    """Members of the raw reduced ensemble: as many as are asked for, or as the first forecast was made from."""
+    if config.members_in is not None:
+        return config.members_in
+    return min(len(first.members_in) or _USUAL, len(source.layout.realization))
+
+
+def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: list[ForecastSet]) -> list[str]:
     held = [str(number) for number in source.layout.realization]
-    reduced = held[: config.members_in]
+    reduced, ours = held[:size], forecasts[: len(as_list(config.forecast))]
     notes = [f"{f.label}: members or checkpoints differ between its dates." for f in forecasts if f.mixed]
     notes += [
-        f"{f.label} was made from members {' '.join(f.members_in)}, not from {' '.join(reduced)}, the reduced ensemble."
+        f"{f.label} was made from members {' '.join(f.members_in)}, not from {' '.join(reduced)}, the reduced ensemble"
+        f"{': with more to go by, no gain on it is sure' if f in ours and len(f.members_in) > size else ''}."
         for f in forecasts
         if f.members_in and list(f.members_in) != reduced
     ]
-    if len(held) == config.members_in:
+    notes += [
+        f"{f.label} was made from all {len(held)} members: their spread is its input and target, no gain in it is sure."
+        for f in ours
+        if len(f.members_in) >= len(held) > 1
+    ]
+    if len(held) == size:
         notes.append("The reduced ensemble is the full one: its spread is both input and target.")
     return notes
 

@@ -44,10 +44,13 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     dates = content["dates"]
     test = dates["test"]
     span = test[0] if len(test) == 1 else f"{test[0]} to {test[-1]}"
+    sizes = sorted({scores.given.get(label, scores.reduced) for label in scores.forecasts})
+    beside = "" if sizes == [scores.reduced] else f", beside a raw ensemble of {scores.reduced}"
     sub = (
-        f"From {scores.reduced} of {scores.full} members. {len(test)} test dates ({span}), baselines fitted on "
-        f"{len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
-        f"Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks."
+        f"From {', '.join(map(str, sizes))} of {scores.full} members{beside}. {len(test)} test dates ({span}), "
+        f"baselines fitted on {len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
+        f"Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks, or the "
+        f"forecast has more to go by."
     )
     lines = "".join(f"<p>{escape(line)}</p>" for line in content["headline"])
     notes = "".join(f"<li>{escape(note)}</li>" for note in content["notes"])
@@ -65,7 +68,8 @@ def _claims(content: dict[str, Any]) -> str:
     lines = []
     for claim in content["claims"]:
         held = '<span class="yes">yes</span>' if claim["holds"] else '<span class="no">no</span>'
-        sure = "yes" if claim["certain"] else "no" if claim["enough_blocks"] else "no, few blocks"
+        why = claim["advantage"] or ("" if claim["enough_blocks"] else "few blocks")
+        sure = "yes" if claim["certain"] else f"no, {escape(why)}" if why else "no"
         sign = "&lt;" if claim["unit"] == "ratio" else "&ge;" if claim["target"] else "&gt;"
         digits = 3 if claim["unit"] == "ratio" else 1
         figure = number(Interval(claim["value"], claim["low"], claim["high"]), digits)

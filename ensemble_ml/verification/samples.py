@@ -123,8 +123,8 @@ def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicte
     }
 
 
-def check_members(source: Source, members_in: int) -> None:
+def check_members(source: Source, members_in: int | None) -> None:
     """Raise a UserError where the ensemble has fewer members than the reduced one should."""
     full = len(source.layout.realization)
-    if members_in > full:
+    if members_in is not None and members_in > full:
         raise UserError(f"members_in={members_in}: {source.path} has {full} members; give {full} or fewer")

@@ -6,7 +6,7 @@ Axes: B draw of the bootstrap, C column (a lead, variable and level).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from ensemble_ml.verification.bootstrap import Interval, fewest_blocks, interval
 from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
 
 HEADLINE_LEAD = 48  # hours
+_OF_THE_FULL_SPREAD = ("spread_rmse", "spread_rmse_0")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Scores:
     reduced: int
     full: int
     baselines: tuple[str, ...] = ()
-    given: Mapping[str, int] = field(default_factory=dict)  # members that a forecast was made from, where it says so
+    given: Mapping[str, int] = field(default_factory=dict)  # most members that a forecast was made from, where it says
     _cache: dict[tuple[str, str], Score | None] = field(default_factory=dict)
     _known: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
@@ -67,6 +68,19 @@ class Scores:
     def interval(self, value: float, draws: np.ndarray, blocks: int | None = None) -> Interval:
         """A figure and its draws as an interval at the level asked for; `blocks` that it depends on, all by default."""
         return interval(value, draws, self.confidence, self.blocks if blocks is None else blocks)
+
+    def advantage(self, metric: str, entrant: str, other: str) -> str:
+        """What a forecast goes by that `other` does not, in words: with it, better by `metric` is not sure. Else ""."""
+        mine = self.given.get(entrant, 0)
+        if metric in _OF_THE_FULL_SPREAD and mine >= self.full:
+            return f"all {self.full} members, whose spread it is scored against, are its input"
+        size = "" if other in (*self.forecasts, *self.baselines) else other.rpartition("_")[2]
+        theirs = self.given.get(other, int(size) if size.isdigit() else mine)
+        return f"made from {mine} members, compared with {theirs}" if mine > theirs else ""
+
+    def barred(self, metric: str, entrant: str, other: str) -> int:
+        """The `Interval.barred` of a ratio or difference of scores, which are better where they are smaller."""
+        return -1 if self.advantage(metric, entrant, other) else 0
 
     def blocks_among(self, dates: np.ndarray) -> int:
         """How many blocks `dates` (D,) bool lie in."""
@@ -118,7 +132,8 @@ class Scores:
         shared = columns[np.isfinite(ratios[0, columns])]
         if not np.isfinite(mean[0]):
             return None
-        return self.interval(mean[0], mean[1:], min(self.blocks_of(metric, one, shared) for one in (entrant, other)))
+        blocks = min(self.blocks_of(metric, one, shared) for one in (entrant, other))
+        return replace(self.interval(mean[0], mean[1:], blocks), barred=self.barred(metric, entrant, other))
 
     def unweighted_ratio(self, metric: str, entrant: str, other: str, columns: np.ndarray) -> float:
         """As `ratio`, every point counting the same."""
@@ -133,13 +148,14 @@ class Scores:
         first, second = self.score(metric, entrant), self.score(metric, other)
         if first is None or second is None:
             return []
-        found = []
+        found, barred = [], self.barred(metric, entrant, other)
         with np.errstate(divide="ignore", invalid="ignore"):
             gain, gains = 100 * (1 - first.value / second.value), 100 * (1 - first.draws / second.draws)
         for c in range(len(self.columns)):
             blocks = min(self.blocks_of(metric, one, [c]) for one in (entrant, other))
             less = self.interval(first.value[c] - second.value[c], first.draws[:, c] - second.draws[:, c], blocks)
-            found.append((less, self.interval(gain[c], gains[:, c], blocks)))
+            percent = self.interval(gain[c], gains[:, c], blocks)
+            found.append((replace(less, barred=barred), replace(percent, barred=-barred)))
         return found
 
     def best_baseline(self, lead: int) -> str | None:

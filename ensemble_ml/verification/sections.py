@@ -26,14 +26,17 @@ def strata(content: dict[str, Any], scores: Scores) -> str:
     for forecast in scores.forecasts:
         mine = [row for row in rows if row["forecast"] == forecast]
         heads = list(dict.fromkeys((row["metric"], row["reference"]) for row in mine))
+        barred_of = {head: scores.barred(head[0], forecast, head[1]) for head in heads}
         lines, marks = [], []
         for kind, name in dict.fromkeys((row["kind"], row["stratum"]) for row in mine):
             by_head = {
                 (row["metric"], row["reference"]): row for row in mine if (row["kind"], row["stratum"]) == (kind, name)
             }
             gains = [
-                _gain(row["ratio"], row["low"], row["high"], row["blocks"]) if row else None
-                for row in (by_head.get(head) for head in heads)
+                _gain(row["ratio"], row["low"], row["high"], row["blocks"], barred)
+                if (row := by_head.get(head))
+                else None
+                for head, barred in barred_of.items()
             ]
             first = next(iter(by_head.values()))
             dates = f"{first['dates']} ({first['blocks']})"
@@ -59,7 +62,10 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     for entrant in dict.fromkeys(row["entrant"] for row in found):
         mine = {row["metric"]: row for row in found if row["entrant"] == entrant}
         gains = [
-            _gain(row[f"over_{o}"], row[f"over_{o}_low"], row[f"over_{o}_high"], row["blocks"])
+            _gain(
+                row[f"over_{o}"], row[f"over_{o}_low"], row[f"over_{o}_high"], row["blocks"],
+                scores.barred(row["metric"], entrant, o),
+            )
             if f"over_{o}" in row else None
             for row in mine.values() for o in others
         ]  # fmt: skip
@@ -78,9 +84,9 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     return f"<h2>Members together</h2>{table(['members', *heads], lines, caption=caption, classes=marks)}"
 
 
-def _gain(ratio: float, low: float, high: float, blocks: int) -> Interval:
+def _gain(ratio: float, low: float, high: float, blocks: int, barred: int) -> Interval:
     """A ratio of scores as a gain in percent."""
-    return Interval(ratio, low, high, blocks).map(lambda r: 100 * (1 - r))
+    return Interval(ratio, low, high, blocks, barred).map(lambda r: 100 * (1 - r))
 
 
 def _mark(gain: Interval | None) -> str | None:

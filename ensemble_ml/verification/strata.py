@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ensemble_ml.verification.bootstrap import Interval
@@ -71,7 +73,8 @@ def stratum_ratio(
     if not np.isfinite(mean[0]):
         return None, there
     # A field that few blocks know bounds what is known of the mean, as in `Scores.ratio`.
-    return scores.interval(mean[0], mean[1:], scores.fewest_blocks(known)), there
+    found = scores.interval(mean[0], mean[1:], scores.fewest_blocks(known))
+    return replace(found, barred=scores.barred(metric, forecast, reference)), there
 
 
 def calibration_rows(scores: Scores, calibration: Calibration) -> list[dict]:

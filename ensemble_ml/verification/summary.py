@@ -25,17 +25,19 @@ class Claim:
     better_below: bool
     forecast: str
     reference: str
+    advantage: str = ""  # what the forecast goes by that the reference does not: the interval's good side is barred
 
     def as_dict(self) -> dict:
         """The entry of scores.json: `holds` goes by the value, `certain` by whether the interval, of enough blocks,
-        excludes no gain."""
+        excludes no gain, and the forecast has no advantage."""
         value, neutral = self.interval.value, 1.0 if self.unit == "ratio" else 0.0
         holds = value < self.target if self.better_below else value >= self.target if self.target else value > 0
         certain = self.interval.below(neutral) if self.better_below else self.interval.above(neutral)
         return {
             "claim": self.claim, "value": value, "unit": self.unit, "target": self.target, "holds": bool(holds),
             "low": self.interval.low, "high": self.interval.high, "certain": bool(certain),
-            "enough_blocks": self.interval.enough, "forecast": self.forecast, "reference": self.reference,
+            "enough_blocks": self.interval.enough, "advantage": self.advantage, "forecast": self.forecast,
+            "reference": self.reference,
         }  # fmt: skip
 
 
@@ -60,14 +62,16 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
         ratio = scores.ratio("spread_rmse", label, reference, columns)
         if ratio is not None:
             text = f"{start}RMSE of predicted spread over that of {words} spread"
-            found.append(Claim(text, ratio, "ratio", 1.0, True, label, reference))
+            more = scores.advantage("spread_rmse", label, reference)
+            found.append(Claim(text, ratio, "ratio", 1.0, True, label, reference, more))
     best = scores.best_baseline(lead)
     references = [(best, "the best statistical baseline fitted on the training dates", _SMALL_GAIN)] if best else []
     references.append((f"raw_{n}", f"the raw {n} members' N(m, (1+1/M) s^2)", 0.0))
     for reference, words, target in references:
         lower = gain(scores.ratio("crps", label, reference, columns))
         if lower is not None:
-            found.append(Claim(f"{start}CRPS lower than that of {words}", lower, "%", target, False, label, reference))
+            text, more = f"{start}CRPS lower than that of {words}", scores.advantage("crps", label, reference)
+            found.append(Claim(text, lower, "%", target, False, label, reference, more))
     return found
 
 
@@ -98,13 +102,16 @@ def _sentence(claim: Claim, scores: Scores) -> str:
     best = "the best statistical baseline, " if of_crps and not claim.reference.startswith("raw") else ""
     what, than = "CRPS" if of_crps else "spread RMSE", best + describe(claim.reference)
     text = f"{what} {percent.value:.1f} % {direction} than {than}"
+    advantage = claim.advantage if verdict == "better" else ""
     if not np.isfinite(percent.low):
-        return f"{text} (no interval)."
+        return f"{text} (no interval){f': not sure, {advantage}' if advantage else ''}."
     if percent.value < 0.05:
         verdict = "no difference"
     sure = verdict if percent.excludes(0) else "not sure, the interval holds zero"
     if not percent.enough:
         sure = f"not sure, of {percent.blocks} blocks"
+    if advantage:
+        sure = f"not sure, {advantage}"
     return f"{text} ({100 * scores.confidence:g} % interval {percent.low:.1f} to {percent.high:.1f} %): {sure}."
 
 
@@ -121,8 +128,12 @@ def _where(scores: Scores, label: str) -> str:
     worse = sum(less.above(0) for less, _ in found.values())
     order = sorted(found, key=lambda name: found[name][1].value)
     low, high = order[0], order[-1]
+    advantage = scores.advantage(metric, label, other)
+    surely = f"better in {better} of {len(found)} fields"
+    if advantage:
+        surely = f"not surely better in any of {len(found)} fields, {advantage}"
     return (
-        f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: better in {better} of {len(found)} fields, "
+        f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: {surely}, "
         f"worse in {worse}; gain from {found[low][1].value:+.1f} % ({low}) to {found[high][1].value:+.1f} % ({high})."
     )
 
@@ -224,6 +235,10 @@ def comparison_rows(scores: Scores) -> list[dict]:
                     found.append(
                         {"forecast": label, "reference": other, "metric": metric, "lead_hours": column.lead_hours,
                          "variable": column.variable, "level": column.level,
-                         "difference": vars(less), "gain_percent": vars(percent), "better": less.below(0.0)}
+                         "difference": _ends(less), "gain_percent": _ends(percent), "better": less.below(0.0)}
                     )  # fmt: skip
     return found
+
+
+def _ends(found: Interval) -> dict:
+    return {"value": found.value, "low": found.low, "high": found.high, "blocks": found.blocks}

@@ -33,11 +33,17 @@ SCORES = {
     "dates": {"test": ["2001-01-12T00", "2001-01-15T00"]},
     "claims": [
         {"claim": "CRPS lower", "value": 3.0, "unit": "%", "low": 1.0, "high": None, "holds": False,
-         "forecast": "forecast"}
+         "certain": False, "enough_blocks": False, "forecast": "forecast"},
+        {"claim": "Spread better", "value": 0.8, "unit": "ratio", "low": 0.7, "high": 0.9, "holds": True,
+         "certain": True, "enough_blocks": True, "forecast": "forecast"},
     ],
     "strata": [
         {"kind": "region", "stratum": "tropics", "lead_hours": 48, "metric": "crps", "reference": "raw_10",
-         "ratio": 1.1, "low": 1.05, "worse": True, "forecast": "forecast"}
+         "ratio": 1.1, "low": 1.05, "worse": True, "forecast": "forecast"},
+        {"kind": "season", "stratum": "winter", "lead_hours": 24, "metric": "crps", "reference": "raw_10",
+         "ratio": 1.2, "low": 1.15, "worse": True, "forecast": "forecast"},
+        {"kind": "season", "stratum": "summer", "lead_hours": 24, "metric": "crps", "reference": "raw_10",
+         "ratio": 1.2, "low": 0.9, "worse": False, "forecast": "forecast"},
     ],
 }  # fmt: skip
 
@@ -45,7 +51,7 @@ SCORES = {
 def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
     checkpoint, store = trained
     made_by = json.loads((checkpoint / "checkpoint.json").read_text())["sha256"]
-    content = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": [made_by]}]}
+    content = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": [made_by], "members_in": ["1", "2", "3"]}]}
     (tmp_path / "scores.json").write_text(json.dumps(content))
     given = ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json"))
     folder = export(given)
@@ -62,11 +68,31 @@ def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
         f"{'The validation dates' if best else 'No date'} chose the checkpoint", "Calibrated on average",
         "# Model card: tiny", "| start hours | 00 UTC |", "| `tp` | total precipitation | m | surface | csgamma |",
         "| calibration | scale of each lead, variable and level times ", "| test | 2 | 2001-01-12 |",
-        "- At 48 h: CRPS 3 % lower.", "| CRPS lower | 3 % | none | **no** |", "- Only one year.",
-        "test dates had no part in training", "Worse than raw_10 (tropics, 48 h): CRPS x 1.100.",
-        "Range of the inputs in training",
+        "- At 48 h: CRPS 3 % lower.", "| claim | measured | interval | holds | certain |",
+        "| CRPS lower | 3 % | none | **no** | no, few blocks |",
+        "| Spread better | 0.8 ratio | 0.7 to 0.9 | yes | yes |", "- Only one year.",
+        "test dates had no part in training",
+        "- From 3 members, tropics, 48 h: worse than raw_10, CRPS x 1.100.\n",
+        "- From 3 members, winter, 24 h: worse than raw_10, CRPS x 1.200.\n", "Range of the inputs in training",
     ):  # fmt: skip
         assert words in card, words
+    assert "summer" not in card
+
+
+def test_a_card_tells_its_forecasts_apart(trained, tmp_path):
+    checkpoint, _ = trained
+    mine = json.loads((checkpoint / "checkpoint.json").read_text())["sha256"]
+    given = {"a": ["1"], "b": ["1", "2", "3"], "c": ["4", "5", "6"], "d": []}
+    made = [{"label": label, "checkpoints": [mine], "members_in": members} for label, members in given.items()]
+    content = SCORES | {"forecasts": made, "strata": [SCORES["strata"][0] | {"forecast": label} for label in given]}
+    content["claims"] = [SCORES["claims"][0] | {"enough_blocks": True, "advantage": "made from 3 members, not from 2"}]
+    content["claims"][0]["forecast"] = "b"
+    (tmp_path / "scores.json").write_text(json.dumps(content))
+    export(ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json")))
+    card = (tmp_path / "model" / "MODEL_CARD.md").read_text()
+    for who in ("From 1 member", "b", "c", "d"):
+        assert f"- {who}, tropics, 48 h: worse than raw_10, CRPS x 1.100.\n" in card
+    assert "| **no** | no, made from 3 members, not from 2 |" in card
 
 
 def test_a_card_without_scores_says_so(trained, tmp_path):
@@ -115,8 +141,8 @@ def test_a_card_has_its_own_scores_alone(trained, tmp_path):
     (tmp_path / "scores.json").write_text(json.dumps(content))
     export(ExportConfig(str(checkpoint), str(tmp_path / "model"), scores=str(tmp_path / "scores.json")))
     card = (tmp_path / "model" / "MODEL_CARD.md").read_text()
-    assert "a: CRPS lower" in card and "- a, 48 h" in card and "(x, 48 h)" in card and "18 test dates in 3" in card
-    assert "b: CRPS lower" not in card and "- b, 48 h" not in card and "(y, 48 h)" not in card
+    assert "a: CRPS lower" in card and "- a, 48 h" in card and "a, x, 48 h" in card and "18 test dates in 3" in card
+    assert "b: CRPS lower" not in card and "- b, 48 h" not in card and "y, 48 h" not in card
     assert "- One year." in card and "- b: members" not in card and "b was made" not in card
     made[0]["baseline"] = True
     (tmp_path / "scores.json").write_text(json.dumps(content))

@@ -161,3 +161,6 @@ def test_one_block_has_no_interval():
     assert found.value == 1 and np.isnan(found.low) and not found.excludes(0)
     assert Interval(0.5, 0.4, 0.6).map(lambda r: 100 * (1 - r)) == Interval(50, 40, 60)
     assert Interval(0.5, 0.4, 0.6).below(1) and Interval(0.5, 0.4, 0.6).excludes(0)
+    less = Interval(0.5, 0.4, 0.6, barred=-1)  # better is not sure, worse is; as a gain, too
+    assert not less.below(1) and less.above(0.3) and not less.excludes(1)
+    assert not less.map(lambda r: 100 * (1 - r)).above(0) and less.map(lambda r: 100 * (1 - r)).below(70)

@@ -257,6 +257,34 @@ def test_the_type_of_the_data_changes_no_score(score, dtype):
         xr.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("rows", [slice(2, 6), slice(0, 3), slice(12, None)])
+def test_an_archive_is_taken_where_a_forecast_of_a_region_lies(rows, single):
+    """Longitudes below zero are those of the archive less 360; areas are those of the cells on the whole globe."""
+    _, y = ensemble()
+    coordinates = {"latitude": GRID.latitude[rows], "longitude": np.array([-60.0, -30.0, 0.0, 30.0])}
+    if single:
+        coordinates = {name: axis.astype(np.float32) + np.float32(3e-5) for name, axis in coordinates.items()}
+    forecast = xr.DataArray(np.zeros([len(axis) for axis in coordinates.values()]), coordinates)
+    found = api.at_places_of(y, forecast)
+    np.testing.assert_array_equal(found, y.values[:, rows][..., [10, 11, 0, 1]])
+    xr.testing.assert_identical(found.to_dataset(name="y").longitude, forecast.longitude)
+    everywhere = api.at_places_of(api.area_weights(y), forecast)
+    np.testing.assert_allclose(api.area_weights(found), everywhere / everywhere.mean(), rtol=1e-4)
+
+
+def test_an_archive_without_the_places_of_a_forecast_is_refused():
+    _, y = ensemble()
+    elsewhere = xr.DataArray(np.zeros((1, 2)), {"latitude": [15.0], "longitude": [-30.0, -25.0]})
+    with pytest.raises(ValueError, match=r"^longitude -25 of the forecast: the data has no such grid point$"):
+        api.at_places_of(y, elsewhere)
+    with pytest.raises(ValueError, match=r"^latitude 15 of .*no such grid point"):
+        api.at_places_of(y.isel(latitude=slice(2)), elsewhere)
+    points = xr.Dataset({"t_mean": (("time", "point"), np.zeros((1, 2)))})
+    with pytest.raises(ValueError, match=r"^forecast at points \(its dimensions: time, point\).*without points="):
+        api.at_places_of(y, points)
+
+
 def test_members_along_another_dimension_are_asked_for():
     forecast, observed = xr.DataArray(np.zeros((3, 2)), dims=["number", "x"]), xr.DataArray(np.zeros(2), dims="x")
     for score in (api.crps_ensemble, api.spread_skill, api.rank_histogram):

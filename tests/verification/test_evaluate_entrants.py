@@ -3,11 +3,12 @@
 import json
 from types import SimpleNamespace
 
+import netCDF4
 import numpy as np
 from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
 
 from ensemble_ml.inference import Kind
-from ensemble_ml.store import Part
+from ensemble_ml.store import Fields, Part
 from ensemble_ml.verification import evaluate
 
 
@@ -66,6 +67,88 @@ def test_claims_name_the_members_that_were_given(store, tmp_path, plain):
     assert "from 5 of 10" in told["few"] and "from 7 of 10" in told["more"]
     assert "held_out_rmse" in entry(content, "few", "t", 500)
     assert "held_out_rmse" not in entry(content, "more", "t", 500)
+
+
+def knowing(folder, store, members_in):
+    """Forecasts that know the truth and the full ensemble's spread, whatever they say of members: the best of all."""
+
+    def read(_, date):
+        both = store.read(Part.TRUTH, date), store.read(Part.FORECAST, date)
+        return Fields(
+            *(np.concatenate([part(one) for one in both]) for part in (lambda f: f.pressure, lambda f: f.surface))
+        )
+
+    def rule(name, values):
+        truth, spread = values[0], values[1:].std(0, ddof=1)
+        scale = np.full_like(truth, 1e-3 * truth.std())
+        return {Kind.MEAN: truth, Kind.STDDEV: scale, Kind.LOCATION: truth, Kind.SCALE: scale, Kind.SPREAD: spread}
+
+    source = SimpleNamespace(layout=store.layout, read=read)
+    return write_forecasts(folder, source, TEST, rule, names=("t",), train=TRAIN, members_in=members_in)
+
+
+def test_a_forecast_of_more_members_is_not_certain_to_gain_on_fewer(store, tmp_path):
+    few, all_ten = " ".join("12345"), " ".join(str(n + 1) for n in range(10))
+    found = {}
+    for name, members in (("few", few), ("more", few + " 6 7"), ("all", all_ten)):
+        made = knowing(tmp_path / name, store, members)
+        evaluate(settings(made, store, tmp_path / f"r_{name}", members_in=5, block_days=6), store)
+        found[name] = json.loads((tmp_path / f"r_{name}" / "scores.json").read_text())
+    sure = {name: {c["reference"]: c["certain"] for c in content["claims"]} for name, content in found.items()}
+    assert set(sure["few"].values()) == {True} and len(sure["few"]) == 5
+    for name in ("more", "all"):
+        content, html = found[name], (tmp_path / f"r_{name}" / "report.html").read_text()
+        assert sure[name].pop("raw_10") and len(sure[name]) == 4 and not any(sure[name].values())
+        assert all(claim["holds"] for claim in content["claims"])
+        assert not any(row["better"] for row in content["comparisons"] if row["reference"] != "raw_10")
+        assert not any(row["better"] for row in content["strata"] if row["reference"] != "raw_10")
+        mine = [row for row in content["summary"] if row["entrant"] == name and row["reference"] != "raw_10"]
+        assert mine and not any(row["better"] for row in mine)
+        size = {"more": 7, "all": 10}[name]
+        assert f"From {size} of 10 members, beside a raw ensemble of 5." in html
+        told = [line for line in content["headline"] if f"not sure, made from {size} members, compared with 5" in line]
+        assert len(told) == (4 if name == "more" else 1)
+        assert any("with more to go by, no gain on it is sure" in note for note in content["notes"])
+        assert f"no, made from {size} members, compared with 5" in html
+    assert (
+        sum("not sure, all 10 members, whose spread it is scored against" in x for x in found["all"]["headline"]) == 3
+    )
+    assert any("all 10 members: their spread is its input and target" in note for note in found["all"]["notes"])
+    assert any(row["better"] for row in found["few"]["strata"] if row["reference"] != "raw_10")
+
+
+def test_a_bad_forecast_of_more_members_is_still_worse(store, tmp_path, plain):
+    bad = write_forecasts(
+        tmp_path / "f", store, TEST, corrected(shift=50.0, members=10), names=("t",), train=TRAIN,
+        members_in=" ".join(str(n + 1) for n in range(10)),
+    )  # fmt: skip
+    evaluate(settings(bad, store, tmp_path / "r", members_in=5, block_days=6), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert all(row["worse"] for row in content["strata"] if row["metric"] == "crps")
+    assert any(line.endswith(": worse.") for line in content["headline"])
+
+
+def test_as_many_members_are_compared_as_the_first_forecast_was_made_from(store, tmp_path, plain):
+    """Where members were missing on some dates: as many as were asked for; where it does not say, five."""
+    made = write_forecasts(tmp_path / "f", store, TEST, corrected(members=7), train=TRAIN, members_in="1 2 3 5 6 7")
+    with netCDF4.Dataset(sorted(made.glob("*.nc"))[3], "a") as data:
+        data.members_in = "1 2 3 4 5 6 7"
+    silent = write_forecasts(tmp_path / "silent", store, TEST, corrected(), train=TRAIN, members_in="")
+    for folders, size in (([made, silent], 7), ([silent, made], 5)):
+        evaluate(settings([str(folder) for folder in folders], store, tmp_path / f"r{size}"), store)
+        content = json.loads((tmp_path / f"r{size}" / "scores.json").read_text())
+        assert content["ensemble"]["reduced"] == list(range(1, size + 1)) and f"raw_{size}" in content["entrants"]
+        told = {claim["forecast"]: claim["claim"] for claim in content["claims"]}
+        assert f"from {size} of 10" in told["silent"] and "from 7 of 10" in told["f"]
+        assert next(f for f in content["forecasts"] if f["label"] == "f")["members_in"] == list("1234567")
+
+
+def test_more_members_than_the_ensemble_has_are_all_of_it(store, tmp_path, plain):
+    made = write_forecasts(
+        tmp_path / "f", store, TEST, corrected(members=10), train=TRAIN, members_in=" ".join(map(str, range(1, 52)))
+    )
+    evaluate(settings(made, store, tmp_path / "r"), store)
+    assert len(json.loads((tmp_path / "r" / "scores.json").read_text())["ensemble"]["reduced"]) == 10
 
 
 def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, forecast, tmp_path, plain):
