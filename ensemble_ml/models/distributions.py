@@ -33,7 +33,7 @@ _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 _FAR = 30.0  # scales beyond zero where the truncated normal is exponential to four digits
 _NOTHING = 40.0  # scales beyond which no float64 is left of a normal law
 _TINY = 1e-290
-_NEWTON = 4  # steps to the location of a mean between two bounds: it is then good to ten digits
+_NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 -
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 _FAR = 100.0  # scales beyond zero where the truncated normal is exponential to seven digits
 _NOTHING = 40.0  # scales beyond which nothing is left of a normal law
-_NEWTON = 4  # steps to the location of a mean between two bounds: it is then good to ten digits
+_NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
 _CENSORED_NORMAL = (Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL)
 CENSORED = (*_CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at each bound
 
@@ -124,7 +124,7 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
     with np.errstate(divide="ignore"):
         mass = -np.log(cdf(family, location, scale, np.zeros_like(y))) if family in CENSORED else np.inf
     if family in _CENSORED_NORMAL:
-        density = normal
+        density, mass = normal, -log_ndtr(-x)  # a mass that is small has a logarithm still
     elif family is Family.LOGNORMAL:
         mu, sigma = _log_parameters(_ratio(x))
         log_v = np.log(np.maximum(v, _TINY))

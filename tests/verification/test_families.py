@@ -129,7 +129,8 @@ def test_log_score_at_a_mass_and_where_nothing_can_be():
     zero, one = np.zeros(1), np.ones(1)
     assert log_score(Family.CENSORED_NORMAL, zero, one, zero) == pytest.approx(np.log(2))
     assert log_score(DOUBLY, one, 2 * one, zero) == pytest.approx(-norm.logcdf(-0.5))
-    assert log_score(DOUBLY, -40 * one, one, one) == pytest.approx(-norm.logsf(41))
+    for at, y in ((-40, 1), (41, 0)):
+        assert log_score(DOUBLY, at * one, one, y * one) == pytest.approx(-norm.logsf(41))
     assert np.isposinf(log_score(DOUBLY, one, one, np.array([-0.1, 1.1]))).all()
     assert np.isposinf(log_score(Family.LOGNORMAL, one, one, -one))
     assert np.isposinf(log_score(Family.TRUNCATED_NORMAL, one, one, -one))
