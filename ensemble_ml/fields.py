@@ -7,6 +7,7 @@ GRIB keys the ECMWF parameter database; ENS-10's names are those of its own load
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -22,6 +23,14 @@ class Family(Enum):
     CENSORED_NORMAL = "censored_normal"  # a normal law with its mass below zero put at zero: precipitation
     LOGNORMAL = "lognormal"  # of a quantity above zero with a long upper tail: humidity
     CENSORED_SHIFTED_GAMMA = "csgamma"  # a gamma law moved down, its mass below zero put at zero: precipitation
+    DOUBLY_CENSORED_NORMAL = "doubly_censored_normal"  # as the censored one, and its mass above one put at one: clouds
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Between which all values lie, the ends included, in the units of the variable."""
+        if self is Family.NORMAL:
+            return -math.inf, math.inf
+        return 0.0, 1.0 if self is Family.DOUBLY_CENSORED_NORMAL else math.inf
 
 
 GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
@@ -87,7 +96,7 @@ FIELDS: tuple[Field, ...] = (
     _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
     _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
     _surface("tcwv", "atmosphere_mass_content_of_water_vapor", "total column water vapour", "kg m-2", (137,), "TCWV", "total_column_water_vapour", "prw", family=_TRUNCATED),
-    _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164, 228164), "TCC", "total_cloud_cover", "clt"),
+    _surface("tcc", "cloud_area_fraction", "total cloud cover", "1", (164, 228164), "TCC", "total_cloud_cover", "clt", family=Family.DOUBLY_CENSORED_NORMAL),
     _surface("sst", "sea_surface_temperature", "sea surface temperature", "K", (34,), "SSTK", "sstk", "sea_surface_temperature", "tos", maskable=True),
     _surface("skt", "surface_temperature", "skin temperature", "K", (235,), "SKT", "skin_temperature", "ts"),
     _surface("orog", "surface_altitude", "orography", "m", (228002,), "orography", static=True),

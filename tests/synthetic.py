@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ensemble_ml.config import Packing
+from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import Layout, PackedBlock, Part, StoreWriter, TensorStore, open_store
 
@@ -29,8 +30,8 @@ SCALES = {
     "tp": (0.0, 3e-3),
     "fg10": (14.0, 4.0),
     "sst": (290.0, 6.0),
+    "tcc": (0.6, 0.5),
 }
-NOT_NEGATIVE = ("q", "tp", "fg10")
 
 
 def make_store(
@@ -164,6 +165,5 @@ def _values(
     for position, name in enumerate(names):
         centre, scale = SCALES.get(name, (0.0, 8.0))
         values[:, :, position] = centre + scale * values[:, :, position]
-        if name in NOT_NEGATIVE:
-            values[:, :, position] = np.maximum(values[:, :, position], 0)
+        values[:, :, position] = np.clip(values[:, :, position], *field(name).family.bounds)
     return values.astype(np.float32)

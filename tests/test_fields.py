@@ -57,6 +57,7 @@ def test_families_fit_the_quantity():
     assert field("t").family is Family.NORMAL
     assert field("q").family is Family.TRUNCATED_NORMAL
     assert field("tp").family is Family.CENSORED_SHIFTED_GAMMA
+    assert field("tcc").family is Family.DOUBLY_CENSORED_NORMAL
     assert field("tp").accumulated
 
 

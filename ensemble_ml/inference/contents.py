@@ -54,6 +54,9 @@ _PARAMETRISED = {
         f"max(0, G - {GAMMA_SHIFT} scale), G a gamma distribution with mean scale * {_RATIO}, "
         f"x = location / scale + {GAMMA_SHIFT}, and standard deviation scale"
     ),
+    Family.DOUBLY_CENSORED_NORMAL: (
+        "min(1, max(0, N)), N a normal distribution with mean location and standard deviation scale"
+    ),
 }
 _PARAMETERS = (Kind.LOCATION, Kind.SCALE)
 # Of a sum's law, but no sums themselves: CF cell_methods would have them summed over time.

@@ -5,12 +5,14 @@ With standard normal density phi and distribution function Phi, z = (y - locatio
 
 - normal: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
 - normal truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- normal censored at zero, all mass below put at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A;
+- normal censored at zero, all mass below put at zero, and censored at one, too: Jordan et al. (2019),
+  doi:10.18637/jss.v090.i12, appendix A;
 - log-normal and censored shifted gamma: see `skewed`.
 
 The CRPS is written so that float32 keeps its digits: where zero lies in the upper tail (l > 0), through the Mills ratio
 Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), never as a quotient of two vanishing numbers. Both branches of every
-`where` are finite, so gradients are. What is not trained through (cdf, quantile, moments) is computed in float64.
+`where` are finite, so gradients are. What is not trained through (cdf, quantile, moments) is computed in float64, and
+so is the law with two bounds: where its scale is large, little is left between them.
 """
 
 from __future__ import annotations
@@ -29,21 +31,26 @@ _SQRT2 = math.sqrt(2.0)
 _ROOT_PI = math.sqrt(math.pi)
 _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
 _FAR = 30.0  # scales beyond zero where the truncated normal is exponential to four digits
+_NOTHING = 40.0  # scales beyond which no float64 is left of a normal law
+_TINY = 1e-290
+_NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     """Continuous ranked probability score of each forecast, in the units of `y`.
 
-    Observations below zero, which only the normal law can produce, are scored as zero plus their distance from it.
+    Observations that the law cannot produce are scored as its nearer bound plus their distance from it.
     """
     if family is Family.NORMAL:
         return scale * _crps_standard((y - location) / scale)
-    below = torch.clamp(-y, min=0)
-    y = torch.clamp(y, min=0)
+    inside = torch.clamp(y, *family.bounds)
+    outside = (y - inside).abs()
     if family in skewed.LAWS:
-        return skewed.crps(family, location, scale, y) + below
+        return skewed.crps(family, location, scale, inside) + outside
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        return _crps_doubly_censored(location.double(), scale.double(), inside.double()).to(location.dtype) + outside
     standard = _crps_truncated if family is Family.TRUNCATED_NORMAL else _crps_censored
-    return scale * standard((y - location) / scale, -location / scale, y / scale) + below
+    return scale * standard((inside - location) / scale, -location / scale, inside / scale) + outside
 
 
 def _phi(x: Tensor) -> Tensor:
@@ -58,11 +65,22 @@ def _crps_standard(z: Tensor) -> Tensor:
     return z * torch.erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
 
 
+def _square_below(x: Tensor) -> Tensor:
+    """Integral of Phi^2 below x."""
+    cdf = ndtr(x)
+    return x * cdf**2 + 2 * cdf * _phi(x) - ndtr(_SQRT2 * x) / _ROOT_PI
+
+
+def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
+    """crps of the law that is censored at zero alone less the integral of (1 - Phi)^2 above one."""
+    censored = _crps_censored((y - mu) / sigma, -mu / sigma, y / sigma)
+    return sigma * (censored - _square_below((mu - 1) / sigma))
+
+
 def _crps_censored(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
     """crps of the uncensored law less the integral of Phi^2 below l; `above` = z - l, given exactly."""
     low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0)
-    cdf = ndtr(low_l)
-    low = _crps_standard(z) - (low_l * cdf**2 + 2 * cdf * _phi(low_l) - ndtr(_SQRT2 * low_l) / _ROOT_PI)
+    low = _crps_standard(z) - _square_below(low_l)
     # For l > 0 the large terms of both integrals cancel to z - l; what is left are tails.
     tail = ndtr(-high_l)
     high_z = torch.clamp(z, min=0)
@@ -86,17 +104,16 @@ def _crps_truncated(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """P(value <= y), in [0, 1]; at y = 0 the censored laws count their mass there."""
+    """P(value <= y), in [0, 1]; at their bounds the censored laws count their mass there."""
     if family in skewed.LAWS:
         return skewed.cdf(family, location, scale, y)
     mu, sigma, at = location.double(), scale.double(), y.double()
     z, l = (at - mu) / sigma, -mu / sigma
-    if family is Family.NORMAL:
-        found = ndtr(z)
-    elif family is Family.CENSORED_NORMAL:
-        found = torch.where(at >= 0, ndtr(z), 0.0)
-    else:
+    if family is Family.TRUNCATED_NORMAL:
         found = torch.where(at > 0, -torch.expm1(log_ndtr(-torch.maximum(z, l)) - log_ndtr(-l)), 0.0)
+    else:
+        lower, upper = family.bounds
+        found = torch.where(at >= upper, 1.0, torch.where(at < lower, 0.0, ndtr(z)))
     return found.clamp(0, 1).to(location.dtype)
 
 
@@ -106,10 +123,8 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
         return skewed.quantile(family, location, scale, level)
     mu, sigma = location.double(), scale.double()
     p = torch.as_tensor(level, dtype=torch.float64, device=location.device)
-    if family is Family.NORMAL:
-        return (mu + sigma * ndtri(p)).to(location.dtype)
-    if family is Family.CENSORED_NORMAL:
-        return torch.clamp(mu + sigma * ndtri(p), min=0).to(location.dtype)
+    if family is not Family.TRUNCATED_NORMAL:
+        return torch.clamp(mu + sigma * ndtri(p), *family.bounds).to(location.dtype)
     l = -mu / sigma
     above = 0.5 * torch.erfc(torch.clamp(l, max=_FAR) / _SQRT2)  # torch's ndtr is zero below -10
     near = -ndtri((1 - p) * above)
@@ -125,17 +140,39 @@ def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Te
     if family in skewed.LAWS:
         return skewed.moments(family, location, scale)
     mu, sigma = location.double(), scale.double()
-    mean, variance = _standard_moments(family, -mu / sigma)
-    # `mean` is counted from zero, so nothing cancels where the location lies far below it.
-    return (sigma * mean).to(location.dtype), (sigma * torch.sqrt(variance)).to(location.dtype)
+    lower, upper = family.bounds
+    nearest = torch.clamp(mu, lower, upper)
+    if family is Family.TRUNCATED_NORMAL:
+        # `mean` is counted from zero, so nothing cancels where the location lies far below it.
+        mean, variance = _truncated_moments(-mu / sigma)
+        nearest = torch.zeros_like(mu)
+    else:
+        mean, variance = _censored_moments(*((at - mu) / sigma for at in (lower, nearest, upper)))
+    mean = torch.clamp(nearest + sigma * mean, lower, upper)
+    return mean.to(location.dtype), (sigma * torch.sqrt(variance)).to(location.dtype)
 
 
-def _standard_moments(family: Family, l: Tensor) -> tuple[Tensor, Tensor]:
+def _censored_moments(lower: Tensor, nearest: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean, counted from what lies `nearest` to zero between the bounds, and variance of the censored standard law.
+
+    E[(Y - c)^n], as integrals of n (t - c)^(n - 1) (1 - Phi(t)) over t > c, and of its mirror image below.
+    """
+    up, above = _excess(nearest, upper)
+    down, below = _excess(-nearest, -lower)
+    return up - down, (above + below - (up - down) ** 2).clamp(min=0)
+
+
+def _excess(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
+    start, end = (torch.clamp(x, max=_NOTHING) for x in (start, end))
+    first = [_phi(x) - x * ndtr(-x) for x in (start, end)]
+    second = [(1 - x * x) * ndtr(-x) + x * _phi(x) for x in (start, end)]
+    once = first[0] - first[1]
+    return once, second[0] - second[1] - 2 * start * once
+
+
+def _truncated_moments(l: Tensor) -> tuple[Tensor, Tensor]:
     """Mean above zero and variance at scale one."""
-    if family is Family.CENSORED_NORMAL:
-        mean = _phi(l) - l * ndtr(-l)
-        square = (1 + l * l) * ndtr(-l) - l * _phi(l)
-        return mean.clamp(min=0), (square - mean**2).clamp(min=0)
     near = torch.clamp(l, max=_FAR)
     hazard = torch.where(near > 0, 1 / _mills(near.clamp(min=0)), _phi(near) / ndtr(-near.clamp(max=0)))
     mean, variance = hazard - near, 1 + near * hazard - hazard**2
@@ -148,22 +185,24 @@ _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
     location = torch.linspace(*_GRID, dtype=torch.float64)
-    if family in skewed.LAWS:
-        return location, skewed.moments(family, location, torch.ones_like(location))[0]
-    return location, _standard_moments(family, -location)[0]
+    return location, moments(family, location, torch.ones_like(location))[0]
 
 
 # Made with the module: one that is made when first asked for, within a rehearsal on fake tensors, stays fake for all.
-_MEAN_TABLES = {family: _mean_table(family) for family in Family if family is not Family.NORMAL}
+_MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds == (0, math.inf)}
 
 
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
-    """The location at which the distribution with this scale has this mean; not below -4 scales (a mean near zero).
+    """The location at which the distribution with this scale has this mean; not 4 scales beyond a bound (mean near it).
 
-    Read off a table (1 % of a scale apart, linear between), because no closed form exists; carries no gradient.
+    Read off a table (1 % of a scale apart, linear between), because no closed form exists; carries no gradient. Between
+    two bounds the table is of one scale alone, so it is where Newton's steps start.
     """
     if family is Family.NORMAL:
         return mean
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        with torch.no_grad():
+            return _location_between(mean.double(), scale.double()).to(mean.dtype)
     with torch.no_grad():
         location, means = (t.to(mean.device) for t in _MEAN_TABLES[family])
         wanted = (mean.double() / scale.double()).contiguous()
@@ -174,8 +213,27 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
         return (found * scale.double()).to(mean.dtype)
 
 
+def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
+    """`location_of_mean` between zero and one.
+
+    The mean grows with the location by P(0 < Y < 1), and is convex up to one half; above, all is mirrored. It is less
+    than without the upper bound, and, as the average of Phi((location - t) / scale) over t, no less than that at one
+    half. The root lies between the roots of these two, and steps that stay there come to it from above.
+    """
+    near = torch.where(mean > 0.5, 1 - mean, mean)
+    least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
+    most = 0.5 + scale * ndtri(near.clamp(min=0))
+    found = least
+    for _ in range(_NEWTON):
+        lower, upper = -found / scale, (1 - found) / scale
+        excess = scale * _excess(lower, upper)[0] - near
+        slope = (ndtr(-lower) - ndtr(-upper)).clamp(min=_TINY)
+        found = torch.maximum(torch.minimum(found - excess / slope, most), least)
+    return torch.where(mean > 0.5, 1 - found, found)
+
+
 def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Location and scale of the law with `width` times the scale and the same mean, down to where the mean is nothing.
+    """Location and scale of the law with `width` times the scale and the same mean, up to where the mean is a bound.
 
     A law that stops at zero would move with its scale: rain of a wider one is more rain.
     """
@@ -183,7 +241,10 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     if family is Family.NORMAL:
         return location, wider
     same = location_of_mean(family, moments(family, location, scale)[0], wider)
-    return torch.where(location > _GRID[0] * scale, same, width * location), wider
+    same = torch.where(location > _GRID[0] * scale, same, width * location)
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        same = torch.where(1 - location > _GRID[0] * scale, same, 1 - width * (1 - location))
+    return same, wider
 
 
 def remap_members(
@@ -201,6 +262,8 @@ def remap_members(
             Of the others, whose raw members are far from normal, they are the quantiles at (rank - 1/2) / M, the M
             values with the least CRPS (Broecker 2012, doi:10.1002/qj.1891), times what gives them the law's mean:
             where it rains more rarely than once in M, all quantiles are zero, and the last in rank has all the rain.
+            Between two bounds a factor would leave them: there they are the means of the law between the levels
+            (rank - 1) / M and rank / M, of which those within a mass are the bound itself.
         order: (M,) positions of the members, in the order in which equal ones are ranked; as they are given if None. It
             is one at all points of a forecast and another in the next, so that no member is wetter for good.
 
@@ -223,6 +286,8 @@ def remap_members(
     count = there.sum(0)
     level = (rank.double() + 0.5) / count
     wide = location.double(), scale.double()
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        return torch.where(there, _means_between_levels(*wide, rank.double(), count), torch.nan).to(location.dtype)
     found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
     alone = total <= 1e-6 * wanted  # zero of zero, too, where a law's mean is too small for a number
@@ -246,3 +311,12 @@ def _even_places(members: Tensor, order: Tensor) -> Tensor:
     place = torch.where(there, ndtri((_ranks(members, order).double() + 0.5) / count), 0.0)
     deviation = torch.sqrt(place.square().sum(0) / (count - 1))
     return torch.where(there, torch.where(count > 1, place / deviation, 0.0), torch.nan).to(members.dtype)
+
+
+def _means_between_levels(mu: Tensor, sigma: Tensor, rank: Tensor, count: Tensor) -> Tensor:
+    """Mean of the law between zero and one where its distribution function lies in (rank, rank + 1) / count."""
+    lower, upper = -mu / sigma, (1 - mu) / sigma
+    start, end = (torch.clamp(ndtri((rank + more) / count), lower, upper) for more in (0, 1))
+    between = count * (mu * (ndtr(end) - ndtr(start)) + sigma * (_phi(start) - _phi(end)))
+    at_one = (rank + 1 - torch.maximum(rank, count * ndtr(upper))).clamp(min=0)
+    return torch.clamp(between + at_one, 0, 1)

@@ -12,8 +12,8 @@ a sign-based optimizer moves each by the same sensible share.
 s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
 itself): see `features`. With a linear correction sigma follows s1 as it is corrected, for its neighbours know more of
 the flow: s0 is then that of `FOLLOWED` members with this spread. The base is m + L + v s0 exp(B) for a normal variable.
-For one that cannot be negative it is the location at which the distribution's *mean* is that: where all members are
-dry, the untrained forecast is dry too.
+For one that has bounds it is the location at which the distribution's *mean* is that: where all members are dry, the
+untrained forecast is dry too.
 """
 
 from __future__ import annotations

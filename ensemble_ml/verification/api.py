@@ -122,7 +122,7 @@ def crps_distribution(
 def log_score(
     location: xr.DataArray, scale: xr.DataArray, observed: xr.DataArray, *, family: Family | str, **reduction: Any
 ) -> xr.DataArray:
-    """Minus the log of the predicted density, or of the mass at zero of a censored law; nats."""
+    """Minus the log of the predicted density, or of the mass at a bound of a censored law; nats."""
     law = Family(family)
     return weighted_mean(_pointwise(lambda *a: families.log_score(law, *a), location, scale, observed), **reduction)
 
@@ -171,7 +171,7 @@ def pit_histogram(
 ) -> xr.DataArray:
     """Share of points in each of `bins` equal bins of the probability integral transform, along `pit`.
 
-    At the mass of a censored law the value is drawn at random within the jump.
+    At a mass of a censored law the value is drawn at random within the jump.
     """
     law = Family(family)
 

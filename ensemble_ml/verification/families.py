@@ -7,7 +7,7 @@ standard units), the closed forms of the CRPS are those of
 
 - the normal law: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
 - the normal law truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- the normal law censored at zero: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A;
+- the normal law censored at zero, and at zero and one: Jordan et al. (2019), doi:10.18637/jss.v090.i12, appendix A;
 - the log-normal law: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4;
 - the censored shifted gamma law: Scheuerer & Hamill (2015), doi:10.1175/MWR-D-15-0061.1, equation 10.
 
@@ -33,20 +33,23 @@ _TINY = 1e-290
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 _FAR = 100.0  # scales beyond zero where the truncated normal is exponential to seven digits
-CENSORED = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at zero
+_NOTHING = 40.0  # scales beyond which nothing is left of a normal law
+_NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
+_CENSORED_NORMAL = (Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL)
+CENSORED = (*_CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at each bound
 
 
 def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
     """CRPS of a parametric forecast, in the units of `y`; at scale zero that of the point forecast.
 
-    A truth below zero, which only the normal law can produce, is scored as zero plus its distance from it.
+    A truth that the law cannot produce is scored as its nearer bound plus the distance from it.
     """
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     spread_out = scale > 0
     unit = np.where(spread_out | np.isnan(scale), scale, 1.0)
     if family is Family.NORMAL:
         return np.where(spread_out | np.isnan(scale), unit * _normal((y - location) / unit), np.abs(y - location))
-    below, inside = np.maximum(-y, 0), np.maximum(y, 0)
+    inside = np.clip(y, *family.bounds)
     with np.errstate(over="ignore", invalid="ignore"):  # branches that are not taken
         if family in (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA):
             skewed = _lognormal if family is Family.LOGNORMAL else _gamma
@@ -54,15 +57,18 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
         else:
             standard = _truncated if family is Family.TRUNCATED_NORMAL else _censored
             found = unit * standard((inside - location) / unit, -location / unit, inside / unit)
-    return np.where(spread_out | np.isnan(scale), found, np.abs(inside - np.maximum(location, 0))) + below
+        if family is Family.DOUBLY_CENSORED_NORMAL:
+            found = found - unit * _square_below((location - 1) / unit)
+    point = np.abs(inside - np.clip(location, *family.bounds))
+    return np.where(spread_out | np.isnan(scale), found, point) + np.abs(y - inside)
 
 
 def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, *, left: bool = False) -> np.ndarray:
-    """P(value <= y), or P(value < y) if `left`: they differ at zero, where censored laws have a mass."""
+    """P(value <= y), or P(value < y) if `left`: they differ at the bounds, where censored laws have a mass."""
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     certain = scale == 0
     if certain.any():  # all of it in one point
-        point = location if family is Family.NORMAL else np.maximum(location, 0)
+        point = np.clip(location, *family.bounds)
         found = cdf(family, location, np.where(certain, 1.0, scale), y, left=left)
         return np.where(certain, (y > point) if left else (y >= point), found)
     x, v = location / scale, y / scale
@@ -73,14 +79,17 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
     elif family is Family.LOGNORMAL:
         mu, sigma = _log_parameters(_ratio(x))
         inside = ndtr((np.log(np.maximum(v, _TINY)) - mu) / sigma)
-    elif family is Family.CENSORED_NORMAL:
+    elif family in _CENSORED_NORMAL:
         inside = ndtr(v - x)
     else:
         r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
         gamma = gammainc(r * r, np.maximum((v + GAMMA_SHIFT) * r, 0))
         inside = np.where(x + GAMMA_SHIFT >= _HIGHEST, ndtr(v - x), gamma)
-    at_zero = family in CENSORED and not left
-    return np.where((y >= 0) if at_zero else (y > 0), np.clip(inside, 0, 1), np.where(np.isnan(inside), np.nan, 0.0))
+    lower, upper = family.bounds
+    masses = family in CENSORED and not left
+    found = np.where((y >= lower) if masses else (y > lower), np.clip(inside, 0, 1), 0.0)
+    found = np.where((y >= upper) if masses else (y > upper), 1.0, found)
+    return np.where(np.isnan(inside), np.nan, found)
 
 
 def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
@@ -88,12 +97,10 @@ def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.
     location, scale, p = (np.asarray(a, np.float64) for a in (location, scale, level))
     certain = scale == 0
     if certain.any():
-        point = location if family is Family.NORMAL else np.maximum(location, 0)
+        point = np.clip(location, *family.bounds)
         return np.where(certain, point + 0 * p, quantile(family, location, np.where(certain, 1.0, scale), level))
-    if family is Family.NORMAL:
-        return location + scale * ndtri(p)
-    if family is Family.CENSORED_NORMAL:
-        return np.maximum(location + scale * ndtri(p), 0)
+    if family is Family.NORMAL or family in _CENSORED_NORMAL:
+        return np.clip(location + scale * ndtri(p), *family.bounds)
     x = location / scale
     if family is Family.TRUNCATED_NORMAL:
         return location + scale * stats.truncnorm.ppf(p, -x, np.inf)
@@ -106,7 +113,7 @@ def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.
 
 
 def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Minus the log of the density at `y`; at zero of a censored law, minus the log of its mass there. Nats."""
+    """Minus the log of the density at `y`; at a bound of a censored law, minus the log of its mass there. Nats."""
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     x, v = location / scale, y / scale
     normal = 0.5 * (v - x) ** 2 + 0.5 * math.log(2 * math.pi) + np.log(scale)
@@ -116,8 +123,8 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
         return np.where(y < 0, np.inf, normal + log_ndtr(x))
     with np.errstate(divide="ignore"):
         mass = -np.log(cdf(family, location, scale, np.zeros_like(y))) if family in CENSORED else np.inf
-    if family is Family.CENSORED_NORMAL:
-        density = normal
+    if family in _CENSORED_NORMAL:
+        density, mass = normal, -log_ndtr(-x)  # a mass that is small has a logarithm still
     elif family is Family.LOGNORMAL:
         mu, sigma = _log_parameters(_ratio(x))
         log_v = np.log(np.maximum(v, _TINY))
@@ -129,6 +136,8 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
         density = at - (r * r - 1) * np.log(at) + gammaln(r * r) - np.log(r) + np.log(scale)
         density = np.where(x + GAMMA_SHIFT >= _HIGHEST, normal, density)
     found = np.where(y > 0, density, np.where(y == 0, mass, np.inf))
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        found = np.where(y < 1, found, np.where(y == 1, -log_ndtr((location - 1) / scale), np.inf))
     return np.where(np.isnan(x + v), np.nan, found)
 
 
@@ -136,42 +145,77 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
     """Mean and standard deviation of a law; at scale zero those of the point.
 
     Of the truncated normal law: Johnson et al. (1994), Continuous Univariate Distributions 1, section 13.10. Of the
-    censored laws: E[Y] and E[Y^2] over y > 0 by parts, which of a gamma law of shape k need those of k + 1 and k + 2.
+    censored laws: E[Y] and E[Y^2] over y > 0 by parts, which of a gamma law of shape k need those of k + 1 and k + 2;
+    of the normal ones E[(Y - c)^n], with c the value nearest to the location, as integrals of n (t - c)^(n - 1)
+    (1 - Phi(t)) over t > c, and of its mirror image below.
     """
     location, scale = np.broadcast_arrays(np.asarray(location, np.float64), np.asarray(scale, np.float64))
     if family is Family.NORMAL:
         return location, scale
-    spread_out = scale > 0
-    x = location / np.where(spread_out | np.isnan(scale), scale, 1.0)
-    mean, variance = _standard_moments(family, x)
     certain = scale == 0
-    mean = np.where(certain, np.maximum(location, 0), scale * mean)
+    unit = np.where(certain, 1.0, scale)
+    point = np.clip(location, *family.bounds)
+    if family in _CENSORED_NORMAL:
+        mean, variance = _censored_moments(*((at - location) / unit for at in (0.0, point, family.bounds[1])))
+        mean = np.clip(point + scale * mean, *family.bounds)
+    else:
+        mean, variance = _standard_moments(family, location / unit)
+        mean = np.where(certain, point, scale * mean)
     return mean, np.where(certain, 0.0, scale * np.sqrt(variance))
 
 
-def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The location at which the law with this scale has this mean; not below -4 scales (a mean near zero).
+def _censored_moments(lower: np.ndarray, nearest: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean, counted from what lies `nearest` to zero between the bounds, and variance of the censored standard law."""
+    up, above = _excess(nearest, upper)
+    down, below = _excess(-nearest, -lower)
+    return up - down, np.maximum(above + below - (up - down) ** 2, 0)
 
-    Read off a table (1 % of a scale apart, linear between): most of these laws have no closed form for it.
+
+def _excess(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
+    start, end = np.minimum(start, _NOTHING), np.minimum(end, _NOTHING)
+    once = (_phi(start) - start * ndtr(-start)) - (_phi(end) - end * ndtr(-end))
+    first, last = ((1 - x * x) * ndtr(-x) + x * _phi(x) for x in (start, end))
+    return once, first - last - 2 * start * once
+
+
+def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The location at which the law with this scale has this mean; not 4 scales beyond a bound (a mean near it).
+
+    Read off a table (1 % of a scale apart, linear between): most of these laws have no closed form for it. Between two
+    bounds Newton's steps start there: see `ensemble_ml.models.distributions`.
     """
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
     if family is Family.NORMAL:
         return mean
+    if family is Family.DOUBLY_CENSORED_NORMAL:
+        return np.where(scale > 0, _location_between(mean, np.where(scale > 0, scale, 1.0)), mean + 0 * scale)
     location, means = _mean_table(family)
     wanted = mean / np.where(scale > 0, scale, 1.0)
     found = np.where(wanted >= means[-1], wanted, np.interp(wanted, means, location))
     return np.where(scale > 0, found * scale, mean + 0 * scale)
 
 
+def _location_between(mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    near = np.where(mean > 0.5, 1 - mean, mean)
+    found = least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
+    most = 0.5 + scale * ndtri(np.maximum(near, 0))
+    for _ in range(_NEWTON):
+        lower, upper = -found / scale, (1 - found) / scale
+        excess = scale * _excess(lower, upper)[0] - near
+        found = np.maximum(np.minimum(found - excess / np.maximum(ndtr(-lower) - ndtr(-upper), _TINY), most), least)
+    return np.where(mean > 0.5, 1 - found, found)
+
+
 @cache
 def _mean_table(family: Family) -> tuple[np.ndarray, np.ndarray]:
     """Location over scale, and the mean of the law over its scale there."""
     x = np.linspace(*_GRID)
-    return x, _standard_moments(family, x)[0]
+    return x, moments(family, x, np.ones_like(x))[0]
 
 
 def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance of a law that stops at zero, at location `x` and scale one."""
+    """Mean and variance of a truncated or skewed law, at location `x` and scale one."""
     if family is Family.LOGNORMAL:
         return _ratio(x), np.ones_like(x) + 0 * x
     if family is Family.TRUNCATED_NORMAL:
@@ -180,10 +224,6 @@ def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.nda
         mean, variance = near + hazard, np.maximum(1 - near * hazard - hazard**2, 0)
         far = x < -_FAR  # where these differences would lose their digits
         return np.where(far, 1 / l - 2 / l**3, mean), np.where(far, 1 / l**2 - 6 / l**4, variance)
-    if family is Family.CENSORED_NORMAL:
-        above, below, phi = ndtr(x), ndtr(-x), _phi(x)
-        variance = above + x * x * above * below + x * phi * (below - above) - phi**2
-        return np.maximum(x * above + phi, 0), np.maximum(variance, 0)
     r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
     k, at = r * r, GAMMA_SHIFT * r
     above, first, second = (gammaincc(k + more, at) for more in range(3))
@@ -232,11 +272,16 @@ def _normal(z: np.ndarray) -> np.ndarray:
     return z * erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
 
 
+def _square_below(x: np.ndarray) -> np.ndarray:
+    """Integral of Phi^2 below x."""
+    mass = ndtr(x)
+    return x * mass**2 + 2 * mass * _phi(x) - ndtr(_SQRT2 * x) / _ROOT_PI
+
+
 def _censored(z: np.ndarray, l: np.ndarray, above: np.ndarray) -> np.ndarray:
     """CRPS of the whole law less the integral of Phi^2 below zero; `above` = z - l, given exactly."""
     low_l, high_l = np.minimum(l, 0), np.maximum(l, 0)
-    mass = ndtr(low_l)
-    low = _normal(z) - (low_l * mass**2 + 2 * mass * _phi(low_l) - ndtr(_SQRT2 * low_l) / _ROOT_PI)
+    low = _normal(z) - _square_below(low_l)
     # For l > 0 the large terms of both integrals cancel to z - l; what is left are tails.
     tail, high_z = ndtr(-high_l), np.maximum(z, 0)
     tails = 2 * _phi(high_z) - 2 * high_z * ndtr(-high_z)

@@ -27,10 +27,10 @@ DEFINITIONS = {
         They are not the same: a perfect 10-member ensemble with sigma 1 scores 0.600, 0.601, 0.564 and 0.621.""",
     "baselines": f"""Fitted on the fit dates with the same members: {_CORRECTIONS}. A variance v from n dates
         (n - 1 in its denominator) predicts with v (1 + 1/n). Shrinkage keeps what odd and even blocks of
-        the fit dates agree on. A quantity that cannot be negative is scored as a normal law and as the variable's own
-        family, both with the corrected mean; that of the lower CRPS on the test dates is taken. The best baseline is
-        the one from the reduced ensemble with the lowest geometric mean CRPS on the test dates themselves, which
-        favours it.""",
+        the fit dates agree on. A quantity that cannot be negative, or is a share, is scored as a normal law and as
+        the variable's own family, both with the corrected mean; that of the lower CRPS on the test dates is taken. The
+        best baseline is the one from the reduced ensemble with the lowest geometric mean CRPS on the test dates
+        themselves, which favours it.""",
     "standard deviation / RMSE": """Root of the mean predicted variance over the RMSE of the mean; for a raw
         ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
     "calibration": """PIT: the predicted distribution function at the truth, drawn at random within the jump of a

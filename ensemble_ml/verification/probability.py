@@ -16,16 +16,16 @@ from ensemble_ml.verification.families import cdf
 def pit(
     family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, uniform: np.ndarray | None = None
 ) -> np.ndarray:
-    """Probability integral transform F(y); at the mass of a censored law drawn within the jump.
+    """Probability integral transform F(y); at a mass of a censored law drawn within the jump.
 
     Czado et al. (2009), doi:10.1111/j.1541-0420.2009.01191.x.
 
     Args:
         family, location, scale: the forecast.
-        y: truth; below zero it counts as zero where the law cannot be negative.
+        y: truth; beyond the bounds of the law it counts as the nearer one.
         uniform: in [0, 1), the shape of `y`; without it, the middle of the jump.
     """
-    at = y if family is Family.NORMAL else np.maximum(y, 0)
+    at = np.clip(y, *family.bounds)
     below, above = cdf(family, location, scale, at, left=True), cdf(family, location, scale, at)
     return below + (0.5 if uniform is None else uniform) * (above - below)
 

@@ -113,9 +113,9 @@ def _baseline(
     limit: np.ndarray | None,
     least: np.ndarray | None = None,
 ) -> dict[Statistic, np.ndarray]:
-    """Scores of a corrected ensemble, as both laws where it cannot be negative: the better is taken in the end.
+    """Scores of a corrected ensemble, as both laws where the variable's own has bounds: the better is taken in the end.
 
-    Both have the corrected mean where that is above zero: a law that stops at zero has its location below it, and less
+    Both have the corrected mean where that is within them: a law that stops at zero has its location below it, and less
     variance than its scale says. A scale of zero (no rain in a desert) is a point forecast to every score but the log
     score, which takes `least` (Z, 1, 1): a point has no density, and one such cell would leave the mean undefined.
     """
@@ -148,7 +148,7 @@ def _probabilities(
 
 
 def _log_score(family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    y = truth if family is Family.NORMAL else np.maximum(truth, 0)
+    y = np.clip(truth, *family.bounds)
     with np.errstate(divide="ignore", invalid="ignore"):
         return log_score(family, location, scale, y)
 

@@ -3,7 +3,7 @@
 A distribution at each point does not say whether variables, levels and places fit together; members do. Those of a
 forecast (`predict members_out=true`: raw members moved to the predicted distribution) stand beside the raw ensembles
 and beside ensemble copula coupling of the corrected reduced ensemble (`baselines.couple`, of the law with the corrected
-mean, normal or censored at zero where the variable cannot be negative). Points that lack a value of any field or
+mean, normal or censored where the variable has bounds). Points that lack a value of any field or
 entrant are left out, and their share of the area is told; so are fields that do not vary on the fit dates. Scores are
 ordinary, not fair: members that were moved are not independent. Fields are brought to one scale by the global mean of
 their climate's variance on the fit dates.
@@ -129,7 +129,8 @@ def _date(
         for size in sorted({m, n}):
             parts.setdefault(f"raw_{size}", []).append(sample.members[:size] / scale)
         mean, deviation = known.correction(*ensemble_moments(sample.members[:m]))
-        family = Family.NORMAL if registered(group.variable).family is Family.NORMAL else Family.CENSORED_NORMAL
+        own = registered(group.variable).family
+        family = Family.CENSORED_NORMAL if own.bounds == (0, np.inf) else own
         law = location_of_mean(family, mean, deviation), deviation
         parts.setdefault(f"ecc_{m}", []).append(couple(sample.members[:m], *law, family) / scale)
         for one in setting.forecasts:

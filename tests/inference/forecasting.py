@@ -9,13 +9,14 @@ import torch
 import xarray as xr
 
 from ensemble_ml.config import ModelConfig
+from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, Speed, climate_shapes
 from ensemble_ml.store import Fields, Layout, Part, Selection
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
-CENTRES = {"t": 250.0, "z": 5e4, "t2m": 280.0, "tp": 0.002, "fg10": 12.0, "ws10": 8.0}
-SCALES = {"t": 8.0, "z": 900.0, "t2m": 8.0, "tp": 0.002, "fg10": 4.0, "ws10": 3.0}
+CENTRES = {"t": 250.0, "z": 5e4, "t2m": 280.0, "tp": 0.002, "fg10": 12.0, "ws10": 8.0, "tcc": 0.6}
+SCALES = {"t": 8.0, "z": 900.0, "t2m": 8.0, "tp": 0.002, "fg10": 4.0, "ws10": 3.0, "tcc": 0.5}
 
 
 class MemorySource:
@@ -81,8 +82,7 @@ def make_source(
         for position, name in enumerate(names):
             at = (slice(None),) * 3 + (position,)
             values[at] = CENTRES[name] + SCALES[name] * values[at]
-            if name in ("tp", "fg10"):
-                values[at] = np.maximum(values[at], 0)
+            values[at] = np.clip(values[at], *field(name).family.bounds)
         return values.astype(np.float32)
 
     flat = draw(surface)

@@ -144,6 +144,27 @@ def test_equal_members_are_ranked_in_all_orders(hours, members):
         assert chisquare(np.bincount(orders[:, place], minlength=members)).pvalue > 1e-3
 
 
+def test_cloud_cover_lies_between_clear_and_overcast(config, tmp_path):
+    source = make_source(surface=("t2m", "tcc"))
+    given = make_checkpoint(tmp_path / "checkpoints", make_spec(source))
+    asked = {"thresholds": {"tcc": [-0.1, 0.0, 0.5, 1.0]}, "quantiles": [0.001, 0.5, 0.999], "members_out": True}
+    data = opened(predict(config(checkpoint=str(given), members_in=4, **asked), source)[0]).astype("f8")
+    law = norm(data.tcc_location, data.tcc_scale)
+    assert law.cdf(0).max() > 0.1 and law.sf(1).max() > 0.1
+    for kind in ("mean", "quantile", "member"):
+        found = data[f"tcc_{kind}"]
+        assert float(found.min()) >= 0 and float(found.max()) <= 1
+    np.testing.assert_allclose(data.tcc_quantile, np.clip([law.ppf(p) for p in (0.001, 0.5, 0.999)], 0, 1), atol=1e-6)
+    assert (data.tcc_prob_above[0] == 1).all() and (data.tcc_prob_above[3] == 0).all()
+    np.testing.assert_allclose(data.tcc_prob_above[1:3], [law.sf(0), law.sf(0.5)], atol=1e-6)
+    np.testing.assert_allclose(data.tcc_member.mean("realization"), data.tcc_mean, atol=1e-6)
+    raw = source.surface[0][:4, 1:, 1]
+    ranked = np.take_along_axis(data.tcc_member.values, np.argsort(raw, 0), 0)
+    assert (np.diff(ranked, axis=0)[np.diff(np.sort(raw, 0), axis=0) > 0] >= 0).all()
+    assert data.tcc_location.attrs["distribution_family"] == "doubly_censored_normal"
+    assert data.tcc_scale.attrs["comment"].startswith("min(1, max(0, N)), N a normal distribution")
+
+
 @pytest.mark.parametrize("where", [{"region": [60, -50, -30, 50]}, {"points": [[47.3, 11.4], [-33.9, -70.6]]}])
 def test_a_part_equals_the_whole_bit_for_bit(config, source, tmp_path, where):
     settings = {"members_in": 4, "members_out": True, "thresholds": {"tp": [0.001]}}

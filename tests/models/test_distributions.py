@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import scoringrules
@@ -16,7 +18,7 @@ from ensemble_ml.models import cdf, crps, moments, quantile, remap_members
 from ensemble_ml.models.distributions import location_of_mean, widen
 
 NORMAL, TRUNCATED, CENSORED = Family.NORMAL, Family.TRUNCATED_NORMAL, Family.CENSORED_NORMAL
-LOGNORMAL, GAMMA = Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA
+LOGNORMAL, GAMMA, DOUBLY = Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA, Family.DOUBLY_CENSORED_NORMAL
 FAMILIES = list(Family)
 F64 = torch.float64
 
@@ -46,6 +48,11 @@ def oracle(family, mu, sigma, y):
             return scoringrules.crps_lognormal(np.maximum(y, 1e-300), np.log(law.kwds["scale"]), law.args[0])
     if family is NORMAL:
         return scoringrules.crps_normal(y, mu, sigma)
+    if family is DOUBLY:
+        with np.errstate(all="ignore"):
+            found = scoringrules.crps_cnormal(np.minimum(y, 1), mu, sigma, 0, 1) + np.maximum(y - 1, 0)
+        # It has no value where a bound has all the mass, which is a point forecast.
+        return np.where(np.isnan(found), np.abs(y - np.clip(mu, 0, 1)), found)
     masses = {"lmass": stats.norm.cdf(-mu / sigma)} if family is CENSORED else {}
     with np.errstate(all="ignore"):  # it divides by the mass above zero, be that zero
         return scoringrules.crps_gtcnormal(y, mu, sigma, lower=np.zeros_like(mu), **masses)
@@ -55,6 +62,8 @@ def sf(family, mu, sigma, x):
     if family in (LOGNORMAL, GAMMA):
         law, shift = skewed(family, mu, sigma)
         return law.sf(x + shift)
+    if family is DOUBLY and x >= 1:
+        return 0.0
     if family is TRUNCATED:
         return np.exp(stats.norm.logsf((x - mu) / sigma) - stats.norm.logsf(-mu / sigma))
     return stats.norm.sf((x - mu) / sigma)
@@ -63,9 +72,10 @@ def sf(family, mu, sigma, x):
 def quadrature(family, mu, sigma, y):
     low = mu - 12 * sigma if family is NORMAL else 0.0
     top = max(y, mu, 0) + (12 if family not in (LOGNORMAL, GAMMA) else 60) * sigma
-    centre = [mu] if low < mu < y else None
+    breaks = [x for x in (mu, family.bounds[1]) if low < x < y]
     exact = {"epsabs": 1e-11, "limit": 400}
-    below = integrate.quad(lambda x: (1 - sf(family, mu, sigma, x)) ** 2, low, y, points=centre, **exact)[0]
+    below = integrate.quad(lambda x: (1 - sf(family, mu, sigma, x)) ** 2, low, y, points=breaks or None, **exact)[0]
+    top = min(top, max(y, family.bounds[1]))
     above = integrate.quad(lambda x: sf(family, mu, sigma, x) ** 2, y, top, **exact)[0]
     return below + above
 
@@ -91,6 +101,33 @@ def test_gradients_are_those_of_the_function(family):
     mu, sigma, y = (torch.tensor(v, dtype=F64) for v in table())
     leaves = mu.requires_grad_(), sigma.requires_grad_()
     assert torch.autograd.gradcheck(lambda m, s: crps(family, m, s, y), leaves, atol=1e-6)
+
+
+def between():
+    """Locations far outside zero and one, scales that leave a point or a straight line between them."""
+    locations = [-1e3, -30.0, -2.0, -0.1, 0.0, 0.3, 0.5, 1.0, 1.2, 5.0, 30.0, 1e3]
+    return [v.ravel() for v in np.meshgrid(locations, np.geomspace(1e-3, 1e2, 6), [0.0, 0.2, 0.5, 1.0])]
+
+
+def test_crps_between_two_bounds_equals_scoringrules():
+    mu, sigma, y = between()
+    for dtype in (F64, torch.float32):
+        ours = crps(DOUBLY, *(torch.tensor(v, dtype=dtype) for v in (mu, sigma, y)))
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(ours, oracle(DOUBLY, mu, sigma, y), rtol=0, atol=1e-6)
+
+
+def test_gradients_between_two_bounds_equal_quadrature():
+    mu, sigma, y = between()
+    leaves = [torch.tensor(v, dtype=torch.float32).requires_grad_() for v in (mu, sigma)]
+    crps(DOUBLY, *leaves, torch.tensor(y, dtype=torch.float32)).sum().backward()
+    phi, cdf_ = stats.norm.pdf, stats.norm.cdf
+    for at, (m, s, x) in enumerate(zip(mu, sigma, y, strict=True)):
+        edges = np.clip([-m / s, (x - m) / s, (1 - m) / s], -12, 12)  # the density ends there
+        for leaf, power in zip(leaves, (0, 1), strict=True):
+            below = integrate.quad(lambda w, n=power: -2 * cdf_(w) * phi(w) * w**n, *edges[:2])[0]
+            above = integrate.quad(lambda w, n=power: 2 * cdf_(-w) * phi(w) * w**n, *edges[1:])[0]
+            assert leaf.grad[at].item() == pytest.approx(below + above, abs=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -131,7 +168,8 @@ def test_quantile_inverts_cdf(family, mu):
     levels = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999], dtype=F64)
     found = quantile(family, location, scale, levels)
     back = cdf(family, location, scale, found)
-    inside = found > 0 if family in (CENSORED, GAMMA) else torch.ones_like(found, dtype=torch.bool)
+    lower, upper = family.bounds
+    inside = (found > lower) & (found < upper) if family in (CENSORED, GAMMA, DOUBLY) else found > -torch.inf
     torch.testing.assert_close(back[inside], levels[inside], rtol=1e-3 if mu < -45 else 1e-7, atol=1e-9)
     assert (back[~inside] >= levels[~inside]).all()
 
@@ -141,6 +179,21 @@ def test_cdf_counts_the_censored_mass():
     assert cdf(CENSORED, zero, one, zero).item() == pytest.approx(0.5)
     assert cdf(CENSORED, zero, one, -one).item() == 0
     assert cdf(TRUNCATED, zero, one, zero).item() == 0
+    assert cdf(DOUBLY, zero, one, zero).item() == pytest.approx(0.5)
+    at = torch.tensor([-1e-6, 1 - 1e-6, 1.0, 2.0])
+    assert cdf(DOUBLY, zero, one, at).tolist() == pytest.approx([0, stats.norm.cdf(1), 1, 1], abs=1e-6)
+    assert cdf(DOUBLY, zero + 50, one, at).tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_lie_between_the_bounds(family):
+    location, scale = torch.meshgrid(torch.linspace(-5, 5, 41), torch.logspace(-3, 2, 11), indexing="ij")
+    lower, upper = family.bounds
+    for found in (moments(family, location, scale)[0], *(quantile(family, location, scale, p) for p in (0.001, 0.999))):
+        assert (found >= lower).all() and (found <= upper).all()
+    outside = torch.tensor([x for x in (-0.1, 1.0, 1.1) if not lower <= x < upper])
+    found = cdf(family, location[..., None], scale[..., None], outside)
+    assert torch.equal(found, (outside > 0).float().expand_as(found))
 
 
 @pytest.mark.parametrize("mu", [-80.0, -31.0, -29.0, -5.0, -0.3, 0.0, 1.0, 8.0])
@@ -158,9 +211,28 @@ def test_moments(mu):
     assert (mean.item(), deviation.item()) == pytest.approx((first, np.sqrt(second - first**2)), abs=1e-7)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 0.05, 0.4, 2.0, 100.0])
+@pytest.mark.parametrize("x", [-30.0, -3.0, 0.0, 1.0, 30.0])
+def test_moments_and_location_between_two_bounds(x, scale):
+    """`x` counts scales from the bound that is nearer; the law seen from above is the law from below."""
+    location = min(x * scale, 0.5)
+    tail = lambda t: stats.norm.sf((t - location) / scale)  # noqa: E731
+    points = np.unique(np.clip(np.append(np.linspace(0, 1, 11), location + scale * np.arange(-9, 10)), 0, 1))
+    whole = lambda f: sum(integrate.quad(f, a, b, epsabs=1e-14)[0] for a, b in itertools.pairwise(points))  # noqa: E731
+    expected = whole(tail)
+    deviation = np.sqrt(max(whole(lambda t: 2 * t * tail(t)) - expected**2, 0))
+    law = torch.tensor([location, 1 - location], dtype=F64), torch.full((2,), scale, dtype=F64)
+    found = moments(DOUBLY, *law)
+    np.testing.assert_allclose(found[0], [expected, 1 - expected], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(found[1], deviation, rtol=1e-6, atol=1e-7)
+    if x > -4:
+        torch.testing.assert_close(location_of_mean(DOUBLY, *(found[0], law[1])), law[0], rtol=1e-6, atol=1e-6 * scale)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_location_of_mean_gives_that_mean(family):
     mean, scale = torch.tensor([0.4, 1.0, 3.0, 7.0, 500.0]), torch.tensor([1.0, 1.0, 1.5, 0.5, 2.0])
+    mean = mean / (1 + mean) if family is DOUBLY else mean
     found = moments(family, location_of_mean(family, mean, scale), scale)[0]
     torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-5)
 
@@ -169,6 +241,8 @@ def test_location_of_mean_gives_that_mean(family):
 @pytest.mark.parametrize("width", [0.5, 0.8, 1.4])
 def test_a_wider_law_keeps_its_mean(family, width):
     location, scale = torch.linspace(-2, 9, 23).double() * 3, torch.full((23,), 3.0).double()
+    if family is DOUBLY:
+        location, scale = location / 27, scale / 10
     mean, deviation = moments(family, location, scale)
     mean2, deviation2 = moments(family, *widen(family, location, scale, torch.tensor(width).double()))
     torch.testing.assert_close(mean2, mean, atol=1e-4, rtol=1e-4)
@@ -182,6 +256,14 @@ def test_a_wider_law_of_next_to_nothing_stays_there():
     assert (
         moments(Family.CENSORED_SHIFTED_GAMMA, *widen(Family.CENSORED_SHIFTED_GAMMA, location, scale, scale))[0] < 1e-4
     )
+
+
+def test_a_wider_law_of_next_to_all_stays_there():
+    """Overcast is as clear sky, seen from above."""
+    location, scale, width = torch.tensor([-3.0, -0.1, 0.4]).double(), torch.full((3,), 0.2).double(), torch.tensor(1.5)
+    wider, mirrored = widen(DOUBLY, location, scale, width)[0], widen(DOUBLY, 1 - location, scale, width)[0]
+    torch.testing.assert_close(1 - mirrored, wider)
+    assert wider[0] == -4.5 and moments(DOUBLY, 1 - wider, scale * width)[0][0] > 0.9999
 
 
 def test_dry_members_stay_dry():
@@ -199,15 +281,15 @@ def test_remapped_members_have_the_predicted_mean_and_spread():
     assert (found.argsort(0) == members.argsort(0)).all()
 
 
-@pytest.mark.parametrize("family", [TRUNCATED, CENSORED, LOGNORMAL, GAMMA])
-def test_remapped_members_respect_zero_and_order(family):
+@pytest.mark.parametrize("family", [TRUNCATED, CENSORED, LOGNORMAL, GAMMA, DOUBLY])
+def test_remapped_members_respect_bounds_and_order(family):
     members = torch.randn(5, 50)
     found = remap_members(members, members.mean(0), members.std(0), torch.full((50,), 0.2), torch.ones(50), family)
-    assert (found >= 0).all()
+    assert (found >= 0).all() and (found <= family.bounds[1]).all()
     assert (torch.gather(found, 0, members.argsort(0)).diff(dim=0) >= 0).all()
 
 
-@pytest.mark.parametrize("family", [TRUNCATED, CENSORED, LOGNORMAL, GAMMA])
+@pytest.mark.parametrize("family", [TRUNCATED, CENSORED, LOGNORMAL, GAMMA, DOUBLY])
 @pytest.mark.parametrize("count", [2, 5, 10, 50])
 @pytest.mark.parametrize("x", [-2.0, -1.0, 0.0, 1.5])
 def test_members_of_the_law_stay_members_of_it(family, count, x):
@@ -224,6 +306,23 @@ def test_members_of_the_law_stay_members_of_it(family, count, x):
     assert (torch.gather(found, 0, order).diff(dim=0)[strict] >= 0).all() and (found >= 0).all()
     truth = quantile(family, location, scale, torch.rand(points, dtype=F64))
     assert of_members(found, truth) < 1.005 * of_members(raw, truth)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.2, 3.0, 100.0])
+@pytest.mark.parametrize("location", [-300.0, -0.3, 0.0, 0.6, 1.0, 1.4, 300.0])
+def test_members_between_two_bounds_have_the_mean_of_the_law(location, scale):
+    """Where it is clear, or overcast, more often than not, the members within the mass are the bound itself."""
+    law = torch.full((40,), location), torch.full((40,), scale)
+    members = torch.rand(5, 40)
+    members[2, 7] = torch.nan
+    found = remap_members(members, members.nanmean(0), torch.ones(40), *law, DOUBLY)
+    there = ~torch.isnan(members)
+    assert torch.equal(torch.isnan(found), ~there) and ((found >= 0) & (found <= 1))[there].all()
+    torch.testing.assert_close(found.nanmean(0), moments(DOUBLY, *law)[0], atol=1e-6, rtol=0)
+    clear, covered = cdf(DOUBLY, *law, torch.zeros(())), 1 - cdf(DOUBLY, *law, torch.tensor(1 - 1e-7))
+    count = there.sum(0)
+    assert ((found == 0).sum(0) == torch.floor(clear * count + 1e-4)).all()
+    assert ((found == 1).sum(0) == torch.floor(covered * count + 1e-4)).all()
 
 
 def of_members(members, truth):

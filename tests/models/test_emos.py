@@ -84,13 +84,23 @@ def test_observations_of_a_temperature_station():
         np.testing.assert_allclose(of(fit_emos(*sample)), wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_a_censored_law_is_fitted_by_its_own_crps():
+@pytest.mark.parametrize("family", [Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL])
+def test_a_censored_law_is_fitted_by_its_own_crps(family):
     rng = np.random.default_rng(1)
     mean = rng.gamma(0.5, 4.0, 600)
     variance = 0.3 * mean + 0.1
-    y = np.maximum(0.8 * mean - 0.5 + np.sqrt(0.2 + 1.2 * variance) * rng.standard_normal(600), 0)
-    found = fit_emos(mean, variance, y, family=Family.CENSORED_NORMAL)
-    wanted, least = by_scipy(mean, variance, y, crps=lambda y, mu, sigma: crps_cnormal(y, mu, sigma, lower=0.0))
+    lower, upper = family.bounds
+    unit = 1.0 if upper == np.inf else 0.25  # so that a quarter lies at either bound
+    y = 0.8 * mean - 0.5 + np.sqrt(0.2 + 1.2 * variance) * rng.standard_normal(600)
+    mean, variance, y = unit * mean, unit**2 * variance, np.clip(unit * y, lower, upper)
+    found = fit_emos(mean, variance, y, family=family)
+
+    def of_law(y, mu, sigma):
+        with np.errstate(all="ignore"):  # it has no value where a bound has all the mass
+            score = crps_cnormal(y, mu, sigma, lower=lower, upper=upper)
+        return np.where(np.isnan(score), np.abs(y - np.clip(mu, lower, upper)), score)
+
+    wanted, least = by_scipy(mean, variance, y, crps=of_law)
     assert float(found.crps(mean, variance, y).mean()) == pytest.approx(least, abs=1e-8)
     np.testing.assert_allclose(of(found), wanted, rtol=5e-3, atol=5e-3)
 

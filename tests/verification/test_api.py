@@ -208,6 +208,8 @@ def test_chunks_do_not_change_how_ties_are_broken():
     truth, scale = dry.isel(realization=0, drop=True), xr.ones_like(dry.isel(realization=0, drop=True))
     whole = api.rank_histogram(dry, truth)
     np.testing.assert_allclose(whole, 0.2, atol=0.04)
+    overcast = api.pit_histogram(truth + 1, scale, truth + 1, family="doubly_censored_normal", bins=4)
+    np.testing.assert_allclose(overcast, [0, 0, 0.5, 0.5], atol=0.04)  # half of the mass lies at one
     pit = api.pit_histogram(truth, scale, truth, family="censored_normal", bins=4)
     np.testing.assert_allclose(pit, [0.5, 0.5, 0, 0], atol=0.04)  # half of the mass lies at zero
     for parts in ({"init_time": 1}, {"init_time": 7, "point": 2}):

@@ -47,7 +47,7 @@ def test_coupled_quantiles_stand_in_raw_order():
         base.couple(members[:1], np.zeros(2), np.ones(2))
 
 
-@pytest.mark.parametrize("family", [Family.NORMAL, Family.CENSORED_NORMAL])
+@pytest.mark.parametrize("family", [Family.NORMAL, Family.CENSORED_NORMAL, Family.DOUBLY_CENSORED_NORMAL])
 @pytest.mark.parametrize("members", [5, 10])
 def test_coupled_members_are_scored_best_and_keep_the_mean(members, family):
     """Against quantiles at i / (M + 1), by the ordinary CRPS that they are scored with."""

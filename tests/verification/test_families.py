@@ -17,6 +17,7 @@ from ensemble_ml.verification.families import cdf, crps, crps_above, location_of
 
 FAMILIES = list(Family)
 SKEWED = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
+DOUBLY = Family.DOUBLY_CENSORED_NORMAL
 POINTS = [(0.3, 0.0), (1.0, 2.5), (-2.0, 0.4), (-7.0, 0.1), (-20.0, 0.05), (1.0, -0.5)]
 
 
@@ -45,6 +46,8 @@ def test_crps_against_scoringrules():
     np.testing.assert_allclose(crps(Family.TRUNCATED_NORMAL, location, scale, y), truncated, atol=1e-9)
     censored = scoringrules.crps_cnormal(y, location, scale, 0, np.inf)
     np.testing.assert_allclose(crps(Family.CENSORED_NORMAL, location, scale, y), censored, atol=1e-9)
+    censored = scoringrules.crps_cnormal(np.minimum(y, 1), location, scale, 0, 1) + np.maximum(y - 1, 0)
+    np.testing.assert_allclose(crps(DOUBLY, location, scale, y), censored, atol=1e-9)
     law, _ = skewed(Family.LOGNORMAL, location, scale)
     peer = scoringrules.crps_lognormal(np.maximum(y, 1e-300), np.log(law.kwds["scale"]), law.args[0])
     np.testing.assert_allclose(crps(Family.LOGNORMAL, location, scale, y), peer, atol=1e-9)
@@ -61,6 +64,7 @@ def survival(family, location, scale):
     return {
         Family.NORMAL: lambda x: norm.sf((x - location) / scale),
         Family.CENSORED_NORMAL: lambda x: norm.sf((x - location) / scale) if x >= 0 else 1.0,
+        DOUBLY: lambda x: norm.sf((x - location) / scale) if 0 <= x < 1 else float(x < 0),
         Family.TRUNCATED_NORMAL: lambda x: (
             np.exp(log_ndtr((location - x) / scale) - log_ndtr(location / scale)) if x >= 0 else 1.0
         ),
@@ -124,20 +128,30 @@ def test_log_score_is_minus_the_log_of_the_density(family):
 def test_log_score_at_a_mass_and_where_nothing_can_be():
     zero, one = np.zeros(1), np.ones(1)
     assert log_score(Family.CENSORED_NORMAL, zero, one, zero) == pytest.approx(np.log(2))
+    assert log_score(DOUBLY, one, 2 * one, zero) == pytest.approx(-norm.logcdf(-0.5))
+    for at, y in ((-40, 1), (41, 0)):
+        assert log_score(DOUBLY, at * one, one, y * one) == pytest.approx(-norm.logsf(41))
+    assert np.isposinf(log_score(DOUBLY, one, one, np.array([-0.1, 1.1]))).all()
     assert np.isposinf(log_score(Family.LOGNORMAL, one, one, -one))
     assert np.isposinf(log_score(Family.TRUNCATED_NORMAL, one, one, -one))
 
 
 def test_the_mass_at_zero_counts_from_the_right():
     zero, one = np.zeros(3), np.ones(3)
-    for family in (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA):
+    for family in (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA, DOUBLY):
         assert (cdf(family, zero, one, zero) > 0.3).all() and (cdf(family, zero, one, zero, left=True) == 0).all()
+
+
+def test_the_mass_at_one_counts_from_the_right():
+    half, one = np.full(3, 0.5), np.ones(3)
+    np.testing.assert_allclose(cdf(DOUBLY, half, one, one, left=True), norm.cdf(0.5))
+    assert (cdf(DOUBLY, half, one, one) == 1).all() and (cdf(DOUBLY, half, one, 2 * one, left=True) == 1).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forecast_without_spread_is_scored_as_a_point(family):
-    location, y = np.array([1.0, -1.0, 0.0]), np.array([0.0, 2.0, 0.0])
-    point = location if family is Family.NORMAL else np.maximum(location, 0)
+    location, y = np.array([1.5, -1.0, 0.0]), np.array([0.0, 2.0, 0.0])
+    point = np.clip(location, *family.bounds)
     np.testing.assert_allclose(crps(family, location, np.zeros(3), y), abs(point - y))
     assert np.isnan(crps(family, location, np.array([np.nan, 1, 1]), y)).tolist() == [True, False, False]
 
@@ -146,7 +160,7 @@ def test_a_forecast_without_spread_is_scored_as_a_point(family):
 def test_a_scale_of_nothing_is_a_step(family):
     """As the moments of members that agree on no rain."""
     location, y = np.array([2.0, 0.0, -1.0]), np.array([2.0, 0.0, 0.0])
-    at = location if family is Family.NORMAL else np.maximum(location, 0)
+    at = np.clip(location, *family.bounds)
     assert cdf(family, location, np.zeros(3), y).tolist() == (y >= at).astype(float).tolist()
     assert cdf(family, location, np.zeros(3), y, left=True).tolist() == (y > at).astype(float).tolist()
 
@@ -154,8 +168,10 @@ def test_a_scale_of_nothing_is_a_step(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_location_of_mean_gives_that_mean(family):
     mean, scale = np.array([0.3, 0.5, 1.0, 3.0, 9.0, 40.0, 5.0]), np.array([1.0, 2.0, 1.0, 2.0, 1.0, 0.5, 0.0])
+    if family is DOUBLY:
+        mean = mean / (1 + mean)
     location = location_of_mean(family, mean, scale)
-    assert location[-1] == 5.0  # without a scale it is the mean itself
+    assert location[-1] == mean[-1]  # without a scale it is the mean itself
     levels = (np.arange(20_000) + 0.5) / 20_000
     found = quantile(family, location[:-1, None], scale[:-1, None], levels).mean(1)
     np.testing.assert_allclose(found, mean[:-1], atol=2e-3 * scale[:-1].max())
@@ -172,6 +188,7 @@ def moments_by_quadrature(family, location, scale):
     """E[Y^n] = integral of n y^(n - 1) P(Y > y) over y > 0, for laws that are never negative."""
     tail = survival(family, location, scale)
     points = scale * np.append(np.linspace(0, 30, 60), np.geomspace(31, 1e10 if family in SKEWED else 300, 99))
+    points = np.unique(np.minimum(points, family.bounds[1]))
     parts = lambda f: sum(quad(f, a, b, limit=200)[0] for a, b in itertools.pairwise(points))  # noqa: E731
     mean, square = parts(tail), parts(lambda y: 2 * y * tail(y))
     return mean, np.sqrt(max(square - mean**2, 0))
@@ -208,7 +225,7 @@ def test_moments_are_those_that_are_trained_through(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moments_of_a_point_and_of_nothing(family):
     mean, deviation = moments(family, np.array([2.0, -1.0, np.nan, 1.0]), np.array([0.0, 0.0, 1.0, np.nan]))
-    at = [2.0, -1.0 if family is Family.NORMAL else 0.0]
+    at = np.clip([2.0, -1.0], *family.bounds).tolist()
     assert mean[:2].tolist() == at and deviation[:2].tolist() == [0.0, 0.0]
     assert np.isnan(mean[2]) and np.isnan(deviation[3])
     if family is Family.TRUNCATED_NORMAL:  # far below zero an exponential law
@@ -231,7 +248,7 @@ def test_what_misses_has_no_score(family, gone):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantiles_of_a_point_are_the_point(family):
     location = np.array([2.0, 0.0, -1.0])
-    at = location if family is Family.NORMAL else np.maximum(location, 0)
+    at = np.clip(location, *family.bounds)
     np.testing.assert_array_equal(quantile(family, location, np.zeros(3), np.array([[0.1], [0.9]])), [at, at])
     y = np.array([3.0, 0.4, 0.0])
     expected = np.abs(np.maximum(at, 0.2) - np.maximum(y, 0.2))

@@ -32,6 +32,14 @@ def test_a_law_that_stops_at_zero_has_no_mean_below():
     np.testing.assert_allclose(found[S.VARIANCE_FAMILY], expected)
 
 
+def test_cloud_cover_has_a_law_of_its_own_between_clear_and_overcast():
+    found = _baseline(np.array([1.2, 0.7]), np.full(2, 0.1), np.ones(2), Family.DOUBLY_CENSORED_NORMAL, np.ones(2))
+    assert found[S.ERROR_NORMAL][0] == pytest.approx(0.2) and -1e-3 < found[S.ERROR_FAMILY][0] <= 0
+    assert found[S.ERROR_FAMILY][1] == pytest.approx(-0.3) and found[S.ERROR_NORMAL][1] == pytest.approx(-0.3)
+    assert (found[S.BRIER_FAMILY] == 0).all() and (found[S.BRIER_NORMAL] > 0).all()  # nothing is more than overcast
+    assert np.isfinite(found[S.LOG_SCORE_FAMILY]).all()
+
+
 # A log-normal law never gives zero.
 @pytest.mark.parametrize("family", [family for family in Family if family is not Family.LOGNORMAL])
 def test_a_point_has_scores_that_are_finite(family):
