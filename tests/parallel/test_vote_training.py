@@ -1,5 +1,6 @@
 """Training whole runs that vote: replicas, resume, log, bad gradients."""
 
+import math
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -110,6 +111,58 @@ def test_low_ranks_go_on_where_the_grid_is_shared_out_otherwise(store, tmp_path,
     kept = {name: value for name, value in left.items() if name in told[0]}
     assert len(kept) > 5 and all(torch.equal(told[0][name], value) for name, value in kept.items())
     assert read_log(tmp_path / "a" / "log.jsonl")[-1]["step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "hierarchical"),
+    [
+        ({"data": 2}, {"lat": 2}, False),
+        pytest.param({"data": 4}, {"lat": 4}, False, marks=pytest.mark.slow),
+        ({"data": 2, "lat": 2}, {"lat": 2}, False),
+        ({"data": 2}, {"data": 2}, True),  # two nodes of one rank become one node of two
+    ],
+)
+def test_a_vote_that_becomes_one_group_goes_on_from_the_mean_momentum(store, tmp_path, before, after, hierarchical):
+    """Ranks that average gradients form signs alike only with one momentum, also where there are as many as voted."""
+    config = voting(store, tmp_path)
+    config.optim.momentum_sync, config.optim.hierarchical = MomentumSync.never, hierarchical
+    run_ranks(_on_nodes_of_one, math.prod(before.values()), config, **before)
+    kept = load_checkpoint(tmp_path / "a" / "checkpoints" / "last", training=True)
+    parts = [kept.of_rank(rank) for rank in range(kept.ranks)]
+    config.resume, config.parallel = True, ParallelConfig(**after)
+    told = run_ranks(_momenta_and_weights, math.prod(after.values()), config, **after)
+    momenta, ends = zip(*told, strict=True)
+    for i, momentum in enumerate(momenta[0]):
+        torch.testing.assert_close(momentum, sum(part[f"momentum.{i}"] for part in parts) / len(parts))
+    assert len(ends[0]) > 5
+    assert all(torch.equal(value, other[name]) for name, value in ends[0].items() for other in ends[1:])
+
+
+def _on_nodes_of_one(session, config):
+    session.world = replace(session.world, local_size=1)
+    _until_five(session, config)
+
+
+def _momenta_and_weights(session, config):
+    """A rank's momenta as the run goes on, and its weights at the end, save those of single cells."""
+    momenta, weights = [], {}
+    step, end = trainer.Trainer._step, trainer.Trainer._say_end
+
+    def first(self, batch, stop=None):
+        if not momenta:
+            momenta.extend(self.state.optimizer.momentum(p).clone() for p in self.state.exchange.params)
+        return step(self, batch, stop)
+
+    def last(self, tracker):
+        alone = {id(p) for p in self.state.exchange.apart}
+        named = self.state.model.named_parameters()
+        weights.update({name: p.detach().clone() for name, p in named if id(p) not in alone})
+        end(self, tracker)
+
+    trainer.Trainer._step, trainer.Trainer._say_end = first, last
+    config.steps = 10
+    joined(session, config)
+    return momenta, weights
 
 
 def _errors_at_start(session, config):
