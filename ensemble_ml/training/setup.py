@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 _TRACES = "config.yaml", "log.jsonl", "checkpoints"  # what a run leaves first
 _PATIENCE = 15.0  # seconds that a run which goes on waits for the job before it to end
 STATIC = ("orog", "lsm")
-# Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
+# Settings that may differ when a run goes on: none of them changes what the steps before did to the weights. The same
+# store may lie elsewhere.
 _FREE = (
     "run",
     "output",
@@ -45,6 +46,7 @@ _FREE = (
     "checkpoint_every",
     "checkpoint_minutes",
     "data.store",
+    "optim.nonfinite",
 )
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
 # Of those groups: which rank computes a sample decides what each one votes, and the order of a sum.

@@ -1,7 +1,6 @@
 """Training whole runs that vote: replicas, resume, log, bad gradients."""
 
 import math
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -245,15 +244,31 @@ def _until_five(session, config):
         trainer.Trainer._keep = loop
 
 
-def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path):
-    skipping = voting(store, tmp_path / "skip")
+@pytest.mark.parametrize(
+    ("exchange", "step", "mesh"),
+    [
+        (ExchangeName.vote, 4, {"data": 2}),
+        (ExchangeName.vote, 1, {"data": 2}),  # of which there is a checkpoint already
+        pytest.param(ExchangeName.allreduce, 6, {"lat": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path, exchange, step, mesh):
+    """And a run that they have ended goes on without them, as if it had left them out at once."""
+    skipping, stopping = (voting(store, tmp_path / name) for name in ("skip", "stop"))
     skipping.optim.nonfinite = Nonfinite.skip
-    told = run_ranks(_poisoned, 2, skipping, data=2)
-    assert told == ["", ""]
-    assert all(torch.isfinite(v).all() for k, v in weights(tmp_path / "skip" / "a").items() if "momentum" in k)
-    told = run_ranks(_poisoned, 2, voting(store, tmp_path / "stop"), data=2)
-    assert all("step 4" in text and "from ranks 1," in text for text in told)
-    shutil.rmtree(tmp_path / "stop")
+    skipping.optim.exchange = stopping.optim.exchange = exchange
+    assert run_ranks(_poisoned, 2, skipping, 1, step, **mesh) == ["", ""]
+    whole = weights(tmp_path / "skip" / "a")
+    assert all(torch.isfinite(v).all() for k, v in whole.items() if "momentum" in k)
+    told = run_ranks(_poisoned, 2, stopping, 1, step, **mesh)
+    named = "1" if "data" in mesh else "0, 1"  # parts of one sample hand them on
+    assert all(f"step {step}: gradients that are not finite from ranks {named}, on" in text for text in told)
+    assert all("checkpoints/last is the state before" in text for text in told)
+    assert load_checkpoint(tmp_path / "stop" / "a" / "checkpoints" / "last").meta["step"] == step - 1
+    stopping.resume, stopping.optim.nonfinite = True, Nonfinite.skip
+    assert run_ranks(_poisoned, 2, stopping, 1, step, **mesh) == ["", ""]
+    gone_on = weights(tmp_path / "stop" / "a")
+    assert whole.keys() == gone_on.keys() and all(torch.equal(v, gone_on[k]) for k, v in whole.items())
 
 
 @pytest.mark.parametrize("name", [ExchangeName.vote, ExchangeName.lion_cub])
@@ -265,12 +280,12 @@ def test_ranks_that_average_before_they_vote_are_all_named(store, tmp_path, name
     assert all("step 4" in text and "from ranks 2, 3," in text for text in told)
 
 
-def _poisoned(session, config, rank=1):
-    """The gradients of `rank` hold a NaN in step 4."""
+def _poisoned(session, config, rank=1, step=4):
+    """The gradients of `rank` hold a NaN in `step`."""
     backward = torch.Tensor.backward
 
     def poisoned(self, *args, **kwargs):
-        bad = session.step == 4 and session.topology.rank == rank
+        bad = session.step == step and session.topology.rank == rank
         backward(self * torch.nan if bad and torch.is_grad_enabled() else self, *args, **kwargs)
 
     torch.Tensor.backward = poisoned
