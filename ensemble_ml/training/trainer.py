@@ -192,7 +192,7 @@ class Trainer:
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(
                 state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
-                sent=self._bytes_sent - sent, exchanged=self._waited,
+                sent=self._bytes_sent - sent, exchanged=self._waited, skipped=self._skipped > 0,
             )  # fmt: skip
             if self._noted:
                 tracker.note(state.step, self._noted)

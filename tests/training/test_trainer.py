@@ -335,6 +335,9 @@ def test_a_run_that_a_step_has_ended_goes_on_without_it(config_of, monkeypatch):
     whole = train(config_of(**plan, run="whole", optim__nonfinite=Nonfinite.skip))
     assert weights(run).meta["step"] == 60
     assert_equal_runs(run, whole)
+    lines = [line for line in read_log(run / "log.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [(line["step"], line["skipped"]) for line in lines if line["loss"] is None] == [(49, 1)]
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(config_of, monkeypatch):
