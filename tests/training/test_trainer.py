@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -365,6 +366,28 @@ def test_a_link_that_was_not_exchanged_is_mended(config_of):
     (folder / ".partial-step_00000099").mkdir()
     train(config_of(steps=60, optim__lr=2e-3, resume=True))
     assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
+
+
+@pytest.mark.parametrize("validation", [["2001-02"], []])
+@pytest.mark.parametrize("lost", ["links", "last"])
+def test_a_copy_without_links_goes_on(config_of, monkeypatch, caplog, validation, lost):
+    """As scp -r makes it, or a store that knows no links."""
+    plan = {"data__validation": validation, "validate_every": 3, "checkpoint_every": 3}
+    whole = train(config_of(run="whole", **plan))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(run="parts", **plan))
+    copy = whole.with_name("a")
+    shutil.copytree(whole.with_name("parts"), copy, symlinks=False)
+    if lost == "last":
+        for link in {"last", "best"} & {p.name for p in (copy / "checkpoints").iterdir()}:
+            shutil.rmtree(copy / "checkpoints" / link)
+    caplog.set_level(logging.INFO)
+    assert train(config_of(**plan, resume=True)) == copy
+    assert "resumed after step 5 of 12" in caplog.text
+    assert_equal_runs(whole, copy)
+    assert all(p.is_symlink() or p.name.startswith("step_") for p in (copy / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("name", ["unet3d", "drn"])
