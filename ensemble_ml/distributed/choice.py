@@ -165,8 +165,8 @@ def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> Ow
 
 
 def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """Give this rank its tensors back; on another number of ranks, all of them get the mean, or an equal share of what
-    adds up.
+    """Give this rank its tensors back; on another number of ranks, or where they keep nothing apart any more, all of
+    them get the mean, or an equal share of what adds up.
 
     Args:
         ranks: parts that were kept; 0 does nothing.
@@ -175,10 +175,13 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     if not ranks:
         return
     size, place = (exchange.group.size, exchange.group.rank) if isinstance(exchange, BucketExchange) else (1, 0)
-    if ranks == size:
+    apart = bool(exchange.local_state())
+    # As many ranks that now share a sample average gradients, for which their momenta have to be equal.
+    if ranks == size and apart:
         exchange.load_local_state(dict(read(place)))
         return
-    log.warning("resume: momenta of %d ranks on %d: every rank goes on from their mean", ranks, size)
+    now = "" if apart else " that hold them in common"
+    log.warning("resume: momenta of %d ranks on %d%s: every rank goes on from their mean", ranks, size, now)
     total = {name: value.clone() for name, value in read(0).items()}
     for rank in range(1, ranks):
         for name, value in read(rank).items():

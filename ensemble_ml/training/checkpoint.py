@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 from ensemble_ml.store.manifest import hash_file
+
+log = logging.getLogger(__name__)
 
 FORMAT = 4  # raised whenever a reader of the older number would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
@@ -145,6 +148,41 @@ def point(folder: Path, link: str, target: str) -> None:
     sync(folder)
 
 
+def mend_links(folder: Path) -> None:
+    """Let `last` and `best` be links again where a run was copied with folders in their place, or without them.
+
+    To be called before `clean`, which takes away what no link leads to. Killed at any moment, it can be called again:
+    the newest whole step is `last` where there is none.
+
+    Raises:
+        UserError: such a folder is not what is there as the same step.
+    """
+    for link in ("last", "best"):
+        copy, aside = folder / link, folder / f"{PARTIAL}copy-{link}"
+        if copy.is_symlink() or not copy.is_dir():
+            continue
+        step = folder / f"{STEP}{_read_meta(copy)['step']:08d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        if _whole(step) and (step / META).read_bytes() == (copy / META).read_bytes():
+            os.rename(copy, aside)
+        elif not step.exists():
+            os.rename(copy, step)
+        elif _whole(copy) and not _whole(step):
+            os.rename(step, aside)
+            os.rename(copy, step)
+        else:
+            raise UserError(
+                f"checkpoint {copy}: differs from {step.name} beside it; remove the one that is not the run's"
+            )
+        point(folder, link, step.name)
+        log.info("checkpoint %s: was a folder, as a copy without links leaves it; leads to %s again", copy, step.name)
+    steps = [] if (folder / "last").exists() else sorted(folder.glob(f"{STEP}*"), reverse=True)
+    newest = next(filter(_whole, steps), None)
+    if newest is not None:
+        point(folder, "last", newest.name)
+        log.warning("checkpoint %s: is not there; %s is the newest that is whole", folder / "last", newest.name)
+
+
 def clean(folder: Path) -> None:
     """Remove what a killed run left half-written, and checkpoints that no link leads to."""
     for entry in list(folder.iterdir()) if folder.is_dir() else []:
@@ -163,6 +201,15 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def is_target(folder: Path, name: str) -> bool:
     """Whether `last` or `best` leads to this entry."""
     return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
+
+
+def _whole(path: Path) -> bool:
+    """Whether all files of a checkpoint are what was written."""
+    try:
+        files = _read_meta(path)["files"]
+    except UserError:
+        return False
+    return all((path / name).is_file() and hash_file(path / name) == found for name, found in files.items())
 
 
 def _read_meta(path: Path) -> dict[str, Any]:

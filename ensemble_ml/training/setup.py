@@ -27,14 +27,15 @@ from ensemble_ml.models.padding import geometries
 from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, select_dates
-from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, point
+from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point
 
 log = logging.getLogger(__name__)
 
 _TRACES = "config.yaml", "log.jsonl", "checkpoints"  # what a run leaves first
 _PATIENCE = 15.0  # seconds that a run which goes on waits for the job before it to end
 STATIC = ("orog", "lsm")
-# Settings that may differ when a run goes on: none of them moves a weight. The same store may lie elsewhere.
+# Settings that may differ when a run goes on: none of them changes what the steps before did to the weights. The same
+# store may lie elsewhere.
 _FREE = (
     "run",
     "output",
@@ -45,6 +46,7 @@ _FREE = (
     "checkpoint_every",
     "checkpoint_minutes",
     "data.store",
+    "optim.nonfinite",
 )
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
 # Of those groups: which rank computes a sample decides what each one votes, and the order of a sum.
@@ -192,7 +194,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoint | None]:
     """Return the run folder and the checkpoint to go on from, None for a new run.
 
-    `tidy`: mend and clear what a killed run left; for one rank of a job.
+    `tidy`: mend and clear what a killed run or a copy without links left; for one rank of a job.
 
     Raises:
         UserError: the folder exists and `resume` is off, or `resume` meets other settings; or the cache on disk, which
@@ -206,6 +208,8 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return run, None
     checkpoints = run / "checkpoints"
+    if tidy:
+        mend_links(checkpoints)
     if not (checkpoints / "last").exists():
         log.info("resume: %s holds no checkpoint, so the run starts anew", run)
         return run, None

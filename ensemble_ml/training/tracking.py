@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,12 +27,13 @@ TIERS = ("storage", "ram", "disk", "peers")
 class Tracker:
     """Logs of one run folder; a context manager.
 
-    Lines of `log.jsonl` hold `step` and one of: the loss and its parts (means since the line before), lr,
-    samples_per_s, memory_mb, wait (the share of the time that was spent waiting for data), and over several ranks
-    sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it waited for the others); by a
-    planned loader `loading`: hits (the share of packed bytes that are not from slow storage) and MB/s of each tier;
-    `validation` with its scores; `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one
-    had written beyond its last checkpoint.
+    Lines of `log.jsonl` are JSON, with null for what is not finite. They hold `step` and one of: the loss and its parts
+    (means over the steps since the line before, without those that were skipped; null where all were), skipped (how
+    many, where there are some), lr, samples_per_s, memory_mb, wait (the share of the time that was spent waiting for
+    data), and over several ranks sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it
+    waited for the others); by a planned loader `loading`: hits (the share of packed bytes that are not from slow
+    storage) and MB/s of each tier; `validation` with its scores; `momentum_sync`; `checkpoint`. A resumed run takes
+    back the lines that a killed one had written beyond its last checkpoint.
     """
 
     def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):
@@ -45,7 +48,7 @@ class Tracker:
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
         self._plain = not terminal
         self._sums: dict[str, float] = {}
-        self._count = self._sent = 0
+        self._count = self._sent = self._skipped = 0
         self.counters = Counters()  # of the loader
         self.restart_clock()
 
@@ -68,20 +71,24 @@ class Tracker:
         loss: dict[str, float],
         sent: int = 0,
         exchanged: float = 0.0,
+        skipped: bool = False,
     ) -> None:
-        """Tell of a step that is done (counted from 1)."""
+        """Tell of a step that is done (counted from 1), or was `skipped` since its gradients were not finite."""
         self._samples += samples
         self._waited += waited
         self._sent += sent
         self._exchanged += exchanged
         self._count += 1
-        self._sums = {name: self._sums.get(name, 0.0) + value for name, value in loss.items()}
+        self._skipped += skipped
+        self._sums = {name: self._sums.get(name, 0.0) + (0.0 if skipped else value) for name, value in loss.items()}
         self._bar.update()
         if step % self._every and step != self._steps:
             return
         took = max(time.perf_counter() - self._began, 1e-9)
+        taken = self._count - self._skipped
         values = {
-            **{name: _digits(value / self._count) for name, value in self._sums.items()},
+            **{name: _digits(value / taken) if taken else None for name, value in self._sums.items()},
+            **({"skipped": self._skipped} if self._skipped else {}),
             "lr": lr,
             "samples_per_s": _digits(self._samples / took, 4),
             "memory_mb": round(memory_mb()),
@@ -94,7 +101,10 @@ class Tracker:
         self._write({"step": step, **values, **({"loading": loading} if loading else {})})
         self._scalars(step, {f"train/{k}": v for k, v in values.items()})
         self._scalars(step, {f"loading/{k}": v for k, v in loading.items()})
-        short = f"loss {values['loss']:.4f}, {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB"
+        short = f"loss {values['loss']:.4f}" if taken else "no loss"
+        if self._skipped:
+            short += f" ({self._skipped} of {self._count} steps left out)"
+        short += f", {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB"
         if self._sent:
             short += f", {values['sent_mb']:.3g} MB sent a step, {values['exchange_wait']:.0%} waiting for ranks"
         if loading:
@@ -103,7 +113,7 @@ class Tracker:
         self._bar.set_postfix_str(short)
         if self._plain:
             log.info("step %d/%d: %s", step, self._steps, short)
-        self._sums, self._count, self._sent = {}, 0, 0
+        self._sums, self._count, self._sent, self._skipped = {}, 0, 0, 0
         self.restart_clock()
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
@@ -149,13 +159,14 @@ class Tracker:
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._stream.write(json.dumps(line) + "\n")
+        self._stream.write(_json(line) + "\n")
         self._stream.flush()
 
-    def _scalars(self, step: int, values: dict[str, float]) -> None:
+    def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         if self._board is not None:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                if value is not None:
+                    self._board.add_scalar(name, value, step)
 
 
 class Silent:
@@ -216,7 +227,7 @@ def _cut(path: Path, step: int) -> None:
         return
     kept = [line for line in read_log(path) if line["step"] <= step]
     partial = path.with_name(f".{LOG}.partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    partial.write_text("".join(_json(line) + "\n" for line in kept))
     os.replace(partial, path)
 
 
@@ -227,6 +238,19 @@ def _board(run: Path, start_step: int) -> Any:
         log.info("tensorboard: not installed, so only %s is written; pip install 'ensemble-ml[tracking]'", LOG)
         return None
     return SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1 if start_step else None)
+
+
+def _json(line: dict[str, Any]) -> str:
+    return json.dumps(_finite(line), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that are not finite, of which JSON has none."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _digits(value: float, digits: int = 9) -> float:

@@ -47,7 +47,16 @@ log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
 _MOST_SKIPPED = 10  # steps in a row that nonfinite=skip leaves out: a run that learns nothing more should end
+_OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
+
+
+class NotFinite(UserError):
+    """A step whose loss or gradient is not finite, on every rank; the state is still the one before it."""
+
+    def __init__(self, where: str):
+        super().__init__(f"{where}; begin {_OTHERWISE}")
+        self.where = where
 
 
 def train(config: TrainConfig) -> Path:
@@ -55,7 +64,7 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
         UserError: something in settings or data that the user can mend; another process trains in the run folder; or
-            loss or gradient are no longer finite.
+            loss or gradient are no longer finite, and `checkpoints/last` holds the step before.
         KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
@@ -174,13 +183,16 @@ class Trainer:
             batch = self._moved(next(batches))
             waited = time.perf_counter() - start
             sent = self._bytes_sent
-            losses = self._step(batch, stop)
+            try:
+                losses = self._step(batch, stop)
+            except NotFinite as error:
+                raise self._given_up(tracker, error.where) from error
             samples, stopped, due = (losses.pop(name) for name in ("samples", "stop", "due"))
             self.keeper.follow(losses.pop("written") == self.session.mesh.model.size)
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(
                 state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
-                sent=self._bytes_sent - sent, exchanged=self._waited,
+                sent=self._bytes_sent - sent, exchanged=self._waited, skipped=self._skipped > 0,
             )  # fmt: skip
             if self._noted:
                 tracker.note(state.step, self._noted)
@@ -202,19 +214,20 @@ class Trainer:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         state.exchange.begin(state.step)
-        skips = self.config.optim.nonfinite is Nonfinite.skip
-        running = Running(state.model) if skips else None  # a pass that is not finite would leave its mark there
+        running = Running(state.model)  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
             losses = self.setup.loss(state.model(batch.inputs), batch)
             losses["loss"].backward()
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
         self._waited, self._noted = outcome.waited, {}
-        if self._usable(values["loss"], outcome, batch):
+        if math.isfinite(values["loss"]) and outcome.finite:  # on every rank, or on none
+            self._skipped = 0
             state.optimizer.step()
             self._noted = self._named(state.exchange.after_step())
-        elif running is not None:
+        else:
             running.put_back()
+            self._leave_out(values["loss"], outcome, batch)
         state.step += 1
         if state.average is not None:
             state.average.update(state.model, state.step)
@@ -247,24 +260,36 @@ class Trainer:
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))
 
-    def _usable(self, loss: float, outcome: Outcome, batch: Batch) -> bool:
-        """Whether the step may be taken, the same on every rank; what is not finite ends the run, or is left out."""
-        if math.isfinite(loss) and outcome.finite:
-            self._skipped = 0
-            return True
+    def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
+        """Tell of a step that is not finite; the same on every rank.
+
+        Raises:
+            NotFinite: it ends the run.
+        """
         self._skipped += 1
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
         if self.session.topology.size > 1 and outcome.culprits:
             what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
         where = f"step {self.state.step + 1}: {what}, on start dates {', '.join(batch.init_time)}"
-        if self.config.optim.nonfinite is Nonfinite.skip and self._skipped <= _MOST_SKIPPED:
-            log.warning("%s; the step is left out", where)
-            return False
-        self.keeper.finish()  # all ranks are here
-        raise UserError(
-            f"{where}; checkpoints/last is the state before; try a lower optim.lr, optim.clip=1 or"
-            " model.precision=float32"
-        )
+        if self.config.optim.nonfinite is Nonfinite.stop or self._skipped > _MOST_SKIPPED:
+            raise NotFinite(where)
+        log.warning("%s; the step is left out", where)
+
+    def _given_up(self, tracker: Tracker | Silent, where: str) -> UserError:
+        """Keep the state before a step that is not finite, and say how to go on; all ranks call this."""
+        bad = sum(float(not p.isfinite().all()) for p in self.state.model.parameters())
+        total = torch.tensor(bad, dtype=torch.float64, device=self.session.device)
+        self.session.mesh.model.all_reduce(total)
+        if total:  # such a checkpoint would only take the place of one that is of use
+            self.keeper.finish()
+            return UserError(
+                f"{where}; weights are not finite before it, so checkpoints/last is older: begin anew {_OTHERWISE}"
+            )
+        self._save(tracker, best=False, kept=MomentumKept.ranks)
+        self.keeper.finish()
+        skips = self.config.optim.nonfinite is Nonfinite.skip
+        how = "" if skips else "go on without this step by resume=true optim.nonfinite=skip, or "
+        return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {_OTHERWISE}")
 
     @property
     def _due(self) -> bool:

@@ -67,6 +67,7 @@ def test_quality_reads_a_log(tmp_path):
     lines = [
         {"step": 10, "loss": 2.0, "samples_per_s": 8.0, "sent_mb": 0.5},
         {"step": 10, "momentum_sync": {"bytes": 7, "layers": ["a"]}},
+        {"step": 15, "loss": None, "skipped": 5, "samples_per_s": 4.0, "sent_mb": 0.6},
         {"step": 20, "loss": 1.0, "samples_per_s": 4.0, "sent_mb": 0.7},
         {"step": 20, "validation": {"crps_ratio": 0.9}, "best": True},
     ]

@@ -1,6 +1,6 @@
 """Training whole runs that vote: replicas, resume, log, bad gradients."""
 
-import shutil
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -112,6 +112,58 @@ def test_low_ranks_go_on_where_the_grid_is_shared_out_otherwise(store, tmp_path,
     assert read_log(tmp_path / "a" / "log.jsonl")[-1]["step"] == 10
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "hierarchical"),
+    [
+        ({"data": 2}, {"lat": 2}, False),
+        pytest.param({"data": 4}, {"lat": 4}, False, marks=pytest.mark.slow),
+        ({"data": 2, "lat": 2}, {"lat": 2}, False),
+        ({"data": 2}, {"data": 2}, True),  # two nodes of one rank become one node of two
+    ],
+)
+def test_a_vote_that_becomes_one_group_goes_on_from_the_mean_momentum(store, tmp_path, before, after, hierarchical):
+    """Ranks that average gradients form signs alike only with one momentum, also where there are as many as voted."""
+    config = voting(store, tmp_path)
+    config.optim.momentum_sync, config.optim.hierarchical = MomentumSync.never, hierarchical
+    run_ranks(_on_nodes_of_one, math.prod(before.values()), config, **before)
+    kept = load_checkpoint(tmp_path / "a" / "checkpoints" / "last", training=True)
+    parts = [kept.of_rank(rank) for rank in range(kept.ranks)]
+    config.resume, config.parallel = True, ParallelConfig(**after)
+    told = run_ranks(_momenta_and_weights, math.prod(after.values()), config, **after)
+    momenta, ends = zip(*told, strict=True)
+    for i, momentum in enumerate(momenta[0]):
+        torch.testing.assert_close(momentum, sum(part[f"momentum.{i}"] for part in parts) / len(parts))
+    assert len(ends[0]) > 5
+    assert all(torch.equal(value, other[name]) for name, value in ends[0].items() for other in ends[1:])
+
+
+def _on_nodes_of_one(session, config):
+    session.world = replace(session.world, local_size=1)
+    _until_five(session, config)
+
+
+def _momenta_and_weights(session, config):
+    """A rank's momenta as the run goes on, and its weights at the end, save those of single cells."""
+    momenta, weights = [], {}
+    step, end = trainer.Trainer._step, trainer.Trainer._say_end
+
+    def first(self, batch, stop=None):
+        if not momenta:
+            momenta.extend(self.state.optimizer.momentum(p).clone() for p in self.state.exchange.params)
+        return step(self, batch, stop)
+
+    def last(self, tracker):
+        alone = {id(p) for p in self.state.exchange.apart}
+        named = self.state.model.named_parameters()
+        weights.update({name: p.detach().clone() for name, p in named if id(p) not in alone})
+        end(self, tracker)
+
+    trainer.Trainer._step, trainer.Trainer._say_end = first, last
+    config.steps = 10
+    joined(session, config)
+    return momenta, weights
+
+
 def _errors_at_start(session, config):
     """What the exchange of a rank holds as the run goes on."""
     found = {}
@@ -192,15 +244,31 @@ def _until_five(session, config):
         trainer.Trainer._keep = loop
 
 
-def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path):
-    skipping = voting(store, tmp_path / "skip")
+@pytest.mark.parametrize(
+    ("exchange", "step", "mesh"),
+    [
+        (ExchangeName.vote, 4, {"data": 2}),
+        (ExchangeName.vote, 1, {"data": 2}),  # of which there is a checkpoint already
+        pytest.param(ExchangeName.allreduce, 6, {"lat": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path, exchange, step, mesh):
+    """And a run that they have ended goes on without them, as if it had left them out at once."""
+    skipping, stopping = (voting(store, tmp_path / name) for name in ("skip", "stop"))
     skipping.optim.nonfinite = Nonfinite.skip
-    told = run_ranks(_poisoned, 2, skipping, data=2)
-    assert told == ["", ""]
-    assert all(torch.isfinite(v).all() for k, v in weights(tmp_path / "skip" / "a").items() if "momentum" in k)
-    told = run_ranks(_poisoned, 2, voting(store, tmp_path / "stop"), data=2)
-    assert all("step 4" in text and "from ranks 1," in text for text in told)
-    shutil.rmtree(tmp_path / "stop")
+    skipping.optim.exchange = stopping.optim.exchange = exchange
+    assert run_ranks(_poisoned, 2, skipping, 1, step, **mesh) == ["", ""]
+    whole = weights(tmp_path / "skip" / "a")
+    assert all(torch.isfinite(v).all() for k, v in whole.items() if "momentum" in k)
+    told = run_ranks(_poisoned, 2, stopping, 1, step, **mesh)
+    named = "1" if "data" in mesh else "0, 1"  # parts of one sample hand them on
+    assert all(f"step {step}: gradients that are not finite from ranks {named}, on" in text for text in told)
+    assert all("checkpoints/last is the state before" in text for text in told)
+    assert load_checkpoint(tmp_path / "stop" / "a" / "checkpoints" / "last").meta["step"] == step - 1
+    stopping.resume, stopping.optim.nonfinite = True, Nonfinite.skip
+    assert run_ranks(_poisoned, 2, stopping, 1, step, **mesh) == ["", ""]
+    gone_on = weights(tmp_path / "stop" / "a")
+    assert whole.keys() == gone_on.keys() and all(torch.equal(v, gone_on[k]) for k, v in whole.items())
 
 
 @pytest.mark.parametrize("name", [ExchangeName.vote, ExchangeName.lion_cub])
@@ -212,12 +280,12 @@ def test_ranks_that_average_before_they_vote_are_all_named(store, tmp_path, name
     assert all("step 4" in text and "from ranks 2, 3," in text for text in told)
 
 
-def _poisoned(session, config, rank=1):
-    """The gradients of `rank` hold a NaN in step 4."""
+def _poisoned(session, config, rank=1, step=4):
+    """The gradients of `rank` hold a NaN in `step`."""
     backward = torch.Tensor.backward
 
     def poisoned(self, *args, **kwargs):
-        bad = session.step == 4 and session.topology.rank == rank
+        bad = session.step == step and session.topology.rank == rank
         backward(self * torch.nan if bad and torch.is_grad_enabled() else self, *args, **kwargs)
 
     torch.Tensor.backward = poisoned

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training import checkpoint as module
-from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights
+from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights, mend_links, point
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
 SPEC = ModelSpec(
@@ -160,6 +161,60 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(folder, monkeypatch, fu
     assert all(p.name in ("last", "best") or p.name.startswith("step_") for p in folder.iterdir())
     save(folder, 8, best=True, seed=1)
     assert load_checkpoint(folder / "best").meta["step"] == 8 and len(list(folder.iterdir())) == 3
+
+
+@pytest.fixture
+def copied(folder):
+    """Checkpoints 7 (best) and 9 (last), as a copy that follows links makes them."""
+    save(folder, 9, best=False, seed=9)
+    shutil.copytree(folder, folder.with_name("copy"), symlinks=False)
+    return folder.with_name("copy")
+
+
+def assert_mended(folder):
+    clean(folder)
+    assert sorted(p.name for p in folder.iterdir()) == ["best", "last", "step_00000007", "step_00000009"]
+    assert os.readlink(folder / "best") == "step_00000007" and os.readlink(folder / "last") == "step_00000009"
+    for link in ("last", "best"):
+        load_checkpoint(folder / link, training=True)
+
+
+@pytest.mark.parametrize("absent", [[], ["step_00000007", "step_00000009"], ["last"]])
+@pytest.mark.parametrize("function", [None, "rename", "symlink", "replace"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_links_that_a_copy_has_lost_are_mended(copied, monkeypatch, absent, function, count):
+    """Also where the mending is killed on the way."""
+    for name in absent:
+        shutil.rmtree(copied / name)
+    if function is not None:
+        with monkeypatch.context() as patch:
+            crash_at(patch, function, count)
+            with suppress(Killed):
+                mend_links(copied)
+    mend_links(copied)
+    if function is not None and not (copied / "best").exists():
+        point(copied, "best", "step_00000007")  # which a run knows from its last checkpoint
+    assert_mended(copied)
+
+
+@pytest.mark.parametrize("place", ["last", "step_00000009"])
+def test_of_a_checkpoint_and_its_copy_the_whole_one_is_kept(copied, place):
+    cut(copied / place / module.MODEL)
+    mend_links(copied)
+    assert_mended(copied)
+
+
+def test_a_folder_that_is_not_the_step_beside_it_is_refused(copied):
+    save(copied.with_name("other"), 9, seed=1)
+    shutil.rmtree(copied / "last")
+    shutil.copytree(copied.with_name("other") / "last", copied / "last")
+    with pytest.raises(UserError, match=r"last: differs from step_00000009 beside it"):
+        mend_links(copied)
+    assert len(list(copied.iterdir())) == 4
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-4])
 
 
 def test_an_orphan_of_the_same_step_is_replaced(folder):

@@ -1,6 +1,7 @@
 """The log of a run: lines, what a killed run leaves, and what a terminal shows."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -25,6 +26,28 @@ def test_lines_hold_means_since_the_line_before(tmp_path):
     lines = read_log(tmp_path / "log.jsonl")
     assert [(line["step"], line["loss"]) for line in lines] == [(5, 3.0), (7, 6.5)]
     assert lines[0]["samples_per_s"] > 0 and lines[0]["memory_mb"] > 50 and 0 <= lines[0]["wait"] <= 1
+
+
+def test_steps_that_were_left_out_are_counted_and_in_no_mean(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with tracker_of(tmp_path, steps=15, tensorboard=True) as tracker:
+        for number in range(1, 16):
+            bad = number in (2, 6, 7, 8, 9, 10)
+            loss = {"loss": math.nan if bad else float(number)}
+            tracker.step(number, samples=2, waited=0.0, lr=0.1, loss=loss, sent=3_000_000, skipped=bad)
+        tracker.validation(15, {"score": math.inf}, best=False)
+    *lines, scores = [json.loads(text, parse_constant=_refuse) for text in (tmp_path / "log.jsonl").open()]
+    assert [(line["loss"], line.get("skipped")) for line in lines] == [(3.25, 1), (None, 5), (13.0, None)]
+    assert all(line["sent_mb"] == 3 for line in lines) and scores["validation"] == {"score": None}
+    assert "step 5/15: loss 3.2500 (1 of 5 steps left out), " in caplog.text
+    assert "step 10/15: no loss (5 of 5 steps left out), " in caplog.text
+    with tracker_of(tmp_path, start_step=10, resumed=True):
+        pass
+    assert [line["loss"] for line in read_log(tmp_path / "log.jsonl")] == [3.25, None]
+
+
+def _refuse(name):
+    raise ValueError(f"{name} is not JSON")
 
 
 def test_a_resumed_run_takes_back_later_lines(tmp_path):

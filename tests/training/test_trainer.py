@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import yaml
 from synthetic import make_store
 
-from ensemble_ml.config import LoaderName, MomentumKept, OptimName, Precision, PredictConfig
+from ensemble_ml.config import LoaderName, MomentumKept, Nonfinite, OptimName, Precision, PredictConfig
 from ensemble_ml.config.loading import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
@@ -305,7 +306,56 @@ def test_what_is_not_finite_stops_the_run(config_of, monkeypatch, where, what):
     with pytest.raises(UserError, match=rf"step 6: {what}, on start dates 2001-01-\d\dT00:00.*checkpoints/last"):
         train(config)
     last = weights(Path(config.output) / "a")
-    assert last.meta["step"] == 4 and all(torch.isfinite(v).all() for v in last.state_dict.values())
+    assert last.meta["step"] == 5 and all(torch.isfinite(v).all() for v in last.state_dict.values())
+
+
+def spoil(monkeypatch, step):
+    """Let the gradients of `step` be NaN, whenever it is taken."""
+    real, backward = trainer.Trainer._step, torch.Tensor.backward
+
+    def spoiled(self, batch, stop=None):
+        with monkeypatch.context() as patch:
+            if self.state.step + 1 == step:
+                patch.setattr(torch.Tensor, "backward", lambda loss, *args: backward(loss * torch.nan, *args))
+            return real(self, batch, stop)
+
+    monkeypatch.setattr(trainer.Trainer, "_step", spoiled)
+
+
+def test_a_run_that_a_step_has_ended_goes_on_without_it(config_of, monkeypatch):
+    """From the step before, whenever the last checkpoint was due; as if it had been left out at once."""
+    spoil(monkeypatch, 49)
+    plan = {"steps": 60, "validate_every": 50, "checkpoint_every": 50, "average": 0.9}
+    config = config_of(**plan)
+    with pytest.raises(UserError, match=r"last is the state before: go on .* by resume=true optim.nonfinite=skip"):
+        train(config)
+    assert weights(Path(config.output) / "a").meta["step"] == 48
+    with pytest.raises(UserError, match="step 49"):
+        train(replace(config, resume=True))
+    run = train(config_of(**plan, resume=True, optim__nonfinite=Nonfinite.skip))
+    whole = train(config_of(**plan, run="whole", optim__nonfinite=Nonfinite.skip))
+    assert weights(run).meta["step"] == 60
+    assert_equal_runs(run, whole)
+    lines = [line for line in read_log(run / "log.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [(line["step"], line["skipped"]) for line in lines if line["loss"] is None] == [(49, 1)]
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(config_of, monkeypatch):
+    real = Tracker.step
+
+    def told(self, step, **values):
+        real(self, step, **values)
+        if step == 6:
+            next(trainers[0].state.model.parameters()).data.fill_(torch.inf)
+
+    trainers, loop = [], trainer.Trainer._loop
+    monkeypatch.setattr(trainer.Trainer, "_loop", lambda self, *args: (trainers.append(self), loop(self, *args)))
+    monkeypatch.setattr(Tracker, "step", told)
+    config = config_of(validate_every=100)
+    with pytest.raises(UserError, match=r"step 7: .*weights are not finite before it, so checkpoints/last is older"):
+        train(config)
+    assert weights(Path(config.output) / "a").meta["step"] == 4
 
 
 def test_a_link_that_was_not_exchanged_is_mended(config_of):
@@ -316,6 +366,28 @@ def test_a_link_that_was_not_exchanged_is_mended(config_of):
     (folder / ".partial-step_00000099").mkdir()
     train(config_of(steps=60, optim__lr=2e-3, resume=True))
     assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
+
+
+@pytest.mark.parametrize("validation", [["2001-02"], []])
+@pytest.mark.parametrize("lost", ["links", "last"])
+def test_a_copy_without_links_goes_on(config_of, monkeypatch, caplog, validation, lost):
+    """As scp -r makes it, or a store that knows no links."""
+    plan = {"data__validation": validation, "validate_every": 3, "checkpoint_every": 3}
+    whole = train(config_of(run="whole", **plan))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(run="parts", **plan))
+    copy = whole.with_name("a")
+    shutil.copytree(whole.with_name("parts"), copy, symlinks=False)
+    if lost == "last":
+        for link in {"last", "best"} & {p.name for p in (copy / "checkpoints").iterdir()}:
+            shutil.rmtree(copy / "checkpoints" / link)
+    caplog.set_level(logging.INFO)
+    assert train(config_of(**plan, resume=True)) == copy
+    assert "resumed after step 5 of 12" in caplog.text
+    assert_equal_runs(whole, copy)
+    assert all(p.is_symlink() or p.name.startswith("step_") for p in (copy / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("name", ["unet3d", "drn"])

@@ -113,16 +113,20 @@ def read(run: Path) -> Training:
     """What the log of a run says."""
     lines = read_log(run / "log.jsonl")
     trained = [line for line in lines if "loss" in line]
-    seconds, total, before = [], 0.0, 0
+    steps, losses, seconds = [], [], []
+    total, before = 0.0, 0
     for line in trained:
         batch = 4  # start dates a step, of experiment=quickstart
         total += (line["step"] - before) * batch / line["samples_per_s"]
         before = line["step"]
-        seconds.append(total)
+        if line["loss"] is not None:  # else no step was taken since the line before
+            steps.append(line["step"])
+            losses.append(line["loss"])
+            seconds.append(total)
     return Training(
         crps=[line["validation"]["crps_ratio"] for line in lines if "validation" in line][-1],
-        steps=tuple(line["step"] for line in trained),
-        losses=tuple(line["loss"] for line in trained),
+        steps=tuple(steps),
+        losses=tuple(losses),
         seconds=tuple(seconds),
         sent_mb=statistics.median(line.get("sent_mb", 0.0) for line in trained),
         momentum_bytes=sum(line["momentum_sync"]["bytes"] for line in lines if "momentum_sync" in line),
