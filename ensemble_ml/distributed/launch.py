@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed.meeting import MEETING, meet
+from ensemble_ml.distributed.meeting import meet
 from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.watch import Watch
@@ -97,9 +97,10 @@ class Session:
             return self
         host, port = self.world.host, self.world.port
         try:
-            host, port, server = meet(self.world)
-            store = server or dist.TCPStore(host, port, self.world.size, False, MEETING, wait_for_workers=False)
-            self._watch = Watch(host, port, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
+            meeting = meet(self.world)
+            host, port = meeting.host, meeting.port
+            store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
+            self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
             _check_agreement(store, self.topology)
             wanted = self.config.backend
             apart = wanted is not Backend.gloo and _gpus_apart(store, self.world, self.device)

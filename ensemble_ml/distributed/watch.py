@@ -21,8 +21,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ensemble_ml.distributed.meeting import MEETING
-
 STATUS_ABORTED = 70  # left because another rank failed
 _PERIOD = 0.5  # seconds between looks at the store
 _SOON = 0.05  # the same for who waits for the last to leave
@@ -34,12 +32,12 @@ class Watch:
     """The thread that keeps up this rank's heartbeat and looks for word of a failure; rank 0 counts heartbeats too, and
     on other ranks a second thread counts its answers."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int, silence: float, step: Callable[[], int]):
-        """`host` and `port` are the store's; `silence`: seconds without a beat after which a rank is given up; `step`
-        tells where this rank is."""
+    def __init__(self, store: Any, rank: int, size: int, silence: float, step: Callable[[], int]):
+        """`store`: a connection that nothing else uses, since one that waits in a collective's set-up would hold the
+        heartbeat up; `silence`: seconds without a beat after which a rank is given up; `step` tells where this rank
+        is."""
         self._rank, self._size, self._silence, self._step = rank, size, silence, step
-        # A connection of its own: one that waits in a collective's set-up would hold the heartbeat up.
-        self._store = dist.TCPStore(host, port, size, False, MEETING, wait_for_workers=False)
+        self._store = store
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()

@@ -196,6 +196,35 @@ def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher)
     assert_same(tmp_path / "alone" / "a", tmp_path / launcher / "a")
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec", "slurm"])
+def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
+    if launcher == "mpiexec":
+        pytest.importorskip("mpi4py")
+    settings = [
+        "run=s${seed}", "seed=0,1", f"output={tmp_path}", f"data.store={store}", "data.train=[2001]",
+        "data.members=[2]", "model.hidden=4", "model.surroundings=16", "model.residuals=16", "model.max_hidden=4",
+        "model.depth=1", "model.precision=float32", "steps=2", "threads=1", "tracking.tensorboard=false",
+        "parallel.lat=2", f"hydra.sweep.dir={tmp_path}/sweep",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "ensemble_ml", "train", "-m", *settings]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    if launcher == "slurm":  # the port follows from the job's number
+        step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+        tasks = [{**env, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=task) for task in tasks]
+    else:
+        starts = {
+            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            "mpiexec": [os.path.join(os.path.dirname(sys.executable), "mpiexec"), "-n", "2", sys.executable],
+        }
+        command = [*starts[launcher], *command[1:]]
+        started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)]
+    texts = [process.communicate(timeout=300)[1] for process in started]
+    assert not any(process.returncode for process in started), "\n".join(texts)
+    for seed in range(2):
+        assert max(line["step"] for line in read_log(tmp_path / f"s{seed}" / "log.jsonl")) == 2
+
+
 def test_goes_on_under_another_partition(store, serial, tmp_path):
     config = config_of(store, tmp_path)
     assert run_ranks(stopped_at, 4, config, 4, lat=2, lon=2) == [True] * 4
