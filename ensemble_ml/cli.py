@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,15 +286,35 @@ def _sweep(task: str, arguments: list[str]) -> int:
     def job(composed: DictConfig) -> int | None:
         try:
             return run_task(task, composed)
-        except UserError as error:  # the other runs of the sweep go on
+        except UserError as error:
             print(f"ensemble-ml: {error}", file=sys.stderr)
+            if not _goes_on():
+                raise SystemExit(STATUS_USER) from error
             failed.append(str(error))
             return None
+        except Exception as error:
+            if _goes_on():  # a defect ends the sweep, with its traceback
+                raise
+            traceback.print_exception(error)
+            raise SystemExit(1) from error
 
     job()
     if failed:
         raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
     return 0
+
+
+def _goes_on() -> bool:
+    """Whether a sweep goes on in this process where a run fails.
+
+    A process of a run's own ends with a status instead: Hydra makes a result of what is raised, and SLURM would call
+    the job completed. So does one of several ranks, whose failure has ended the others.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    from ensemble_ml.distributed.meeting import met
+
+    return str(HydraConfig.get().launcher._target_).endswith(".BasicLauncher") and not met()
 
 
 def help_page(task: str) -> str:

@@ -3,6 +3,8 @@
 import pytest
 
 from ensemble_ml import cli
+from ensemble_ml.distributed import meeting
+from ensemble_ml.distributed.world import World
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -89,6 +91,17 @@ def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch):
     assert status == cli.STATUS_USER and "Traceback" not in err
     assert err.count(f"ensemble-ml: store {tmp_path}/nothing: no such folder") == 2
     assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs could not be made; the last: store")
+
+
+def test_a_mistake_of_several_ranks_ends_their_sweep(capsys, tmp_path, monkeypatch):
+    """The others have left by it, and the next run would wait for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    monkeypatch.setattr(meeting, "_meetings", {World(0, 2): meeting.Meeting("localhost", 1)})
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "train", "-m", "run=a", "data.store=nothing", "seed=0,1", "hydra.sweep.dir=sweep")
+    assert ended.value.code == cli.STATUS_USER
+    assert capsys.readouterr().err.count("ensemble-ml: store") == 1
 
 
 def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):

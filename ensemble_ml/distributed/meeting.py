@@ -52,6 +52,11 @@ def meet(world: World) -> Meeting:
     return meeting
 
 
+def met() -> bool:
+    """Whether this process has met other ranks, whom a failure here takes with it."""
+    return bool(_meetings)
+
+
 def _arranged(world: World) -> tuple[str, int, Any]:
     agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     if world.host is not None and world.port is not None:
