@@ -27,10 +27,11 @@ class Tracker:
 
     Lines of `log.jsonl` hold `step` and one of: the loss and its parts (means since the line before), lr,
     samples_per_s, memory_mb, wait (the share of the time that was spent waiting for data), and over several ranks
-    sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it waited for the others); by a
-    planned loader `loading`: hits (the share of packed bytes that are not from slow storage) and MB/s of each tier;
-    `validation` with its scores; `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one
-    had written beyond its last checkpoint.
+    sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it waited for the others, at
+    halos, sums and gradients; what NCCL lets the GPU wait is not seen); by a planned loader `loading`: hits (the share
+    of packed bytes that are not from slow storage) and MB/s of each tier; `validation` with its scores;
+    `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one had written beyond its last
+    checkpoint.
     """
 
     def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):

@@ -202,6 +202,7 @@ class Trainer:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         state.exchange.begin(state.step)
+        mesh, before = self.session.mesh, self.session.mesh.seconds_waited
         skips = self.config.optim.nonfinite is Nonfinite.skip
         running = Running(state.model) if skips else None  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
@@ -209,10 +210,13 @@ class Trainer:
             losses["loss"].backward()
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
-        self._waited, self._noted = outcome.waited, {}
+        # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
+        self._waited, self._noted = outcome.waited + mesh.seconds_waited - before, {}
         if self._usable(values["loss"], outcome, batch):
             state.optimizer.step()
+            before = state.exchange.seconds_waited
             self._noted = self._named(state.exchange.after_step())
+            self._waited += state.exchange.seconds_waited - before
         elif running is not None:
             running.put_back()
         state.step += 1

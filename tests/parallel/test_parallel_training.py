@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -27,6 +28,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
+from ensemble_ml.models import EnsembleModel
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.training import assemble, load_checkpoint, train, trainer
 from ensemble_ml.training.tracking import read_log
@@ -171,6 +173,35 @@ def test_a_checkpoint_of_four_parts_goes_on_as_one_and_as_four_bands(tmp_path):
     for name in ("parts", "bands"):
         assert_same(tmp_path / "serial" / "a", tmp_path / name / "a")
         assert len(logged(tmp_path / name / "a")[0]) == 14
+
+
+def _late_forward(session, config, seconds):
+    forward = EnsembleModel.forward
+
+    def slow(self, inputs):
+        if session.topology.rank == 1 and self.training:
+            time.sleep(seconds)
+        return forward(self, inputs)
+
+    EnsembleModel.forward = slow
+    return joined(session, config)
+
+
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"lat": 2}], ids=str)
+def test_waiting_for_a_late_rank_is_told(store, tmp_path, degrees):
+    """At the weights of the loss, or at the first halo; the numbers are what they were."""
+    found = {}
+    for name, seconds in (("together", 0.0), ("late", 0.5)):
+        config = config_of(
+            store, tmp_path / name, precision=Precision.float32, batch_size=4, steps=3, validate_every=3,
+            checkpoint_every=3, parallel=ParallelConfig(**degrees),
+        )  # fmt: skip
+        config.model.depth = 1
+        run_ranks(_late_forward, 2, config, seconds, **degrees)
+        found[name] = logged(tmp_path / name / "a")[0]
+    together, late = ([step["exchange_wait"] for step in found[name]] for name in ("together", "late"))
+    assert min(late[1:]) > 0.5 > min(together) and max(together + late) <= 1
+    assert [step["loss"] for step in found["late"]] == [step["loss"] for step in found["together"]]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
