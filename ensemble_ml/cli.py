@@ -28,11 +28,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
-from ensemble_ml.errors import Stopped, UserError
+from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
+from ensemble_ml.signals import note
 
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
-STATUS_REQUEUE = 75  # stopped by SIGUSR1, its state kept: start it again with resume=true
 _EXTRAS = {
     "eccodes": "grib",
     "cfgrib": "grib",
@@ -397,15 +397,17 @@ def _on_sigterm(*_: object) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1 would end the process at once
-        signal.signal(number, _on_sigterm)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    # SIGUSR1 would end the process at once; a training that is still on its way to its checkpoint looks at it there.
+    signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigterm)
     try:
-        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+        return _dispatch(arguments)
     except UserError as error:
         print(f"ensemble-ml: {error}", file=sys.stderr)
         return STATUS_USER
     except KeyboardInterrupt as error:
-        print("ensemble-ml: interrupted", file=sys.stderr)
+        print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
         if isinstance(error, Stopped) and error.requeue:
             return STATUS_REQUEUE if error.first else 0
         return STATUS_INTERRUPTED

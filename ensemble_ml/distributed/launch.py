@@ -25,13 +25,11 @@ from ensemble_ml.config import Backend, ParallelConfig
 from ensemble_ml.distributed.meeting import meet
 from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
-from ensemble_ml.distributed.watch import Watch
+from ensemble_ml.distributed.watch import LAST, Watch
 from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import Stopped, UserError
 
 T = TypeVar("T")
-
-_LAST = 3.0  # launchers end the others at the first status that is not 0: rank 0, which has one, comes last
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -131,13 +129,13 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._watch is None:
             return
-        if error is not None and not isinstance(error, Stopped):  # all ranks stop at one step
+        if error is not None and not (isinstance(error, Stopped) and error.together):
             self._fail(error)
-            return
-        self._watch.leave()
-        dist.destroy_process_group()
+        else:
+            self._watch.leave()
+            dist.destroy_process_group()
         if isinstance(error, Stopped) and error.requeue and self.first:
-            time.sleep(_LAST)
+            time.sleep(LAST)
 
     def report(self, error: BaseException) -> None:
         """Tell the others of a failure at once, before this rank has let go of what it holds, which may take long; the

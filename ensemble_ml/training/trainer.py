@@ -32,13 +32,13 @@ from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
+from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.room import told_of_memory
-from ensemble_ml.training.signals import StopRequest
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import Validation, validate
@@ -57,6 +57,7 @@ def train(config: TrainConfig) -> Path:
         UserError: something in settings or data that the user can mend; another process trains in the run folder; or
             loss or gradient are no longer finite.
         KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
+        Stopped: the same of SIGUSR1 or SIGUSR2, which may have come before the first step.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         return _train(config, session)
@@ -70,7 +71,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
     session.mesh.world.barrier()
     if not session.first:
         folder, checkpoint = setup.open_run(config, tidy=False)
-    with StopRequest() as stop:
+    with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
         threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
