@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
-from ensemble_ml.errors import Stopped, UserError
+from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
+from ensemble_ml.signals import note
 
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
-STATUS_REQUEUE = 75  # stopped by SIGUSR1, its state kept: start it again with resume=true
 _EXTRAS = {
     "eccodes": "grib",
     "cfgrib": "grib",
@@ -285,15 +286,35 @@ def _sweep(task: str, arguments: list[str]) -> int:
     def job(composed: DictConfig) -> int | None:
         try:
             return run_task(task, composed)
-        except UserError as error:  # the other runs of the sweep go on
+        except UserError as error:
             print(f"ensemble-ml: {error}", file=sys.stderr)
+            if not _goes_on():
+                raise SystemExit(STATUS_USER) from error
             failed.append(str(error))
             return None
+        except Exception as error:
+            if _goes_on():  # a defect ends the sweep, with its traceback
+                raise
+            traceback.print_exception(error)
+            raise SystemExit(1) from error
 
     job()
     if failed:
         raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
     return 0
+
+
+def _goes_on() -> bool:
+    """Whether a sweep goes on in this process where a run fails.
+
+    A process of a run's own ends with a status instead: Hydra makes a result of what is raised, and SLURM would call
+    the job completed. So does one of several ranks, whose failure has ended the others.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    from ensemble_ml.distributed.meeting import met
+
+    return str(HydraConfig.get().launcher._target_).endswith(".BasicLauncher") and not met()
 
 
 def help_page(task: str) -> str:
@@ -376,15 +397,17 @@ def _on_sigterm(*_: object) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1 would end the process at once
-        signal.signal(number, _on_sigterm)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    # SIGUSR1 would end the process at once; a training that is still on its way to its checkpoint looks at it there.
+    signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigterm)
     try:
-        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+        return _dispatch(arguments)
     except UserError as error:
         print(f"ensemble-ml: {error}", file=sys.stderr)
         return STATUS_USER
     except KeyboardInterrupt as error:
-        print("ensemble-ml: interrupted", file=sys.stderr)
+        print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
         if isinstance(error, Stopped) and error.requeue:
             return STATUS_REQUEUE if error.first else 0
         return STATUS_INTERRUPTED

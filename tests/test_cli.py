@@ -1,8 +1,14 @@
 """The command line: pages, errors in one line, statuses."""
 
+import os
+import signal
+
 import pytest
 
 from ensemble_ml import cli
+from ensemble_ml.distributed import meeting
+from ensemble_ml.distributed.world import World
+from ensemble_ml.signals import StopRequest
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -91,6 +97,17 @@ def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch):
     assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs could not be made; the last: store")
 
 
+def test_a_mistake_of_several_ranks_ends_their_sweep(capsys, tmp_path, monkeypatch):
+    """The others have left by it, and the next run would wait for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    monkeypatch.setattr(meeting, "_meetings", {World(0, 2): meeting.Meeting("localhost", 1)})
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "train", "-m", "run=a", "data.store=nothing", "seed=0,1", "hydra.sweep.dir=sweep")
+    assert ended.value.code == cli.STATUS_USER
+    assert capsys.readouterr().err.count("ensemble-ml: store") == 1
+
+
 def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):
     """Also one that looks like a setting; and a folder with the plan of a training is no store."""
     monkeypatch.chdir(tmp_path)
@@ -122,6 +139,40 @@ def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
     monkeypatch.setitem(cli.TASKS, "prepare", cli.Task(task.config, interrupted, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_INTERRUPTED and "interrupted" in err
+
+
+@pytest.mark.parametrize(
+    ("kept", "restarts", "number", "status", "text"),
+    [
+        (True, 9, signal.SIGUSR1, cli.STATUS_REQUEUE, "SIGUSR1 before the first step; go on with resume=true"),
+        (False, 0, signal.SIGUSR1, cli.STATUS_REQUEUE, "SIGUSR1 before the first step; the run has to begin anew"),
+        (False, 2, signal.SIGUSR1, cli.STATUS_REQUEUE, "SIGUSR1 before the first step; the run has to begin anew"),
+        (False, 3, signal.SIGUSR1, cli.STATUS_INTERRUPTED, "SIGUSR1 before the first step, after 3 restarts"),
+        (True, 0, signal.SIGTERM, cli.STATUS_INTERRUPTED, "interrupted"),
+    ],
+)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_signal_before_the_first_step(capsys, monkeypatch, kept, restarts, number, status, text, early):
+    """In the fits, or `early`, while nobody knows yet whether there is a checkpoint; of two, one counts."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+
+    def fits(_):
+        if early:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        with StopRequest(kept=kept) as stop:
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                if number == signal.SIGUSR1:
+                    os.kill(os.getpid(), number)
+            stop.arm()
+
+    task = cli.TASKS["train"]
+    monkeypatch.setitem(cli.TASKS, "train", cli.Task(task.config, fits, task.example, task.leaves))
+    found, _, err = run(capsys, "train", "run=a", "data.store=b")
+    assert found == status
+    assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch):

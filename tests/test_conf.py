@@ -100,3 +100,19 @@ def test_a_sweep_in_jobs_of_its_own(tmp_path):
     assert done.returncode == 0
     for seed in range(2):
         assert load_checkpoint(tmp_path / "runs" / f"seed{seed}" / "checkpoints" / "last").meta["step"] == 2
+
+
+def test_a_job_of_a_sweep_that_fails_says_so(tmp_path):
+    """Its process ends with a status, so that SLURM sees it, and so does the sweep."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    command = ["inspect", "-m", "hydra/launcher=submitit_local", "store=a.zarr,nothing", "hydra.sweep.dir=sweep"]
+    make_store(tmp_path / "a.zarr", dates=2, members=2, shape=(8, 8))
+    path = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "ensemble_ml", *command]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("ensemble-ml: store=nothing: no such folder") == 1
+    assert "has not produced any output" in done.stderr  # submitit's word for a process that failed
+    assert len(list((tmp_path / "sweep" / ".submitit").glob("*/*_result.pkl"))) == 1

@@ -1,6 +1,7 @@
 """The one face of communication: a group of ranks, or the null communicator of one rank, which runs the same code.
 
-Every collective fills tensors that the caller made, returns a `Pending`, and counts the bytes that this rank sends:
+Every collective fills tensors that the caller made, returns a `Pending`, and counts the seconds that its caller waits
+for it (not those of a GPU's own queue, which NCCL waits in), and the bytes that this rank sends:
 
     all_reduce          2 n (P-1)/P     a ring: reduce-scatter, then all-gather, n bytes in
     reduce_scatter      n (P-1)/P       n bytes in
@@ -14,6 +15,7 @@ tensors travel through host memory; under NCCL, those in host memory through the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -40,6 +42,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     bytes_sent: int
+    seconds_waited: float
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
         """Replace `x` by its sum (max, min) over ranks."""
@@ -73,7 +76,7 @@ class NullCommunicator:
     """One rank."""
 
     def __init__(self) -> None:
-        self.rank, self.size, self.bytes_sent = 0, 1, 0
+        self.rank, self.size, self.bytes_sent, self.seconds_waited = 0, 1, 0, 0.0
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
         return Done()
@@ -105,7 +108,7 @@ class TorchCommunicator:
     def __init__(self, group: Any):
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.bytes_sent = 0
+        self.bytes_sent, self.seconds_waited = 0, 0.0
         self._home = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
@@ -144,7 +147,9 @@ class TorchCommunicator:
         return self._run(lambda t: dist.broadcast(t, first, self._group, async_op=True), x, x, async_op)
 
     def barrier(self) -> None:
+        start = time.perf_counter()
         dist.barrier(self._group)
+        self.seconds_waited += time.perf_counter() - start
 
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
         """Call a collective on `x` (in place where it is `out`), by way of the memory that the backend needs."""
@@ -155,7 +160,7 @@ class TorchCommunicator:
         else:
             to = torch.empty_like(out, device=given.device) if staged or not out.is_contiguous() else out
         work = call(to) if out is x else call(to, given)
-        pending = _Work(work, given, to, out)
+        pending = _Work(self, work, given, to, out)
         if async_op:
             return pending
         pending.wait()
@@ -165,13 +170,15 @@ class TorchCommunicator:
 class _Work:
     """Keeps the tensors of a collective alive until it is complete, and brings the result to where it is wanted."""
 
-    def __init__(self, work: Any, given: Tensor, to: Tensor, out: Tensor):
-        self._work, self._given, self._to, self._out = work, given, to, out
+    def __init__(self, comm: TorchCommunicator, work: Any, given: Tensor, to: Tensor, out: Tensor):
+        self._comm, self._work, self._given, self._to, self._out = comm, work, given, to, out
 
     def wait(self) -> None:
         if self._work is None:
             return
+        start = time.perf_counter()
         self._work.wait()
+        self._comm.seconds_waited += time.perf_counter() - start
         self._work = None
         if self._to is not self._out:
             self._out.copy_(self._to)

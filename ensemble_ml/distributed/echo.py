@@ -85,7 +85,7 @@ class Echo:
     """A communicator of `size` ranks of which only one exists."""
 
     def __init__(self, traffic: Traffic, axes: tuple[str, ...], rank: int, size: int):
-        self.rank, self.size, self.bytes_sent = rank, size, 0
+        self.rank, self.size, self.bytes_sent, self.seconds_waited = rank, size, 0, 0.0
         self._traffic, self._axes = traffic, axes
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:

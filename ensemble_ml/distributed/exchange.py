@@ -95,7 +95,7 @@ class BucketExchange(Exchange):
         self._failed = False
         self._arrivals.defer = not self.overlap
         self.step = step
-        self._sent = self.bytes_sent
+        self._sent, self._waited = self.bytes_sent, self.seconds_waited
         self._jobs = []
         self._arrivals.begin()
 
@@ -103,6 +103,10 @@ class BucketExchange(Exchange):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far."""
         return self.group.bytes_sent
+
+    @property
+    def seconds_waited(self) -> float:
+        return self.group.seconds_waited
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -119,7 +123,10 @@ class BucketExchange(Exchange):
         for job in self._jobs:
             job.result()
         waited = time.perf_counter() - start
+        # What the thread waited for is hidden by backward, or in the time above; without it, backward itself waited.
+        before = self._waited if self._thread is None else self.seconds_waited
         norm, culprits = self._conclude()
+        waited += self.seconds_waited - before
         return Outcome(norm, culprits, waited, self.bytes_sent - self._sent)
 
     def close(self) -> None:

@@ -22,16 +22,14 @@ import torch
 import torch.distributed as dist
 
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed.meeting import MEETING, meet
+from ensemble_ml.distributed.meeting import meet
 from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
-from ensemble_ml.distributed.watch import Watch
+from ensemble_ml.distributed.watch import LAST, Watch
 from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import Stopped, UserError
 
 T = TypeVar("T")
-
-_LAST = 3.0  # launchers end the others at the first status that is not 0: rank 0, which has one, comes last
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -97,9 +95,10 @@ class Session:
             return self
         host, port = self.world.host, self.world.port
         try:
-            host, port, server = meet(self.world)
-            store = server or dist.TCPStore(host, port, self.world.size, False, MEETING, wait_for_workers=False)
-            self._watch = Watch(host, port, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
+            meeting = meet(self.world)
+            host, port = meeting.host, meeting.port
+            store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
+            self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
             _check_agreement(store, self.topology)
             wanted = self.config.backend
             apart = wanted is not Backend.gloo and _gpus_apart(store, self.world, self.device)
@@ -130,13 +129,13 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._watch is None:
             return
-        if error is not None and not isinstance(error, Stopped):  # all ranks stop at one step
+        if error is not None and not (isinstance(error, Stopped) and error.together):
             self._fail(error)
-            return
-        self._watch.leave()
-        dist.destroy_process_group()
+        else:
+            self._watch.leave()
+            dist.destroy_process_group()
         if isinstance(error, Stopped) and error.requeue and self.first:
-            time.sleep(_LAST)
+            time.sleep(LAST)
 
     def report(self, error: BaseException) -> None:
         """Tell the others of a failure at once, before this rank has let go of what it holds, which may take long; the

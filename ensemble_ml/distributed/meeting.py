@@ -1,12 +1,14 @@
 """Where the ranks of a job find each other: host and port of the key-value store that rank 0 serves.
 
 Launchers tell it in variables (MASTER_ADDR, MASTER_PORT), torchrun by a store of its agent, mpiexec by MPI itself.
+A process may train several times, as in a sweep: the ranks meet once, and each session has keys of its own.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,12 +21,43 @@ from ensemble_ml.errors import UserError
 MEETING = timedelta(seconds=120)  # that ranks wait for each other
 
 
-def meet(world: World) -> tuple[str, int, Any]:
-    """Host and port of the key-value store, and on rank 0 the store itself.
+@dataclass(eq=False)
+class Meeting:
+    """Host and port of the key-value store, on rank 0 the store itself, and how often this process has met there."""
+
+    host: str
+    port: int
+    server: Any = None
+    sessions: int = 0
+
+    def connect(self, size: int) -> Any:
+        """A connection of its own to the store, for the keys of the last session alone."""
+        store = dist.TCPStore(self.host, self.port, size, False, MEETING, wait_for_workers=False)
+        return dist.PrefixStore(f"session {self.sessions}", store)
+
+
+_meetings: dict[World, Meeting] = {}  # kept: a port that SLURM's variables tell is taken, MPI asked, one time only
+
+
+def meet(world: World) -> Meeting:
+    """Where the ranks meet, for one session more.
 
     Raises:
         UserError: nothing says where rank 0 is.
     """
+    if world not in _meetings:
+        _meetings[world] = Meeting(*_arranged(world))
+    meeting = _meetings[world]
+    meeting.sessions += 1
+    return meeting
+
+
+def met() -> bool:
+    """Whether this process has met other ranks, whom a failure here takes with it."""
+    return bool(_meetings)
+
+
+def _arranged(world: World) -> tuple[str, int, Any]:
     agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     if world.host is not None and world.port is not None:
         # torchrun's agent holds MASTER_PORT itself; its store tells the port of ours.

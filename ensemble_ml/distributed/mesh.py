@@ -69,7 +69,16 @@ class Mesh:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent over all of its communicators."""
-        return sum(group.bytes_sent for group in {id(g): g for g in self.groups.values()}.values())
+        return sum(group.bytes_sent for group in self._each)
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that this rank has waited in collectives of all of its communicators."""
+        return sum(group.seconds_waited for group in self._each)
+
+    @property
+    def _each(self) -> list[Communicator]:
+        return list({id(group): group for group in self.groups.values()}.values())
 
 
 Members = tuple[tuple[int, ...], ...]

@@ -41,7 +41,7 @@ class SimulatedCommunicator:
     """The collectives by their definition."""
 
     def __init__(self, room: Room, rank: int):
-        self.room, self.rank, self.size, self.bytes_sent = room, rank, room.size, 0
+        self.room, self.rank, self.size, self.bytes_sent, self.seconds_waited = room, rank, room.size, 0, 0.0
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
         """As `Communicator.all_reduce`; sums are taken in rank order."""

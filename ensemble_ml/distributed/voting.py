@@ -74,6 +74,10 @@ class Vote(BucketExchange):
         return self.group.bytes_sent + self.inner.bytes_sent
 
     @property
+    def seconds_waited(self) -> float:
+        return self.group.seconds_waited + self.inner.seconds_waited
+
+    @property
     def ranks(self) -> int:
         """All ranks that take part, inner ones too."""
         return self.group.size * self.inner.size

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ensemble_ml.distributed.meeting import MEETING
+from ensemble_ml.errors import STATUS_REQUEUE, Stopped
 
 STATUS_ABORTED = 70  # left because another rank failed
+LAST = 3.0  # seconds; launchers end the others at the first status that is not 0: rank 0, which has one, comes last
 _PERIOD = 0.5  # seconds between looks at the store
 _SOON = 0.05  # the same for who waits for the last to leave
 _GRACE = 3.0  # seconds beyond `silence` that rank 0 has to answer, and that a failed exchange waits for the cause
@@ -34,12 +35,12 @@ class Watch:
     """The thread that keeps up this rank's heartbeat and looks for word of a failure; rank 0 counts heartbeats too, and
     on other ranks a second thread counts its answers."""
 
-    def __init__(self, host: str, port: int, rank: int, size: int, silence: float, step: Callable[[], int]):
-        """`host` and `port` are the store's; `silence`: seconds without a beat after which a rank is given up; `step`
-        tells where this rank is."""
+    def __init__(self, store: Any, rank: int, size: int, silence: float, step: Callable[[], int]):
+        """`store`: a connection that nothing else uses, since one that waits in a collective's set-up would hold the
+        heartbeat up; `silence`: seconds without a beat after which a rank is given up; `step` tells where this rank
+        is."""
         self._rank, self._size, self._silence, self._step = rank, size, silence, step
-        # A connection of its own: one that waits in a collective's set-up would hold the heartbeat up.
-        self._store = dist.TCPStore(host, port, size, False, MEETING, wait_for_workers=False)
+        self._store = store
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()
@@ -130,7 +131,11 @@ class Watch:
         return self._rank > 0 or self._store.check([f"done/{rank}" for rank in range(self._size)])
 
     def _leave(self, told: dict[str, Any]) -> None:
-        _leave(told, wait=_FAREWELL if self._rank == 0 else 0.0)
+        first = self._rank == 0
+        wait = _FAREWELL if first else 0.0
+        if told.get("requeue"):  # the first rank alone says so
+            _leave(told, STATUS_REQUEUE if first else 0, wait + LAST if first else 0.0)
+        _leave(told, STATUS_ABORTED, wait)
 
     def _told(self) -> dict[str, Any] | None:
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
@@ -143,6 +148,7 @@ class Watch:
             "host": host if rank != self._rank else socket.gethostname(),
             "step": self._step() if step is None else step,
             "cause": " ".join(cause.split())[:500],
+            "requeue": isinstance(error, Stopped) and error.requeue,
         }
         self._store.compare_set("failed", "", json.dumps(told))  # the first to write is the cause
 
@@ -173,11 +179,12 @@ def _echo(error: BaseException) -> bool:
     )
 
 
-def _leave(told: dict[str, Any], wait: float = 0.0) -> None:
+def _leave(told: dict[str, Any], status: int, wait: float) -> None:
     """Print the cause and end this process, wherever its main thread stands."""
     where = f" ({told['host']})" if told["host"] else ""
-    text = f"ensemble-ml: rank {told['rank']}{where} failed at step {told['step']}: {told['cause']}; this rank leaves"
+    what = "failed" if status == STATUS_ABORTED else "stopped"
+    text = f"ensemble-ml: rank {told['rank']}{where} {what} at step {told['step']}: {told['cause']}; this rank leaves"
     sys.stdout.flush()
     os.write(2, f"{text}\n".encode())  # one write: lines of several ranks do not mix
     time.sleep(wait)
-    os._exit(STATUS_ABORTED)
+    os._exit(status)

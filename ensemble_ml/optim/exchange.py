@@ -29,8 +29,8 @@ class Outcome:
     """Of the exchange of one step.
 
     `norm` is the gradient's before clipping (this rank's own, where ranks vote); `culprits` are the ranks whose
-    gradients were not finite (where ranks average before they vote, all that share such a mean); `waited` seconds were
-    spent until the others' part was there.
+    gradients were not finite (where ranks average before they vote, all that share such a mean); `waited` seconds
+    were spent until the others' part was there, beside those that backward hid.
     """
 
     norm: float
@@ -82,6 +82,11 @@ class Exchange:
     def signs(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         """The directions that ranks voted for; None where Lion takes the signs of its own updates."""
         return None
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that this rank has waited in the exchange's own collectives so far, hidden by backward or not."""
+        return 0.0
 
     def after_step(self) -> dict[str, Any]:
         """Follow the optimizer's step; returns what the log should tell of it."""

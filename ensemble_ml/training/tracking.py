@@ -31,9 +31,10 @@ class Tracker:
     (means over the steps since the line before, without those that were skipped; null where all were), skipped (how
     many, where there are some), lr, samples_per_s, memory_mb, wait (the share of the time that was spent waiting for
     data), and over several ranks sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it
-    waited for the others); by a planned loader `loading`: hits (the share of packed bytes that are not from slow
-    storage) and MB/s of each tier; `validation` with its scores; `momentum_sync`; `checkpoint`. A resumed run takes
-    back the lines that a killed one had written beyond its last checkpoint.
+    waited for the others, at halos, sums and gradients; what NCCL lets the GPU wait is not seen); by a planned loader
+    `loading`: hits (the share of packed bytes that are not from slow storage) and MB/s of each tier; `validation` with
+    its scores; `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one had written beyond
+    its last checkpoint.
     """
 
     def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):

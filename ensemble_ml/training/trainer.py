@@ -32,13 +32,13 @@ from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
+from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.room import told_of_memory
-from ensemble_ml.training.signals import StopRequest
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import Validation, validate
@@ -66,6 +66,7 @@ def train(config: TrainConfig) -> Path:
         UserError: something in settings or data that the user can mend; another process trains in the run folder; or
             loss or gradient are no longer finite, and `checkpoints/last` holds the step before.
         KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
+        Stopped: the same of SIGUSR1 or SIGUSR2, which may have come before the first step.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
         return _train(config, session)
@@ -79,7 +80,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
     session.mesh.world.barrier()
     if not session.first:
         folder, checkpoint = setup.open_run(config, tidy=False)
-    with StopRequest() as stop:
+    with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
         threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
@@ -214,17 +215,21 @@ class Trainer:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
         state.exchange.begin(state.step)
+        mesh, before = self.session.mesh, self.session.mesh.seconds_waited
         running = Running(state.model)  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
             losses = self.setup.loss(state.model(batch.inputs), batch)
             losses["loss"].backward()
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
-        self._waited, self._noted = outcome.waited, {}
+        # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
+        self._waited, self._noted = outcome.waited + mesh.seconds_waited - before, {}
         if math.isfinite(values["loss"]) and outcome.finite:  # on every rank, or on none
             self._skipped = 0
             state.optimizer.step()
+            before = state.exchange.seconds_waited
             self._noted = self._named(state.exchange.after_step())
+            self._waited += state.exchange.seconds_waited - before
         else:
             running.put_back()
             self._leave_out(values["loss"], outcome, batch)

@@ -1,5 +1,7 @@
 """Collectives against what they are defined to give, on real processes; bytes against the formulas."""
 
+import time
+
 import torch
 from parallel.ranks import run_ranks
 
@@ -51,6 +53,41 @@ def collectives(session):
     counted("broadcast", told)
     comm.barrier()
     return found, sent
+
+
+def late(session):
+    """Rank 1 comes half a second late, then keeps what it began waiting half a second; and a barrier."""
+    comm, found = session.mesh.world, []
+    x = torch.zeros(3)
+
+    def waited(call):
+        before = comm.seconds_waited
+        call()
+        found.append(comm.seconds_waited - before)
+
+    def first_waits(call):
+        comm.barrier()
+        time.sleep(0.5 * session.topology.rank)
+        waited(call)
+
+    first_waits(lambda: comm.all_reduce(x))
+    first_waits(comm.barrier)
+    first_waits(lambda: comm.all_reduce(x, async_op=True).wait())
+    comm.barrier()
+    pending = comm.all_reduce(x, async_op=True)
+    time.sleep(0.5)  # the caller does something else
+    waited(pending.wait)
+    assert session.mesh.seconds_waited >= comm.seconds_waited
+    return found
+
+
+def test_waits_are_those_of_the_caller():
+    first, second = run_ranks(late, 2)
+    assert min(first[:3]) > 0.3 and first[3] < 0.3
+    assert max(second) < 0.3
+    one = NullCommunicator()
+    one.all_reduce(torch.zeros(3))
+    assert one.seconds_waited == 0
 
 
 def test_collectives():

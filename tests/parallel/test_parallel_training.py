@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -27,6 +28,7 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
+from ensemble_ml.models import EnsembleModel
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.training import assemble, load_checkpoint, train, trainer
 from ensemble_ml.training.tracking import read_log
@@ -173,6 +175,35 @@ def test_a_checkpoint_of_four_parts_goes_on_as_one_and_as_four_bands(tmp_path):
         assert len(logged(tmp_path / name / "a")[0]) == 14
 
 
+def _late_forward(session, config, seconds):
+    forward = EnsembleModel.forward
+
+    def slow(self, inputs):
+        if session.topology.rank == 1 and self.training:
+            time.sleep(seconds)
+        return forward(self, inputs)
+
+    EnsembleModel.forward = slow
+    return joined(session, config)
+
+
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"lat": 2}], ids=str)
+def test_waiting_for_a_late_rank_is_told(store, tmp_path, degrees):
+    """At the weights of the loss, or at the first halo; the numbers are what they were."""
+    found = {}
+    for name, seconds in (("together", 0.0), ("late", 0.5)):
+        config = config_of(
+            store, tmp_path / name, precision=Precision.float32, batch_size=4, steps=3, validate_every=3,
+            checkpoint_every=3, parallel=ParallelConfig(**degrees),
+        )  # fmt: skip
+        config.model.depth = 1
+        run_ranks(_late_forward, 2, config, seconds, **degrees)
+        found[name] = logged(tmp_path / name / "a")[0]
+    together, late = ([step["exchange_wait"] for step in found[name]] for name in ("together", "late"))
+    assert min(late[1:]) > 0.5 > min(together) and max(together + late) <= 1
+    assert [step["loss"] for step in found["late"]] == [step["loss"] for step in found["together"]]
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
 def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher):
     if launcher == "mpiexec":
@@ -194,6 +225,35 @@ def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher)
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
         assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "alone" / "a", tmp_path / launcher / "a")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec", "slurm"])
+def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
+    if launcher == "mpiexec":
+        pytest.importorskip("mpi4py")
+    settings = [
+        "run=s${seed}", "seed=0,1", f"output={tmp_path}", f"data.store={store}", "data.train=[2001]",
+        "data.members=[2]", "model.hidden=4", "model.surroundings=16", "model.residuals=16", "model.max_hidden=4",
+        "model.depth=1", "model.precision=float32", "steps=2", "threads=1", "tracking.tensorboard=false",
+        "parallel.lat=2", f"hydra.sweep.dir={tmp_path}/sweep",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "ensemble_ml", "train", "-m", *settings]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    if launcher == "slurm":  # the port follows from the job's number
+        step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+        tasks = [{**env, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+        started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=task) for task in tasks]
+    else:
+        starts = {
+            "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            "mpiexec": [os.path.join(os.path.dirname(sys.executable), "mpiexec"), "-n", "2", sys.executable],
+        }
+        command = [*starts[launcher], *command[1:]]
+        started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)]
+    texts = [process.communicate(timeout=300)[1] for process in started]
+    assert not any(process.returncode for process in started), "\n".join(texts)
+    for seed in range(2):
+        assert max(line["step"] for line in read_log(tmp_path / f"s{seed}" / "log.jsonl")) == 2
 
 
 def test_goes_on_under_another_partition(store, serial, tmp_path):

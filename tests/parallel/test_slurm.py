@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from synthetic import make_store
@@ -51,6 +52,17 @@ def ranks(store, output, steps, restarts=0):
     return started
 
 
+def hears(process):
+    """Return once a process handles SIGUSR1, which is long before its first step."""
+    bit, until = 1 << (signal.SIGUSR1 - 1), time.monotonic() + 60
+    while time.monotonic() < until:
+        told = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        if int(told["SigCgt"], 16) & bit:
+            return
+        time.sleep(0.01)
+    raise AssertionError("handles no signal")
+
+
 def ended(processes):
     texts = [p.communicate(timeout=90)[1] for p in processes]
     return [p.returncode for p in processes], texts
@@ -70,7 +82,14 @@ def test_stops_ahead_of_the_time_limit_and_goes_on(store, tmp_path):
     assert max(line["step"] for line in read_log(log)) == done
     codes, texts = ended(ranks(store, tmp_path, 2000))  # another job of the same name, by mistake
     assert codes[0] == 2 and codes[1] and "exists; go on with resume=true" in texts[0]
-    running = ranks(store, tmp_path, 2000, restarts=1)  # requeued: the same command
+    running = ranks(store, tmp_path, 2000, restarts=1)  # requeued: the same command, and again little time
+    hears(running[1])
+    running[1].send_signal(signal.SIGUSR1)
+    codes, texts = ended(running)
+    assert codes == [75, 0], texts
+    assert "rank 1" in texts[0] and "stopped at step 0: Stopped: SIGUSR1 before the first step; go on" in texts[0]
+    assert load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"] == done
+    running = ranks(store, tmp_path, 2000, restarts=2)
     until = time.monotonic() + 60
     while time.monotonic() < until and max(line["step"] for line in read_log(log)) <= done:
         time.sleep(0.1)
@@ -80,6 +99,17 @@ def test_stops_ahead_of_the_time_limit_and_goes_on(store, tmp_path):
     assert codes == [130, 130], texts
     assert f"resumed after step {done} of 2000" in texts[0]
     assert load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"] > done
+
+
+@pytest.mark.parametrize(("restarts", "codes"), [(0, [75, 0]), (3, [130, 70])])
+def test_stopped_before_there_is_a_checkpoint(store, tmp_path, restarts, codes):
+    """A new run is to be started again, but not for ever."""
+    running = ranks(store, tmp_path, 2000, restarts)
+    hears(running[0])
+    running[0].send_signal(signal.SIGUSR1)
+    found, texts = ended(running)
+    assert found == codes, texts
+    assert "SIGUSR1 before the first step" in texts[0] and not (tmp_path / "a").exists()
 
 
 def test_the_batch_script_is_sound():
