@@ -315,8 +315,9 @@ class Trainer:
         scores = found.scores
         if not scores:
             return False
-        better = state.best is None or scores["score"] < state.best["score"]
-        state.scores, state.widths = scores, found.widths
+        finite = all(map(math.isfinite, scores.values()))  # else no later score would be below it
+        better = finite and (state.best is None or scores["score"] < state.best["score"])
+        state.scores, state.widths = (scores, found.widths) if finite else ({}, None)
         if better:
             state.best = {"step": state.step, **scores}
         tracker.validation(state.step, scores, best=better)

@@ -208,6 +208,22 @@ def test_precision_is_measured(config_of, caplog):
     assert all(v.dtype == torch.float64 for k, v in low.state_dict.items() if v.ndim == 5)
 
 
+def test_scores_that_are_not_finite_are_no_candidate_and_end_no_run(config_of, monkeypatch):
+    real, calls = trainer.validate, []
+
+    def validate(*given, **named):
+        found = real(*given, **named)
+        calls.append(found.scores["score"])
+        return replace(found, scores=dict.fromkeys(found.scores, float("nan"))) if len(calls) < 3 else found
+
+    monkeypatch.setattr(trainer, "validate", validate)
+    run = train(config_of(steps=3, validate_every=1, checkpoint_every=1))
+    lines = [line for line in read_log(run / "log.jsonl") if "validation" in line]
+    assert [line["validation"]["score"] is None for line in lines] == [True, True, False, False]
+    assert [line["best"] for line in lines][:3] == [False, False, True]
+    assert (run / "checkpoints" / "best").exists()
+
+
 def test_without_truth_the_spread_alone_is_learned(config_of, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     lone = make_store(tmp_path / "lone.zarr", dates=4, members=4, leads=(0,), shape=(9, 16), truth=False, static=False)
