@@ -94,25 +94,9 @@ class Geometry:
     @cached_property
     def crop(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Rows (Y',) and columns (X',) of the source that are the target's points; None where points are new."""
-        if not self.same and self.whole is not None and self.whole is not self.target and not self._of_whole():
+        if self.cells is not self.target and not self.same and _region(self.cells, self.source) is None:
             return None  # points of a coarser grid may be the source's points too: their values are means
-        rows = _matches(self.source.latitude, self.target.latitude, period=None)
-        columns = _matches(self.source.longitude, self.target.longitude, period=360.0)
-        if rows is None or columns is None:
-            return None
-        stride = len(rows) > 1 and rows[1] - rows[0] != 1
-        stride |= len(columns) > 1 and (columns[1] - columns[0]) % len(self.source.longitude) != 1
-        return None if stride else (rows, columns)
-
-    def _of_whole(self) -> bool:
-        """Whether the source is a region of `whole`, so that its cells are as large."""
-        assert self.whole is not None
-        rows = _matches(self.whole.latitude, self.source.latitude, period=None)
-        columns = _matches(self.whole.longitude, self.source.longitude, period=360.0)
-        if rows is None or columns is None:
-            return False
-        steps = (*np.diff(rows), *np.diff(columns) % len(self.whole.longitude))
-        return all(step == 1 for step in steps)
+        return _region(self.source, self.target)
 
     @property
     def cells(self) -> Grid:
@@ -177,6 +161,16 @@ def as_change(region: Sequence[float] | None, coarsen: Any, regrid: float | Grid
         return None
     pair = None if coarsen is None else tuple(coarsen) if isinstance(coarsen, list | tuple) else (coarsen, coarsen)
     return GridChange(None if region is None else tuple(region), pair, regrid)  # type: ignore[arg-type]
+
+
+def _region(grid: Grid, part: Grid) -> tuple[np.ndarray, np.ndarray] | None:
+    """Rows and columns of `grid` that `part` is; None where points are new, or some between them are left out."""
+    rows = _matches(grid.latitude, part.latitude, period=None)
+    columns = _matches(grid.longitude, part.longitude, period=360.0)
+    if rows is None or columns is None:
+        return None
+    steps = (*np.diff(rows), *np.diff(columns) % len(grid.longitude))
+    return (rows, columns) if all(step == 1 for step in steps) else None
 
 
 def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarray | None:
