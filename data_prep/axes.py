@@ -113,7 +113,7 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
         raise UserError(
             f"{axis.name}: units {said.get('units')!r}{calendar} do not make a date of the standard calendar"
         )
-    _check_there(axis, np.isnat(axis.values))
+    check_there(axis, np.isnat(axis.values))
     return axis.values.astype("datetime64[s]")
 
 
@@ -134,7 +134,7 @@ def _read_lead(axis: xr.DataArray | None) -> np.ndarray:
     if axis is None:
         return np.array(0)
     hours = to_hours(axis.values, axis)
-    _check_there(axis, ~(np.abs(hours) < 2**31))
+    check_there(axis, ~(np.abs(hours) < 2**31))
     if (np.abs(hours - np.rint(hours)) > ROUNDING).any():
         raise UserError(f"{axis.name}: only whole hours of lead time are read")
     return np.rint(hours).astype(np.int32)
@@ -160,7 +160,7 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         return np.array(0)
     units = str(axis.attrs.get("units", "")).strip()
     values = axis.values.astype(np.float64)
-    _check_there(axis, ~np.isfinite(values))
+    check_there(axis, ~np.isfinite(values))
     said = " ".join(str(axis.attrs.get(name, "")) for name in ("long_name", "standard_name")).replace("_", " ")
     of_model = any(words in said.lower() for words in ("model level", "sigma", "hybrid"))
     if of_model and axis.attrs.get("standard_name") != _STANDARD["level"]:  # these may be interpolated from them
@@ -186,10 +186,10 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
     return np.where(whole, np.rint(values), BETWEEN).astype(np.int32)
 
 
-def _check_there(axis: xr.DataArray, absent: np.ndarray) -> None:
-    """Raises UserError where values of an axis are absent: one that was made longer than what was written."""
+def check_there(axis: xr.DataArray, absent: np.ndarray, how: str = "NaN") -> None:
+    """Raise a UserError where values of an axis are absent: one that was made longer than what was written."""
     if absent.any():
-        raise UserError(f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent (NaN); leave them out")
+        raise UserError(f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent ({how}); leave them out")
 
 
 READ: dict[str, Any] = {"init": _read_init, "member": _read_member, "lead": _read_lead, "level": _read_level}

@@ -6,7 +6,7 @@ import netCDF4
 import numpy as np
 import xarray as xr
 
-from ensemble_ml.errors import UserError
+from data_prep.axes import check_there
 
 _PACKED = "scale_factor", "add_offset"
 _ROUNDING = 1e-6  # of a limit: values may be kept with fewer digits than it
@@ -54,10 +54,7 @@ def _check_written(axis: xr.DataArray) -> None:
     absent = values == np.array(fill).astype(values.dtype)
     if values.dtype.kind == "i":
         absent |= values == np.iinfo(np.int64).min
-    if absent.any():
-        raise UserError(
-            f"{axis.name}: {int(absent.sum())} of {axis.size} values are absent (never written); leave them out"
-        )
+    check_there(axis, absent, "never written")
 
 
 def _as_values(array: xr.DataArray) -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 
-import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
@@ -363,97 +362,3 @@ def test_a_mean_of_members_alone_is_refused(tmp_path):
     data.to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match="holds no field"):
         open_archive(tmp_path / "a.nc")
-
-
-@pytest.mark.parametrize(
-    ("levels", "attributes", "message"),
-    [
-        ([0, 1], {}, "isobaricInhPa: 0 to 1 may count levels"),
-        ([1, 2], {"name": "level"}, "level: 1 to 2 may count levels"),
-        ([1, 2], {"name": "level", "long_name": "sigma level"}, "counts model levels"),
-        ([np.nan, 500], {"units": "hPa"}, "isobaricInhPa: 1 of 2 values are absent"),
-    ],
-)
-def test_levels_that_are_none_of_pressure(tmp_path, levels, attributes, message):
-    name = attributes.pop("name", "isobaricInhPa")
-    data = dataset().assign_coords(isobaricInhPa=("isobaricInhPa", np.array(levels), attributes))
-    data.rename(isobaricInhPa=name).to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match=message):
-        open_archive(tmp_path / "a.nc")
-
-
-def test_levels_that_are_counted_beside_their_pressure(tmp_path):
-    data = dataset().rename(isobaricInhPa="level").assign_coords(level=[0, 1])
-    data.assign_coords(p=("level", [50000.0, 85000.0], {"units": "Pa"})).to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
-    assert source.layout.levels == (500, 850)
-    np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0, 1], data.t.values[1, :, :, 1])
-
-
-@pytest.mark.parametrize(
-    ("axis", "values", "message"),
-    [
-        ("time", np.array(["2001-01-01", "NaT"], "datetime64[ns]"), "time: 1 of 2 values are absent"),
-        ("number", [1.0, np.nan, 3.0], "number: members are numbered with integers"),
-        ("number", [0.5, 1.5, 2.5], "number: members are numbered with integers"),
-        ("latitude", [np.nan, *GLOBE[0][1:]], "1 of 7 values are absent"),
-        ("longitude", [np.nan, *GLOBE[1][1:]], "values are absent"),
-    ],
-)
-def test_axes_that_were_not_written_to_their_end(tmp_path, axis, values, message):
-    dataset().assign_coords({axis: values}).to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match=message):
-        open_archive(tmp_path / "a.nc")
-
-
-def test_rotated_grids_are_refused(tmp_path):
-    data = dataset()
-    data.latitude.attrs["standard_name"], data.longitude.attrs["standard_name"] = "grid_latitude", "grid_longitude"
-    data.to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match="latitude is grid_latitude; only geographic grids are read"):
-        open_archive(tmp_path / "a.nc")
-
-
-@pytest.mark.parametrize(
-    ("axis", "ticks", "attributes"),
-    [
-        ("step", np.array([6, 12], "i4"), {"units": "hours"}),
-        ("step", np.array([6, 12], "i8"), {"units": "hours"}),
-        ("number", np.array([1, 2, 3], "i2"), {}),
-        ("isobaricInhPa", np.array([850, 500], "i4"), {"units": "hPa"}),
-        ("time", np.array([0, 48], "i4"), {"units": "hours since 2001-01-01"}),
-        ("time", np.array([0, 48], "f8"), {"units": "hours since 2001-01-01"}),
-    ],
-)
-def test_a_dimension_longer_than_its_coordinate(tmp_path, axis, ticks, attributes):
-    """Fields were added, and their lead or member was not written: the library's fill value stands there."""
-    data = dataset().assign_coords({axis: (axis, ticks, attributes)})
-    data.to_netcdf(tmp_path / "a.nc", unlimited_dims=[axis], encoding={axis: {"_FillValue": None}})
-    assert open_archive(tmp_path / "a.nc").layout.realization == (1, 2, 3)
-    with netCDF4.Dataset(tmp_path / "a.nc", "a") as file:
-        place = [slice(None)] * 6
-        place[data.t.dims.index(axis)] = len(ticks)
-        file["t"][tuple(place)] = 280.0
-    said = rf"a.nc: {axis}: 1 of {len(ticks) + 1} values are absent \(never written\)"
-    with pytest.raises(UserError, match=said):
-        open_archive(tmp_path / "a.nc")
-
-
-@pytest.mark.parametrize("absent", [np.array([6.0, np.nan]), np.array([6, "NaT"], "timedelta64[h]")])
-def test_leads_that_are_absent(tmp_path, absent):
-    values = absent.astype("timedelta64[ns]") if absent.dtype.kind == "m" else ("step", absent, {"units": "hours"})
-    dataset().assign_coords(step=values).to_netcdf(tmp_path / "a.nc")
-    with pytest.raises(UserError, match="step: 1 of 2 values are absent"):
-        open_archive(tmp_path / "a.nc")
-
-
-def test_levels_of_pressure_that_were_made_from_a_models(tmp_path):
-    said = {"units": "hPa", "standard_name": "air_pressure", "long_name": "pressure levels (from hybrid levels)"}
-    dataset().assign_coords(isobaricInhPa=("isobaricInhPa", [850.0, 500.0], said)).to_netcdf(tmp_path / "a.nc")
-    assert open_archive(tmp_path / "a.nc").layout.levels == (500, 850)
-
-
-def test_days_in_single_precision(tmp_path):
-    days = np.array([241, 250], np.float32) / np.float32(24)
-    dataset().assign_coords(step=("step", days, {"units": "days"})).to_netcdf(tmp_path / "a.nc")
-    assert open_archive(tmp_path / "a.nc").layout.lead_hours == (241, 250)
