@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 import platform
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from ensemble_ml.config import BenchmarkSize
+from ensemble_ml.strict_json import strict
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,7 @@ def write_results(
         "notes": list(notes),
     } | ({"tables": {title: list(rows) for title, rows in tables.items()}} if tables else {})
     _write(folder / "report.html", _page(content))
-    return _write(folder / "results.json", json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """The same with null for what is no number: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return _write(folder / "results.json", json.dumps(strict(content), indent=2, allow_nan=False) + "\n")
 
 
 def summary(figures: Mapping[str, Figure], claims: Sequence[Claim], size: BenchmarkSize = BenchmarkSize.full) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import resource
 import sys
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from ensemble_ml.loading.counters import Counters
+from ensemble_ml.strict_json import strict
 
 log = logging.getLogger(__name__)
 
@@ -242,16 +242,7 @@ def _board(run: Path, start_step: int) -> Any:
 
 
 def _json(line: dict[str, Any]) -> str:
-    return json.dumps(_finite(line), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for numbers that are not finite, of which JSON has none."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(strict(line), allow_nan=False)
 
 
 def _digits(value: float, digits: int = 9) -> float:

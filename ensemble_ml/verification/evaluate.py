@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 from dataclasses import asdict
@@ -44,6 +43,7 @@ from tqdm import tqdm
 from ensemble_ml.config import EvaluateConfig, as_list, require
 from ensemble_ml.folders import check_writable
 from ensemble_ml.store.source import Source
+from ensemble_ml.strict_json import strict
 from ensemble_ml.verification import summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
 from ensemble_ml.verification.baselines import CORRECTIONS
@@ -254,7 +254,7 @@ def _write(
     output.mkdir(parents=True, exist_ok=True)
     drafts = {name: output / f".{name}.partial-{os.getpid()}" for name in FILES}
     try:
-        drafts[FILES[0]].write_text(json.dumps(_plain(content), indent=1, allow_nan=False), encoding="utf-8")
+        drafts[FILES[0]].write_text(json.dumps(strict(content), indent=1, allow_nan=False), encoding="utf-8")
         land = source.static().get("lsm")
         page = write_report(content, scores, tables, case, source.layout.grid, land)
         drafts[FILES[1]].write_text(page, encoding="utf-8")
@@ -263,14 +263,3 @@ def _write(
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
-
-
-def _plain(value: Any) -> Any:
-    """JSON's own types: NaN, which JSON lacks, becomes null."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
