@@ -21,8 +21,6 @@ from ensemble_ml.store.source import Source
 
 log = logging.getLogger(__name__)
 
-_MEMBERS = "members_in"
-
 
 def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], source: Source) -> dict[str, str]:
     """Attributes that are equal where forecasts of one start date from the same members are."""
@@ -73,7 +71,7 @@ def made_already(starts: Sequence[Start], paths: Sequence[Path], same: Mapping[s
     made = set()
     for start, path in zip(starts, paths, strict=True):
         if path.exists():
-            _check_same(path, {**same, _MEMBERS: member_numbers(start, source)})
+            _check_same(path, {**same, "members_in": member_numbers(start, source)})
             made.add(path)
     if made:
         log.info("%s: %d of %d forecasts are there already", paths[0].parent, len(made), len(paths))

@@ -284,10 +284,10 @@ def remap_members(
     rank = _ranks(members, order)
     there = ~torch.isnan(members)
     count = there.sum(0)
-    level = (rank.double() + 0.5) / count
     wide = location.double(), scale.double()
     if family is Family.DOUBLY_CENSORED_NORMAL:
         return torch.where(there, _means_between_levels(*wide, rank.double(), count), torch.nan).to(location.dtype)
+    level = (rank.double() + 0.5) / count
     found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
     alone = total <= 1e-6 * wanted  # zero of zero, too, where a law's mean is too small for a number

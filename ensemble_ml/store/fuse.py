@@ -152,19 +152,16 @@ def _compiled(
         factors = [members.reference, members.scale, members.decimal]
         done[:] = native.fuse(members.values, factors, np.asarray(members.exact.all(0)), mean, spread, sums, ends)
         extremes = np.stack([members.extremes[0].min(0), members.extremes[1].max(0)], axis=1)
-    return done, extremes + np.float32(0)
+    return done, extremes
 
 
 def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, float] | Moments:
-    """Smallest and largest value of a level; all its moments where points are missing, or all members but one.
-
-    A zero has no sign here: which of two comes out of a comparison depends on the order.
-    """
+    """Smallest and largest value of a level; all its moments where points are missing, or all members but one."""
     if members.extremes is not None and len(values) > 1:
         there = members.extremes[:, members.present[:, level], level]
-        return float(there[0].min()) + 0.0, float(there[1].max()) + 0.0
+        return float(there[0].min()), float(there[1].max())
     if len(values) > 1 and not np.isnan(low := values.min()):
-        return float(low) + 0.0, float(values.max()) + 0.0
+        return float(low), float(values.max())
     return moments_of(values[None]).at(0)
 
 
@@ -238,12 +235,17 @@ def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.nda
         count,
         values[:, 0] + away / count,
         np.maximum(squares - away * away / count, 0),
-        *(ends.T.astype(np.float64) + 0.0),  # no sign of zero, as in `_extremes`
+        *_unsigned(ends.T.astype(np.float64)),
     )
     for level in np.flatnonzero(holes):
         for name, number in moments_of(values[None, level]).at(0).arrays().items():
             getattr(found, name)[level] = number
     return found
+
+
+def _unsigned(ends: np.ndarray) -> np.ndarray:
+    """Extremes in which zero has no sign: which of two zeros comes out of a comparison hangs on the order."""
+    return ends + 0.0
 
 
 def _joint(members: int, extremes: tuple[float, float], mean: Moments, spread: Moments, rounded: float) -> Moments:
@@ -253,5 +255,5 @@ def _joint(members: int, extremes: tuple[float, float], mean: Moments, spread: M
         members * mean.count,
         mean.mean + rounded,
         (members - 1) * squares + members * mean.m2,
-        *map(np.asarray, extremes),
+        *_unsigned(np.array(extremes)),
     )
