@@ -310,7 +310,8 @@ def _stamped(path: str) -> tuple[str, int, int]:
 def _summed(checksum: int, raw: RawField) -> int:
     """`checksum` with one more field: its constants and its values."""
     constants = np.array([raw.reference, raw.scale, raw.decimal]).tobytes()
-    return google_crc32c.extend(google_crc32c.extend(checksum, constants), raw.values.tobytes())
+    values = raw.values.astype(raw.values.dtype.newbyteorder("="), copy=False)
+    return google_crc32c.extend(google_crc32c.extend(checksum, constants), values.tobytes())
 
 
 def _note(out: Gathered, target: Target, raw: RawField) -> None:

@@ -69,6 +69,11 @@ class Place:
         """Whether a band of rows is one stretch of the message."""
         return not self.scan.by_columns
 
+    @property
+    def straight(self) -> bool:
+        """Whether the message's order of points is the program's."""
+        return self.southwards and not (self.shift or self.scan.by_columns or self.scan.westwards)
+
     def stretch(self, rows: slice) -> tuple[int, int]:
         """First and last row (exclusive), as the message counts them, of a band of the program's."""
         height = self.grid.shape[0]

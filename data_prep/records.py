@@ -16,6 +16,7 @@ import numpy as np
 
 from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid
+from ensemble_ml.store import native
 from ensemble_ml.store.packing import dequantise
 
 if TYPE_CHECKING:
@@ -74,9 +75,9 @@ def identities(records: np.ndarray) -> np.ndarray:
 class RawField:
     """One field in the program's order of rows and columns, as the file holds it.
 
-    `values` (Y, X) are either packed integers (uint16), with value = ((X * scale) + reference) * decimal in double
-    precision, or float32 values in the registry's units. `mask` (Y, X) bool is True where a point has no value (the
-    integer is 0 there, the float NaN); None where every point has one.
+    `values` (Y, X) are either packed integers (uint16, of this machine's order of bytes or of the file's), with value =
+    ((X * scale) + reference) * decimal in double precision, or float32 values in the registry's units. `mask` (Y, X)
+    bool is True where a point has no value (the integer is 0 there, the float NaN); None where every point has one.
     """
 
     values: np.ndarray
@@ -88,15 +89,16 @@ class RawField:
     @property
     def packed(self) -> bool:
         """Whether `values` are integers."""
-        return self.values.dtype == np.uint16
+        return self.values.dtype.kind == "u"
 
     def decode(self) -> np.ndarray:
         """Values (Y, X) float32, bit for bit those of ecCodes for simple packing; NaN where a point has none."""
         if not self.packed:
             return self.values
-        kind = np.float32 if _exact_in_float32(self.reference, self.scale, self.decimal) else np.float64
-        out = np.empty(self.values.shape, np.float32)
-        dequantise(self.values, [np.array(part, kind) for part in (self.reference, self.scale, self.decimal)], out)
+        factors = self.reference, self.scale, self.decimal
+        exact, out = _exact_in_float32(*factors), np.empty(self.values.shape, np.float32)
+        if not native.decode_field(self.values, factors, exact, out):
+            dequantise(self.values, [np.array(part, np.float32 if exact else np.float64) for part in factors], out)
         if self.mask is not None:
             out[self.mask] = np.nan
         return out

@@ -33,18 +33,24 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* An integer whose octets stand in the other order where `swapped` says so. */
+INLINE uint16_t turned(uint16_t code, int swapped)
+{
+    return swapped ? (uint16_t)(code << 8 | code >> 8) : code;
+}
+
 /* Values of packed integers: ((X * scale) + reference) * decimal in float64, rounded; or, where `exact` says that it
    gives the same bits, in float32. */
 INLINE void values_of(const uint16_t *restrict codes, size_t points, double reference, double scale, double decimal,
-                      int exact, float *restrict out)
+                      int exact, int swapped, float *restrict out)
 {
     if (exact) {
         const float low = (float)reference, step = (float)scale;
         for (size_t i = 0; i < points; i++)
-            out[i] = (float)codes[i] * step + low;
+            out[i] = (float)turned(codes[i], swapped) * step + low;
     } else {
         for (size_t i = 0; i < points; i++)
-            out[i] = (float)(((double)codes[i] * scale + reference) * decimal);
+            out[i] = (float)(((double)turned(codes[i], swapped) * scale + reference) * decimal);
     }
 }
 
@@ -66,15 +72,21 @@ INLINE void add_pairs(float *restrict rows, size_t count, size_t points)
 /* Which text was compiled, so that no other is called by mistake. */
 uint32_t eml_source(void) { return SOURCE; }
 
-/* Decode fields of `points` packed integers each to float32; a step is what lies between fields, in elements. */
+/* Decode fields of `points` packed integers each to float32; a step is what lies between fields, in elements.
+   `swapped`: the octets of integers stand in the other order than this machine's, as those of a file may. */
 FOR_EACH_PROCESSOR
 void eml_decode(const uint16_t *restrict codes, ptrdiff_t codes_step, float *restrict out, ptrdiff_t out_step,
                 size_t fields, size_t points, const double *reference, const double *scale, const double *decimal,
-                int exact)
+                int exact, int swapped)
 {
-    for (size_t f = 0; f < fields; f++)
-        values_of(codes + (ptrdiff_t)f * codes_step, points, reference[f], scale[f], decimal[f], exact,
-                  out + (ptrdiff_t)f * out_step);
+    for (size_t f = 0; f < fields; f++) {
+        const uint16_t *from = codes + (ptrdiff_t)f * codes_step;
+        float *to = out + (ptrdiff_t)f * out_step;
+        if (swapped) /* known when it is compiled, twice */
+            values_of(from, points, reference[f], scale[f], decimal[f], exact, 1, to);
+        else
+            values_of(from, points, reference[f], scale[f], decimal[f], exact, 0, to);
+    }
 }
 
 /* How the members of a level are packed; nothing says that they are float32 as they stand. The factors of a member lie
@@ -130,7 +142,7 @@ INLINE void fuse_level(const void *fields, ptrdiff_t member_step, size_t members
             float *restrict values = apart + m * TILE;
             if (packing) {
                 values_of((const uint16_t *)fields + place, size, packing->reference[m * packing->step],
-                          packing->scale[m * packing->step], packing->decimal[m * packing->step], packing->exact,
+                          packing->scale[m * packing->step], packing->decimal[m * packing->step], packing->exact, 0,
                           values);
             } else {
                 memcpy(values, (const float *)fields + place, size * sizeof(float));

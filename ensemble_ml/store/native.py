@@ -30,7 +30,7 @@ def _load() -> ctypes.CDLL | None:
     if library.eml_source() != source:  # the checkout moved on since it was installed
         return None
     address, size, step = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t
-    library.eml_decode.argtypes = [address, step, address, step, size, size, address, address, address, ctypes.c_int]
+    library.eml_decode.argtypes = (address, step, address, step, size, size, *[address] * 3, *[ctypes.c_int] * 2)
     library.eml_fuse.argtypes = (address, step, step, size, size, size, *[address] * 10)
     library.eml_fuse_plain.argtypes = (address, step, step, size, size, size, *[address] * 7)
     library.eml_decode.restype = library.eml_fuse.restype = library.eml_fuse_plain.restype = None
@@ -63,7 +63,19 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
         return False
     points = codes.shape[-2] * codes.shape[-1]
     addresses = [factor.ctypes.data for factor in held]
-    _library.eml_decode(codes.ctypes.data, apart[0], out.ctypes.data, apart[1], fields, points, *addresses, exact)
+    _library.eml_decode(codes.ctypes.data, apart[0], out.ctypes.data, apart[1], fields, points, *addresses, exact, 0)
+    return True
+
+
+def decode_field(codes: np.ndarray, factors: Sequence[float], exact: bool, out: np.ndarray) -> bool:
+    """`decode` of one field (Y, X) of either byte order, without the cost of arrays for its factors."""
+    if _library is None or codes.dtype.char != "H" or not out.flags.carray:
+        return False
+    if not (codes.flags.c_contiguous and codes.flags.aligned):
+        return False
+    given = [ctypes.byref(ctypes.c_double(factor)) for factor in factors]
+    swapped = not codes.dtype.isnative
+    _library.eml_decode(codes.ctypes.data, 0, out.ctypes.data, 0, 1, codes.size, *given, exact, swapped)
     return True
 
 

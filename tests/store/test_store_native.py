@@ -134,6 +134,25 @@ def test_values_are_numpys_bit_for_bit(library, seed, shape, decimal):
     np.testing.assert_array_equal(compiled.view("u4"), plain.view("u4"))
 
 
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.tuples(st.just(1), st.just(1), st.integers(1, 9), st.integers(1, 300)),
+    decimal=st.sampled_from([1.0, 1e2]),
+    order=st.sampled_from("<>"),
+)
+def test_one_field_of_either_byte_order_is_numpys_bit_for_bit(library, seed, shape, decimal, order):
+    block = drawn(seed, shape, decimal)
+    factors = [float(part[0, 0]) for part in (block.reference, block.scale, block.decimal)]
+    out = np.empty(shape[2:], np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_library", library)
+        exact = bool(exact_fields(block.reference, block.scale, block.decimal))
+        assert native.decode_field(block.values[0, 0].astype(f"{order}u2"), factors, exact, out)
+        patch.setattr(native, "_library", None)
+        np.testing.assert_array_equal(out.view("u4"), decode(block)[0, 0].view("u4"))
+
+
 def test_the_library_does_the_work(library, monkeypatch):
     """Else the tests above compare NumPy with itself."""
     monkeypatch.setattr(native, "_library", library)
@@ -163,6 +182,9 @@ def test_arrays_that_it_is_not_made_for_are_left_to_numpy(library, monkeypatch):
     assert not native.decode(block.values[0], [np.ones(1)] * 3, True, out)  # one factor for two fields
     apart = np.zeros(2 * 6 * 40 * 2 + 1, np.uint8)[1:].view(np.uint16).reshape(2, 6, 40)  # at an odd address
     assert not native.decode(apart, one, True, out)
+    assert not native.decode_field(apart[0], [1.0] * 3, True, out[0])
+    assert not native.decode_field(block.values[0, 0, :, ::2], [1.0] * 3, True, out[0, :, ::2])
+    assert not native.decode_field(out[0], [1.0] * 3, True, out[0])
 
 
 def test_another_text_than_was_compiled_is_not_called(folder, monkeypatch, tmp_path):
