@@ -51,6 +51,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     left = build.missing()
     if left and config.parts is None:
         _check_still(build, () if config.finalise else left)
+        build.discard()  # a folder in which nothing is built
         counts = f"{len(left)} of {build.dates}"
         raise UserError(f"output={build.path}: {counts} start dates are not built yet; run without finalise=true")
     if left:

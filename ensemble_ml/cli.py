@@ -23,7 +23,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -187,6 +187,8 @@ def compose_config(task: str, overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
             return compose(config_name=task, overrides=overrides)
+    except OverrideParseException as error:
+        raise UserError(_unreadable(error.override)) from error
     except (HydraException, OmegaConfBaseException) as error:
         cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
         raise UserError(_one_line(task, f"{error}{cause}")) from error
@@ -222,6 +224,18 @@ def _added(task: str, composed: DictConfig) -> Iterator[str]:
             yield path
 
     return leaves(OmegaConf.to_container(composed, resolve=False), "")
+
+
+def _unreadable(argument: str) -> str:
+    """What to write in the place of an argument that has no form of Hydra's grammar."""
+    key, equals, value = argument.partition("=")
+    text = f"{argument}: cannot be read; write key=value, with no blank around ="
+    if not equals:
+        return text
+    if "{" not in value and "[" not in value:  # a path, say
+        return f"{text}, and a value that holds ( ) = , or the like in two pairs of quotes: '{key}=\"{value}\"'"
+    example = "{name: ...}" if "{" in value else "[first, second]"
+    return f"{text}, and quote what holds blanks, braces or brackets, or the shell takes it apart: '{key}={example}'"
 
 
 def _no_such(task: str, key: str) -> str:

@@ -32,7 +32,7 @@ class Realism:
     def misses(self) -> list[str]:
         """What the gate asks for and the ensemble does not have; empty where it passes."""
         asked = {
-            f"spread/skill {self.spread_skill:.2f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
+            f"spread/skill {self.spread_skill:.3f} outside {SPREAD_SKILL[0]}-{SPREAD_SKILL[1]}": SPREAD_SKILL[0]
             <= self.spread_skill
             <= SPREAD_SKILL[1],
             f"bias^2 {self.raw_bias_share:.1%} of the error, above {LARGEST_BIAS:.0%}": self.raw_bias_share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from ensemble_ml.store.folder import exchange
 from ensemble_ml.training.checkpoint import META, MODEL, load_checkpoint, sync
 
 CARD = "MODEL_CARD.md"
+
+log = logging.getLogger(__name__)
 
 
 def export(config: ExportConfig) -> Path:
@@ -55,6 +58,7 @@ def export(config: ExportConfig) -> Path:
             os.rename(partial, output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    log.info("%s: %s, %s and %s written", output, MODEL, META, CARD)
     return output
 
 

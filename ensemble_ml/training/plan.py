@@ -256,7 +256,7 @@ def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> No
         for line in reasons(found):
             print(line)
     elif hidden:
-        print(f"{hidden} other partitions do not fit; plan.why=true says why")
+        print(f"{hidden} other partition{'s do' if hidden > 1 else ' does'} not fit; plan.why=true says why")
     print(f"parallel.data={best.data} parallel.lat={best.lat} parallel.lon={best.lon}")
 
 

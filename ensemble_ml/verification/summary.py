@@ -129,12 +129,13 @@ def _where(scores: Scores, label: str) -> str:
     order = sorted(found, key=lambda name: found[name][1].value)
     low, high = order[0], order[-1]
     advantage = scores.advantage(metric, label, other)
-    surely = f"better in {better} of {len(found)} fields"
+    surely = f"surely better in {better} of {len(found)} fields"
     if advantage:
         surely = f"not surely better in any of {len(found)} fields, {advantage}"
     return (
         f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: {surely}, "
-        f"worse in {worse}; gain from {found[low][1].value:+.1f} % ({low}) to {found[high][1].value:+.1f} % ({high})."
+        f"surely worse in {worse}; "
+        f"gain from {found[low][1].value:+.1f} % ({low}) to {found[high][1].value:+.1f} % ({high})."
     )
 
 

@@ -18,6 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.folder import building_folder
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_shares_of_a_batch_queue(archive, whole, tmp_path):
     target = tmp_path / "s.zarr"
     with pytest.raises(UserError, match=r"12 of 12 start dates are not built yet; run without finalise=true"):
         prepare(config(archive, target, finalise=True))
+    assert not building_folder(target).exists()
     for number in (2, 3, 1):
         assert not target.exists()
         prepare(config(archive, target, parts=f"{number}/3"))
