@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -67,15 +68,39 @@ def with_start(data: xr.Dataset) -> xr.Dataset:
 
 
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
-    """Where a file has one start, valid times and no lead, the lead is their difference."""
+    """Where a file has starts and valid times but no lead, the lead is their difference.
+
+    It has one start, or one for each valid time: then all are after the same lead, or all from the same start.
+
+    Raises:
+        UserError: both start and lead differ from one valid time to the next.
+    """
     init = axes["init"]
-    if init is None or init.ndim or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
+    if init is None or axes["lead"] is not None or not np.issubdtype(init.dtype, np.datetime64):
         return
     for name in VALID:
         valid = array.coords.get(name)
-        if valid is not None and name != init.name and np.issubdtype(valid.dtype, np.datetime64) and valid.ndim <= 1:
-            axes["lead"] = xr.DataArray(valid.values - init.values, dims=valid.dims, name=name)
-            return
+        if valid is None or name == init.name or not np.issubdtype(valid.dtype, np.datetime64) or valid.ndim > 1:
+            continue
+        if init.size != 1 and valid.dims != init.dims:
+            continue
+        for axis in (init, valid):
+            check_there(axis, np.isnat(axis.values))
+        leads = valid.values - (init.values if valid.dims == init.dims else init.values.ravel()[0])
+        if valid.dims != init.dims or not init.ndim:
+            axes["lead"] = xr.DataArray(leads, dims=valid.dims, name=name)
+        elif (leads == leads[0]).all():
+            axes["lead"] = xr.DataArray(leads[0], name=name)
+        elif (init.values == init.values[0]).all():
+            axes["init"] = xr.DataArray(init.values[0], name=init.name)
+            axes["lead"] = xr.DataArray(leads, dims=valid.dims, name=name)
+        else:
+            raise _both(array, init.dims[0])
+        return
+
+
+def _both(array: xr.DataArray, dimension: Hashable) -> UserError:
+    return UserError(f"{array.name}: dimension {dimension} carries both start and lead time; give each its own")
 
 
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
@@ -100,7 +125,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     valid = init.name in VALID and init.attrs.get("standard_name") != START
     starts = np.unique(init.values - later if valid else init.values)
     if len(starts) != 1:
-        raise UserError(f"{array.name}: dimension {lead.dims[0]} carries both start and lead time; give each its own")
+        raise _both(array, lead.dims[0])
     axes["init"] = xr.DataArray(starts[0])
 
 

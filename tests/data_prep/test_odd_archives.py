@@ -77,6 +77,40 @@ def test_a_reference_time_for_each_record_is_the_start(tmp_path, leads):
     assert layout.lead_hours == (0, 24)[-leads:] and layout.init_time.tolist() == [start.item()]
 
 
+@pytest.mark.parametrize(
+    ("starts", "hours", "leads"),
+    [([0, 6, 24], [6, 6, 6], (6,)), ([0, 0, 0], [6, 12, 30], (6, 12, 30)), ([6], [6], (6,)), ([0, 6], [6, 12], None)],
+)
+def test_the_lead_of_a_reference_time_for_each_record_is_that_to_its_valid_time(tmp_path, starts, hours, leads):
+    first, hour = np.datetime64("2001-01-01", "ns"), np.timedelta64(1, "h")
+    data = dataset().isel(time=[0] * len(starts), step=0, drop=True)
+    data["t"] = data.t + xr.DataArray(10.0 * np.arange(len(starts)), dims="time")
+    data.t.attrs["units"] = "K"
+    about = {"standard_name": "forecast_reference_time"}
+    times = first + np.array(starts) * hour
+    data = data.assign_coords(time=times + np.array(hours) * hour, forecast_reference_time=("time", times, about))
+    data.to_netcdf(tmp_path / "a.nc")
+    if leads is None:
+        with pytest.raises(UserError, match="dimension time carries both start and lead time"):
+            open_archive(tmp_path / "a.nc")
+        return
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.lead_hours == leads and source.layout.init_time.tolist() == np.unique(times).tolist()
+    last = source.read(Part.FORECAST, len(source.layout.init_time) - 1).pressure[:, -1, 0]
+    np.testing.assert_array_equal(last, data.t.values[-1, :, ::-1].astype(np.float32))
+
+
+def test_a_truth_of_short_forecasts_without_leads_stands_at_its_valid_times(tmp_path):
+    data = dataset().isel(number=0, time=0, drop=True)
+    start, leads = np.datetime64("2001-01-01", "ns"), data.step.values
+    truth = data.rename(step="time").assign_coords(time=start + leads)
+    about = {"standard_name": "forecast_reference_time"}
+    before = start + leads - np.timedelta64(24, "h")
+    truth.assign_coords(forecast_reference_time=("time", before, about)).to_netcdf(tmp_path / "t.nc")
+    found = open_pair(ensemble(tmp_path / "f.grib"), tmp_path / "t.nc").read(Part.TRUTH, 0).pressure[0, :, 0]
+    np.testing.assert_array_equal(found, data.t.values[:, ::-1])
+
+
 def test_files_that_say_nothing_are_told_of(tmp_path, caplog):
     ensemble(tmp_path / "output.pl.20180101")
     (tmp_path / "output.sfc.20180101").touch()
