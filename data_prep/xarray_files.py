@@ -360,6 +360,16 @@ def _near_ground(array: xr.DataArray, field: Field) -> bool | None:
     return told
 
 
+def _of_the_ground(array: xr.DataArray, near: bool | None) -> bool:
+    """Whether geopotential without pressure levels is that of the ground, which is one field: the service gives it a
+    time, and it stands there for members and leads only where a coordinate says that it is near the ground.
+    """
+    axes = {role: find_axis(array, role) for role in ("init", "member", "lead")}
+    lead_of_valid_time(array, axes)
+    several = {role for role, axis in axes.items() if axis is not None and axis.size > 1}
+    return "init" not in several if near else not several
+
+
 def _identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name.
 
@@ -385,8 +395,8 @@ def _identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]
         return None, reason
     if first.surface or first.static or find_axis(array, "level") is not None:
         return first, ""
-    near, start = _near_ground(array, first), find_axis(array, "init")
-    if near is not False and first.name == "z" and (start is None or start.size == 1):  # the service gives it a time
+    near = _near_ground(array, first)
+    if near is not False and first.name == "z" and _of_the_ground(array, near):
         return FIELDS[FIELD_INDEX["orog"]], ""
     surface = [f for f in FIELDS if f.surface and f.standard_name == first.standard_name]
     if near and len(surface) == 1:  # e.g. air_temperature at 2 m

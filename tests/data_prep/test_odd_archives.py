@@ -203,6 +203,26 @@ def test_orography_that_the_service_gave_a_time(tmp_path):
     np.testing.assert_allclose(pair.static()["orog"], values[0] / 9.80665, rtol=1e-6)
 
 
+@pytest.mark.parametrize("axis", ["number", "step"])
+def test_geopotential_of_members_or_leads_is_no_orography(tmp_path, axis):
+    """On one level that nothing names; beside a coordinate that says surface it is."""
+    data = dataset(t="z").isel(time=0, isobaricInhPa=0, drop=True)
+    data["z"].attrs["units"] = "m**2 s**-2"
+    data["t2m"] = data.z.copy().assign_attrs(units="K")
+    data["z"] = data.z.isel({"step" if axis == "number" else "number": 0}, drop=True)
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.static() == {} and source.catalogue.readers[0].skipped == {"z (no pressure level)": 1}
+    if axis == "step":
+        times = np.datetime64("2001-01-01", "ns") + data.step.values
+        data = data.rename(step="time").assign_coords(time=times, reference_time=times[0])
+        data.to_netcdf(tmp_path / "c.nc")
+        assert open_archive(tmp_path / "c.nc").static() == {}
+    data["z"] = data.z.assign_coords(surface=0.0)
+    data.to_netcdf(tmp_path / "b.nc")
+    assert list(open_archive(tmp_path / "b.nc").static()) == ["orog"]
+
+
 def test_relative_paths_mean_the_same_to_whoever_goes_on(tmp_path, monkeypatch):
     ensemble(tmp_path / "a.grib")
     monkeypatch.chdir(tmp_path)
