@@ -140,7 +140,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
         return Grid(latitude[rows], modulo[columns]), rows, columns
     first = np.mod(unwrapped[0], 360)
     shifted = unwrapped - unwrapped[0] + first
-    if shifted[-1] >= 360:  # the region crosses Greenwich
+    if shifted[-1] > 360 - _TOLERANCE:  # the region crosses Greenwich, or ends there
         shifted = shifted - 360
     return Grid(latitude[rows], shifted), rows, np.arange(len(unwrapped))
 

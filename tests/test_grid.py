@@ -60,6 +60,13 @@ def test_a_region_across_greenwich_stays_in_one_piece():
     assert list(columns) == list(range(21))
 
 
+def test_a_region_that_ends_at_greenwich_is_one_whatever_its_rounding():
+    latitude, steps = np.arange(60, 40, -1.0), np.arange(12) / 3
+    for exact in (steps - 11 / 3, np.zeros(1)):
+        below, above = (canonical(latitude, exact + shift)[0] for shift in (360 - 3e-7, 3e-7))
+        assert below.same_as(above) and abs(below.longitude[-1]) < 1e-6
+
+
 def test_region_from_minus_180_is_moved_east():
     grid, _, _ = canonical(np.arange(60, 40, -1.0), np.arange(-120, -60, 1.0))
     assert grid.longitude[0] == 240 and grid.longitude[-1] == 299
