@@ -78,6 +78,17 @@ class FileIndex:
 
         return self._load(self.place(path), path, stamp, table)
 
+    def holds(self, path: str) -> bool:
+        """Whether there is a table that belongs to `path` as it is now, by the table's head alone."""
+        place = self.place(path)
+        if place is None:
+            return False
+        try:
+            with place.open("rb") as file:
+                return _belongs(json.loads(file.readline()), path, Stamp.of(path))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def save(self, path: str, stamp: Stamp, table: Table) -> None:
         """Keep a table, by rename, so that no reader meets half of it."""
         head = {"count": len(table.records), "scans": [astuple(scan) for scan in table.scans], "skipped": table.skipped}
@@ -113,7 +124,7 @@ class FileIndex:
         try:
             line, _, rows = content.partition(b"\n")
             head = json.loads(line)
-            if head["version"] != _VERSION or head["of"] != _owner(path, stamp):
+            if not _belongs(head, path, stamp):
                 return None
             if hashlib.sha256(rows).hexdigest() != head["sha256"]:
                 raise ValueError("its checksum is wrong")
@@ -141,6 +152,10 @@ class FileIndex:
 
 def _owner(path: str, stamp: Stamp) -> dict[str, Any]:
     return {"path": os.path.abspath(path), **asdict(stamp)}
+
+
+def _belongs(head: dict[str, Any], path: str, stamp: Stamp) -> bool:
+    return bool(head["version"] == _VERSION and head["of"] == _owner(path, stamp))
 
 
 def user_index() -> FileIndex:

@@ -126,8 +126,7 @@ def _open_reader(path: str, index: FileIndex | None) -> Reader:
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
         return XarrayFile(path)
-    table = None if index is None else index.place(path)
-    if table is not None and table.exists():
+    if index is not None and index.holds(path):
         return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
     try:
         with open(path, "rb") as file:

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from gribfiles import ensemble, message, write
+from gribfiles import dataset, ensemble, message, write
 
 from data_prep import files, grib, open_archive, prepare
 from data_prep.file_index import FileIndex
@@ -101,6 +101,15 @@ def test_a_damaged_table_is_made_anew(tmp_path, caplog, spoil, scanned):
         assert GribFile(path, index).records.tobytes() == whole.tobytes()
     assert scanned == ["a.grib"] and any("is scanned anew" in record.getMessage() for record in caplog.records)
     assert place.read_bytes() == content
+
+
+def test_a_path_that_was_grib_may_be_netcdf_now(tmp_path):
+    path, index = tmp_path / "output.20010101", FileIndex(tmp_path / "index")
+    open_archive(ensemble(path), index=index)
+    dataset().to_netcdf(path)
+    assert open_archive(path, index=index).layout.init_time.astype("datetime64[D]")[-1].astype(str) == "2001-01-03"
+    ensemble(path)
+    assert open_archive(path, index=index).layout.init_time.astype("datetime64[D]")[-1].astype(str) == "2001-01-02"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, caplog):
