@@ -24,6 +24,7 @@ FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth"}  # sub-folders of an archive with archive.json
 _AT_A_TIME = 8
+_NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first letters of its files
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
@@ -81,7 +82,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _is_data(path: str) -> bool:
-    """Whether a file of a folder is one of the archive's: by its suffix, or GRIB by its first letters.
+    """Whether a file of a folder is one of the archive's: by its suffix, or by its first letters.
 
     Raises:
         UserError: it cannot be read, so that nobody knows.
@@ -97,7 +98,7 @@ def _is_data(path: str) -> bool:
         _refuse(error)
     if not head.strip(b"\0"):  # what a download that was broken off leaves
         log.warning("%s: is empty or begins with zeros, and is left out", path)
-    return head == b"GRIB"
+    return head.startswith((b"GRIB", *_NETCDF))
 
 
 def is_zarr(path: str | os.PathLike) -> bool:

@@ -122,6 +122,16 @@ def test_files_that_say_nothing_are_told_of(tmp_path, caplog):
     assert len(told) == 2 and all("output." in line for line in told)
 
 
+@pytest.mark.parametrize("form", ["NETCDF3_CLASSIC", "NETCDF3_64BIT", "NETCDF4"])
+def test_netcdf_files_of_a_folder_are_known_by_their_first_letters(tmp_path, form):
+    data = dataset().isel(step=[1])
+    for day, name in enumerate(("a.nc", "b.cdf", "20010103")):
+        times = data.time.values[:1] + np.timedelta64(day, "D")
+        data.isel(time=[0]).assign_coords(time=times).to_netcdf(tmp_path / name, format=form)
+    (tmp_path / "README").write_text("CDF and HDF files of three days.")
+    assert len(open_archive(tmp_path).layout.init_time) == 3
+
+
 def test_what_cannot_be_read_may_be_part_of_the_archive(tmp_path, monkeypatch):
     ensemble(tmp_path / "a.grib")
     (tmp_path / "output.pl.20180104").write_bytes(b"GRIB")
