@@ -10,6 +10,7 @@ Axes: D start date, M member, T lead, V pressure variable, S surface variable, Z
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,15 @@ from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
 from data_prep.geometry import GridChange
-from data_prep.intervals import beside, from_start, intervals, lead_bounds, not_at_lead_zero
+from data_prep.intervals import (
+    NO_INTERVAL,
+    at_lead_zero_alone,
+    beside,
+    from_start,
+    intervals,
+    lead_bounds,
+    not_at_lead_zero,
+)
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, identities
 from data_prep.selecting import (
     chosen,
@@ -39,6 +48,8 @@ from ensemble_ml.fields import FIELDS
 from ensemble_ml.store.fuse import Members, fuse
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 
+log = logging.getLogger(__name__)
+
 _NOTHING, _ABSENT = -1, -2
 
 __all__ = ["DERIVED", "ArchiveSource", "open_archive"]
@@ -46,6 +57,7 @@ __all__ = ["DERIVED", "ArchiveSource", "open_archive"]
 
 class ArchiveSource:
     """A forecast archive (implements `ensemble_ml.store.source.Source`). `lead_bounds` are as in a tensor store.
+    `left_out` are variables that have nothing but sums at lead 0, from the start.
 
     Raises:
         UserError: nothing is left of what was asked for.
@@ -67,7 +79,9 @@ class ArchiveSource:
         records, rows, partners = with_derived(from_start(identities(catalogue.records)), wanted)
         if control is Control.include:
             records = control_as_member(records, self.path)
-        keep = not_at_lead_zero(records) & chosen(records, self.path, variables, levels, dates)
+        keep = chosen(records, self.path, variables, levels, dates)
+        self.left_out = self._check_sums(records[keep], variables)
+        keep &= not_at_lead_zero(records)
         self._intervals = intervals(records[keep])
         keep &= ~beside(records, self._intervals)
         order = np.flatnonzero(keep)
@@ -83,6 +97,19 @@ class ArchiveSource:
         self.masked = tuple(name for name in self.layout.names if name in masked)
         self._place()
         self._subtrahend = self._find_subtrahends()
+
+    def _check_sums(self, records: np.ndarray, variables: Sequence[str] | None) -> tuple[str, ...]:
+        """Variables that have nothing but sums at lead 0.
+
+        Raises:
+            UserError: one of them is asked for, or there are no others.
+        """
+        alone = at_lead_zero_alone(records)
+        if alone and variables is not None:
+            raise UserError(f"variables={alone[0]}: {self.path} has {NO_INTERVAL}")
+        if alone and not not_at_lead_zero(records).any():
+            raise UserError(f"{self.path}: {', '.join(alone)}: there are {NO_INTERVAL}")
+        return alone
 
     def _place(self) -> None:
         """Find the place of every record in the blocks; -1 on an axis where it has none."""
@@ -281,10 +308,13 @@ def open_archive(
     if change is not None:
         catalogue.onto(change.of(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
-    return catalogue.without_empty(
+    source = catalogue.without_empty(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, **kept),  # type: ignore[arg-type]
         index,
     )
+    if source.left_out:
+        log.info("%s: %s left out: there are %s", source.path, ", ".join(source.left_out), NO_INTERVAL)
+    return source
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:

@@ -15,6 +15,11 @@ from data_prep.records import IS_ACCUMULATED, MEMBER, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 
+NO_INTERVAL = (
+    "sums at lead 0 alone that state no interval, and from the start of the forecast they would be zero; "
+    "give their intervals (time bounds in NetCDF, a step range in GRIB)"
+)
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -30,6 +35,12 @@ class Interval:
 def not_at_lead_zero(records: np.ndarray) -> np.ndarray:
     """Which records are no sums at the start of the forecast, which are zero by definition: (N,) bool."""
     return ~(IS_ACCUMULATED[records["field"]] & (records["lead"] == 0) & (records["lead_start"] >= 0))
+
+
+def at_lead_zero_alone(records: np.ndarray) -> tuple[str, ...]:
+    """Variables of which `not_at_lead_zero` leaves nothing, in the registry's order."""
+    left = records["field"][not_at_lead_zero(records)]
+    return tuple(FIELDS[index].name for index in np.setdiff1d(records["field"], left).tolist())
 
 
 def from_start(records: np.ndarray) -> np.ndarray:

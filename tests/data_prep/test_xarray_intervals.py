@@ -1,5 +1,7 @@
 """The interval of sums and means in NetCDF: CF bounds, cell methods, and what falls."""
 
+import logging
+
 import numpy as np
 import pytest
 from gribfiles import dataset
@@ -156,3 +158,26 @@ def test_bounds_in_another_precision_end_at_the_coordinate(tmp_path):
     data["forecast_period_bnds"] = ("time", "two"), np.stack([days - 10 / 24, days], 1)
     data.to_netcdf(tmp_path / "a.nc")
     assert open_archive(tmp_path / "a.nc").lead_bounds == {"tp": [[0, 10], [10, 20]]}
+
+
+def test_sums_at_lead_zero_alone_are_left_out_with_a_line(tmp_path, caplog):
+    """As of an ensemble of analyses, whose hourly sums stand at their valid times without bounds."""
+    data = dataset(t="tp").isel(step=0, isobaricInhPa=0, drop=True)
+    data["tp"].attrs["units"] = "m"
+    data["t2m"] = data.tp.copy().assign_attrs(units="K")
+    data.to_netcdf(tmp_path / "a.nc")
+    with caplog.at_level(logging.INFO, "data_prep"):
+        assert open_archive(tmp_path / "a.nc").layout.surface == ("t2m",)
+    told = [record.getMessage() for record in caplog.records if "tp left out" in record.getMessage()]
+    assert len(told) == 1 and "state no interval" in told[0] and "time bounds" in told[0]
+    for variables in (["tp"], ["t2m", "tp"]):
+        with pytest.raises(UserError, match=r"variables=tp: .*a.nc has sums at lead 0 alone that state no interval"):
+            open_archive(tmp_path / "a.nc", variables=variables)
+    data.drop_vars("t2m").to_netcdf(tmp_path / "b.nc")
+    with pytest.raises(UserError, match=r"b.nc: tp: there are sums at lead 0 alone that state no interval"):
+        open_archive(tmp_path / "b.nc")
+    data.time.attrs["bounds"] = "time_bnds"
+    data.time.encoding["units"] = "hours since 2001-01-01"
+    data["time_bnds"] = ("time", "two"), data.time.values[:, None] - np.array([[1, 0]], "timedelta64[h]")
+    data.to_netcdf(tmp_path / "c.nc")
+    assert open_archive(tmp_path / "c.nc", variables=["tp"]).lead_bounds == {"tp": [[-1, 0]]}
