@@ -80,6 +80,15 @@ class ModelSpec:
         """F: variables on levels, and at the surface, of one lead."""
         return len(self.variables) * len(self.levels) + len(self.surface)
 
+    def vector_sign(self, leads: int) -> Tensor:
+        """What departures of all fields are multiplied by across a pole: -1 for components of vectors, 1 for others.
+
+        (leads F,), by lead, variable and level, then by lead and surface variable.
+        """
+        upper = [field(name).vector_component for name in self.variables for _ in self.levels]
+        flips = upper * leads + [field(name).vector_component for name in self.surface] * leads
+        return torch.where(torch.tensor(flips, dtype=torch.bool), -1.0, 1.0)
+
     @property
     def families(self) -> tuple[tuple[Family, ...], tuple[Family, ...]]:
         """Distribution family of each pressure-level and each surface variable."""

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ensemble_ml.fields import field
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.padding import Padder, geometries
 
@@ -52,9 +51,7 @@ class LinearCorrection(nn.Module):
     def __init__(self, spec: ModelSpec, weight: np.ndarray):
         super().__init__()
         self.spec = spec
-        flips = [field(v).vector_component for v in spec.variables for _ in spec.levels] * len(spec.leads_out)
-        flips += [field(v).vector_component for v in spec.surface] * len(spec.leads_out)
-        sign = torch.where(torch.tensor(flips), -1.0, 1.0)
+        sign = spec.vector_sign(len(spec.leads_out))
         finest = geometries(spec.grid, spec.config.pole, 0)[0]
         self.pad = Padder(finest, torch.cat([sign, torch.ones_like(sign)])[:, None])
         self.register_buffer("weight", torch.from_numpy(np.asarray(weight, np.float32).copy()))

@@ -105,6 +105,23 @@ def test_poet_untrained_is_the_blended_ensemble():
         model(ensemble_input(*members_of(model.spec), torch.tensor([1.0, 2.0])))
 
 
+def test_poet_turns_the_wind_of_members_across_the_poles():
+    """A wind that is the same all over the pole has components of opposite sign at opposite longitudes."""
+    settings = {"variables": ("t", "u", "v"), "surface": ("u10", "tp"), "leads_in": (0, 24)}
+    model = make("poet", rows=10, pole_row=False, **settings)
+    spec = model.spec
+    pressure, surface = (torch.zeros(1, 2, 2, *shape[1:]) for shape in (spec.pressure_shape, spec.surface_shape))
+    lon = torch.deg2rad(torch.tensor(spec.longitude))
+    pressure[:, 0, :, 1], pressure[:, 0, :, 2] = -torch.sin(lon), -torch.cos(lon)
+    surface[:, 0, :, 0] = -torch.sin(lon)
+    pressure[:, 0, :, 0], surface[:, 0, :, 1] = torch.cos(2 * lon), torch.cos(2 * lon)  # the same at opposite points
+    departures = model._departures(reduce(spec, [pressure, surface], (40.0,)), torch.ones(1, 2, dtype=torch.bool))
+    padded = model.member_stem.pad(departures.flatten(0, 1)[..., None])[..., 1:-1, 0]
+    assert padded[0, :, 1].abs().amax(-1).min() > 0.1
+    for beyond, last in ((0, 1), (-1, -2)):
+        torch.testing.assert_close(padded[:, :, beyond], padded[:, :, last])
+
+
 def test_emos_applies_what_was_put():
     model = make("emos")
     emos = Emos(*(torch.tensor(v) for v in (0.5, 0.9, 0.2, 1.5)), season=torch.tensor([0.3, -0.2]))

@@ -89,10 +89,11 @@ class Poet(Rival):
         config = spec.config
         widths = [min(config.hidden * 2**i, config.max_hidden) for i in range(config.depth + 1)]
         geometry = geometries(spec.grid, config.pole, config.depth)[0]
-        pad, plain = Padder(geometry, *self.pole_rule()), Padder(geometry)
+        pad = Padder(geometry, *self.pole_rule())
         self.stem = Convolution(self.channels, widths[0], 1, Vertical.shared, pad, bias=True)
-        departures = len(spec.leads_in) * self.spec.fields
-        self.member_stem = Convolution(departures, widths[0], 1, Vertical.shared, plain, bias=False)
+        sign = self.spec.vector_sign(len(spec.leads_in))  # of a departure: no offset, whatever it is standardised by
+        pad = Padder(geometry, sign[:, None])
+        self.member_stem = Convolution(len(sign), widths[0], 1, Vertical.shared, pad, bias=False)
         self.unet = _MemberUNet(spec, widths)
         self.scale = ScaleShift(widths[0])
         self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields + self._spread_outputs)
