@@ -12,7 +12,8 @@ With standard normal density phi and distribution function Phi, z = (y - locatio
 The CRPS is written so that float32 keeps its digits: where zero lies in the upper tail (l > 0), through the Mills ratio
 Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), never as a quotient of two vanishing numbers. Both branches of every
 `where` are finite, so gradients are. What is not trained through (cdf, quantile, moments) is computed in float64, and
-so is the law with two bounds: where its scale is large, little is left between them.
+so are the law with two bounds (where its scale is large, little is left between them) and the truncated one where
+l > 0 (the score falls as 1 / l, its slopes as 1 / l^2).
 """
 
 from __future__ import annotations
@@ -91,16 +92,18 @@ def _crps_censored(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
 
 
 def _crps_truncated(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
-    low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0)
+    low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0).double()
     mass = ndtr(-low_l)  # at least one half
     low = z * mass * (2 * ndtr(z) + mass - 2) + 2 * _phi(z) * mass - ndtr(-_SQRT2 * low_l) / _ROOT_PI
     low = low / mass**2
     # Integrals of the survival function over the Mills ratio m: 2 int_z S = 2 exp((l^2 - z^2)/2) (1 - z m(z)) / m(l).
+    # In float64: terms as large as l leave a score of 1 / l, and slopes of 1 / l^2.
+    above = above.double()
     high_z = high_l + above
     mills = _mills(high_l)
     decay = torch.exp(-0.5 * above * (high_z + high_l))
     high = high_z - _SQRT2 * _mills(_SQRT2 * high_l) / mills**2 + 2 * decay * (1 - high_z * _mills(high_z)) / mills
-    return torch.where(l > 0, high, low)
+    return torch.where(l > 0, high.to(low.dtype), low)
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:

@@ -139,6 +139,20 @@ def test_float32_keeps_its_digits(family):
     assert ((narrow.double() - wide).abs() / scale).max() < 1e-6
 
 
+def test_float32_keeps_the_truncated_law_and_its_slopes_far_below_zero():
+    laws = [(-0.5, 1.0), (-3.0, 1.0), (-8.0, 1.0), (-20.0, 1.0), (-40.0, 1.0), (-20.0, 0.05), (-60.0, 0.4)]
+    given = torch.tensor([(mu, sigma, y) for mu, sigma in laws for y in (0.0, 0.01, 0.05, 0.8)]).T
+    found = []
+    for dtype in (torch.float32, F64):
+        mu, sigma, y = (v.to(dtype) for v in given)
+        leaves = mu.requires_grad_(), sigma.requires_grad_()
+        score = crps(TRUNCATED, *leaves, y)
+        assert score.dtype == dtype
+        found.append((score.detach(), *torch.autograd.grad(score.sum(), leaves)))
+    for narrow, wide, error in zip(*found, (1e-8, 1e-8, 2e-6), strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=error)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_stay_finite_in_far_tails(family):
     mu = torch.tensor([-1e6, -1e3, -40.0, -12.0, 0.0, 12.0, 1e3, 1e6, 0.0, 0.0]).requires_grad_()
