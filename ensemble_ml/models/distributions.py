@@ -31,7 +31,8 @@ from ensemble_ml.models import skewed
 _SQRT2 = math.sqrt(2.0)
 _ROOT_PI = math.sqrt(math.pi)
 _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
-_FAR = 30.0  # scales beyond zero where the truncated normal is exponential to four digits
+_FAR = 30.0  # scales beyond zero where quantiles of the truncated normal are those of an exponential law
+_SERIES = 100.0  # scales beyond zero where two terms give the moments of the truncated normal to seven digits
 _NOTHING = 40.0  # scales beyond which no float64 is left of a normal law
 _TINY = 1e-290
 _NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
@@ -176,18 +177,24 @@ def _excess(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 
 def _truncated_moments(l: Tensor) -> tuple[Tensor, Tensor]:
     """Mean above zero and variance at scale one."""
-    near = torch.clamp(l, max=_FAR)
+    near = torch.clamp(l, max=_SERIES)
     hazard = torch.where(near > 0, 1 / _mills(near.clamp(min=0)), _phi(near) / ndtr(-near.clamp(max=0)))
     mean, variance = hazard - near, 1 + near * hazard - hazard**2
-    far = 1 / torch.clamp(l, min=_FAR)
-    return torch.where(l > _FAR, far, mean), torch.where(l > _FAR, far**2, variance.clamp(min=0))
+    far = 1 / torch.clamp(l, min=_SERIES)
+    mean = torch.where(l > _SERIES, far - 2 * far**3, mean)
+    return mean, torch.where(l > _SERIES, far**2 - 6 * far**4, variance.clamp(min=0))
 
 
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
+_BELOW = (math.log10(-_GRID[0]), 6.0, 1201)  # powers of ten below it, for a law whose mean falls as 1 / -location
+_LEAST_MEAN = 0.02  # scales, of a truncated normal law; its location is then 50 scales below zero
 
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
     location = torch.linspace(*_GRID, dtype=torch.float64)
+    if family is Family.TRUNCATED_NORMAL:
+        below = -torch.logspace(*_BELOW, dtype=torch.float64).flip(0)
+        location = torch.cat([below[:-1], location])
     return location, moments(family, location, torch.ones_like(location))[0]
 
 
@@ -198,8 +205,10 @@ _MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bound
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """The location at which the distribution with this scale has this mean; not 4 scales beyond a bound (mean near it).
 
-    Read off a table (1 % of a scale apart, linear between), because no closed form exists; carries no gradient. Between
-    two bounds the table is of one scale alone, so it is where Newton's steps start.
+    The truncated normal law, whose mean is near zero only far below it, is given means from `_LEAST_MEAN` scales up.
+
+    Read off a table (1 % of a scale apart, far below zero 1 % of the location; linear between), because no closed form
+    exists; carries no gradient. Between two bounds the table is of one scale alone: Newton's steps start there.
     """
     if family is Family.NORMAL:
         return mean
@@ -207,13 +216,20 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
         with torch.no_grad():
             return _location_between(mean.double(), scale.double()).to(mean.dtype)
     with torch.no_grad():
-        location, means = (t.to(mean.device) for t in _MEAN_TABLES[family])
-        wanted = (mean.double() / scale.double()).contiguous()
-        right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
-        share = (wanted - means[right - 1]) / (means[right] - means[right - 1])
-        found = location[right - 1] + share.clamp(0, 1) * (location[right] - location[right - 1])
-        found = torch.where(wanted >= means[-1], wanted, found)
-        return (found * scale.double()).to(mean.dtype)
+        if family is Family.TRUNCATED_NORMAL:
+            mean = torch.maximum(mean, (_LEAST_MEAN * scale).to(mean.dtype))
+        return _tabulated(family, mean, scale)
+
+
+def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
+    """`location_of_mean` as far as the table goes."""
+    location, means = (t.to(mean.device) for t in _MEAN_TABLES[family])
+    wanted = (mean.double() / scale.double()).contiguous()
+    right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
+    share = (wanted - means[right - 1]) / (means[right] - means[right - 1])
+    found = location[right - 1] + share.clamp(0, 1) * (location[right] - location[right - 1])
+    found = torch.where(wanted >= means[-1], wanted, found)
+    return (found * scale.double()).to(mean.dtype)
 
 
 def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
@@ -243,7 +259,11 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     wider = width * scale
     if family is Family.NORMAL:
         return location, wider
-    same = location_of_mean(family, moments(family, location, scale)[0], wider)
+    mean = moments(family, location, scale)[0]
+    if family is Family.TRUNCATED_NORMAL:
+        with torch.no_grad():
+            return _tabulated(family, mean, wider), wider  # however far below zero, its mean is not quite there
+    same = location_of_mean(family, mean, wider)
     same = torch.where(location > _GRID[0] * scale, same, width * location)
     if family is Family.DOUBLY_CENSORED_NORMAL:
         same = torch.where(1 - location > _GRID[0] * scale, same, 1 - width * (1 - location))

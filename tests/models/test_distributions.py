@@ -225,6 +225,15 @@ def test_moments(mu):
     assert (mean.item(), deviation.item()) == pytest.approx((first, np.sqrt(second - first**2)), abs=1e-7)
 
 
+@pytest.mark.parametrize("l", [4.0, 29.0, 31.0, 99.0, 101.0, 1e4])
+def test_moments_of_the_truncated_law_far_below_zero(l):
+    """Its density falls as exp(-l x - x^2 / 2)."""
+    powers = [integrate.quad(lambda t, p=p: t**p * np.exp(-t - (t / l) ** 2 / 2), 0, 60)[0] / l**p for p in range(3)]
+    mean, square = powers[1] / powers[0], powers[2] / powers[0]
+    found = moments(TRUNCATED, torch.tensor(-l, dtype=F64), torch.ones((), dtype=F64))
+    assert [v.item() for v in found] == pytest.approx([mean, np.sqrt(square - mean**2)], rel=1e-6)
+
+
 @pytest.mark.parametrize("scale", [1e-3, 0.05, 0.4, 2.0, 100.0])
 @pytest.mark.parametrize("x", [-30.0, -3.0, 0.0, 1.0, 30.0])
 def test_moments_and_location_between_two_bounds(x, scale):
@@ -249,6 +258,24 @@ def test_location_of_mean_gives_that_mean(family):
     mean = mean / (1 + mean) if family is DOUBLY else mean
     found = moments(family, location_of_mean(family, mean, scale), scale)[0]
     torch.testing.assert_close(found, mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_truncated_law_is_given_a_mean_near_zero(dtype):
+    mean = torch.cat([torch.logspace(-1.69, 1, 300, dtype=dtype), torch.tensor([0.01, 0.0, -3.0], dtype=dtype)])
+    scale = torch.full_like(mean, 0.7)
+    found = moments(TRUNCATED, location_of_mean(TRUNCATED, scale * mean, scale), scale)[0]
+    torch.testing.assert_close(found, scale * mean.clamp(min=0.02), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("width", [0.5, 1.4, 3.0])
+def test_a_wider_truncated_law_keeps_its_mean_however_near_zero(width):
+    location, scale = -torch.logspace(-2, 4, 61), torch.full((61,), 0.3)
+    mean, deviation = moments(TRUNCATED, location, scale)
+    mean2, deviation2 = moments(TRUNCATED, *widen(TRUNCATED, location, scale, torch.tensor(width)))
+    torch.testing.assert_close(mean2, mean, rtol=1e-4, atol=0)
+    near = location > -20 * scale  # beyond, the deviation is the mean
+    assert ((deviation2 - deviation)[near].sign() == np.sign(width - 1)).all()
 
 
 @pytest.mark.parametrize("family", list(Family))
