@@ -32,6 +32,8 @@ _LOWEST, _HIGHEST = -8.0, 50.0  # bounds of location / scale of the skewed laws,
 _TINY = 1e-290
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
+_BELOW = (-4.0, -60.0, 281)  # below it, for a law whose mean falls as 1 / -location
+_LEAST_MEAN = 0.02  # scales, of a truncated normal law; its location is then 50 scales below zero
 _FAR = 100.0  # scales beyond zero where the truncated normal is exponential to seven digits
 _NOTHING = 40.0  # scales beyond which nothing is left of a normal law
 _NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
@@ -182,8 +184,10 @@ def _excess(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """The location at which the law with this scale has this mean; not 4 scales beyond a bound (a mean near it).
 
-    Read off a table (1 % of a scale apart, linear between): most of these laws have no closed form for it. Between two
-    bounds Newton's steps start there: see `ensemble_ml.models.distributions`.
+    The truncated normal law, whose mean is near zero only far below it, is given means from `_LEAST_MEAN` scales up.
+
+    Read off a table (1 % of a scale apart, far below zero 1 % of the location; linear between): most of these laws have
+    no closed form for it. Between two bounds Newton's steps start there: see `ensemble_ml.models.distributions`.
     """
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
     if family is Family.NORMAL:
@@ -192,6 +196,8 @@ def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.
         return np.where(scale > 0, _location_between(mean, np.where(scale > 0, scale, 1.0)), mean + 0 * scale)
     location, means = _mean_table(family)
     wanted = mean / np.where(scale > 0, scale, 1.0)
+    if family is Family.TRUNCATED_NORMAL:
+        wanted = np.maximum(wanted, _LEAST_MEAN)
     found = np.where(wanted >= means[-1], wanted, np.interp(wanted, means, location))
     return np.where(scale > 0, found * scale, mean + 0 * scale)
 
@@ -211,6 +217,8 @@ def _location_between(mean: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def _mean_table(family: Family) -> tuple[np.ndarray, np.ndarray]:
     """Location over scale, and the mean of the law over its scale there."""
     x = np.linspace(*_GRID)
+    if family is Family.TRUNCATED_NORMAL:
+        x = np.append(np.geomspace(*_BELOW)[:0:-1], x)
     return x, moments(family, x, np.ones_like(x))[0]
 
 

@@ -177,6 +177,20 @@ def test_location_of_mean_gives_that_mean(family):
     np.testing.assert_allclose(found, mean[:-1], atol=2e-3 * scale[:-1].max())
 
 
+def test_a_truncated_law_is_given_a_mean_near_zero():
+    mean = np.append(np.geomspace(0.0201, 10, 300), [0.01, 0.0, -3.0])
+    location = location_of_mean(Family.TRUNCATED_NORMAL, 0.7 * mean, np.full(303, 0.7))
+    found = moments(Family.TRUNCATED_NORMAL, location, np.full(303, 0.7))[0]
+    np.testing.assert_allclose(found, 0.7 * np.maximum(mean, 0.02), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_location_of_mean_is_that_of_training(family):
+    mean, scale = (v.ravel() for v in np.meshgrid([-1.0, 0.0, 0.03, 0.1, 0.3, 0.6, 0.98], [0.05, 0.4, 2.0]))
+    peer = trained.location_of_mean(family, torch.from_numpy(mean), torch.from_numpy(scale))
+    np.testing.assert_allclose(location_of_mean(family, mean, scale), peer, rtol=1e-3, atol=1e-3)
+
+
 def test_far_from_zero_the_gamma_law_is_scored_as_the_normal_one():
     """As its other scores are; the density has no bound there."""
     y = np.array([100.3, 101.0])
