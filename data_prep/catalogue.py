@@ -18,10 +18,10 @@ import numpy as np
 
 from data_prep.combine import COMBINED, Combine
 from data_prep.file_index import FileIndex
-from data_prep.files import archive_files, open_readers
+from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.geometry import Geometry
 from data_prep.grib_io import Stamp
-from data_prep.records import IS_STATIC, KEYS, RECORD, RawField, Reader, describe, field_of
+from data_prep.records import IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
@@ -132,6 +132,8 @@ class Catalogue:
         static = IS_STATIC[table["field"]]
         self.static_records = table[static]
         table = table[~static] if static.any() else table
+        if role == FORECAST:  # a truth of several kinds is refused
+            table = _of_members(self.path, self.files, table)
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]  # whatever the order of files
         _check_unique(self.records, self.files)
 
@@ -368,6 +370,23 @@ def _report_skipped(path: str, readers: list[Reader]) -> None:
     if counts:
         text = "%s: %d fields of variables that the registry does not know are left out: %s"
         log.info(text, path, sum(counts.values()), ", ".join(sorted(counts)[:8]))
+
+
+def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:
+    """`table` without records that state no member, of variables that others have for members: a deterministic run
+    beside its ensemble, or what was made of all members, would be member 0.
+
+    Beside a member that is numbered 0 and no other they stay: some files give a deterministic run that number.
+    """
+    others = table["numbered"] & ((table["member"] != 0) | (table["kind"] != MEMBER))
+    gone = ~table["numbered"] & np.isin(table["field"], np.unique(table["field"][others]))
+    if not gone.any():
+        return table
+    names = ", ".join(FIELDS[index].name for index in np.unique(table["field"][gone]).tolist())
+    first = files[int(table["file"][gone.argmax()])]
+    text = "%s: %d fields of no member, beside members of the same variables, are left out: %s (%s)"
+    log.warning(text, path, gone.sum(), names, first)
+    return table[~gone]
 
 
 def _check_unique(records: np.ndarray, files: list[str]) -> None:

@@ -231,11 +231,13 @@ def _kind(get: Get) -> Kind:
     whole = get("numberOfDataPoints") == points and (bitmap or get("numberOfValues") == points)
     if not whole:
         raise UserError(f"{get('shortName')}: its grid and its number of values do not agree; fetch the file again")
+    member = get("number", get("perturbationNumber"))
     row = {
         "field": index,
         "level": level,
         "kind": CONTROL if get("dataType") == "cf" else MEMBER,
-        "member": get("number", get("perturbationNumber", 0)),
+        "member": 0 if member is None else member,
+        "numbered": _numbered(get, member),
         "lead_start": start,
         "lead": end,
         "bounded": bounded,
@@ -249,6 +251,15 @@ def _kind(get: Get) -> Kind:
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
     return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
+
+
+_ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams that are no ensembles
+
+
+def _numbered(get: Get, member: int | None) -> bool:
+    """Whether a message is of a member by its own account; in edition 1 ECMWF's have room for it in any stream."""
+    stated = member is not None and (get("edition") != 1 or get("stream", None) not in _ONE_RUN)
+    return get("dataType") in ("cf", "pf") or bool(member) or stated
 
 
 _WHOLE_COLUMN = "surface", "atmosphere", "atmosphereSingleLayer", "entireAtmosphere", "meanSea", "unknown"

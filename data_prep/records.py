@@ -35,6 +35,7 @@ RECORD = np.dtype(
         ("level", np.int32),  # hPa; 0 at the surface
         ("kind", np.uint8),  # MEMBER or CONTROL
         ("member", np.int32),
+        ("numbered", bool),  # whether the file states it; the member of a deterministic run is 0
         ("init", "datetime64[s]"),
         ("lead_start", np.int32),  # hours; below `lead` where the field is a sum or maximum over a range of steps
         ("lead", np.int32),  # hours; the end of the range

@@ -169,6 +169,7 @@ class XarrayFile:
         records = np.zeros(where.shape[1], RECORD)
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
         records["kind"] = CONTROL if _type(array) == "cf" else MEMBER
+        records["numbered"] = _numbered(array, axes["member"])
         records["masked"] = field.maskable and np.issubdtype(array.dtype, np.floating)
         records["offset"] = self._listed + np.arange(len(records))
         self._listed += len(records)
@@ -330,6 +331,14 @@ def _type(array: xr.DataArray) -> str:
     """cfgrib's GRIB_dataType: pf is a perturbed member, cf the control; joined arrays keep that of the first."""
     members = find_axis(array, "member")
     return str(array.attrs.get("GRIB_dataType", "")) if members is None or members.size == 1 else ""
+
+
+def _numbered(array: xr.DataArray, members: xr.DataArray | None) -> bool:
+    """Whether a variable is of members by its own account. cfgrib gives a deterministic run of edition 1 a number 0, of
+    a total of none."""
+    kind = _type(array)
+    deterministic = kind not in ("", "cf", "pf") and members is not None and members.size == 1
+    return kind == "cf" or (members is not None and not (deterministic and array.attrs.get("GRIB_totalNumber") == 0))
 
 
 def _with_members(data: xr.Dataset) -> dict[str, Hashable]:

@@ -239,3 +239,54 @@ def test_relative_paths_mean_the_same_to_whoever_goes_on(tmp_path, monkeypatch):
     here = prepare(PrepareConfig(input="a.grib", output="one.zarr"))
     there = prepare(PrepareConfig(input=str(tmp_path / "a.grib"), output=str(tmp_path / "two.zarr")))
     assert (here / "zarr.json").read_text() == (there / "zarr.json").read_text()
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+def test_a_deterministic_run_beside_its_ensemble_is_no_member(tmp_path, caplog, edition):
+    one = {"grid": GLOBE, "level": 500, "edition": edition, "step": 24}
+    members = [message("t", member=m, kind="pf" if m else "cf", seed=m, **one) for m in (0, 1, 2)]
+    write(tmp_path / "ef.grib", members)
+    write(tmp_path / "oper.grib", [message("t", noise(mean=300.0), member=None, dataType="fc", **one)])
+    with caplog.at_level(logging.WARNING):
+        source = open_archive([tmp_path / "ef.grib", tmp_path / "oper.grib"])
+    assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
+    (told,) = [record.getMessage() for record in caplog.records if "of no member" in record.getMessage()]
+    assert told.endswith(f"1 fields of no member, beside members of the same variables, are left out: t "
+                         f"({tmp_path / 'oper.grib'})")  # fmt: skip
+    alone = open_archive(tmp_path / "oper.grib")
+    assert alone.layout.realization == (0,) and not alone.has(Part.CONTROL)
+
+
+def test_analyses_and_members_of_another_variable_make_one_truth_or_archive(tmp_path):
+    write(tmp_path / "a.grib", [message("t", member=None), message("q", np.full(SHAPE, 1e-3), member=0, kind="pf")])
+    assert open_archive(tmp_path / "a.grib").layout.variables == ("t", "q")
+    write(tmp_path / "b.grib", [message("t", member=m, date=20010102, seed=m) for m in (1, 2)])
+    with pytest.raises(UserError, match="holds 3 members; the truth is one field"):
+        open_pair(tmp_path / "b.grib", [tmp_path / "a.grib", tmp_path / "b.grib"])
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "attributes", "members"),
+    [
+        ({}, {}, (1, 2, 3)),
+        ({"number": 0}, {"GRIB_dataType": "fc", "GRIB_totalNumber": 0}, (1, 2, 3)),  # as cfgrib reads edition 1
+        ({"number": 0}, {"GRIB_dataType": "fc", "GRIB_totalNumber": 4}, (0, 1, 2, 3)),
+        ({"number": 0}, {}, (0, 1, 2, 3)),
+    ],
+)
+def test_a_file_of_no_member_beside_files_of_members(tmp_path, coordinates, attributes, members):
+    data = dataset()
+    alone = data.isel(number=0, drop=True).assign_coords(coordinates) + 30
+    alone["t"].attrs = {"units": "K", **attributes}
+    data.to_netcdf(tmp_path / "ef.nc")
+    alone.to_netcdf(tmp_path / "oper.nc")
+    assert open_archive(tmp_path).layout.realization == members
+    assert open_archive(tmp_path / "oper.nc").layout.realization == (0,)
+
+
+def test_a_deterministic_run_may_be_numbered_in_some_of_its_files(tmp_path):
+    data = dataset().isel(number=0, drop=True)
+    data.isel(time=[0]).to_netcdf(tmp_path / "a.nc")
+    data.isel(time=[1]).assign_coords(number=0).to_netcdf(tmp_path / "b.nc")
+    layout = open_archive(tmp_path).layout
+    assert layout.realization == (0,) and len(layout.init_time) == 2
