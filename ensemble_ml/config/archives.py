@@ -150,6 +150,7 @@ class PrepareConfig:
         require("parts", self.parts, self.parts is None or _part(self.parts) is not None, "write i/n with 1 <= i <= n, e.g. parts=3/20")
         alone = not self.restart or self.parts is None
         require("restart", self.restart, alone, "with parts= each share would throw the others' away: remove OUTPUT.building instead")
+        require("restart", self.restart, not (self.restart and self.finalise), "with finalise=true it would throw away the start dates that are to be completed: leave one of them out")
         self._check_grid()
 
     @property

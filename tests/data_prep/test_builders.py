@@ -78,6 +78,11 @@ def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):
         config(archive, tmp_path / "s.zarr", restart=True, parts="1/2")
 
 
+def test_what_is_to_be_completed_is_not_thrown_away(archive, tmp_path):
+    with pytest.raises(UserError, match=r"restart=True: with finalise=true it would throw away the start dates"):
+        config(archive, tmp_path / "s.zarr", restart=True, finalise=True)
+
+
 def test_two_builders_share_the_work(archive, whole, tmp_path):
     settings = {"input": archive, "output": tmp_path / "s.zarr", "workers": 1}
     both = [building.start(tmp_path / f"log{number}", **settings) for number in range(2)]
