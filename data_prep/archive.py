@@ -27,6 +27,7 @@ from data_prep.intervals import (
     NO_INTERVAL,
     at_lead_zero_alone,
     beside,
+    cut,
     from_start,
     intervals,
     lead_bounds,
@@ -57,7 +58,8 @@ __all__ = ["DERIVED", "ArchiveSource", "open_archive"]
 
 class ArchiveSource:
     """A forecast archive (implements `ensemble_ml.store.source.Source`). `lead_bounds` are as in a tensor store.
-    `left_out` are variables that have nothing but sums at lead 0, from the start.
+    `left_out` are variables that have nothing but sums at lead 0, from the start; `cut` says which variables over
+    intervals lack some between their leads (`data_prep.intervals.cut`).
 
     Raises:
         UserError: nothing is left of what was asked for.
@@ -93,6 +95,7 @@ class ArchiveSource:
             if name not in self.layout.names:
                 raise UserError(f"variables={name}: {self.path} has none of it at leads={list(leads or ())} h")
         self.lead_bounds = lead_bounds(self.layout.names, self.layout.lead_hours, self._intervals)
+        self.cut = cut(self.layout.lead_hours, self._intervals)
         masked = {FIELDS[index].name for index in np.unique(self._records["field"][self._records["masked"]])}
         self.masked = tuple(name for name in self.layout.names if name in masked)
         self._place()

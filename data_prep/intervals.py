@@ -8,10 +8,11 @@ of 0-3, 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. At lead 0 a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from data_prep.records import IS_ACCUMULATED, MEMBER, field_of
+from data_prep.records import GUST, IS_ACCUMULATED, MEMBER, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 
@@ -116,6 +117,20 @@ def lead_bounds(
             known = [by_lead.get(lead) for lead in leads]
             bounds[FIELDS[index].name] = [[one.start, one.end] if one else None for one in known]
     return bounds
+
+
+def cut(leads: tuple[int, ...], found: dict[int, dict[int, Interval]]) -> dict[str, str]:
+    """Variables over intervals of which `leads` leaves some out between one lead and the next: what these leads hold,
+    e.g. "sums over 18-24, 42-48 h". Sums are not put together over what is left out."""
+    said = {}
+    for index, by_lead in sorted(found.items()):
+        kept = [(before, by_lead[lead]) for before, lead in pairwise((-1, *leads)) if lead in by_lead]
+        if any(before < other <= one.start for before, one in kept for other in by_lead):
+            spans = ", ".join(f"{one.start}-{one.end}" for _, one in kept)
+            gusts = FIELDS[index].standard_name == GUST
+            kind = "sums" if FIELDS[index].accumulated else "maxima" if gusts else "values"
+            said[FIELDS[index].name] = f"{kind} over {spans} h"
+    return said
 
 
 class Tiles:

@@ -105,6 +105,8 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
     for index in np.unique(assumed).tolist():
         if FIELDS[index].name in lay.names:
             log.info("%s: no interval is stated; taken as sums from the start of the forecast", FIELDS[index].name)
+    for name, spans in source.cut.items():
+        log.info("%s: %s; the intervals between are at leads that are left out", name, spans)
     if not geometry.same:
         how = "cut out of" if geometry.crop else "conservative means of"
         log.info("grid: %s %s", how, geometry.source.describe())

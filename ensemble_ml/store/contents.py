@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Contents:
 
     `done` indices of the start dates that are built; `moments` of the forecast by kind, (T, V, Z); `files` by name;
     `present(part, date)` which fields are there; `source` the store to read from, None of a half-built one; `verify`
-    reads all files and raises a UserError where one has changed; `sources` as `sources.json` holds them.
+    reads all files and raises a UserError where one has changed; `sources` as `sources.json` holds them;
+    `lead_bounds` [first, last] hour for each lead of a variable over intervals.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Contents:
     source: TensorStore | None = None
     sources: dict[str, Any] | None = None
     climate_days: int = 0
+    lead_bounds: dict[str, list[list[int] | None]] = dataclass_field(default_factory=dict)
 
 
 def contents_of(path: str) -> Contents:
@@ -95,6 +98,7 @@ def _of_store(store: TensorStore) -> Contents:
         store,
         read_sources(Path(store.path)),
         store.climate_days,
+        store.lead_bounds,
     )
 
 
@@ -148,6 +152,7 @@ def _of_build(path: str, work: Path) -> Contents:
         verify,
         sources=table.as_dict() if table.numbers else None,
         climate_days=int(facts.get("climate days", 0)),
+        lead_bounds=facts.get("lead bounds", {}),
     )
 
 

@@ -62,6 +62,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         },
         "members": list(lay.realization),
         "lead_hours": list(lay.lead_hours),
+        "lead_bounds": contents.lead_bounds,
         "variables": list(lay.variables),
         "levels": list(lay.levels),
         "surface": list(lay.surface),

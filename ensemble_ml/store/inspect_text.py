@@ -26,6 +26,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             "start dates": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
             "members": f"{len(found['members'])}: {_list(found['members'])}",
             "leads": f"{_list(found['lead_hours'])} h",
+            "intervals": _intervals(found["lead_bounds"]),
             "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
             "surface": _list(found["surface"]),
             "static": _list(found["static"]),
@@ -101,6 +102,11 @@ def _sources(found: dict[str, Any] | None) -> Iterator[str]:
     for state, paths in states.items():
         if paths:
             yield f"  {state}: {_list(paths, 4)}"
+
+
+def _intervals(found: dict[str, list[list[int] | None]]) -> str:
+    spans = {name: [f"{pair[0]}-{pair[1]}" for pair in pairs if pair is not None] for name, pairs in found.items()}
+    return "; ".join(f"{name} {_list(of)} h" for name, of in spans.items()) or "none"
 
 
 def _climate(found: dict[str, Any] | None) -> str:

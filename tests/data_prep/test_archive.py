@@ -193,6 +193,18 @@ class TestSums:
         assert part.lead_bounds == {"tp": [[24, 48]]}
         np.testing.assert_array_equal(part.read(Part.FORECAST, 0).surface[:, 0, 0], whole)
 
+    def test_leads_that_cut_intervals_out_are_told_of(self, tmp_path):
+        steps = range(6, 49, 6)
+        rain = [
+            message("tp", np.full((7, 12), step * 1e-3), step=f"0-{step}", member=m) for m in (1, 2) for step in steps
+        ]
+        gusts = [message("fg10", step=f"{step - 6}-{step}", member=m) for m in (1, 2) for step in steps]
+        path = write(tmp_path / "a.grib", rain + gusts)
+        said = {"fg10": "maxima over 18-24, 42-48 h", "tp": "sums over 18-24, 42-48 h"}
+        assert open_archive(path, leads=[24, 48]).cut == said
+        assert open_archive(path).cut == {} and open_archive(path, leads=[6, 12]).cut == {}
+        assert open_archive(path, leads=[12], variables=["tp"]).cut == {"tp": "sums over 6-12 h"}
+
     def test_sums_do_not_fall_below_zero(self, tmp_path):
         source = open_archive(self.rain(tmp_path, first=1e-5))
         assert source.read(Part.FORECAST, 0, Selection(lead_hours=(48,), surface=("tp",))).surface.min() >= 0

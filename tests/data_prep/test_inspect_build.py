@@ -56,3 +56,19 @@ def test_a_damaged_shard_of_a_half_built_store(settings, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(UserError, match=r"sha256|checksum|damaged"):
         look(tmp_path, verify=True)
+
+
+def test_intervals_of_sums_are_shown_and_told_where_leads_cut_them(tmp_path, capsys, caplog):
+    steps = [f"{step - 6}-{step}" for step in (6, 12, 18, 24)]
+    gribfiles.ensemble(tmp_path / "ens.grib", names=("tp",), dates=(20010101, 20010102), steps=steps)
+    settings = {"input": str(tmp_path / "ens.grib"), "output": str(tmp_path / "a.zarr"), "leads": [12, 24]}
+    bounds = {"tp": [[6, 12], [18, 24]]}
+    with caplog.at_level("INFO"):
+        prepare(PrepareConfig(**settings, parts="1/2"))
+    assert "tp: sums over 6-12, 18-24 h; the intervals between are at leads that are left out" in caplog.messages
+    assert look(tmp_path)["lead_bounds"] == bounds
+    prepare(PrepareConfig(**settings, parts="2/2"))
+    assert look(tmp_path)["lead_bounds"] == bounds
+    assert all(
+        "intervals        tp 6-12, 18-24 h" in text for text in capsys.readouterr().out.split("tensor store")[1:]
+    )
