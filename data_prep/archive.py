@@ -162,6 +162,10 @@ class ArchiveSource:
         rows = np.concatenate([self._rows[used], self._partners[used], self._subtrahend[used]])
         return np.unique(rows[rows >= 0])
 
+    def rows_of(self, part: Part, date: int) -> np.ndarray:
+        """Rows of the catalogue that the forecast or the control of a start date is read from, (N,)."""
+        return np.array([row for target in self._targets(part, date, self.layout) for row in target.rows], int)
+
     def without(self, dates: Sequence[int]) -> ArchiveSource:
         """The same archive less some start dates, given by their positions."""
         lay = self.layout

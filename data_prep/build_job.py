@@ -96,6 +96,7 @@ class Job:
             self.both.lead_bounds,
             _provenance(config, self.both, self.gaps),
             config.climate_days,
+            self._reads,
         )
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
@@ -128,6 +129,16 @@ class Job:
             kind, lead, variable = self._place(selection)
             block = pressure[:, 0, 0] if kind is Kind.PRESSURE else surface[:, 0, 0][:, None]
             writer.cell(part, kind, lead, variable, block)
+
+    def _reads(self, date: int) -> dict[str, set[tuple[str, int, int]]]:
+        """Path, offset and length of each field that a start date is made of, by part."""
+        found = {}
+        for part in self.plan.wanted:
+            if part is Part.TRUTH and self.truth is not None:
+                found[part.value] = self.truth.catalogue.fields(self.truth.rows_of(date))
+            else:
+                found[part.value] = self.source.catalogue.fields(self.source.rows_of(part, date))
+        return found
 
     def _slices(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
         if part is Part.TRUTH and self.truth is not None:

@@ -40,6 +40,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         first = hour_text(job.plan.layout.init_time[min(dates)])
         counts = f"{len(dates)} start dates (first {first})"
         log.warning("%s: changed since %s were built from it; they are built again", path, counts)
+    _say_what_is_superseded(job, build)
     if len(todo) < len(mine) and not config.finalise:
         log.info("%s: %d of %d start dates are built already", build.path, len(mine) - len(todo), len(mine))
     try:
@@ -49,6 +50,8 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         _say_what_is_kept(build, error)
         raise
     left = build.missing()
+    if todo or config.finalise:
+        _say_what_is_superseded(job, build)
     if left and config.parts is None:
         _check_still(build, () if config.finalise else left)
         build.discard()  # a folder in which nothing is built
@@ -65,6 +68,13 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
         return False
     build.finalise()
     return True
+
+
+def _say_what_is_superseded(job: Job, build: Build) -> None:
+    if build.superseded:
+        first = hour_text(job.plan.layout.init_time[min(build.superseded)])
+        text = "%s: %d start dates (first %s) were built from other fields than the archive has now; build them again"
+        log.warning(text, build.path, len(build.superseded), first)
 
 
 def _all(config: PrepareConfig, job: Job, build: Build, todo: list[int]) -> None:

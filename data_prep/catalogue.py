@@ -244,6 +244,12 @@ class Catalogue:
             places[name] = records[name]
         return places
 
+    def fields(self, rows: np.ndarray) -> set[tuple[str, int, int]]:
+        """Path, offset and length of each of some rows of the table."""
+        records = self.records[rows]
+        columns = (records[name].tolist() for name in ("file", "offset", "length"))
+        return {(self.stamps[file][0], offset, length) for file, offset, length in zip(*columns, strict=True)}
+
     def _brought(
         self, records: np.ndarray, rows: slice, into: Sequence[np.ndarray] | None = None
     ) -> Iterator[RawField]:

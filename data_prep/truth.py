@@ -119,7 +119,7 @@ class ArchiveTruth:
                 if interval is not None:
                     chosen, combine = self._cover(name, date, interval)
                 else:
-                    chosen, combine = self._rows_of(surface, (date, *place))
+                    chosen, combine = self._row_at(surface, (date, *place))
                 if chosen:
                     moved = tuple(int(axis[at]) for axis, at in zip(axes[surface][1:], place, strict=True))
                     targets.append(Target(bool(surface), (0, *moved), chosen, combine))
@@ -128,8 +128,11 @@ class ArchiveTruth:
     def rows(self) -> np.ndarray:
         """Rows of the catalogue that are read for any start date, (N,) ascending."""
         dates = range(len(self.layout.init_time))
-        rows = [row for date in dates for target in self._targets(date, self.layout) for row in target.rows]
-        return np.unique(np.array(rows, int))
+        return np.unique(np.concatenate([np.zeros(0, int), *(self.rows_of(date) for date in dates)]))
+
+    def rows_of(self, date: int) -> np.ndarray:
+        """Rows of the catalogue that are read for a start date, (N,)."""
+        return np.array([row for target in self._targets(date, self.layout) for row in target.rows], int)
 
     def _interval(self, name: str, lead: int) -> list[int] | None:
         by_lead = self.bounds.get(name)
@@ -193,7 +196,7 @@ class ArchiveTruth:
         layout = replace(self.layout, init_time=np.delete(self.layout.init_time, list(dates)))
         return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds)
 
-    def _rows_of(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
+    def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
         row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
         name = (self.layout.surface if surface else self.layout.variables)[place[2]]
         if row == _MISSING:

@@ -58,6 +58,7 @@ class Build:
         self.work, self.shared = work or building_folder(self.path), work is None
         self.complete = False  # whether the store has its name
         self.outdated: dict[str, set[int]] = {}  # files that changed since start dates were built from them
+        self.superseded: set[int] = set()  # start dates that were built from other fields than the archive has by now
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._source_changed = False
         if restart:
@@ -119,12 +120,13 @@ class Build:
         return self.work / "entries" / f"{date:06d}.npz"
 
     def done(self, date: int) -> bool:
-        """Whether a start date is finished: an entry of this plan, all shards with their sizes, no source changed."""
+        """Whether a start date is finished: an entry of this plan and of the fields that the archive has by now, all
+        shards with their sizes, no source changed."""
         file = self.entry_file(date)
         if not file.exists():
             return False
         try:
-            files, stamps, plan = DateEntry.files_of(file)
+            files, stamps, plan, fingerprint = DateEntry.files_of(file)
         except UserError:
             return False
         if plan != self.plan.of_date(date):
@@ -132,17 +134,39 @@ class Build:
         others = list(changed(stamps, self._stamps, lost=self._source_changed))
         for path in others:
             self.outdated.setdefault(path, set()).add(date)
-        if others:
+        if others or (fingerprint != self.plan.facts.get(FINGERPRINT) and self._other_fields(date)):
             return False
         return all(_size(self.store / name) == entry.bytes for name, entry in files.items())
+
+    def _other_fields(self, date: int) -> bool:
+        """Whether an entry was made of other fields than would be read now: an archive that grew may have better ones.
+
+        Raises:
+            UserError: the newer archive is another builder's; each would build again what the other has built.
+        """
+        if self.plan.reads is None:
+            return False
+        sources = DateEntry.load(self.entry_file(date)).sources
+        if {part: one.fields() for part, one in sources.items()} == self.plan.reads(date):
+            return False
+        plan_file = self.work / "plan.json"
+        if plan_file.exists() and read_facts(plan_file).get(FINGERPRINT) != self.plan.facts.get(FINGERPRINT):
+            raise UserError(
+                f"output={self.path}: the archive has changed since this run began, and another builder goes on with it"
+                " as it is by now; run again"
+            )
+        self.superseded.add(date)
+        return True
 
     def missing(self, dates: Iterable[int] | None = None) -> list[int]:
         """The start dates, of all or of `dates`, that are not finished; none once the store has its name.
 
-        Files are looked at anew: `outdated` are those that have changed by now.
+        Files are looked at anew: `outdated` are those that have changed by now, `superseded` the dates that the archive
+        has other fields for.
         """
         self._stamps.clear()
         self.outdated.clear()
+        self.superseded.clear()
         found = [date for date in (range(self.dates) if dates is None else dates) if not self.done(date)]
         return [] if found and self.over else found  # in this order: shards leave the work folder with the store
 
@@ -169,7 +193,7 @@ class Build:
         try:
             yield writer
             entry = writer.close()
-            entry.plan = self.plan.of_date(date)
+            entry.plan, entry.fingerprint = self.plan.of_date(date), self.plan.facts.get(FINGERPRINT)
             entry.save(self.entry_file(date))
         except OSError as error:
             raise refused(self.store, error.filename or f"start date {date}", error) from error

@@ -30,7 +30,8 @@ class DateEntry:
     `files` shards by name; `factors` by array and factor, (M, T, V, Z); `moments` of the forecast by kind, (T, V, Z);
     `derived` of the ensemble's mean and spread as fields of their own, by part and kind;
     `errors` largest error of quantising by variable; `masked` variables with points that have no value; `masks` names
-    of mask arrays with a shard; `sources` what each part was read from; `plan` what it was built for.
+    of mask arrays with a shard; `sources` what each part was read from; `plan` what it was built for;
+    `fingerprint` of the archive that it was built from, None of fields in memory.
     """
 
     files: dict[str, Entry] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class DateEntry:
     masks: set[str] = field(default_factory=set)
     sources: dict[str, Sources] = field(default_factory=dict)
     plan: str = ""
+    fingerprint: str | None = None
 
     def add(self, other: DateEntry) -> None:
         """Take in what is known of other parts of the same start date."""
@@ -63,6 +65,7 @@ class DateEntry:
             "masked": sorted(self.masked),
             "masks": sorted(self.masks),
             "plan": self.plan,
+            "fingerprint": self.fingerprint,
             "sources": {part: [one.checksum, one.files] for part, one in self.sources.items()},
         }
         arrays = {"json": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
@@ -96,8 +99,8 @@ class DateEntry:
             raise damaged(path, str(error)) from error
 
     @classmethod
-    def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps, str]:
-        """The files of an entry alone, those written and those read; and what it was built for.
+    def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps, str, str | None]:
+        """The files of an entry alone, those written and those read; what it was built for, and the fingerprint.
 
         Raises:
             UserError: it is damaged.
@@ -107,7 +110,7 @@ class DateEntry:
                 facts = json.loads(arrays["json"].tobytes())
             stamps = {path: stamp for _, files in facts["sources"].values() for path, stamp in files.items()}
             files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
-            return files, stamps, str(facts["plan"])
+            return files, stamps, str(facts["plan"]), facts.get("fingerprint")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise damaged(path, str(error)) from error
 
@@ -116,7 +119,7 @@ class DateEntry:
         facts = json.loads(arrays.pop("json").tobytes())
         files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
         entry = cls(files, errors=facts["errors"], masked=set(facts["masked"]), masks=set(facts["masks"]))
-        entry.plan = facts["plan"]
+        entry.plan, entry.fingerprint = facts["plan"], facts.get("fingerprint")
         found: dict[Kind, dict[str, np.ndarray]] = {}
         derived: dict[str, dict[str, np.ndarray]] = {}
         for key, values in arrays.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +19,8 @@ from ensemble_ml.store.source import Layout, Part
 
 FINGERPRINT = "fingerprint"  # of the source, in the provenance
 
+Reads = Callable[[int], dict[str, set[tuple[str, int, int]]]]  # date -> part -> path, offset, length of each field
+
 
 @dataclass(frozen=True, eq=False)
 class BuildPlan:
@@ -27,7 +29,8 @@ class BuildPlan:
     `wanted` are forecast, control, truth as far as they will come (mean and spread follow from the forecast); `static`
     fields (Y, X) by name; `lead_bounds` [first, last] hour for each lead of a variable over intervals; `provenance`
     anything that JSON can hold about where the data came from, among it the fingerprint of the source; `climate_days`
-    of the model climate that the store is to hold, 0 for none.
+    of the model climate that the store is to hold, 0 for none; `reads` tells from which fields of the archive a start
+    date is to be built, None where they are in memory.
 
     Raises:
         UserError: a static field holds a value that is not a number.
@@ -40,6 +43,7 @@ class BuildPlan:
     lead_bounds: dict[str, list[list[int] | None]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     climate_days: int = 0
+    reads: Reads | None = None
 
     def __post_init__(self) -> None:
         years = np.unique(self.layout.init_time.astype("datetime64[Y]"))
@@ -122,11 +126,12 @@ def plan_of(
     lead_bounds: dict[str, list[list[int] | None]] | None = None,
     provenance: dict[str, Any] | None = None,
     climate_days: int = 0,
+    reads: Reads | None = None,
 ) -> BuildPlan:
     """A plan from what callers have at hand; see `BuildPlan`."""
     wanted = set(parts)
     ordered = tuple(part for part in WRITTEN if part in wanted)
-    return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {}, climate_days)
+    return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {}, climate_days, reads)
 
 
 def read_facts(path: Any) -> dict[str, Any]:

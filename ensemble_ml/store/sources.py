@@ -49,6 +49,11 @@ class Sources:
         self.places = np.concatenate([self.places, places])
         self.checksum = google_crc32c.extend(self.checksum, checksum.to_bytes(4, "little"))
 
+    def fields(self) -> set[tuple[str, int, int]]:
+        """Where the fields lie: path, offset and length of each."""
+        names = list(self.files)
+        return {(names[file], offset, length) for file, offset, length in self.places.tolist()}
+
     def summary(self) -> dict[str, Any]:
         """How much was read, as JSON holds it."""
         return {

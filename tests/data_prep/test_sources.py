@@ -140,3 +140,37 @@ def test_files_out_of_sight_count_only_where_the_archive_is_another(tmp_path):
     assert list(changed(files, {}, lost=False)) == [] and list(changed(files, {}, lost=True)) == [
         str(tmp_path / "gone")
     ]
+
+
+def test_a_truth_that_grows_between_parts_is_one_truth_in_the_store(tmp_path, caplog):
+    """Short forecasts first; analyses, which are better, come when a date is built already."""
+
+    def truth(name, date, days, **keys):
+        made = [gribfiles.message("t", np.full((7, 12), 280.0 + days) + gribfiles.noise(mean=0), date=date + day,
+                                  member=None, **keys) for day in (0, 1)]  # fmt: skip
+        gribfiles.write(tmp_path / "truth" / name, made)
+
+    forecast = gribfiles.ensemble(tmp_path / "f.grib", dates=DATES[:2], steps=(24,), levels=(500,))
+    truth("fc.grib", 20010101, 0, time=1800, step=6)
+    given = {"truth": str(tmp_path / "truth")}
+    prepare(settings(forecast, tmp_path / "a.zarr", parts="1/2", **given))
+    truth("an.grib", 20010102, 5)
+    prepare(settings(forecast, tmp_path / "a.zarr", parts="2/2", **given))
+    text = "1 start dates (first 2001-01-01T00) were built from other fields than the archive has now; build them again"
+    assert [line for line in caplog.messages if line.endswith(text)]
+    assert not (tmp_path / "a.zarr").exists()
+    prepare(settings(forecast, tmp_path / "a.zarr", parts="1/2", **given))
+    prepare(settings(forecast, tmp_path / "b.zarr", **given))
+    one, other = open_store(tmp_path / "a.zarr"), open_store(tmp_path / "b.zarr")
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_what_an_archive_has_more_of_leaves_finished_dates_alone(tmp_path, caplog):
+    gribfiles.ensemble(tmp_path / "in" / "a.grib", dates=DATES[:2])
+    prepare(settings(tmp_path / "in", tmp_path / "a.zarr", parts="1/2", variables=["t"]))
+    [before] = entries(tmp_path / "a.zarr")
+    gribfiles.ensemble(tmp_path / "in" / "b.grib", names=("t2m",), dates=DATES[:2])
+    with caplog.at_level(logging.INFO):
+        prepare(settings(tmp_path / "in", tmp_path / "a.zarr", variables=["t"]))
+    assert any("1 of 2 start dates are built already" in line for line in caplog.messages) and before.fingerprint
+    assert not any("other fields" in line for line in caplog.messages)
