@@ -95,12 +95,15 @@ def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
 
 def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     rows = [("training", *_span(meta["training_dates"])), ("validation", *_span(meta["validation_dates"]))]
+    earlier = meta.get("earlier_dates", {})  # of the runs that this one's weights come from
+    rows += [(f"{part} of earlier runs", *_span(dates)) for part, dates in earlier.items()]
     if scores is not None:
         rows.append(("test", *_span(scores["dates"]["test"])))
     best = meta.get("best") or {}
     chose = meta["validation_dates"] and best.get("step") == meta["step"]
     chosen = f"{'The validation dates' if chose else 'No date'} chose the checkpoint; "
-    seen = {str(date)[:13] for name in ("training_dates", "validation_dates") for date in meta[name]}
+    parts = (meta["training_dates"], meta["validation_dates"], *earlier.values())
+    seen = {str(date)[:13] for dates in parts for date in dates}
     if scores is None:
         apart = "no test dates are known"
     else:

@@ -234,6 +234,7 @@ def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
         **job.same,
         "training_dates": " ".join(meta.get("training_dates", ())),
         "validation_dates": " ".join(meta.get("validation_dates", ())),
+        "earlier_dates": " ".join(sorted({date for part in meta.get("earlier_dates", {}).values() for date in part})),
         "training_data_fingerprint": str(meta.get("data_fingerprint", "")),
         "ensemble_ml_version": __version__,
     }

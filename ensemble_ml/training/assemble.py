@@ -196,6 +196,8 @@ def _begin(
     given = load_checkpoint(config.init_from) if config.init_from is not None else None
     if given is not None:
         setup.refuse_other_layout(reader.spec, given)
+        earlier = setup.earlier_dates(given)
+        setup.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
     members = config.data.validation_members
     fit = on_first(
         session, shard, reader,
@@ -203,11 +205,12 @@ def _begin(
     )  # fmt: skip
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
+    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
     if given is not None:
         load_weights(model, given)
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
+        found["earlier_dates"] = earlier
     steps = config.steps
-    found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
         steps = 0
         found["emos"] = fit_emos_model(model, reader, train, validation, members, config.data.members)
@@ -227,9 +230,8 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
         config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
         run_exchange(config, session),
     )  # fmt: skip
-    return state, {
-        k: checkpoint.meta[k] for k in ("precision", "input_range", "emos", "fit_seconds") if k in checkpoint.meta
-    }
+    kept = "precision", "input_range", "emos", "fit_seconds", "earlier_dates"
+    return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
 
 
 def _batches(

@@ -21,6 +21,7 @@ from ensemble_ml.config import DataConfig, MomentumKept, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
+from ensemble_ml.loading.reader import iso
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.padding import geometries
@@ -264,6 +265,25 @@ def refuse_other_layout(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     if differ:
         told = "; ".join(f"{k}: {_short(ours.get(k))} here, {_short(theirs.get(k))} there" for k in differ)
         raise UserError(f"init_from={checkpoint.path}: its layout differs: {told}; use the same settings")
+
+
+def earlier_dates(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Start dates that a run which begins from `checkpoint` has in its weights: `training` dates taught them, by
+    `validation` dates they were chosen, in the checkpoint's run and in those that it began from."""
+    meta, parts = checkpoint.meta, ("training", "validation")
+    before = meta.get("earlier_dates", {})
+    return {part: sorted({*before.get(part, ()), *meta.get(f"{part}_dates", ())}) for part in parts}
+
+
+def refuse_taught_validation(config: TrainConfig, init_time: np.ndarray, earlier: Mapping[str, Sequence[str]]) -> None:
+    """Raise a UserError where start dates `init_time`, of the validation, are `earlier` training dates."""
+    taught = sorted({iso(t) for t in init_time} & set(earlier["training"]))
+    if taught:
+        raise UserError(
+            f"data.validation={config.data.validation}: {len(taught)} of its start dates, first {taught[0][:13]},"
+            f" trained the weights of init_from={config.init_from}; choose dates apart, or the best checkpoint is"
+            " chosen on what it was trained on"
+        )
 
 
 def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int = 1) -> int:

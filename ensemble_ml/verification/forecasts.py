@@ -56,6 +56,7 @@ class ForecastSet:
     members_in: tuple[str, ...]  # of the date with the most: others may lack some of those that were asked for
     training_dates: np.ndarray
     validation_dates: np.ndarray  # they chose the checkpoint
+    earlier_dates: np.ndarray  # they trained or chose the weights that training began from
     checkpoints: tuple[str, ...]  # sha256 of those that made the files
     lead_hours: tuple[int, ...]
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
@@ -171,6 +172,7 @@ class ForecastSet:
 _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
+_SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _DIFFERENCES = ("scale", "stddev", "ensemble_spread")
@@ -205,7 +207,7 @@ def _open_folder(folder: Path) -> ForecastSet:
     files: dict[np.datetime64, Path] = {}
     made_of: dict[tuple[str, str], None] = {}  # in the order of the files
     axes: dict[str, np.ndarray] = {}
-    known: dict[str, set[np.datetime64]] = {"training_dates": set(), "validation_dates": set()}  # of all checkpoints
+    known: dict[str, set[np.datetime64]] = {name: set() for name in _SEEN}  # of all checkpoints
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
@@ -231,6 +233,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             members_in=max((tuple(members.split()) for members, _ in made_of), key=len),
             training_dates=np.array(sorted(known["training_dates"]), "datetime64[ns]"),
             validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
+            earlier_dates=np.array(sorted(known["earlier_dates"]), "datetime64[ns]"),
             checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),
             lead_hours=tuple(_lead_hours(first, paths[0])),
             variables=_variables(first),

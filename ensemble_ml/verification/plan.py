@@ -102,6 +102,7 @@ def _test_dates(
     offered = sorted({start for forecast in forecasts for start in forecast.files})
     trained = {start for forecast in forecasts for start in forecast.training_dates}
     chosen = {start for forecast in forecasts for start in forecast.validation_dates}
+    earlier = {start for forecast in forecasts for start in forecast.earlier_dates}
     test, dropped = [], []
     for start in offered:
         found = np.flatnonzero(times == start)
@@ -110,6 +111,8 @@ def _test_dates(
             reason = "seen in training"
         if reason is None and start in chosen:
             reason = "chose the checkpoint"
+        if reason is None and start in earlier:
+            reason = "seen by the weights that training began from"
         if reason is None and found[0] in fit:
             reason = "used to fit the baselines"
         if reason is None:

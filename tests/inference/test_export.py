@@ -10,7 +10,8 @@ from synthetic import make_store
 from ensemble_ml.config import DataConfig, ExportConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import export, predict
-from ensemble_ml.training import train
+from ensemble_ml.inference.card import model_card
+from ensemble_ml.training import load_checkpoint, train
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,15 @@ def test_a_card_tells_its_forecasts_apart(trained, tmp_path):
     for who in ("From 1 member", "b", "c", "d"):
         assert f"- {who}, tropics, 48 h: worse than raw_10, CRPS x 1.100.\n" in card
     assert "| **no** | no, made from 3 members, not from 2 |" in card
+
+
+def test_a_card_counts_test_dates_that_earlier_runs_have_seen(trained):
+    checkpoint = load_checkpoint(trained[0])
+    scores = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": [checkpoint.sha256], "members_in": ["1"]}]}
+    earlier = {"training": ["2001-01-12T00:00"], "validation": []}
+    card = model_card(checkpoint.spec, checkpoint.meta | {"earlier_dates": earlier}, scores)
+    assert "| training of earlier runs | 1 | 2001-01-12 | 2001-01-12 |\n| validation of earlier runs | 0 |" in card
+    assert "1 test dates had a part in training" in card
 
 
 def test_a_card_without_scores_says_so(trained, tmp_path):

@@ -389,6 +389,13 @@ def test_attributes(config, source, checkpoint):
     assert "ensemble-ml predict" in attrs["history"] and "(step 7), from memory" in attrs["source"]
 
 
+def test_dates_that_weights_had_seen_before_are_attributes(config, source, tmp_path):
+    earlier = {"training": ["1999-01-02T12:00", "1999-01-04T12:00"], "validation": ["1999-01-03T12:00"]}
+    given = make_checkpoint(tmp_path / "checkpoints", make_spec(source), earlier_dates=earlier)
+    attrs = opened(predict(config(checkpoint=str(given)), source)[0]).attrs
+    assert attrs["earlier_dates"] == "1999-01-02T12:00 1999-01-03T12:00 1999-01-04T12:00"
+
+
 def test_a_prediction_that_is_not_finite_is_refused(tmp_path, monkeypatch):
     source = make_source(dates=1)
     checkpoint = make_checkpoint(tmp_path / "c", make_spec(source))

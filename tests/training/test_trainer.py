@@ -180,6 +180,31 @@ def test_init_from_takes_the_weights(config_of, monkeypatch):
         train(config_of(run="third", init_from=str(other / "checkpoints" / "last")))
 
 
+def test_dates_that_weights_have_seen_stay_known_through_chains_of_init_from(config_of, monkeypatch):
+    dates = {"data__train": ["2001-01-01/2001-01-15"], "data__validation": ["2001-01-31"]}
+    first = train(config_of(run="first", steps=1, **dates))
+    assert "earlier_dates" not in weights(first).meta
+    begin = {"init_from": str(first / "checkpoints" / "last"), "data__train": ["2001-01-17/2001-01-30"]}
+    with monkeypatch.context() as patch:
+        patch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
+        with pytest.raises(UserError, match="2 of its start dates, first 2001-01-13T00, trained the weights of init"):
+            train(config_of(run="second", **begin | {"data__validation": ["2001-01-13/2001-01-16"]}))
+    config = config_of(run="second", steps=2, **begin)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 1)
+        train(config)
+    second = train(replace(config, resume=True, init_from=None))
+    earlier = weights(second).meta["earlier_dates"]
+    assert earlier == {"training": weights(first).meta["training_dates"], "validation": ["2001-01-31T00:00"]}
+    begin = {"init_from": str(second / "checkpoints" / "last"), "data__train": ["2001-02-01/2001-02-04"]}
+    with pytest.raises(UserError, match="first 2001-01-01T00, trained the weights"):
+        train(config_of(run="third", **begin | {"data__validation": ["2001-01-01"]}))
+    third = weights(train(config_of(run="third", steps=1, **begin | {"data__validation": ["2001-02-06"]}))).meta
+    both = sorted({*weights(first).meta["training_dates"], *weights(second).meta["training_dates"]})
+    assert third["earlier_dates"]["training"] == both and len(third["training_dates"]) == 2
+    assert third["earlier_dates"]["validation"] == ["2001-01-31T00:00", *weights(second).meta["validation_dates"]]
+
+
 def test_planned_by_time(config_of, monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 1.0)
     config = config_of(max_minutes=9 / 60, steps=500, model__linear=False)

@@ -274,6 +274,19 @@ def test_validation_dates_are_not_scored(store, tmp_path, plain):
     assert [d["reason"] for d in content["dates"]["dropped"]] == ["chose the checkpoint"] * 2
 
 
+def test_dates_that_weights_had_seen_before_training_began_are_not_scored(store, tmp_path, plain):
+    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
+    for path in folder.glob("*.nc"):
+        with netCDF4.Dataset(path, "a") as data:
+            data.earlier_dates = " ".join(f"{DATES[d]}T00" for d in TEST[:2])
+    evaluate(settings(folder, store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[2:]]
+    assert content["dates"]["fit"] == [f"{DATES[d]}T00" for d in TRAIN]
+    reasons = [d["reason"] for d in content["dates"]["dropped"]]
+    assert reasons == ["seen by the weights that training began from"] * 2
+
+
 def test_the_spread_at_the_start_is_a_predictor(tmp_path, plain):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(0, 24), variables=("t",), surface=())
     folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), names=("t",), train=TRAIN)
