@@ -104,6 +104,7 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     """Return the model of a checkpoint, ready to predict, and the checkpoint's `meta`.
 
     What it predicts is calibrated by the widths that the validation dates gave (`validation`), where there were any.
+    Warns where these are of another step's weights: a checkpoint that a signal or the clock asks for is not validated.
 
     Raises:
         UserError: as `load_checkpoint`.
@@ -113,10 +114,22 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     if checkpoint.meta.get("precision", {}).get("precision") == Precision.float64.value:
         model.double()  # before its weights come, which would lose their last bits
     load_weights(model, checkpoint)
+    _tell_of_other_step(path, checkpoint.meta)
     if checkpoint.meta.get("widths") is not None:
         widths, families = torch.tensor(checkpoint.meta["widths"]), checkpoint.spec.families
         model.register_forward_hook(lambda _, __, prediction: prediction.widened(widths, families))
     return model.eval(), checkpoint.meta
+
+
+def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
+    """Warn where widths and scores are not of the checkpoint's own weights; older checkpoints do not say."""
+    validated = meta.get("validated_step")
+    if validated is not None and validated != meta["step"]:
+        log.warning(
+            "checkpoint %s: of step %d, but its widths and scores are of the validation after step %d;"
+            " checkpoints/best has its own",
+            path, meta["step"], validated,
+        )  # fmt: skip
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:

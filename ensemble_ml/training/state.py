@@ -62,7 +62,7 @@ class Average:
 @dataclass(eq=False)
 class State:
     """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation;
-    `scores` and `widths` are those of the latest one."""
+    `scores` and `widths` are those of the latest one, after step `validated`."""
 
     model: AnyModel
     optimizer: Optimizer
@@ -75,6 +75,7 @@ class State:
     best: dict[str, Any] | None = None
     scores: dict[str, float] = field(default_factory=dict)
     widths: list[list[float]] | None = None
+    validated: int | None = None
 
     @contextmanager
     def predicting(self) -> Iterator[AnyModel]:
@@ -111,7 +112,8 @@ class State:
 
     def meta(self) -> dict[str, Any]:
         """The numbers beside the tensors."""
-        return {"steps": self.steps, "best": self.best, "scores": self.scores, "widths": self.widths}
+        latest = {"scores": self.scores, "widths": self.widths, "validated_step": self.validated}
+        return {"steps": self.steps, "best": self.best, **latest}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
@@ -123,7 +125,7 @@ class State:
                 p.data.copy_(checkpoint.training[f"{_RAW}{name}"])
         self.step = checkpoint.meta["step"]
         self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]
-        self.widths = checkpoint.meta.get("widths")
+        self.widths, self.validated = checkpoint.meta.get("widths"), checkpoint.meta.get("validated_step")
 
     def _restore_optimizer(self, training: dict[str, Tensor]) -> None:
         plain = self.optimizer.state_dict()

@@ -318,6 +318,7 @@ class Trainer:
         finite = all(map(math.isfinite, scores.values()))  # else no later score would be below it
         better = finite and (state.best is None or scores["score"] < state.best["score"])
         state.scores, state.widths = (scores, found.widths) if finite else ({}, None)
+        state.validated = state.step if finite else None
         if better:
             state.best = {"step": state.step, **scores}
         tracker.validation(state.step, scores, best=better)

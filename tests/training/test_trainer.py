@@ -112,6 +112,23 @@ def test_a_loaded_model_is_calibrated_on_the_validation_dates(config_of, store):
     torch.testing.assert_close(left, torch.ones_like(left), rtol=1e-4, atol=0)
 
 
+def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatch, caplog):
+    config = config_of(steps=4, validate_every=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop_at(patch, 3)
+        train(config)
+    run = Path(config.output) / "a"
+    assert weights(run).meta["step"] == 3 and weights(run).meta["validated_step"] == 2
+    load_model(run / "checkpoints" / "last")
+    assert "of step 3, but its widths and scores are of the validation after step 2; checkpoints/best" in caplog.text
+    caplog.clear()
+    train(replace(config, resume=True))
+    for link in ("last", "best"):
+        meta = load_model(run / "checkpoints" / link)[1]
+        assert meta["validated_step"] == meta["step"]
+    assert "widths" not in caplog.text
+
+
 def test_two_runs_are_equal(config_of):
     other = config_of(run="b", loading__name=LoaderName.torch)
     apart = replace(other, output=f"{other.output}-apart")  # where no fit has been kept
