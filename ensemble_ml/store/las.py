@@ -89,13 +89,12 @@ def local_statistics(
     used = tuple(lay.lead_hours if leads is None else leads)
     heights = tuple(lay.levels if levels is None else levels)
     maps = []
-    for names, depth in (
-        (lay.variables if variables is None else variables, heights),
-        (lay.surface if surface is None else surface, ()),
+    for names, depth, shape in (
+        (lay.variables if variables is None else variables, heights, (len(heights), *lay.grid.shape)),
+        (lay.surface if surface is None else surface, (), lay.grid.shape),
     ):
         each = [_of_variable(source, dates, used, name, depth, window, sigma) for name in names]
-        shape = (0, *([len(depth)] if depth else []), *lay.grid.shape)
-        maps += [np.stack([one[part] for one in each]) if each else np.zeros(shape) for part in (0, 1)]
+        maps += [np.stack([one[part] for one in each]) if each else np.zeros((0, *shape)) for part in (0, 1)]
     return LocalStatistics(*maps)
 
 

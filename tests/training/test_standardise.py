@@ -63,6 +63,11 @@ def test_trains_resumes_and_predicts(config, config_of, store, tmp_path, monkeyp
         assert np.isfinite(data["t_mean"]).all() and (data["t_stddev"] > 0).all()
 
 
+def test_surface_variables_alone_have_maps(config, config_of):
+    surface = {"data__variables": [], "data__surface": ["t2m"], "steps": 2}
+    assert losses(train(config(run="maps", **surface))) != losses(train(config_of(run="levels", **surface)))
+
+
 def test_channels_are_departures_in_units_of_the_place(store):
     lay = store.layout
     config = ModelConfig(hidden=8, max_hidden=8, depth=0, standardise=Standardise.las)
