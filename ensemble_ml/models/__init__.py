@@ -5,7 +5,7 @@ from ensemble_ml.models.distributions import cdf, crps, moments, quantile, remap
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction, ensemble_input
 from ensemble_ml.models.model import EnsembleModel
-from ensemble_ml.models.registry import MODELS, AnyModel, build_model
+from ensemble_ml.models.registry import MODELS, AnyModel, build_model, refuse_masks
 from ensemble_ml.models.speed import Speed, choose
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ensemble_input",
     "moments",
     "quantile",
+    "refuse_masks",
     "remap_members",
     "shrunk_spread",
 ]

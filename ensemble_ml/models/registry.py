@@ -27,15 +27,20 @@ MODELS: dict[str, type[EnsembleModel] | type[Rival]] = {
 }
 
 
+def refuse_masks(spec: ModelSpec) -> None:
+    """Raise a UserError where the model that `spec` names takes no masks, and a variable has points without a value."""
+    if spec.masked and MODELS[spec.config.name] is not EnsembleModel:
+        raise UserError(
+            f"model.name={spec.config.name}: takes no variable that has points without a value"
+            f" ({', '.join(spec.masked)}); leave it out of data.variables and data.surface, or take unet3d"
+        )
+
+
 def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
     """Make the model that `spec.config.name` names.
 
     Raises:
         UserError: the grid does not fit depth and pole, `climate` does not fit `spec`, or the model cannot take masks.
     """
-    if spec.masked and MODELS[spec.config.name] is not EnsembleModel:
-        raise UserError(
-            f"model.name={spec.config.name}: takes no variable that has points without a value"
-            f" ({', '.join(spec.masked)}); leave it out of data.variables and data.surface, or take unet3d"
-        )
+    refuse_masks(spec)
     return MODELS[spec.config.name](spec, climate)

@@ -23,6 +23,7 @@ import numpy as np
 from scipy import ndimage
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Layout, Part, Selection, Source, zero_by_nature
 
 WINDOW = 7
@@ -64,6 +65,12 @@ class Pooled:
         self.count[...] = total
 
 
+def check_window(grid: Grid, window: int = WINDOW) -> None:
+    """Raise a UserError where the grid has fewer columns than the window."""
+    if window > grid.shape[1]:
+        raise UserError(f"local statistics: a window of {window} points is wider than the grid ({grid.describe()})")
+
+
 def local_statistics(
     source: Source,
     dates: Sequence[int] | np.ndarray,
@@ -84,8 +91,7 @@ def local_statistics(
     lay = source.layout
     if not (source.has(Part.MEAN) and source.has(Part.SPREAD)):
         raise UserError(f"{source.path}: has no mean and spread of its members; local statistics need two members")
-    if window > lay.grid.shape[1]:
-        raise UserError(f"local statistics: a window of {window} points is wider than the grid ({lay.grid.describe()})")
+    check_window(lay.grid, window)
     used = tuple(lay.lead_hours if leads is None else leads)
     heights = tuple(lay.levels if levels is None else levels)
     maps = []

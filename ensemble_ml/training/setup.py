@@ -23,9 +23,10 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.machine import cores, keep_freed_memory
-from ensemble_ml.models import ModelSpec
+from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.models.surroundings import surroundings_shapes
+from ensemble_ml.store.las import check_window
 from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, select_dates
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point
@@ -108,10 +109,12 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         static,
         tuple(name for name in source.masked if name in (*upper, *flat)),
     )
+    # What can be judged at once is refused before the long fits.
+    refuse_masks(spec)
+    if spec.local:
+        check_window(spec.grid)
     if model.pools:
-        geometries(
-            spec.grid, model.pole, model.depth
-        )  # refuses a depth that the grid cannot have, before the long fits
+        geometries(spec.grid, model.pole, model.depth)  # refuses a depth that the grid cannot have
     return spec
 
 

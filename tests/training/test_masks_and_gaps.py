@@ -237,7 +237,8 @@ def test_a_model_without_masks_refuses_data_with_them(settings, stores):
 
 
 @pytest.mark.parametrize("name", ["emos", "drn", "ens10_unet", "poet"])
-def test_rivals_refuse_masked_variables(settings, stores, name):
+def test_rivals_refuse_masked_variables_before_the_long_fits(settings, stores, name, monkeypatch):
+    monkeypatch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
     with pytest.raises(
         UserError, match=rf"model.name={name}: takes no variable that has points without a value \(sst\)"
     ):

@@ -13,6 +13,7 @@ import xarray as xr
 from synthetic import make_store
 
 from ensemble_ml.config import ModelConfig, Precision, PredictConfig, Standardise
+from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
@@ -66,6 +67,13 @@ def test_trains_resumes_and_predicts(config, config_of, store, tmp_path, monkeyp
 def test_surface_variables_alone_have_maps(config, config_of):
     surface = {"data__variables": [], "data__surface": ["t2m"], "steps": 2}
     assert losses(train(config(run="maps", **surface))) != losses(train(config_of(run="levels", **surface)))
+
+
+def test_a_window_wider_than_the_grid_is_refused_before_the_long_fits(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
+    narrow = make_store(tmp_path / "narrow.zarr", dates=20, shape=(9, 6))
+    with pytest.raises(UserError, match="a window of 7 points is wider than the grid"):
+        train(config(data__store=narrow.path))
 
 
 def test_channels_are_departures_in_units_of_the_place(store):
