@@ -48,6 +48,7 @@ def test_help_explains_every_setting(capsys, task):
         (["train", "run=a", "data.store=x", "model.depth=9"], "model.depth=9: 0 to 6 poolings are allowed"),
         (["train", "run=a", "data.store=x", "data.train=[soon]"], "data.train=soon: write a year"),
         (["train", "run=a/b", "data.store=x"], "run=a/b: letters, digits"),
+        (["train", "run=a", "data.store=x", f"seed={2**63}"], f"seed={2**63}: must be below 2^63"),
         (["train", "run=a", "data.store=x", "optim.clip=-1"], "optim.clip=-1.0: must be 0 or more"),
         (["train", "run=a", "data.store=x", "model.families=5"], "model.families=5: give a family by variable"),
         (["train", "run=a", "data.store=x", "model.families={q: wide}"], "model.families.q=wide: normal, "),

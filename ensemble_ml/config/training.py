@@ -74,6 +74,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "batch_size", "validate_every", "checkpoint_every")
         at_least(self, 0, "checkpoint_minutes", "max_minutes", "spread_weight", "threads", "seed")
+        require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
         require("resume", self.resume, self.resume in (True, False, "auto"), "true, false and auto are allowed")
         both = self.resume is True and self.init_from
