@@ -207,6 +207,8 @@ def _begin(
     model = build_model(reader.spec, fit.climate)
     found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
     if given is not None:
+        if config.model.precision is Precision.float64:
+            model.double()  # before its weights come, which would lose their last bits
         load_weights(model, given)
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
         found["earlier_dates"] = earlier

@@ -197,6 +197,15 @@ def test_init_from_takes_the_weights(config_of, monkeypatch):
         train(config_of(run="third", init_from=str(other / "checkpoints" / "last")))
 
 
+def test_init_from_keeps_all_bits_of_float64(config_of):
+    first = train(config_of(run="first", steps=1, model__precision=Precision.float64))
+    begin = {"init_from": str(first / "checkpoints" / "last"), "model__precision": Precision.float64}
+    second = train(config_of(run="second", steps=1, optim__lr=1e-30, optim__weight_decay=0.0, **begin))
+    given = weights(first).state_dict
+    # One step moves weights of zero, too.
+    assert all(torch.allclose(v, given[k], rtol=0, atol=1e-25) for k, v in weights(second).state_dict.items())
+
+
 def test_dates_that_weights_have_seen_stay_known_through_chains_of_init_from(config_of, monkeypatch):
     dates = {"data__train": ["2001-01-01/2001-01-15"], "data__validation": ["2001-01-31"]}
     first = train(config_of(run="first", steps=1, **dates))
