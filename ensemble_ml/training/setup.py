@@ -97,6 +97,9 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
     upper = _chosen("data.variables", data.variables, layout.variables)
     flat = _chosen("data.surface", data.surface, layout.surface)
+    if absent := [name for name in model.families or () if name not in (*upper, *flat)]:
+        has = ", ".join((*upper, *flat)) or "none"
+        raise UserError(f"model.families={absent}: no variable of this run, which has {has}; leave it out")
     spec = ModelSpec(
         model,
         upper,

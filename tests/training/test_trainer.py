@@ -299,6 +299,7 @@ def test_without_truth_the_spread_alone_is_learned(config_of, tmp_path, caplog):
         ({"data__leads_out": [72]}, r"data.leads_out=\[72\]"),
         ({"data__members": [9]}, r"data.members=\[9\]"),
         ({"model__depth": 4}, r"model.depth=4"),
+        ({"model__families": {"sst": "lognormal"}}, r"model.families=\['sst'\]: no variable of this run, which has t"),
         ({"data__store": "/nowhere"}, "/nowhere"),
         ({"init_from": "/nowhere"}, "checkpoint /nowhere: no such folder"),
     ],
