@@ -232,7 +232,8 @@ class SpreadFit:
 def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> SpreadFit:
     """Regress the spread of the full ensemble on a + b s_M + c s_clim: area-weighted least squares, per level.
 
-    s_clim is the root of the full ensemble's mean variance over the fit dates at the cell.
+    s_clim is the mean of the full ensemble's spread over the fit dates at the cell: of all constants, the one with the
+    least squared error.
 
     Args:
         sums: of `spread_terms` over the fit dates.
@@ -240,7 +241,7 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
         target: "f" for all members, "h" for those held out.
     """
     n = sums.count.sum(0)
-    climate = np.sqrt(_quotient(sums.total("ff"), n))
+    climate = _quotient(sums.total("f"), n)
     s, y = sums.total("s"), sums.total(target)
     area = lambda x: (weights * x).sum((-2, -1))  # noqa: E731
     matrix = np.empty((len(n), 3, 3))

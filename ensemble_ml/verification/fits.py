@@ -77,7 +77,7 @@ def _solve(
             alone = None
             if size == 1:  # an ensemble of one in all has no spread either: its truth's variance tells cells apart
                 alone = base.everywhere(*found.climatology)[1] ** 2
-                alone = alone if found.spread is None else found.spread.climate**2
+                alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone
             if size > 1 or alone is not None:
                 found.corrections[size] = base.fit_corrections(sums, area, alone)
     return found

@@ -57,6 +57,18 @@ def test_scores_are_those_of_an_independent_computation(result, store):
     assert mine["crps"]["unweighted"] == pytest.approx(np.mean([f[0] for f in found]), rel=1e-5)
 
 
+def test_the_climatology_of_the_spread_is_the_best_constant(result, store):
+    """Of the fit dates, at each point, by the squared error; the root-mean-square spread is more than that."""
+    content, _ = result
+    weights, spreads = store.layout.grid.area_weights(), {}
+    for date in (*TRAIN, *TEST):
+        spreads[date] = truth_and_members(store, date, "t", 850, 24)[1].std(0, ddof=1)
+    fitted, tested = (np.stack([spreads[date] for date in dates]) for dates in (TRAIN, TEST))
+    errors = ((fitted.mean(0) - tested) ** 2).mean(0)
+    root = np.sqrt(np.average(errors, weights=weights))
+    assert entry(content, "climatology", "t", 850, 24)["spread_rmse"]["value"] == pytest.approx(root, rel=1e-6)
+
+
 def test_claims_summary_and_comparisons_agree(result):
     content, _ = result
     assert [claim["unit"] for claim in content["claims"]] == ["ratio"] * 3 + ["%"] * 2
