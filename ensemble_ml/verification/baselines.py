@@ -20,6 +20,7 @@ from ensemble_ml.verification.families import quantile
 from ensemble_ml.verification.statistics import c4
 
 FEWEST_DATES = 5  # a bias and a variance of fewer dates are noise
+FEWEST_SPREADS = 2  # dates to fit a spread on: each is predicted by the mean of the others
 _ROUNDING = 1e-12  # of the squared mean: the variance of values that are all the same, as sums have it
 
 CORRECTIONS = {
@@ -213,12 +214,12 @@ def spread_terms(reduced: np.ndarray, full: np.ndarray, held_out: np.ndarray | N
     """What `fit_spread` needs of one date: spreads (Z, Y, X); that of a single member (NaN) counts as zero."""
     s = np.nan_to_num(reduced)
     terms = {"s": s, "ss": s**2, "f": full, "ff": full**2, "fs": full * s}
-    return terms if held_out is None else terms | {"h": held_out, "hs": held_out * s}
+    return terms if held_out is None else terms | {"h": held_out, "hs": held_out * s, "hf": held_out * full}
 
 
 @dataclass(frozen=True, eq=False)
 class SpreadFit:
-    """a + b s_M + c s_clim; `coefficients` (Z, 3), `climate` = s_clim (Z, Y, X)."""
+    """a + b s_M + c s_clim; `coefficients` (Z, 3), `climate` = s_clim (Z, Y, X); both NaN at a level without a fit."""
 
     coefficients: np.ndarray
     climate: np.ndarray
@@ -233,7 +234,11 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
     """Regress the spread of the full ensemble on a + b s_M + c s_clim: area-weighted least squares, per level.
 
     s_clim is the mean of the full ensemble's spread over the fit dates at the cell: of all constants, the one with the
-    least squared error.
+    least squared error. A date of the regression has that of the other dates: its own would hold what is to be
+    predicted, the more so the fewer dates there are, and s_clim would weigh more than dates outside of it bear out.
+
+    Cells that fewer than `FEWEST_SPREADS` dates know are no part of the fit, and have the others' mean s_clim. A level
+    without any other cell is NaN throughout: it has no regression.
 
     Args:
         sums: of `spread_terms` over the fit dates.
@@ -241,19 +246,28 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
         target: "f" for all members, "h" for those held out.
     """
     n = sums.count.sum(0)
+    known = n >= FEWEST_SPREADS
+    w = np.where(known, weights, 0.0)
+    lacking = np.where(known.any((-2, -1), keepdims=True), 0.0, np.nan)  # (Z, 1, 1)
     climate = _quotient(sums.total("f"), n)
-    s, y = sums.total("s"), sums.total(target)
-    area = lambda x: (weights * x).sum((-2, -1))  # noqa: E731
+    climate = np.where(known, climate, _mean(climate, w)) + lacking
+    s, f, y = sums.total("s"), sums.total("f"), sums.total(target)
+    # Sums over dates d of what has s_clim without d in it, (f - f_d) / (n - 1), f being the sum over all.
+    others = np.maximum(n - 1, 1)
+    squares = ((n - 2) * f**2 + sums.total("ff")) / others**2
+    with_s = (f * s - sums.total("fs")) / others
+    with_y = (f * y - sums.total(f"{target}f")) / others
+    area = lambda x: (w * x).sum((-2, -1))  # noqa: E731
     matrix = np.empty((len(n), 3, 3))
-    products = {(0, 0): n, (0, 1): s, (0, 2): n * climate, (1, 1): sums.total("ss"), (1, 2): climate * s}
-    for (row, column), value in (products | {(2, 2): n * climate**2}).items():
+    products = {(0, 0): n, (0, 1): s, (0, 2): f, (1, 1): sums.total("ss"), (1, 2): with_s, (2, 2): squares}
+    for (row, column), value in products.items():
         matrix[:, row, column] = matrix[:, column, row] = area(value)
-    right = np.stack([area(y), area(sums.total(f"{target}s")), area(climate * y)], axis=1)
+    right = np.stack([area(y), area(sums.total(f"{target}s")), area(with_y)], axis=1)
     # In units of each predictor; the pseudo-inverse leaves out one that is constant (no spread, a uniform climate).
     scale = np.sqrt(np.maximum(np.einsum("zii->zi", matrix), 1e-300))
     scaled = matrix / (scale[:, :, None] * scale[:, None, :])
     solved = (np.linalg.pinv(scaled, rcond=1e-10, hermitian=True) @ (right / scale)[..., None])[..., 0]
-    return SpreadFit(solved / scale, climate)
+    return SpreadFit(solved / scale + lacking[..., 0], climate)
 
 
 def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:

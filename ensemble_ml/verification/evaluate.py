@@ -46,7 +46,7 @@ from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification import summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
-from ensemble_ml.verification.baselines import CORRECTIONS
+from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_SPREADS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case, extreme_case
@@ -54,13 +54,14 @@ from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import open_forecasts
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
-from ensemble_ml.verification.plan import Plan, iso, make_plan
+from ensemble_ml.verification.plan import Plan, iso, make_plan, shortened
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
 from ensemble_ml.verification.samples import Group, Setting, check_members
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
+from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
@@ -176,7 +177,7 @@ def _content(
     times = layout.init_time
     numbers = [int(number) for number in layout.realization]
     left_out = _left_out(scores)
-    notes = list(plan.notes)
+    notes = plan.notes + _unfitted(scores)
     if left_out:
         most = 100 * max(entry["area_share"] for entry in left_out)
         notes.append(
@@ -223,6 +224,24 @@ def _content(
         "scores": summary.rows(scores),
         "left_out": left_out,
     }
+
+
+_LACKING = {  # why a regression of the spread has no value for a field that is scored
+    "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
+}
+
+
+def _unfitted(scores: Scores) -> list[str]:
+    """Of which fields regressions of the spread are left out: one value that is missing makes their mean NaN."""
+    found, state = [], scores.state
+    for kind, why in _LACKING.items():
+        key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
+        if key in state.total:
+            scored = state.weight[key][:, WEIGHTINGS.index("area")].sum(0) > 0
+            lacking = [scores.columns[c] for c in np.flatnonzero(scored & ~np.isfinite(state.mean(key)))]
+            names = shortened([f"{column.name} {column.lead_hours} h" for column in lacking])
+            found += [f"{key.entrant} is left out where {why}: {names}."] if lacking else []
+    return found
 
 
 def _left_out(scores: Scores) -> list[dict[str, Any]]:

@@ -65,9 +65,10 @@ def _solve(
     truth: base.CellSums,
 ) -> Fit:
     area, found = setting.weights[0], Fit()
-    if start.sums and start.count.any():
+    enough = len(setting.fit) >= base.FEWEST_SPREADS
+    if enough and start.count.any():
         found.start = base.fit_spread(start, area)
-    if spread.sums:
+    if enough and spread.sums:
         found.spread = base.fit_spread(spread, area)
         if setting.held_out > 1:
             found.held_out = base.fit_spread(spread, area, "h")

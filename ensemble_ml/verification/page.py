@@ -17,8 +17,9 @@ DEFINITIONS = {
     "spread": """Sample standard deviation of the members with ddof = 1. The size-corrected spread of M
         members is s_M c4(N)/c4(M), where E[s] = c4 sigma for normal members. The spread regression is a + b s_M + c
         s_clim for each lead, variable and level, fitted by area-weighted least squares; s_clim is the mean of the
-        full ensemble's spread over the fit dates at each grid point, and stands alone as climatology. The start
-        regression has the spread of the M members at lead 0 instead of s_M.""",
+        full ensemble's spread over the fit dates at each grid point (but for the date itself while the
+        regression is fitted), and stands alone as climatology. The start regression has the spread of the M members at
+        lead 0 instead of s_M.""",
     "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
         shares members with the input; these do not.""",
     "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw

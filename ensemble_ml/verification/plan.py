@@ -10,7 +10,7 @@ from ensemble_ml.config import EvaluateConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Part, Source, bounds_at, select_dates
 from ensemble_ml.verification.aggregation import Column
-from ensemble_ml.verification.baselines import FEWEST_DATES
+from ensemble_ml.verification.baselines import FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.forecasts import ForecastSet
 from ensemble_ml.verification.samples import Group
 
@@ -56,6 +56,9 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
         notes.append(f"{len(dropped)} start dates are not scored: {', '.join(counts)}.")
     if truth and len(fit) < FEWEST_DATES:
         notes.append(f"Only {len(fit)} dates to fit on: corrections need {FEWEST_DATES}, so none is shown.")
+    if len(fit) < FEWEST_SPREADS:
+        few = f"Fewer than {FEWEST_SPREADS} dates to fit on"
+        notes.append(f"{few}: neither regressions nor the climatology of the spread are shown.")
     groups, columns = _groups(source, forecasts, notes)
     reduced = _reduced(config, source, forecasts[0])
     notes += _member_notes(config, reduced, source, forecasts)
@@ -161,7 +164,7 @@ def _groups(
     offered = {Column(h, *field) for f in forecasts for h in f.lead_hours for field in f.fields()}
     unpaired = sorted(f"{column.name} {column.lead_hours} h" for column in offered - set(columns))
     if unpaired:
-        notes.append(f"{len(unpaired)} fields are not in all forecasts and the ensemble: {_short(unpaired)}.")
+        notes.append(f"{len(unpaired)} fields are not in all forecasts and the ensemble: {shortened(unpaired)}.")
     return tuple(groups), tuple(columns)
 
 
@@ -197,5 +200,6 @@ def iso(time: np.datetime64) -> str:
     return str(time.astype("datetime64[h]"))
 
 
-def _short(names: list[str], most: int = 6) -> str:
+def shortened(names: list[str], most: int = 6) -> str:
+    """The first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

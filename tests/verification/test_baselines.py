@@ -222,15 +222,36 @@ def spread_sums(rng, dates=60, members=10, given=5):
     return sums, np.array(rows)
 
 
+@pytest.mark.parametrize("dates", [2, 3, 60])
 @pytest.mark.parametrize(("target", "position"), [("f", 1), ("h", 2)])
-def test_spread_regression_is_weighted_least_squares(target, position):
-    sums, rows = spread_sums(np.random.default_rng(8))
+def test_spread_regression_is_weighted_least_squares_with_the_mean_of_the_other_dates(target, position, dates):
+    sums, rows = spread_sums(np.random.default_rng(8), dates)
     found = base.fit_spread(sums, AREA, target)
     np.testing.assert_allclose(found.climate, rows[:, 1].mean(0), rtol=1e-12)
     s, y = rows[:, 0].ravel(), rows[:, position].ravel()
     root = np.sqrt(np.broadcast_to(AREA, rows[:, 0].shape).ravel())
-    climate = np.broadcast_to(found.climate, rows[:, 0].shape).ravel()
+    climate = np.ravel([np.delete(rows[:, 1], date, 0).mean(0) for date in range(dates)])
     expected = np.linalg.lstsq(root[:, None] * np.stack([np.ones_like(s), s, climate], 1), root * y)[0]
+    np.testing.assert_allclose(found.coefficients[0], expected, atol=1e-8)
+
+
+def test_spread_regression_has_no_fit_by_one_date():
+    """Neither at a cell, which has the mean of the others then, nor at a level."""
+    _, rows = spread_sums(np.random.default_rng(14), 4)
+    sums = base.CellSums.zeros((2, *GRID.shape))
+    for date, (s, f, _) in enumerate(rows):
+        mask = np.ones((2, *GRID.shape), bool)
+        mask[0, 3], mask[1] = date == 0, date == 0
+        sums.record(0, base.spread_terms(np.repeat(s, 2, 0), np.repeat(f, 2, 0), None), mask)
+    found = base.fit_spread(sums, AREA)
+    assert np.isnan(found.climate[1]).all() and np.isnan(found(np.ones((2, *GRID.shape)))[1]).all()
+    others, weights = np.delete(rows[:, :2, 0], 3, axis=2), np.delete(AREA, 3, axis=0)
+    known = others[:, 1].mean(0)
+    np.testing.assert_allclose(np.delete(found.climate[0], 3, axis=0), known)
+    np.testing.assert_allclose(found.climate[0, 3], np.average(known, weights=weights))
+    climate = np.ravel([np.delete(others[:, 1], date, 0).mean(0) for date in range(4)])
+    s, f, root = others[:, 0].ravel(), others[:, 1].ravel(), np.sqrt(np.tile(weights.ravel(), 4))
+    expected = np.linalg.lstsq(root[:, None] * np.stack([np.ones_like(s), s, climate], 1), root * f)[0]
     np.testing.assert_allclose(found.coefficients[0], expected, atol=1e-8)
 
 

@@ -179,6 +179,28 @@ def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
     assert "too few for any interval" in caplog.text and "report.html" in caplog.text
 
 
+@pytest.mark.parametrize("members", [1, 5])
+def test_one_date_to_fit_on_makes_no_baseline_of_the_spread(tmp_path, plain, members):
+    """Fitted on itself it would be certain of its own spread, and any forecast better than that."""
+    store = make_store(tmp_path / "s.zarr", dates=4, leads=(0,), surface=(), truth=False, static=False)
+    folder = write_forecasts(tmp_path / "f", store, [2, 3], spread_only, leads=(0,))
+    evaluate(settings(folder, store, tmp_path / "r", fit=["2001-01-01"], members_in=members), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert set(content["entrants"]) == ({"f"} if members == 1 else {"f", "raw_5", "size_corrected_5"})
+    assert any(note.startswith("Fewer than 2 dates to fit on: neither regressions") for note in content["notes"])
+
+
+def test_a_field_of_one_fit_date_has_no_regression_of_its_spread(tmp_path, plain):
+    gone = [(Part.FORECAST, date, member, "t") for date in (1, 2) for member in range(6)]
+    store = make_store(tmp_path / "s.zarr", dates=5, leads=(24,), surface=(), truth=False, static=False, absent=gone)
+    folder = write_forecasts(tmp_path / "f", store, [3, 4], spread_only, leads=(24,), train=[0, 1, 2])
+    evaluate(settings(folder, store, tmp_path / "r", members_in=3), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    said = {row["variable"] for row in content["scores"] if row["entrant"] == "spread_regression_3"}
+    note = "spread_regression_3 is left out where fewer than 2 fit dates have a spread: t500 24 h, t850 24 h."
+    assert said == {"z"} and note in content["notes"]
+
+
 def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
     """A deterministic forecast: nothing tells its spread, and the fit dates tell its errors."""
     one = make_store(tmp_path / "one.zarr", dates=DATES, members=1, variables=("t",), levels=(500,), surface=("t2m",))
