@@ -25,17 +25,28 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
     """
     north, west, south, east = (float(x) for x in region)
     _check_latitudes(grid, north, south, region)
-    rows = np.flatnonzero((grid.latitude <= north + _TOLERANCE) & (grid.latitude >= south - _TOLERANCE))
-    width = east - west if east - west >= 360 - _TOLERANCE else np.mod(east - west, 360)
-    # Eastward distance from the western edge; a point a hair to the west of it counts as on it.
-    offset = np.mod(grid.longitude - west + _TOLERANCE, 360) - _TOLERANCE
-    columns = np.flatnonzero(offset <= width + _TOLERANCE)
-    columns = columns[np.argsort(offset[columns], kind="stable")]
     if not grid.wraps:
-        _check_longitudes(grid, west, width, region)
+        _check_longitudes(grid, west, _width(west, east), region)
+    rows, columns = points_within(grid, region)
     if not len(rows) or not len(columns):
         raise UserError(f"region={list(region)}: holds no grid point; the grid has {grid.describe()}")
     return rows, columns
+
+
+def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """As `region_points`, of a region that may reach beyond the grid, or hold no point of it."""
+    north, west, south, east = (float(x) for x in region)
+    rows = np.flatnonzero((grid.latitude <= north + _TOLERANCE) & (grid.latitude >= south - _TOLERANCE))
+    # Eastward distance from the western edge; a point a hair to the west of it counts as on it.
+    offset = np.mod(grid.longitude - west + _TOLERANCE, 360) - _TOLERANCE
+    columns = np.flatnonzero(offset <= _width(west, east) + _TOLERANCE)
+    return rows, columns[np.argsort(offset[columns], kind="stable")]
+
+
+def _width(west: float, east: float) -> float:
+    """Degrees from west eastwards to east: all around from a whole turn on, also where west is 180 and east -180."""
+    span = east - west
+    return 360.0 if span >= 360 - _TOLERANCE or abs(span + 360) <= _TOLERANCE else span % 360
 
 
 def cut(grid: Grid, region: Sequence[float]) -> Grid:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ensemble_ml.domains import points_within
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 
 TROPICS = 20.0  # degrees: WMO's border between tropics and extratropics
-_EDGE = 1e-5  # degrees: axes kept in float32 miss their numbers by less
 SEASONS = ("DJF", "MAM", "JJA", "SON")
 
 
@@ -49,12 +49,8 @@ def region_masks(
 
 
 def _box(grid: Grid, name: str, box: Sequence[float]) -> np.ndarray:
-    north, west, south, east = map(float, box)
-    rows = (grid.latitude <= north + _EDGE) & (grid.latitude >= south - _EDGE)
-    columns = np.mod(grid.longitude - west + _EDGE, 360) <= np.mod(east - west, 360) + 2 * _EDGE
-    if np.mod(east - west, 360) == 0 and east != west:
-        columns[:] = True
-    mask = rows[:, None] & columns
+    mask = np.zeros(grid.shape, bool)
+    mask[np.ix_(*points_within(grid, box))] = True
     if not mask.any():
         raise UserError(
             f"regions.{name}={list(box)}: holds no point of {grid.describe()}; give [north, west, south, east]"

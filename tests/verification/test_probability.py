@@ -146,8 +146,12 @@ def test_regions_cover_the_sphere_once():
     assert (weights * found["tropics"]).sum() / weights.sum() == pytest.approx(np.sin(np.deg2rad(15)), rel=1e-6)
 
 
-def test_boxes_all_around_and_where_nothing_lies():
-    assert region_masks(GRID, None, {"polar": [90, 0, 60, 360]})["polar"].sum() == 4 * 36
+@pytest.mark.parametrize(("west", "east"), [(0, 360), (-180, 180), (180, -180), (-180, 181), (-200, 300)])
+def test_boxes_all_around_however_wide(west, east):
+    assert region_masks(GRID, None, {"polar": [90, west, 60, east]})["polar"].sum() == 4 * 36
+
+
+def test_boxes_where_nothing_lies():
     with pytest.raises(UserError, match=r"regions.gap=\[44.0, 1.0, 41.0, 2.0\]: holds no point"):
         region_masks(GRID, None, {"gap": [44.0, 1.0, 41.0, 2.0]})
 
