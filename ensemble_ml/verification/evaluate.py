@@ -228,6 +228,7 @@ def _content(
 
 _LACKING = {  # why a regression of the spread has no value for a field that is scored
     "spread_regression": f"fewer than {FEWEST_SPREADS} fit dates have a spread",
+    "start_regression": f"a test date, or all fit dates but {FEWEST_SPREADS - 1}, lack the spread at lead 0",
 }
 
 

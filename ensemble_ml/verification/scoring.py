@@ -46,7 +46,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
         said = predictions(setting, group, int(date))
         begun = None if fit.start is None else start_spread(setting, group, int(date))
         spread = spread_values(setting, fit, sample, said, begun)
-        mask = sample.whole & _finite([begun, *(one.spread for one in said.values())])
+        mask = sample.whole & _finite(one.spread for one in said.values())
         state.record(position, group.columns, spread, mask, setting.weights, strata)
         verified, values = np.zeros_like(mask), {}
         if sample.truth is not None:

@@ -55,7 +55,8 @@ def spread_values(
         entrants[f"raw_{m}"] = given
         entrants[f"size_corrected_{m}"] = base.size_corrected(given, m, n)
     if fit.start is not None and start is not None:
-        entrants[f"start_regression_{m}"] = fit.start(start)
+        # NaN where lead 0 is missing: its mean is none then, which would be over other points than everyone else's.
+        entrants[f"start_regression_{m}"] = np.where(np.isfinite(start), fit.start(start), np.nan)
     if fit.spread is not None:
         if m < n:
             entrants[f"spread_regression_{m}"] = fit.spread(given)

@@ -332,6 +332,39 @@ def test_the_spread_at_the_start_is_a_predictor(tmp_path, plain):
     assert rows["spread_regression_5"] < rows["start_regression_5"] < 1.2 * rows["climatology"]
 
 
+class WithoutStart:
+    """A source that lacks a level of lead 0 on one date."""
+
+    def __init__(self, store, date):
+        self._store, self._date, self.path, self.layout = store, date, store.path, store.layout
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def read(self, part, date, selection=None):
+        found = self._store.read(part, date, selection)
+        if part is Part.FORECAST and date == self._date and selection is not None and selection.lead_hours == (0,):
+            pressure = found.pressure.copy()
+            pressure[..., 0, :, :] = np.nan
+            return Fields(pressure, found.surface)
+        return found
+
+
+def test_a_start_that_is_missing_leaves_out_only_the_regression_on_it(tmp_path, plain):
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(0, 24), variables=("t",), surface=())
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), names=("t",), train=TRAIN)
+    found = []
+    for name, source in (("whole", made), ("r", WithoutStart(made, TEST[1]))):
+        evaluate(settings(folder, source, tmp_path / name), source)
+        found.append(json.loads((tmp_path / name / "scores.json").read_text()))
+    whole, content = found
+    gone = [(row["entrant"], row["level"]) for row in whole["scores"] if row not in content["scores"]]
+    assert gone == [("start_regression_5", 500)] and content["left_out"] == []
+    why = "a test date, or all fit dates but 1, lack the spread at lead 0"
+    assert f"start_regression_5 is left out where {why}: t500 24 h." in content["notes"]
+    assert not any("start_regression" in text for text in whole["notes"])
+
+
 def with_members(name, members_m):
     """Members stretched by what the ensemble lacks."""
     given = members_m[:5]
