@@ -107,8 +107,12 @@ def _calibrate(
     """Histograms of PIT and ranks, and reliability of the probability of an unusual value."""
     truth = np.asarray(sample.truth)
     limit = None if fit.climatology is None else threshold(*fit.climatology)
-    # A limit that cannot be exceeded or always is (no climate at the cell, or one that never varies) tells nothing.
-    known = mask if limit is None else mask & (fit.climatology[1] > 0)  # type: ignore[index]
+    # A limit that cannot be exceeded or always is tells nothing: no climate at the cell, one that never varies, or one
+    # so near to the upper bound of the variable (a sky that is mostly overcast) that the limit is not below it.
+    known = mask
+    if fit.climatology is not None and limit is not None:
+        most = registered(group.variable).family.bounds[1]
+        known = mask & (fit.climatology[1] > 0) & (limit < most)
     laws = {
         label: (one.family, one.location, one.scale)
         for label, one in said.items()

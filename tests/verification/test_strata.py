@@ -1,6 +1,7 @@
 """Regions, seasons and extremes; calibration by date; the model climate; significance with few false discoveries."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from ensemble_ml.verification.bootstrap import draw_dates, interval
 from ensemble_ml.verification.calibration import Calibration, exceeding, members_exceeding, threshold
 from ensemble_ml.verification.case import _place
 from ensemble_ml.verification.extremes import efi
+from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.samples import Group, Setting, read_sample
 from ensemble_ml.verification.scores import Scores
-from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, extreme_forecast_index, model_climate
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, _calibrate, extreme_forecast_index, model_climate
 from ensemble_ml.verification.significance import merged, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
@@ -139,6 +141,22 @@ def test_histograms_count_areas_not_points():
     np.testing.assert_allclose(found.share("pit", "ours")[0], [low, *[0.0] * 8, 1 - low])
     np.testing.assert_allclose(found.share("rank", "raw_3")[0], [low, 0.0, 0.0, 1 - low])
     assert low < 0.5 / len(AREA)
+
+
+@pytest.mark.parametrize(("variable", "cells"), [("tcc", 1), ("t2m", 3)])
+def test_reliability_is_of_limits_that_can_be_exceeded(variable, cells):
+    """Cloud cover of 0.9 and a deviation of 0.3 cannot be 1.28 deviations above its mean; a temperature can."""
+    shape = (1, 1, 4)
+    mean, deviation = np.array([[[0.2, 0.9, 0.8, 0.5]]]), np.array([[[0.3, 0.3, 0.2, 0.0]]])
+    setting = SimpleNamespace(reduced=2, full=3)
+    sample = SimpleNamespace(members=np.full((3, *shape), 0.5), truth=np.full(shape, 0.6))
+    found, fit = Calibration(1, 1, np.ones((1, 4))), Fit(climatology=(mean, deviation))
+    said = {"ours": SimpleNamespace(family=Family.NORMAL, location=mean, scale=np.ones(shape))}
+    group = Group(variable, 24, (None,), slice(0, 1))
+    _calibrate(setting, group, fit, 0, sample, said, np.ones(shape, bool), found)
+    assert {name: table.curve()[2].sum() for (_, name), table in found.reliability.items()} == {
+        name: cells for name in ("ours", "raw_2", "raw_3")
+    }
 
 
 def test_the_index_is_that_of_other_seasons(tmp_path):
