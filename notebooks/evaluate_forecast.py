@@ -35,7 +35,7 @@ from scores.continuous import rmse
 from scores.probability import crps_for_ensemble
 
 from ensemble_ml.fields import field
-from ensemble_ml.verification import api, bootstrap
+from ensemble_ml.verification import api, bootstrap, open_forecasts
 
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
 run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
@@ -83,14 +83,20 @@ print(forecast)
 #
 # The engine decodes lazily; only what is selected here is read, where the forecast lies. The raw ensemble is taken
 # twice: the members that the forecast was made from, and all of them. What is compared is compared at the same points:
-# where the truth, the members or the forecast have no value (the sea's temperature on land), nobody is scored.
+# where the truth, the members or the forecast have no value (the sea's temperature on land), nobody is scored. Start
+# dates that the model was trained on, or that chose its checkpoint, are no test: the files name them.
 
 # %%
-forecast = forecast.isel(init_time=np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 archive = api.at_places_of(archive, forecast)
+[held] = open_forecasts([str(folder)])
+seen = np.isin(forecast.init_time, np.union1d(held.training_dates, held.validation_dates))
+print(f"{seen.sum()} of {len(files)} start dates had a part in the training and are left out")
+forecast = forecast.isel(init_time=~seen & np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
 with_truth = archive[f"{name}_truth"].notnull().any(["latitude", "longitude"]).all("lead_time").values
+if not with_truth.any():
+    raise ValueError(f"{folder}: none of {len(files)} start dates can be scored; forecast other dates")
 archive, forecast = archive.isel(init_time=with_truth), forecast.isel(init_time=with_truth)
 used = max(made_from, key=len)  # a date may lack some of those that were asked for
 members = archive[name].load()
@@ -98,7 +104,7 @@ there = members.notnull().any("realization") & forecast[f"{name}_mean"].notnull(
 truth = archive[f"{name}_truth"].load().where(there)
 reduced = members.sel(realization=used)
 weights = api.area_weights(truth)
-scored = f"{truth.sizes['init_time']} of {len(files)} start dates have a truth"
+scored = f"{truth.sizes['init_time']} of {np.sum(~seen)} start dates have a truth"
 print(f"{label}: {scored}; {len(used)} of {members.sizes['realization']} members in")
 
 # %% [markdown]

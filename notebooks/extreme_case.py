@@ -19,7 +19,8 @@
 #
 # Needs a run as `scripts/quickstart.sh` leaves it. Environment variables name another one: `ENSEMBLE_ML_RUN`,
 # `ENSEMBLE_ML_FORECAST`, `ENSEMBLE_ML_STORE`, `ENSEMBLE_ML_VARIABLE` (a short name, with a level in hPa where it has
-# one). Forecasts of a region (`predict region=...`) are looked at in that region; those at points are not read.
+# one). Forecasts of a region (`predict region=...`) are looked at in that region; those at points are not read. Dates
+# that had a part in the training are left out.
 
 # %%
 import os
@@ -30,7 +31,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.fields import field
-from ensemble_ml.verification import api
+from ensemble_ml.verification import api, open_forecasts
 
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
 run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
@@ -48,15 +49,20 @@ for key in (key for key in archive.data_vars if f"{key}_truth" in archive):
 if " ".join([name, *level]) not in choices:
     raise ValueError(f"ENSEMBLE_ML_VARIABLE={' '.join([name, *level])}: {store} holds {', '.join(choices)}")
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
-stamps = {p.stem.removeprefix("forecast_"): p for p in sorted(folder.glob("forecast_*.nc"))}
-files = {np.datetime64(f"{s[:4]}-{s[4:6]}-{s[6:8]}T{s[8:10]}:{s[10:] or '00'}", "ns"): p for s, p in stamps.items()}
-with xr.open_dataset(next(iter(files.values())), decode_timedelta=True) as first:
+with xr.open_dataset(min(folder.glob("forecast_*.nc")), decode_timedelta=True) as first:
     lead = first.forecast_period.values[-1]
     archive = api.at_places_of(archive, first)
 hours = int(lead / np.timedelta64(1, "h"))
 truths = archive[f"{name}_truth"].sel(lead_time=lead)
+[held] = open_forecasts([str(folder)])
+seen = np.union1d(held.training_dates, held.validation_dates)  # they are no test
+files = {start: path for start, path in held.files.items() if start not in seen}
+print(f"{len(held.files) - len(files)} of {len(held.files)} start dates had a part in the training and are left out")
 files = {start: path for start, path in files.items()
          if start in truths.init_time.values and truths.sel(init_time=start).notnull().any()}  # fmt: skip
+if not files:
+    raise ValueError(f"{folder}: none of {len(held.files)} start dates can be looked at; forecast other dates")
+
 
 # %% [markdown]
 # ## How unusual is each forecast?

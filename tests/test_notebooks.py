@@ -1,15 +1,19 @@
 """Every notebook runs from its first cell to its last on a tiny run."""
 
 import re
+import runpy
 from pathlib import Path
 
 import jupytext
+import matplotlib.pyplot as plt
 import nbformat
+import netCDF4
 import numpy as np
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from synthetic import make_store
+from verification.fakes import DATES, TEST, TRAIN, corrected, write_forecasts
 
 from ensemble_ml.config import DataConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
 from ensemble_ml.inference import predict
@@ -132,3 +136,50 @@ def test_extreme_case(run, monkeypatch, variable, forecast):
 def test_forecasts_at_points_are_refused(run, monkeypatch, name):
     with pytest.raises(CellExecutionError, match=r"ValueError.*: forecast at points .*; give one made without points="):
         executed(run, monkeypatch, name, forecast="points")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A store of two years, dry in places, and made-up forecasts of its test dates and two dates of training."""
+    folder = tmp_path_factory.mktemp("made")
+    store = make_store(
+        folder / "store.zarr", dates=DATES, members=10, variables=("t",), levels=(850,), surface=("tp",), bias=0.6,
+        dispersion=0.7,
+    )  # fmt: skip
+    write_forecasts(folder / "forecast", store, TRAIN[-2:] + TEST, corrected(inflate=1 / 0.7), train=TRAIN)
+    return store
+
+
+@pytest.fixture
+def printed(made, monkeypatch, capsys):
+    """Runs a notebook on the made-up forecasts, without a kernel, and gives what it prints."""
+
+    def run_of(name, variable="tp", forecast=None):
+        monkeypatch.setenv("MPLBACKEND", "agg")
+        monkeypatch.setenv("ENSEMBLE_ML_FORECAST", str(forecast or Path(made.path).parent / "forecast"))
+        monkeypatch.setenv("ENSEMBLE_ML_STORE", str(made.path))
+        monkeypatch.setenv("ENSEMBLE_ML_VARIABLE", variable)
+        try:
+            runpy.run_path(str(NOTEBOOKS / f"{name}.py"))
+        finally:
+            plt.close("all")
+        return capsys.readouterr().out
+
+    return run_of
+
+
+@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+def test_dates_that_had_a_part_in_the_training_are_left_out(made, printed, tmp_path, name):
+    text = printed(name)
+    assert "2 of 20 start dates had a part in the training and are left out" in text
+    assert "18 of 18 start dates have a truth" in text if name == "evaluate_forecast" else "\n  2001-" not in text
+    write_forecasts(tmp_path, made, TEST[:4], corrected(), train=TRAIN)
+    with netCDF4.Dataset(min(tmp_path.glob("*.nc")), "a") as data:  # the others do not know of it
+        data.training_dates, data.validation_dates = f"{DATES[TEST[1]]}T00", f"{DATES[TEST[3]]}T00"
+    text = printed(name, forecast=tmp_path)
+    assert "2 of 4 start dates had a part in the training and are left out" in text
+    for path in tmp_path.glob("*.nc"):
+        with netCDF4.Dataset(path, "a") as data:
+            data.validation_dates = " ".join(f"{DATES[date]}T00" for date in TEST)
+    with pytest.raises(ValueError, match=r": none of 4 start dates can be .*; forecast other dates$"):
+        printed(name, forecast=tmp_path)
