@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from scipy.stats import norm
 from synthetic import make_store
 from verification.fakes import DATES, TEST, TRAIN, corrected, write_forecasts
 
@@ -183,3 +184,17 @@ def test_dates_that_had_a_part_in_the_training_are_left_out(made, printed, tmp_p
             data.validation_dates = " ".join(f"{DATES[date]}T00" for date in TEST)
     with pytest.raises(ValueError, match=r": none of 4 start dates can be .*; forecast other dates$"):
         printed(name, forecast=tmp_path)
+
+
+def test_dry_points_count_for_the_raw_ensembles_too(made, printed):
+    made_of, gain = map(float, re.search(r"a CRPS of (\S+) m: (\S+) % below", printed("evaluate_forecast")).groups())
+    areas, total = made.layout.grid.area_weights(), 0.0
+    for date in TEST:
+        members = made.read(Part.FORECAST, date).surface[:5, -1, 0].astype(float)
+        truth = made.read(Part.TRUTH, date).surface[0, -1, 0].astype(float)
+        mean, sigma = members.mean(0), members.std(0, ddof=1) * np.sqrt(1 + 1 / 5)
+        assert ((sigma == 0) & (truth == mean)).any()
+        z = (truth - mean) / np.where(sigma, sigma, 1.0)
+        crps = sigma * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / np.sqrt(np.pi))
+        total += (areas * np.where(sigma, crps, np.abs(truth - mean))).sum() / areas.sum() / len(TEST)
+    assert gain == pytest.approx(100 * (1 - made_of / total), abs=0.1)
