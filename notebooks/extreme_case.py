@@ -31,6 +31,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.fields import field
+from ensemble_ml.store.climate import DAYS, FEWEST_VALUES, PROBABILITIES, quantiles, same_season
 from ensemble_ml.verification import api, open_forecasts
 
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
@@ -69,36 +70,39 @@ if not files:
 #
 # The extreme forecast index (EFI) compares the members with the model's own climate: members of other years around the
 # same day, from the same hour on. It is 1 where all members lie above everything the climate holds, -1 where they lie
-# below. With one year in the archive, its other start dates have to stand in for the climate. Where a member has no
-# value (the sea's temperature on land) there is no index.
+# below. With one year in the archive, its other start dates have to stand in for the climate. Dates whose climate has
+# too few values are left out. Where a member has no value (the sea's temperature on land) there is no index.
 
 # %%
 members = archive[name].sel(lead_time=lead)
 times = members.init_time.values
-years = times.astype("datetime64[Y]")
-days = (times - years) / np.timedelta64(1, "D")
-hour = times - times.astype("datetime64[D]")
+one_year = len(np.unique(times.astype("datetime64[Y]"))) == 1
+source = "the other start dates of the archive's only year" if one_year else f"other years, within {DAYS} days"
 
 
-def climate_of(start):
-    """Quantiles of the members of other years within nine days of this day of the year."""
-    here = times == start
-    apart = np.abs(days - days[here])
-    near = (years != years[here]) & (np.minimum(apart, 365 - apart) <= 9) & (hour == hour[here])
-    near &= np.abs(times - start) > np.timedelta64(180, "D")  # a season passes the new year
-    chosen = near if near.any() else ~here
-    return members.isel(init_time=chosen).quantile(np.linspace(0, 1, 21), ["init_time", "realization"]), chosen is near
+def climate_of(chosen):
+    """Quantiles of the members of the chosen start dates, NaN of too few: (quantile, latitude, longitude)."""
+    pooled = members.isel(init_time=chosen).values
+    found = quantiles(pooled.reshape(-1, *pooled.shape[2:]), PROBABILITIES, FEWEST_VALUES)
+    places = {"latitude": members.latitude, "longitude": members.longitude}
+    return xr.DataArray(found, {"quantile": list(PROBABILITIES), **places}, ["quantile", *places])
 
 
-efi, others = {}, False
+efi = {}
 for start in files:
-    climate, others = climate_of(start)
-    ensemble = members.sel(init_time=start).load().dropna("realization", how="all")  # a date may lack a member
-    efi[start] = api.efi(ensemble, climate).where(ensemble.notnull().all("realization"))
+    chosen = times != start if one_year else same_season(times, start, DAYS)
+    if chosen.sum() * members.sizes["realization"] >= FEWEST_VALUES:
+        ensemble = members.sel(init_time=start).load().dropna("realization", how="all")  # a date may lack a member
+        index = api.efi(ensemble, climate_of(chosen)).where(ensemble.notnull().all("realization"))
+        efi |= {start: index} if index.notnull().any() else {}
+few = f"{len(files) - len(efi)} of {len(files)} dates are left out, with less than {FEWEST_VALUES} values there"
+print(f"Climate from {source}; {few}")
+if not efi:
+    raise ValueError(f"{store}: no climate for any of {len(files)} start dates; forecast others, or add years to it")
 weights = api.area_weights(members)
 unusual = {start: float(abs(index).weighted(weights).mean()) for start, index in efi.items()}
 case = max(unusual, key=unusual.get)
-print(f"Climate from {'other years' if others else 'the other start dates'}; mean |EFI| by date:")
+print("Mean |EFI| by date:")
 for start, value in unusual.items():
     print(f"  {str(start)[:13]}  {value:.2f}{'  <- the case' if start == case else ''}")
 
@@ -163,7 +167,8 @@ position = f"{float(truth.latitude[place['latitude']]):g} N, {float(truth.longit
 print(f"At {position}, EFI {float(efi[case].isel(place)):+.2f}, the truth was {y:.5g} {units}:")
 for who, (mean, sigma) in laws.items():
     m, s = float(mean.isel(place)), float(sigma.isel(place))
-    print(f"{who:>15}: {m:.5g} +- {s:.3g} {units}; truth {(y - m) / s:+.1f} standard deviations away")
+    away = f"{(y - m) / s:+.1f} standard deviations" if s else f"{y - m:+.3g} {units}"  # dry members have no spread
+    print(f"{who:>15}: {m:.5g} +- {s:.3g} {units}; truth {away} away")
 
 # %% [markdown]
 # ## In a sentence
@@ -173,6 +178,6 @@ reference = f"raw {raw.sizes['realization']}"
 gain = [100 * (1 - ours / theirs) for ours, theirs in zip(scores["post-processed"], scores[reference], strict=True)]
 words = [f"{abs(percent):.1f} % {'below' if percent > 0 else 'above'}" for percent in gain]
 print(
-    f"On {str(case)[:13]}, the most unusual of {len(files)} dates, the post-processed {label} at {hours} h has a CRPS"
+    f"On {str(case)[:13]}, the most unusual of {len(efi)} dates, the post-processed {label} at {hours} h has a CRPS"
     f" {words[0]} that of {reference}, {words[1]} where |EFI| weighs; one date proves nothing."
 )

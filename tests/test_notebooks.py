@@ -18,8 +18,10 @@ from verification.fakes import DATES, TEST, TRAIN, corrected, write_forecasts
 
 from ensemble_ml.config import DataConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
 from ensemble_ml.inference import predict
-from ensemble_ml.store import Part, open_store
+from ensemble_ml.store import Part, Selection, open_store
+from ensemble_ml.store.climate import ModelClimate
 from ensemble_ml.training import train
+from ensemble_ml.verification.extremes import efi
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 PLACES = {
@@ -126,7 +128,8 @@ def test_what_the_store_does_not_hold_is_named(run, monkeypatch, name, variable)
 def test_extreme_case(run, monkeypatch, variable, forecast):
     text, pictures = executed(run, monkeypatch, "extreme_case", variable, forecast)
     assert text.count("<- the case") == 1 and "EECRPS" in text and "standard deviations away" in text
-    assert "the most unusual of" in text.splitlines()[-1]
+    assert "the most unusual of 5 dates" in text.splitlines()[-1]
+    assert "Climate from the other start dates of the archive's only year; 0 of 5 dates are left out" in text
     assert pictures == 1 and not re.search(r"\bnan\b", text)
     if forecast == "region":
         north, east = map(float, re.search(r"At (\S+) N, (\S+) E", text).groups())
@@ -198,3 +201,19 @@ def test_dry_points_count_for_the_raw_ensembles_too(made, printed):
         crps = sigma * (z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - 1 / np.sqrt(np.pi))
         total += (areas * np.where(sigma, crps, np.abs(truth - mean))).sum() / areas.sum() / len(TEST)
     assert gain == pytest.approx(100 * (1 - made_of / total), abs=0.1)
+
+
+def test_dates_whose_climate_has_too_few_values_have_no_index(made, printed, tmp_path):
+    text = printed("extreme_case")
+    assert "Climate from other years, within 9 days; 4 of 18 dates are left out, with less than 20 values" in text
+    assert "the most unusual of 14 dates" in text.splitlines()[-1] and not re.search(r"\b(nan|inf)\b", text)
+    climate, areas, expected = ModelClimate(made), made.layout.grid.area_weights(), {}
+    for date in filter(climate.enough, TEST):
+        chosen = Selection(None, (48,), (), None, ("tp",))
+        members, of_year = made.read(Part.FORECAST, date, chosen), climate.quantiles(date, chosen)
+        index = efi(members.surface[:, 0, 0], of_year.surface[:, 0, 0], climate.probabilities)
+        expected[f"{DATES[date]}T00"] = f"{(areas * np.abs(index)).sum() / areas.sum():.2f}"
+    assert dict(re.findall(r"^  (2003\S+)  (\S+)", text, re.MULTILINE)) == expected and len(expected) == 14
+    write_forecasts(tmp_path, made, TEST[-2:], corrected(), train=TRAIN)  # other years know none or one date
+    with pytest.raises(ValueError, match=r"no climate for any of 2 start dates; forecast others, or add years to it$"):
+        printed("extreme_case", forecast=tmp_path)
