@@ -73,6 +73,11 @@ def read(path):
 
 
 files = sorted(folder.glob("forecast_*.nc"))
+with xr.open_dataset(files[0], decode_timedelta=True) as first:
+    holds = ", ".join(map(str, first.data_vars))
+if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scale") if f"{name}_{part}" not in first]:
+    given = f"give forecasts of the distribution of {name} (a model trained with model.postprocess=true)"
+    raise ValueError(f"{folder}: holds {holds}, no {', '.join(lacking)}; {given}")
 dates, made_from = zip(*map(read, files), strict=True)
 forecast = xr.concat(dates, "forecast_reference_time", coords="minimal", compat="override")
 forecast = forecast.rename(forecast_reference_time="init_time")

@@ -56,6 +56,10 @@ with xr.open_dataset(min(folder.glob("forecast_*.nc")), decode_timedelta=True) a
 hours = int(lead / np.timedelta64(1, "h"))
 truths = archive[f"{name}_truth"].sel(lead_time=lead)
 [held] = open_forecasts([str(folder)])
+if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scale") if f"{name}_{part}" not in first]:
+    holds = ", ".join(map(str, first.data_vars))
+    given = f"give forecasts of the distribution of {name} (a model trained with model.postprocess=true)"
+    raise ValueError(f"{folder}: holds {holds}, no {', '.join(lacking)}; {given}")
 seen = np.union1d(held.training_dates, held.validation_dates)  # they are no test
 files = {start: path for start, path in held.files.items() if start not in seen}
 print(f"{len(held.files) - len(files)} of {len(held.files)} start dates had a part in the training and are left out")

@@ -17,7 +17,7 @@ from synthetic import make_store
 from verification.fakes import DATES, TEST, TRAIN, corrected, write_forecasts
 
 from ensemble_ml.config import DataConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
-from ensemble_ml.inference import predict
+from ensemble_ml.inference import Kind, predict
 from ensemble_ml.store import Part, Selection, open_store
 from ensemble_ml.store.climate import ModelClimate
 from ensemble_ml.training import train
@@ -217,3 +217,13 @@ def test_dates_whose_climate_has_too_few_values_have_no_index(made, printed, tmp
     write_forecasts(tmp_path, made, TEST[-2:], corrected(), train=TRAIN)  # other years know none or one date
     with pytest.raises(ValueError, match=r"no climate for any of 2 start dates; forecast others, or add years to it$"):
         printed("extreme_case", forecast=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+def test_forecasts_without_a_distribution_are_named(made, printed, tmp_path, name):
+    def spread_alone(field, members):
+        return {Kind.SPREAD: corrected()(field, members)[Kind.SPREAD]}
+
+    write_forecasts(tmp_path, made, TEST[:4], spread_alone, train=TRAIN)
+    with pytest.raises(ValueError, match=r": holds t_ensemble_spread, tp_ensemble_spread, no tp_mean, tp_stddev"):
+        printed(name, forecast=tmp_path)
