@@ -160,7 +160,9 @@ for who, (mean, sigma) in laws.items():
         print(f"{who:>10} +{hour} h: error of the mean {e:.4g} {units}, spread/skill {r:.2f}")
 if f"{name}_ensemble_spread" in forecast:
     full = archive[f"{name}_spread"]
-    spreads = {"predicted": forecast[f"{name}_ensemble_spread"], "raw": reduced.std("realization", ddof=1)}
+    spreads = {"predicted": forecast[f"{name}_ensemble_spread"]}
+    if len(used) > 1:
+        spreads["raw"] = reduced.std("realization", ddof=1)
     for who, spread in spreads.items():
         for hour, e in zip(hours, root_mean_square(spread - full).values, strict=True):
             print(f"{who:>10} +{hour} h: error of the full ensemble's spread {e:.3g} {units}")

@@ -227,3 +227,13 @@ def test_forecasts_without_a_distribution_are_named(made, printed, tmp_path, nam
     write_forecasts(tmp_path, made, TEST[:4], spread_alone, train=TRAIN)
     with pytest.raises(ValueError, match=r": holds t_ensemble_spread, tp_ensemble_spread, no tp_mean, tp_stddev"):
         printed(name, forecast=tmp_path)
+
+
+def test_one_member_has_no_raw_spread(made, printed, tmp_path):
+    def spread(field, members):
+        return corrected()(field, members) | {Kind.SPREAD: np.ones_like(members[0])}
+
+    write_forecasts(tmp_path, made, TEST[:4], spread, train=TRAIN, members_in="1")
+    text = printed("evaluate_forecast", forecast=tmp_path, variable="t 850").split("members in\n")[1]
+    assert "predicted +24 h: error of the full ensemble's spread" in text and not re.search(r"\bnan\b", text)
+    assert "raw +24 h" not in text and "that of the normal law of raw 10" in text
