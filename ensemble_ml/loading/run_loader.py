@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ensemble_ml.config import Assign, LoadingConfig
+from ensemble_ml.errors import UserError
 from ensemble_ml.loading.batches import Batch, Draw, collate
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.loading.device import Device
@@ -151,7 +152,7 @@ class TorchLoader:
 
     def _loader(self, dataset: Dataset[Batch], order: range) -> Iterator[Batch]:
         loader = DataLoader(
-            dataset,
+            Answers(dataset),
             batch_size=None,
             sampler=order,
             num_workers=self._workers,
@@ -162,9 +163,16 @@ class TorchLoader:
         self._open.append(found := iter(loader))  # worker processes begin at once
         return self._to_its_end(found)
 
-    def _to_its_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Let go of an iterator that has ended: each of them holds the pipes of its worker processes."""
-        yield from batches
+    def _to_its_end(self, batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
+        """Let go of an iterator that has ended: each of them holds the pipes of its worker processes.
+
+        Raises:
+            UserError: what a batch's turn gave in its place.
+        """
+        for found in batches:
+            if isinstance(found, UserError):
+                raise found
+            yield found
         if batches in self._open:
             self._open.remove(batches)
 
@@ -197,8 +205,22 @@ class Groups(Dataset[Batch]):
         return collate(self._reader, self._groups[number])
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+class Answers(Dataset[Batch | UserError]):
+    """The same batches; an error for the user takes the place of its batch, since what a worker process raises comes
+    out of torch's DataLoader with the worker's traceback in its text."""
+
+    def __init__(self, dataset: Dataset[Batch]):
+        self._dataset = dataset
+
+    def __getitem__(self, number: int) -> Batch | UserError:
+        try:
+            return self._dataset[number]
+        except UserError as error:
+            return error
+
+
+def _as_it_is(found: Batch | UserError) -> Batch | UserError:
+    return found
 
 
 def make_plan(

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,22 +193,36 @@ def test_a_damaged_copy_is_read_anew(store, caplog):
     assert "it is read anew" in caplog.text
 
 
-def test_a_damaged_store_is_named(tmp_path):
-    store = make_store(tmp_path / "b.zarr", dates=4, members=3, shape=(17, 24))
-    [reader] = readers_of(store, 1)
-    schedule = schedule_of(reader, dates=np.arange(4), sizes=(3,), steps=3)
+@pytest.fixture
+def damaged(tmp_path):
+    """A reader of a store of four dates, one of which is damaged, and a schedule that comes to it."""
+    make_store(tmp_path / "b.zarr", dates=4, members=3, shape=(17, 24))
     file = next((tmp_path / "b.zarr" / "forecast_pressure").glob("c.2*"))
     data = bytearray(file.read_bytes())
     data[100:110] = b"\0" * 10
     file.write_bytes(data)
     [reader] = readers_of(open_store(tmp_path / "b.zarr"), 1)
+    return reader, schedule_of(reader, dates=np.arange(4), sizes=(3,), steps=3)
+
+
+def test_a_damaged_store_is_named(damaged):
+    reader, schedule = damaged
     with (
-        PlannedLoaderOf(
-            config_of(ram=10**9), schedule_of(reader, dates=np.arange(4), sizes=(3,), steps=3), reader
-        ) as one,
+        PlannedLoaderOf(config_of(ram=10**9), schedule, reader) as one,
         pytest.raises(UserError, match=r"forecast_pressure/c\.2.*damaged"),
     ):
         run(one, schedule)
+
+
+def test_a_worker_process_names_a_damaged_store_in_the_same_line(damaged):
+    reader, schedule = damaged
+    said = []
+    for workers in (0, 1):
+        loader = TorchLoader(config_of(name=LoaderName.torch, workers=workers), schedule, reader)
+        with closing(loader), pytest.raises(UserError, match=r"forecast_pressure/c\.2.*damaged") as caught:
+            list(loader.train())
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 def test_a_full_disk_costs_reads_and_no_more(store, tmp_path, monkeypatch):
