@@ -94,7 +94,11 @@ class Tiers:
     def _held(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
         """What `owner` holds of a sample."""
         if owner == self.rank:
-            return self.own(sample, scratch)
+            mine = self.own(sample, scratch)
+            if mine is not scratch:
+                tier = int(self.plan.placement.tier[sample])
+                self.counters.add(**{"ram" if tier == RAM else "disk": len(mine)})
+            return mine
         if sample not in self._copied:
             return self._from(owner, sample, scratch)
         with self._once(sample):
@@ -116,13 +120,12 @@ class Tiers:
         return self._read(sample, scratch)
 
     def own(self, sample: int, scratch: memoryview) -> memoryview:
-        """What this rank holds of a sample, in place or in `scratch`; read from slow storage the first time."""
-        tier = int(self.plan.placement.tier[sample])
-        slab = self.slabs[tier]
+        """What this rank holds of a sample, for whichever rank needs it: in place; or in `scratch`, where it had to be
+        read from slow storage, as the first time. Uses are counted by the rank that has them."""
+        slab = self.slabs[int(self.plan.placement.tier[sample])]
         with self._once(sample):
             found = slab.get(sample)
             if found is not None:
-                self.counters.add(**{"ram" if tier == RAM else "disk": len(found)})
                 return found
             self._read(sample, scratch)
             slab.put(sample, scratch)

@@ -137,6 +137,33 @@ def test_ranks_share_one_cache(ranks, held, apart, assign):
     assert sum(one.tiers.counters.fallback for one in loaders) == 0
 
 
+@pytest.mark.parametrize("assign", list(Assign))
+@pytest.mark.parametrize("apart", [False, True], ids=["one node", "own nodes"])
+@pytest.mark.parametrize("ranks, held, disk", [(2, 5, 0), (2, 4, 5), (2, F, 0), (3, 4, 2)])
+def test_ranks_count_their_own_uses_as_the_plan_does(ranks, held, disk, apart, assign, tmp_path):
+    """What a rank serves to others is theirs to count: each use comes from one tier."""
+    gathering, steps, loaders = Gathering(ranks), threading.Barrier(ranks), [None] * ranks
+    order = Order(3, F, BATCH)
+    # In step and one batch ahead, so that nobody is at a sample's second use before its holder is at the first.
+    assert not set(order.step(5)[1]) & set(order.step(6)[1])
+
+    def body(rank):
+        node = f"node{rank}" if apart else None
+        room = dict(ram=held * SIZE, disk=disk * SIZE, folder=tmp_path)
+        options = dict(rank=rank, ranks=ranks, gather=gathering.of(rank), assign=assign, node=node, host="localhost")
+        with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ahead=1, **room, **options) as one:
+            loaders[rank] = one
+            for batch in one:
+                check(batch, batch.samples)
+                steps.wait(20)
+
+    run_ranks(ranks, body)
+    told = loaders[0].plan.explain()
+    counted = {n: sum(getattr(one.tiers.counters, n) for one in loaders) for n in ("storage", "ram", "disk", "peers")}
+    assert counted == {name: getattr(told, name) for name in counted}
+    assert sum(counted.values()) == EPOCHS * F * SIZE
+
+
 def test_resume_at_every_step_equals_the_uninterrupted_run():
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 1, ram=5 * SIZE) as loader:
         whole = [(batch.step, batch["i"].tolist()) for batch in loader]
