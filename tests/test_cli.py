@@ -50,6 +50,10 @@ def test_help_explains_every_setting(capsys, task):
         (["train", "run=a/b", "data.store=x"], "run=a/b: letters, digits"),
         (["train", "run=a", "data.store=x", f"seed={2**63}"], f"seed={2**63}: must be below 2^63"),
         (["train", "run=a", "data.store=x", "optim.clip=-1"], "optim.clip=-1.0: must be 0 or more"),
+        (
+            ["train", "run=a", "data.store=x", "optim.clip_by=bucket"],
+            "optim.clip_by=bucket: exchange=allreduce averages gradients, so clip holds their total; use clip_by=total",
+        ),
         (["train", "run=a", "data.store=x", "model.families=5"], "model.families=5: give a family by variable"),
         (["train", "run=a", "data.store=x", "model.families={q: wide}"], "model.families.q=wide: normal, "),
         (["simulate", "output=a", "windows=[02-29]"], "simulate.windows=02-29: write month and day"),

@@ -78,7 +78,7 @@ class OptimConfig:
     warmup: int = opt(50, "steps of linear warm-up")
     final_lr: float = opt(0.02, "share of the peak that the cosine schedule ends at")
     clip: float = opt(0.0, "largest norm of the gradient; 0 leaves it alone")
-    clip_by: ClipBy = opt(ClipBy.total, "total | bucket: bucket holds each bucket to its share of clip, so that votes need not wait for the end of backward")
+    clip_by: ClipBy = opt(ClipBy.total, "total | bucket: bucket, which only exchanges that vote take, holds each bucket to its share of clip, so that votes need not wait for the end of backward")
     nonfinite: Nonfinite = opt(Nonfinite.stop, "stop | skip: end the run at gradients that are not finite, or leave out the step on all ranks")
     exchange: ExchangeName = opt(ExchangeName.allreduce, "none | allreduce | fp16 | bf16 | powersgd | vote | lion_cub | distributed_lion: what ranks exchange; one rank exchanges nothing")
     bits: int = opt(1, "bits an element that a rank sends: vote 1, 2, 4 or 8; lion_cub 1 or 8")
@@ -102,6 +102,8 @@ class OptimConfig:
         require("optim.bits", self.bits, cub, "lion_cub takes 1 or 8 bits; exchange=vote takes 1, 2, 4 or 8")
         signs = self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
         require("optim.exchange", self.exchange.value, not signs or self.name is OptimName.lion, "ranks vote on signs, which only optim=lion takes")
+        by = self.clip_by is ClipBy.total or signs
+        require("optim.clip_by", self.clip_by.value, by, f"exchange={self.exchange.value} averages gradients, so clip holds their total; use clip_by=total, or exchange=vote")
         require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
         at_least(self, 1, "rank", "momentum_every", group="optim.")
         require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")

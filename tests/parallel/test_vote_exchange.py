@@ -8,7 +8,7 @@ from parallel.simulated import on_ranks
 from parallel.small_net import RIVALS, Net, batch, same, train
 from torch import nn
 
-from ensemble_ml.config import ClipBy, MomentumSync
+from ensemble_ml.config import ClipBy, ExchangeName, MomentumSync, OptimConfig
 from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
@@ -176,6 +176,15 @@ def test_a_gradient_of_several_ranks_is_clipped_by_buckets_alone():
         return Vote(NullCommunicator(), inner=group, clip=1.0, clip_by=ClipBy.bucket).clip
 
     assert on_ranks(2, refused) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", list(ExchangeName))
+def test_settings_clip_by_buckets_where_ranks_vote_alone(name):
+    if name in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion):
+        assert OptimConfig(exchange=name, clip=1.0, clip_by=ClipBy.bucket).clip_by is ClipBy.bucket
+    else:
+        with pytest.raises(UserError, match=rf"^optim.clip_by=bucket: exchange={name.value} .*; use clip_by=total"):
+            OptimConfig(exchange=name, clip=1.0, clip_by=ClipBy.bucket)
 
 
 def test_clipping_of_an_average_bounds_the_average():
