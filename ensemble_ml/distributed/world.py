@@ -51,7 +51,8 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     """Read the launcher's variables from `env`; one rank where there are none.
 
     Raises:
-        UserError: a variable is missing or no number, a rank outside its world, or two launchers that disagree.
+        UserError: a variable is missing or no number, a rank outside its world, a port that is none, or two launchers
+            that disagree.
     """
     if wanted is Launcher.none:
         return World()
@@ -122,6 +123,8 @@ def _meeting(env: Mapping[str, str], launcher: Launcher) -> tuple[str | None, in
     """Where rank 0 is met, as far as the variables tell."""
     host = env.get("MASTER_ADDR")
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
+    if port is not None and not 1 <= port <= 65535:
+        raise UserError(f"MASTER_PORT={port}: must lie from 1 to 65535; set it to a free port of rank 0's host")
     if launcher is Launcher.slurm:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
         if host is None and nodes:
