@@ -27,10 +27,10 @@ import torch
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.device import pages
-from ensemble_ml.loading.items import DatasetItems, Divisible, Items, Openable
+from ensemble_ml.loading.items import DatasetItems, Divisible, Items, Openable, shapes_from_json, shapes_to_json
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
-from ensemble_ml.loading.plan import Plan
+from ensemble_ml.loading.plan import Plan, shares
 from ensemble_ml.loading.plan import Tiers as Room
 from ensemble_ml.loading.threads import start
 from ensemble_ml.loading.tiers import Tiers
@@ -115,7 +115,9 @@ class ClairvoyantLoader:
             raise UserError(f"ranks={ranks}: needs gather=, an all-gather of bytes over the ranks")
         if not 0 <= rank < ranks:
             raise UserError(f"rank={rank}, ranks={ranks}: ranks are numbered from 0; give the number of them as well")
-        self.items: Items = source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks)
+        self.items: Items = (
+            source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks, gather)
+        )
         nodes, share = 1, 0
         if ram is None or isinstance(self.items, Openable):  # alike on all ranks, so all of them gather
             nodes, share = _neighbours(gather, node or this_node())
@@ -237,12 +239,24 @@ def _coarse(size: int) -> int:
     return size // unit * unit
 
 
-def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int) -> DatasetItems:
-    """A dataset as items, known from the sample that this rank uses first."""
+def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gather: Gather | None) -> DatasetItems:
+    """A dataset as items, known from the sample that this rank uses first.
+
+    Ranks that use none of the first batch, which is smaller than their number, hear from others what samples are like:
+    to read one for it would be in vain, as others use it.
+    """
     if not len(dataset):
         return DatasetItems(dataset)  # says that it is empty
-    batch = Order(seed, len(dataset), batch_size).step(0)[1]
-    return DatasetItems(dataset, first=int(batch[min(rank * len(batch) // ranks, len(batch) - 1)]))
+    order = Order(seed, len(dataset), batch_size)
+    batch = order.step(0)[1]
+    own = batch[shares(order, ranks, np.zeros(len(batch), int), np.arange(len(batch))) == rank]
+    items = DatasetItems(dataset, first=int(own[0])) if len(own) else None
+    if gather is not None and len(batch) < ranks:  # alike on all ranks, so all of them gather
+        told = gather(b"" if items is None else shapes_to_json(items.arrays).encode())
+        if items is None:
+            items = DatasetItems(dataset, like=shapes_from_json(next(text for text in told if text).decode()))
+    assert items is not None
+    return items
 
 
 class Engine:

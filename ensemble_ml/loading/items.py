@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +24,16 @@ class ArrayShape:
     def bytes(self) -> int:
         """Bytes of one."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def shapes_to_json(arrays: Mapping[str, ArrayShape]) -> str:
+    """What all samples are like, in words for other ranks; the order of the arrays stays."""
+    return json.dumps([[name, one.shape, one.dtype.str] for name, one in arrays.items()])
+
+
+def shapes_from_json(text: str) -> dict[str, ArrayShape]:
+    """The same back."""
+    return {name: ArrayShape(tuple(shape), np.dtype(dtype)) for name, shape, dtype in json.loads(text)}
 
 
 @runtime_checkable
@@ -91,18 +102,23 @@ class DatasetItems:
         name: what stands for it in messages and fingerprints, of this content and no other: with a name, a cache on
             disk serves later runs; without one it serves the run that made it.
         first: the sample that says what all are like; it is kept until its first use, so that it is read once.
+        like: what all are like, where another process has said so: none is read for it.
 
     Raises:
         UserError: it is empty, or its first sample is no array, or a masked one.
     """
 
-    def __init__(self, dataset: Any, name: str | None = None, first: int = 0):
+    def __init__(
+        self, dataset: Any, name: str | None = None, first: int = 0, *, like: Mapping[str, ArrayShape] | None = None
+    ):
         self.dataset, self._name, self.lasting = dataset, name or "dataset", name is not None
         if not len(dataset):
             raise UserError(f"{self._name}: is empty; at least one sample is needed")
-        found = self._unpacked(first)
-        self._kept = {first: found}
-        self.arrays = {key: ArrayShape(value.shape, value.dtype) for key, value in found.items()}
+        self._kept: dict[int, dict[str, np.ndarray]] = {}
+        if like is None:
+            found = self._kept[first] = self._unpacked(first)
+            like = {key: ArrayShape(value.shape, value.dtype) for key, value in found.items()}
+        self.arrays = dict(like)
         self.bytes = sum(one.bytes for one in self.arrays.values())
         self.sizes = np.full(len(dataset), self.bytes, np.int64)
 

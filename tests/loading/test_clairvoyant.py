@@ -164,6 +164,25 @@ def test_ranks_count_their_own_uses_as_the_plan_does(ranks, held, disk, apart, a
     assert sum(counted.values()) == EPOCHS * F * SIZE
 
 
+@pytest.mark.parametrize("held", [0, 2 * F])
+@pytest.mark.parametrize(("ranks", "batch", "samples"), [(4, 2, 12), (3, 2, 5), (4, 8, 3)])
+def test_ranks_without_a_sample_of_the_first_batch_read_none_for_its_shape(ranks, batch, samples, held):
+    data, gathering, loaders, seen = Numbers(samples), Gathering(ranks), [None] * ranks, []
+
+    def body(rank):
+        options = dict(rank=rank, ranks=ranks, gather=gathering.of(rank), ram=held * SIZE, host="localhost")
+        with ClairvoyantLoader(data, batch, 2, 3, **options) as one:
+            loaders[rank] = one
+            for found in one:
+                check(found, found.samples)
+                seen.extend(found.samples.tolist())
+
+    run_ranks(ranks, body)
+    assert sorted(seen) == sorted(2 * list(range(samples)))
+    reads = samples if held else 2 * samples
+    assert data.reads.sum() == sum(one.tiers.counters.storage for one in loaders) // SIZE == reads
+
+
 def test_resume_at_every_step_equals_the_uninterrupted_run():
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 1, ram=5 * SIZE) as loader:
         whole = [(batch.step, batch["i"].tolist()) for batch in loader]
