@@ -3,8 +3,8 @@
 Every rank writes its own files into a folder that has another name until it is whole: synced to disk, hashed, and
 renamed by rank 0, which then exchanges the links one by one. Where ranks hold tensors apart (momenta under votes), that
 waits until all of them have written; each says so in the sum that a step makes anyway, so nobody waits for a disk and
-nothing but the training thread communicates. Files are safetensors and JSON: reading them runs no code, which the
-pickled metadata of torch.distributed.checkpoint would.
+the thread that writes takes no part in collectives. Files are safetensors and JSON: reading them runs no code, which
+the pickled metadata of torch.distributed.checkpoint would.
 """
 
 from __future__ import annotations
