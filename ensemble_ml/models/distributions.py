@@ -187,7 +187,7 @@ def _truncated_moments(l: Tensor) -> tuple[Tensor, Tensor]:
 
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 _BELOW = (math.log10(-_GRID[0]), 6.0, 1201)  # powers of ten below it, for a law whose mean falls as 1 / -location
-_LEAST_MEAN = 0.02  # scales, of a truncated normal law; its location is then 50 scales below zero
+_LEAST_MEAN = 0.1  # scales, of a truncated normal law: nearer to zero it would be surer of it than a mean is known
 
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
