@@ -94,7 +94,7 @@ print(forecast)
 # %%
 archive = api.at_places_of(archive, forecast)
 [held] = open_forecasts([str(folder)])
-seen = np.isin(forecast.init_time, np.union1d(held.training_dates, held.validation_dates))
+seen = np.isin(forecast.init_time, np.concatenate([held.training_dates, held.validation_dates, held.earlier_dates]))
 print(f"{seen.sum()} of {len(files)} start dates had a part in the training and are left out")
 forecast = forecast.isel(init_time=~seen & np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)

@@ -60,7 +60,7 @@ if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scal
     holds = ", ".join(map(str, first.data_vars))
     given = f"give forecasts of the distribution of {name} (a model trained with model.postprocess=true)"
     raise ValueError(f"{folder}: holds {holds}, no {', '.join(lacking)}; {given}")
-seen = np.union1d(held.training_dates, held.validation_dates)  # they are no test
+seen = np.concatenate([held.training_dates, held.validation_dates, held.earlier_dates])  # they are no test
 files = {start: path for start, path in held.files.items() if start not in seen}
 print(f"{len(held.files) - len(files)} of {len(held.files)} start dates had a part in the training and are left out")
 files = {start: path for start, path in files.items()

@@ -79,9 +79,15 @@ def test_help_explains_every_setting(capsys, task):
         (["train", "run=a", "data.store=x", "loading.timeline=a.jpgg"], "loading.timeline=a.jpgg: is written as .png"),
         (["predict", "checkpoint=a", "input=b", "output=c", "thresholds=3"], "thresholds=3: give lists of values"),
         (["predict", "thresholds={tp:", "[0.001]}"], "thresholds={tp:: cannot be read; write key=value"),
-        (["evaluate", "forecast=[a,", "b]"], "the shell takes it apart: 'forecast=[first, second]'"),
+        (
+            ["evaluate", "forecast=[a,", "b]"],
+            "forecast=[a,: cannot be read; write key=value, with no blank around =, and quote what holds blanks",
+        ),
         (["prepare", "input", "=", "a"], "input: cannot be read; write key=value, with no blank around ="),
-        (["prepare", "output=s(1).zarr"], """in two pairs of quotes: 'output="s(1).zarr"'"""),
+        (
+            ["prepare", "output=s(1).zarr"],
+            "output=s(1).zarr: cannot be read; write key=value, with no blank around =, and a value that holds ( ) =",
+        ),
         (
             ["evaluate", "forecast=a", "ensemble=b", "output=c", "members_in=[1,2]"],
             "members_in=[1, 2]: give a number, of first members of the raw ensemble",

@@ -86,7 +86,7 @@ class ClairvoyantLoader:
         node: a name that ranks share only where they share memory; None takes host name and device of /dev/shm.
 
     Raises:
-        UserError: settings that do not fit, or ranks that differ in them.
+        UserError: settings that do not fit, ranks that differ in them, or a second loop when all has been handed out.
     """
 
     def __init__(
@@ -172,6 +172,11 @@ class ClairvoyantLoader:
         return self.steps - self.step
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._engine is not None and self.step == self.steps:  # else a loop over epochs would learn from one alone
+            raise UserError(
+                f"ClairvoyantLoader: its {self.plan.epochs} epochs have been handed out, one after the other, in one"
+                " loop; make another loader for more"
+            )
         if self._gather is not None:
             steps = [int(told) for told in self._gather(str(self.step).encode())]
             if len(set(steps)) > 1:

@@ -40,7 +40,7 @@ def headline(scores: Scores) -> str:
                 entries.append((f"{who}{words} vs {short_name(other)}{mark}", found))
     if not entries:
         return ""
-    text = f"Gain at {lead} h, geometric mean over variables and levels, with intervals"
+    text = f"Gain at {lead} h, geometric mean over variables and levels; lines are intervals, where there are any"
     return image(plots.gains(entries), text, width=760)
 
 

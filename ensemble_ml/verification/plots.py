@@ -85,6 +85,7 @@ def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) 
         axis.set_xlabel("lead time, h")
         axis.set_title(title, fontsize=9.5, loc="left")
         axis.grid(color="#e4e4e4", lw=0.6)
+        axis.margins(y=0.25)  # room for the legend
         axis.legend(frameon=False, fontsize=7.5)
     return figure
 

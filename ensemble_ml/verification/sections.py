@@ -114,7 +114,7 @@ def calibration(scores: Scores, found: Calibration, headline: tuple[int, ...]) -
             words = (
                 "Probability integral transform of the truth" if kind == "pit" else "Rank of the truth among members"
             )
-            text = f"{words}: flat if calibrated, U-shaped if too sure; bars are intervals"
+            text = f"{words}: flat if calibrated, U-shaped if too sure; thin lines are intervals, where there are any"
             parts.append(image(figures.histograms(panels), text, width=980))
     parts.append(_flatness(scores, found))
     curves = {}

@@ -395,6 +395,17 @@ def held_in_memory():
     return Path("/proc/self/maps").read_text().count("memfd:ensemble_ml"), len(os.listdir("/proc/self/fd"))
 
 
+def test_a_second_loop_is_refused_and_not_empty():
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:
+        assert sum(1 for _ in loader) == loader.steps and len(loader) == 0
+        with pytest.raises(UserError, match="its 3 epochs have been handed out"):
+            next(iter(loader))
+        ended = loader.state_dict()
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:
+        loader.load_state_dict(ended)
+        assert not list(loader)
+
+
 def test_memory_is_given_back_without_close():
     """After the last batch, and where a loop is left before it, when the loader is no longer in use."""
     gc.collect()
