@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -224,11 +225,10 @@ def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
     start = sample.start.init_time.astype("datetime64[m]").item()
     hour = f"{start:%H:%M}" if start.minute else f"{start:%H}"
     now = datetime.now(UTC)
-    asked = f"checkpoint={config.checkpoint} input={config.input} members_in={config.members_in}"
     return {
         "title": f"{what} from {start:%Y-%m-%d} {hour} UTC",
         "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
-        "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {asked}",
+        "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {_asked(config)}",
         "comment": "; ".join(filter(None, (sample.start.missing, sample.start.unlike, *sample.remarks))),
         "members_in": member_numbers(sample.start, job.source),
         **job.same,
@@ -238,6 +238,14 @@ def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
         "training_data_fingerprint": str(meta.get("data_fingerprint", "")),
         "ensemble_ml_version": __version__,
     }
+
+
+def _asked(config: PredictConfig) -> str:
+    """The settings that say what is in the files, where they are not the usual ones."""
+    usual, elsewhere = PredictConfig(), ("output", "overwrite", "resume", "threads", "parallel")
+    names = (part.name for part in fields(config) if part.name not in elsewhere)
+    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(usual, name)}
+    return " ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in given.items())
 
 
 def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig, device: torch.device) -> torch.device:

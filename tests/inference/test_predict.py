@@ -387,6 +387,12 @@ def test_attributes(config, source, checkpoint):
     assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
     assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"
     assert "ensemble-ml predict" in attrs["history"] and "(step 7), from memory" in attrs["source"]
+    assert "members_in=5" in attrs["history"] and "quantiles" not in attrs["history"]
+
+
+def test_the_history_has_all_settings_that_are_not_the_usual_ones(config, source):
+    found = opened(predict(config(members_in=[1, 3], region=[60.0, 0.0, 10.0, 180.0], quantiles=[0.5]), source)[0])
+    assert "members_in=[1, 3] quantiles=[0.5] region=[60.0, 0.0, 10.0, 180.0]" in found.attrs["history"]
 
 
 def test_dates_that_weights_had_seen_before_are_attributes(config, source, tmp_path):
