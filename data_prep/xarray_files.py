@@ -38,6 +38,7 @@ from data_prep.records import (
     RawField,
     describe,
 )
+from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
 from ensemble_ml.grid import Grid, canonical
@@ -65,6 +66,7 @@ class _Variable:
     factor: float
     shift: float
     limits: tuple[float, float]  # of valid values, in the file's units
+    written: Written | None = None  # of Zarr, where values do not tell what was never written
 
 
 class _OtherUnits(UserError):
@@ -162,8 +164,10 @@ class XarrayFile:
         shape = tuple(len(ticks) for ticks in values.values())
         dims = _dimensions(array, axes)
         units = _conversion(array, field)
+        written = Written(self.path, array, field) if os.path.isdir(self.path) else None
+        written = written if written is not None and written.doubtful else None
         self._variables.append(
-            _Variable(array.name, self._listed, dims, shape, rows, columns, *units, valid_limits(array))
+            _Variable(array.name, self._listed, dims, shape, rows, columns, *units, valid_limits(array), written)
         )
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
@@ -286,6 +290,8 @@ class XarrayFile:
             values = np.where((values < low) | (values > high), np.nan, values)
         shape = (last - first)[1:].tolist()
         values = values.reshape(*shape, *values.shape[-2:])[..., (chosen - north)[:, None], variable.columns]
+        if variable.written is not None:
+            values = variable.written.told(values, [variable.dims.get(role) for role in _LEADING], first.tolist())
         if (variable.factor, variable.shift) != (1.0, 0.0):
             values = values.astype(np.float64) * variable.factor + variable.shift
         return values.astype(np.float32)

@@ -1,0 +1,69 @@
+"""Which fields of a Zarr variable nobody wrote: those none of whose chunks is there.
+
+A chunk that is not there reads as the fill value of its array. Where that is NaN, or an attribute calls it missing, the
+values say so themselves. Else they would be a field like others: 0 K, or `add_offset`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from ensemble_ml.fields import Family, Field
+
+
+class Written:
+    """Where the array of a variable in the Zarr folder `path` has chunks; asked where `doubtful`: values do not tell.
+
+    A quantity that is zero over a whole chunk (rain, cloud, humidity) may have been left out for that by its writer,
+    who then gave the array a fill value; of others, as temperature, no field is the same everywhere.
+    """
+
+    def __init__(self, path: str, array: xr.DataArray, field: Field):
+        import zarr
+
+        self._folder, self._dims, self._shape = os.path.join(path, str(array.name)), array.dims, array.shape
+        made: Any = zarr.open_array(self._folder, mode="r")
+        told = {"_FillValue", "missing_value"} & (array.attrs.keys() | array.encoding.keys())
+        fill = made.fill_value
+        says = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
+        whole = fill is None or (field.family is Family.NORMAL and not field.accumulated)
+        self.doubtful = not told and not says and whole
+        self._metadata = made.metadata
+        self._chunk: Sequence[int] = made.shards or made.chunks  # of a file
+        self._there: dict[tuple[int, ...], bool] = {}
+
+    def told(self, values: np.ndarray, leading: Sequence[Hashable | None], first: Sequence[int]) -> np.ndarray:
+        """`values` with NaN in fields that nobody wrote.
+
+        Args:
+            values: (member, lead, level, Y, X) of one start date.
+            leading: the array's dimension for start, member, lead and level, None where it has none.
+            first: positions of the first field along these.
+        """
+        for place in np.ndindex(*values.shape[:3]):
+            at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)}
+            if not self._any(at):
+                values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
+                values = values if values.flags.writeable else values.copy()
+                values[place] = np.nan
+        return values
+
+    def _any(self, at: dict[Hashable | None, int]) -> bool:
+        """Whether any chunk is there that holds a part of the field at positions of some dimensions."""
+        ranges = [
+            range(at[dim] // size, at[dim] // size + 1) if dim in at else range(-(-length // size))
+            for dim, size, length in zip(self._dims, self._chunk, self._shape, strict=True)
+        ]
+        return any(self._exists(chunk) for chunk in product(*ranges))
+
+    def _exists(self, chunk: tuple[int, ...]) -> bool:
+        if chunk not in self._there:
+            key = self._metadata.encode_chunk_key(chunk)
+            self._there[chunk] = os.path.exists(os.path.join(self._folder, key))
+        return self._there[chunk]

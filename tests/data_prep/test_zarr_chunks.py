@@ -1,0 +1,62 @@
+"""Fields of Zarr archives that nobody wrote are absent, whatever their fill value reads as."""
+
+import pickle
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from data_prep import prepare
+from data_prep.xarray_files import XarrayFile
+from ensemble_ml.config import Gaps, PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part, open_store
+
+PACKED = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 280.0, "_FillValue": None}
+KINDS = {
+    "floats of version 2": (2, {"_FillValue": None}),
+    "integers of version 2": (2, PACKED),
+    "integers of version 3": (3, PACKED),
+}
+
+
+def archive(path, version, encoding, name="t2m", units="K", written=(0, 2), scale=1.0):
+    """Three start dates of two members, of which `written` were ever written."""
+    time = np.array(["2020-01-01", "2020-01-02", "2020-01-03"], "datetime64[ns]")
+    lead = np.array([24], "timedelta64[h]").astype("timedelta64[ns]")
+    values = 280 + np.random.default_rng(0).random((3, 2, 1, 9, 16)).astype(np.float32)
+    coords = dict(time=time, number=[1, 2], step=lead, latitude=np.linspace(90, -90, 9), longitude=np.arange(16) * 22.5)
+    data = xr.Dataset({name: (tuple(coords), values * np.float32(scale), {"units": units})}, coords)
+    data = data.chunk(time=1, number=1, step=1)
+    data.to_zarr(path, compute=False, zarr_format=version, encoding={name: encoding}, consolidated=False)
+    for date in written:
+        part = data.isel(time=[date]).drop_vars(["number", "step", "latitude", "longitude"])
+        part.to_zarr(path, region={"time": slice(date, date + 1)}, consolidated=False)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_date_that_nobody_wrote_is_a_gap(tmp_path, kind):
+    path = archive(tmp_path / "a.zarr", *KINDS[kind])
+    with pytest.raises(UserError, match=r"t2m, member 1, 2020-01-02T00, lead 24 h: 144 of 144 values are NaN"):
+        prepare(PrepareConfig(input=path, output=str(tmp_path / "refused.zarr")))
+    store = open_store(prepare(PrepareConfig(input=path, output=str(tmp_path / "s.zarr"), gaps=Gaps.skip)))
+    assert [str(date)[:10] for date in store.layout.init_time] == ["2020-01-01", "2020-01-03"]
+    for date in range(2):
+        assert 280.4 < store.read(Part.FORECAST, date).surface.mean() < 280.6
+
+
+def test_what_may_be_zero_everywhere_is_no_gap(tmp_path):
+    """A writer leaves out chunks of nothing but the fill value: cloudless skies, here."""
+    encoding = {"dtype": "int16", "scale_factor": 0.01, "_FillValue": None}
+    file = XarrayFile(archive(tmp_path / "a.zarr", 3, encoding, "tcc", "1", scale=1 / 300))
+    means = [raw.values.mean() for raw in file.fields(file.records)]
+    np.testing.assert_allclose(means, np.repeat([0.935, 0, 0.935], 2), atol=0.01)
+
+
+def test_it_goes_to_other_processes(tmp_path):
+    file = XarrayFile(archive(tmp_path / "a.zarr", *KINDS["integers of version 2"]))
+    records = file.records[[0, 1]]
+    found = [raw.values for raw in pickle.loads(pickle.dumps(file)).fields(records)]
+    for raw, other in zip(file.fields(records), found, strict=True):
+        np.testing.assert_array_equal(raw.values, other)
