@@ -59,6 +59,11 @@ class Field:
         """Whether CF-1.11 asks for `units_metadata` (a temperature on a scale, or a difference of two)."""
         return self.units == "K"
 
+    @property
+    def northward(self) -> bool:
+        """Whether it changes sign in a mirror at the equator."""
+        return self.vector_component and self.standard_name.startswith("northward_")
+
 
 def _pressure(
     name: str, standard_name: str, long_name: str, units: str, ids: tuple[int, ...], *aliases: str, **kw

@@ -13,6 +13,10 @@ def test_names_and_parameters_are_unique():
     assert len(set(numbers)) == len(numbers)
 
 
+def test_a_mirror_at_the_equator_turns_what_blows_north():
+    assert [f.name for f in FIELDS if f.northward] == ["v", "v10"]
+
+
 @pytest.mark.parametrize(
     ("alias", "name"),
     [("T", "t"), ("T2M", "t2m"), ("2t", "t2m"), ("SSTK", "sst"), ("U10M", "u10"), ("Z", "z"), ("D", "d"),

@@ -140,6 +140,11 @@ def _sliced(name: str) -> Any:
     return property(part)
 
 
+def _own_rows(name: str) -> Any:
+    """A property: this rank's rows of a buffer (Y, 1) that is kept whole."""
+    return property(lambda self: self._buffers[name][slice(*self.part_shard.own_rows)])
+
+
 class PartHeads(Heads):
     """Heads on this rank's cells; the gradient of the terms of other cells is zero here."""
 
@@ -165,20 +170,24 @@ class PartFeatures(Features):
 
 
 class PartLinear(LinearCorrection):
-    """The bands of latitude that lie in this rank's rows."""
+    """The parts of bands of latitude that lie in this rank's rows."""
 
     part_shard: Shard
 
     def _bands(self) -> Any:
         return self._buffers["bands"][:, slice(*self.part_shard.own_rows)]  # type: ignore[index]
 
-    def _supports(self) -> Any:
+    def _pieces(self) -> Any:
         start, end = self.part_shard.own_rows
-        rows = ((max(first, start), min(last, end)) for first, last in self.__dict__["supports"])
-        return [(first - start, last - start) for first, last in rows]
+        found = []
+        for piece in self.__dict__["pieces"]:
+            first, last = max(piece.first, start), min(piece.last, end)
+            if first < last:
+                found.append(piece._replace(first=first - start, last=last - start))
+        return found
 
     bands: Any = property(_bands)
-    supports: Any = property(_supports)
+    pieces: Any = property(_pieces)
 
 
 class PartSurroundings(Surroundings):
@@ -186,10 +195,8 @@ class PartSurroundings(Surroundings):
 
     part_shard: Shard
 
-    def _rows(self) -> Any:
-        return self._buffers["stretch"][slice(*self.part_shard.own_rows)]  # type: ignore[index]
-
-    stretch: Any = property(_rows)
+    stretch: Any = _own_rows("stretch")
+    hemisphere: Any = _own_rows("hemisphere")
 
 
 class PartModel(EnsembleModel):

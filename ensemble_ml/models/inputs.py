@@ -6,7 +6,7 @@ X longitude. Values are in the registry's units throughout; the model standardis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ensemble_ml.config import ModelConfig, Pole, Precision, Standardise, Vertical
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Family, field
+from ensemble_ml.fields import Family, Field, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.models.distributions import widen
 
@@ -85,8 +85,15 @@ class ModelSpec:
 
         (leads F,), by lead, variable and level, then by lead and surface variable.
         """
-        upper = [field(name).vector_component for name in self.variables for _ in self.levels]
-        flips = upper * leads + [field(name).vector_component for name in self.surface] * leads
+        return self._signs(leads, lambda one: one.vector_component)
+
+    def mirror_sign(self, leads: int) -> Tensor:
+        """What they are multiplied by in a mirror at the equator: -1 for northward components, 1 for others."""
+        return self._signs(leads, lambda one: one.northward)
+
+    def _signs(self, leads: int, turns: Callable[[Field], bool]) -> Tensor:
+        upper = [turns(field(name)) for name in self.variables for _ in self.levels]
+        flips = upper * leads + [turns(field(name)) for name in self.surface] * leads
         return torch.where(torch.tensor(flips, dtype=torch.bool), -1.0, 1.0)
 
     @property

@@ -5,8 +5,11 @@ Axes: B date, C channel, O output, Y latitude, X longitude.
     d  = (m - anchor, (s_M - s_clim) (M-1) / (M-1+k)) / typical spread      of all fields and predicted leads
     d' = sum over bands of h_b (W0_b + W1_b / M) * d                       3 x 3 convolutions over (Y, X)
 
-h_b are hat functions of latitude between `NODES`, which add up to one: what moves with the wind, and how wind and
-pressure go together, differ between tropics and extratropics, and change sign between the hemispheres.
+South of the equator d and d' are seen in a mirror that lies on it: rows run the other way and northward components
+change their sign, in W as well. There cyclones turn as in the north, wind and pressure go together as they do there,
+and what the hemispheres have in common is learned from both (laws of motion on a sphere are the same in the mirror).
+h_b are hat functions of latitude between `NODES`, which add up to one: what moves with the wind differs between tropics
+and extratropics, and between hemispheres of land and of sea.
 anchor is the train dates' mean of m at the point. d' is added to the ensemble mean and to s1, in typical spreads. So a
 mean is drawn to climate as far as its field and scale ask for (noise of small scales most), moved along where lead
 times differ, and helped by other variables; at M = 1 the mean's own pattern says what spread to expect. W is fitted in
@@ -16,6 +19,9 @@ convolution sees: the bands cost as much as two convolutions over the globe.
 
 from __future__ import annotations
 
+from itertools import product
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -23,6 +29,7 @@ from torch.nn import functional as F
 
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.place import hemisphere
 
 NODES = (-60.0, -30.0, 0.0, 30.0, 60.0)  # degrees north; beyond the last ones there is one band
 TERMS = 2  # W0 and W1
@@ -41,23 +48,41 @@ def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 
+class Piece(NamedTuple):
+    """The rows of a band in one hemisphere: `first` to `last` - 1."""
+
+    band: int
+    south: bool
+    first: int
+    last: int
+
+
 class LinearCorrection(nn.Module):
     """The convolutions; channels and outputs are (kind, field), fields first by lead, variable, level, then surface."""
 
     weight: Tensor
     bands: Tensor
-    supports: list[tuple[int, int]]  # first and last + 1 row of each band
+    turn: Tensor  # (C,) what channels, which are outputs too, are multiplied by in the mirror
+    south: Tensor  # (Y,) whether rows are seen in it
+    pieces: list[Piece]
 
     def __init__(self, spec: ModelSpec, weight: np.ndarray):
         super().__init__()
         self.spec = spec
-        sign = spec.vector_sign(len(spec.leads_out))
+        across, turn = (of(len(spec.leads_out)) for of in (spec.vector_sign, spec.mirror_sign))
         finest = geometries(spec.grid, spec.config.pole, 0)[0]
-        self.pad = Padder(finest, torch.cat([sign, torch.ones_like(sign)])[:, None])
+        self.pad = Padder(finest, torch.cat([across, torch.ones_like(across)])[:, None])
+        self.register_buffer("turn", torch.cat([turn, torch.ones_like(turn)]), persistent=False)
         self.register_buffer("weight", torch.from_numpy(np.asarray(weight, np.float32).copy()))
         bands = bands_of(spec.grid.latitude)
-        self.supports = [(int(rows[0]), int(rows[-1]) + 1) for rows in map(np.flatnonzero, bands)]
         self.register_buffer("bands", torch.from_numpy(bands)[..., None].float(), persistent=False)
+        south = hemisphere(spec)[:, 0] < 0
+        self.register_buffer("south", torch.from_numpy(south), persistent=False)
+        self.pieces = []
+        for (band, share), mirrored in product(enumerate(bands), (False, True)):
+            rows = np.flatnonzero((share > 0) & (south == mirrored))
+            if len(rows):
+                self.pieces.append(Piece(band, mirrored, int(rows[0]), int(rows[-1]) + 1))
 
     def padded(self, departures_BCYX: Tensor) -> Tensor:
         """With a row and a column more on each side, (B, C, Y + 2, X + 2)."""
@@ -67,23 +92,34 @@ class LinearCorrection(nn.Module):
         """What `padded` gives, and M (B,) -> (B, O, Y, X)."""
         rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
         found = padded.new_zeros(len(padded), self.weight.shape[2], rows, columns)
-        for weight, share, (first, last) in zip(self.weight, self.bands, self.supports, strict=True):
-            if first < last:
-                weight = weight.to(padded.dtype)
-                for sample, members in enumerate(count):  # each has a kernel of its own
-                    departures = padded[sample : sample + 1, :, first : last + 2]
-                    added = F.conv2d(departures, weight[0] + weight[1] / members)[0]
-                    found[sample, :, first:last] += share[first:last] * added
+        for band, south, first, last in self.pieces:
+            weight, share = self.weight[band].to(padded.dtype), self.bands[band]
+            if south:
+                weight = weight.flip(-2) * self.turn[:, None, None, None] * self.turn[:, None, None]
+            for sample, members in enumerate(count):  # each has a kernel of its own
+                departures = padded[sample : sample + 1, :, first : last + 2]
+                added = F.conv2d(departures, weight[0] + weight[1] / members)[0]
+                found[sample, :, first:last] += share[first:last] * added
         return found
 
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:
         """The same at single points, from their 3 x 3 neighbours (9 C, P) and the rows they lie in: (O, P)."""
+        near = self.neighbours_in_mirror(near, rows)
         found = near.new_zeros(self.weight.shape[2], near.shape[1])
         for weight, share in zip(self.weight, self.bands[:, rows, 0], strict=True):
             here = share > 0
             kernel = (weight[0] + weight[1] / members).flatten(1)
             found[:, here] += share[here] * (kernel @ near[:, here])
-        return found
+        return self.in_mirror(found, rows)
+
+    def in_mirror(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Channels or outputs (C, P) of points in `rows` (P,), turned where these lie south of the equator."""
+        return torch.where(self.south[rows], values * self.turn[:, None], values)
+
+    def neighbours_in_mirror(self, near: Tensor, rows: Tensor) -> Tensor:
+        """3 x 3 neighbours (9 C, P) of points in `rows` (P,), in the mirror where these lie south of the equator."""
+        turned = near.unflatten(0, (-1, 3, 3)).flip(1) * self.turn[:, None, None, None]
+        return torch.where(self.south[rows], turned.flatten(0, 2), near)
 
 
 def departures(

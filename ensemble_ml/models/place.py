@@ -13,11 +13,17 @@ from ensemble_ml.models.inputs import ModelSpec
 
 _DAYS = 365.2425
 _PLACE, _NUMBERS = 4, 4
+_SEASON = 2  # the last ones
 
 
 def plane_count(spec: ModelSpec) -> int:
     """P: four of place, the static fields, four numbers."""
     return _PLACE + len(spec.static) + _NUMBERS
+
+
+def hemisphere(spec: ModelSpec) -> np.ndarray:
+    """(Y, 1) float32: -1 south of the equator, 1 elsewhere."""
+    return np.where(np.asarray(spec.latitude) < 0, -1, 1).astype(np.float32)[:, None]
 
 
 def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
@@ -40,6 +46,12 @@ def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tenso
     numbers = torch.stack([1 / count, torch.log(count), torch.sin(angle), torch.cos(angle)], 1)
     planes = numbers.to(position.dtype)[:, :, None, None].expand(-1, -1, *position.shape[1:])
     return torch.cat([position.expand(len(count), *position.shape), planes], 1)
+
+
+def with_own_season(common_BPYX: Tensor, hemisphere: Tensor) -> Tensor:
+    """`common_planes` with the season of the northern hemisphere half a year from now where `hemisphere` is -1."""
+    others, season = common_BPYX[:, :-_SEASON], common_BPYX[:, -_SEASON:]
+    return torch.cat([others, season * hemisphere.to(season.dtype)], 1)
 
 
 def _standardised(static: Tensor) -> Tensor:

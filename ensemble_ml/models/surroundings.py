@@ -9,16 +9,20 @@ all fields share, Y latitude, X longitude.
     v, w = W4 [gelu(W3 [x, 1]), 1]                                                                                (2 F)
 
 d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row, s = d_s + s_clim the
-spread drawn to climate. Four numbers say of smooth fields what nine points do, at half of the work. d'' is added to the
-spread's d', v sigmas to the mean, and sigma is multiplied by exp(w) (`model.residuals`). Spread grows where the flow is
-steep, for what is uncertain there is where things are; no linear map of the departures says so. Nor does the spread say
-all of how large errors will be. Hidden layers fitted to single points of many dates (`training.point_fit`) learn in a
-minute what the U-Net did not in five (ARCHITECTURE, "Tried"), and stay as they are in training.
+spread drawn to climate. Four numbers say of smooth fields what nine points do, at half of the work. South of the
+equator x and v are those of the mirror (`models.linear`), which has the other season: northward components, differences
+from row to row, sine and cosine of the season change their sign. Place does not, so that what tells hemispheres apart
+is learned, too. d'' is added to the spread's d', v sigmas to the mean, and sigma is multiplied by exp(w)
+(`model.residuals`). Spread grows where the flow is steep, for what is uncertain there is where things are; no linear
+map of the departures says so. Nor does the spread say all of how large errors will be. Hidden layers fitted to single
+points of many dates (`training.point_fit`) learn in a minute what the U-Net did not in five (ARCHITECTURE, "Tried"),
+and stay as they are in training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +31,7 @@ from torch.nn import functional as F
 
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, correction_shape
-from ensemble_ml.models.place import plane_count
+from ensemble_ml.models.place import hemisphere, plane_count, with_own_season
 
 _STENCILS = 4  # of d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
@@ -55,6 +59,14 @@ def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) 
     return Surroundings(spec, first, second) if first.size else None
 
 
+class Frame(NamedTuple):
+    """How rows lie, (Y, 1) and `turn` (C, Y, 1); or points, (N, 1, 1, 1) and (N, C, 1, 1)."""
+
+    stretch: Tensor  # a step from row to row over one along the row
+    hemisphere: Tensor  # -1 south of the equator
+    turn: Tensor  # -1 where channels are turned by the mirror
+
+
 class Surroundings(nn.Module):
     """One of the two networks.
 
@@ -65,12 +77,29 @@ class Surroundings(nn.Module):
     first: Tensor
     second: Tensor
     stretch: Tensor
+    hemisphere: Tensor
+    turn: Tensor  # (C, 1, 1) what channels are multiplied by in the mirror
 
     def __init__(self, spec: ModelSpec, first: np.ndarray, second: np.ndarray):
         super().__init__()
         for name, values in (("first", first), ("second", second)):
             self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
+        turn = spec.mirror_sign(len(spec.leads_out))
+        turn = torch.cat([turn, torch.ones_like(turn)])[:, None, None]
+        self.register_buffer("turn", turn, persistent=False)
         self.register_buffer("stretch", _stretch(spec), persistent=False)
+        self.register_buffer("hemisphere", torch.from_numpy(hemisphere(spec)), persistent=False)
+
+    def frame(self, rows: slice) -> Frame:
+        """Of some rows."""
+        return self._frame(self.stretch[rows], self.hemisphere[rows])
+
+    def frame_at(self, rows: Tensor) -> Frame:
+        """Of points in `rows` (N,)."""
+        return self._frame(*(of_rows[rows][..., None, None] for of_rows in (self.stretch, self.hemisphere)))
+
+    def _frame(self, stretch: Tensor, hemisphere: Tensor) -> Frame:
+        return Frame(stretch, hemisphere, torch.where(hemisphere < 0, self.turn, torch.ones_like(self.turn)))
 
     def forward(self, inputs_BKYX: Tensor) -> Tensor:
         """From x without the constant: d'', or v and w, (B, outputs, Y, X)."""
@@ -98,29 +127,33 @@ def apply_networks(
     for start in range(0, rows, step):
         strip = slice(start, min(start + step, rows))
         padded = padded_BCYX[:, :, strip.start : strip.stop + 2]
-        stretch = networks[0].stretch[strip]
-        x = inputs_of(padded, climatology_FYX[:, strip], common_BPYX[:, :, strip], stretch)
+        frame = networks[0].frame(strip)
+        x = inputs_of(padded, climatology_FYX[:, strip], common_BPYX[:, :, strip], frame)
         for network, values in zip(networks, found, strict=True):
-            values[:, :, strip] = network(x)
+            outputs = network(x)  # of means and then of spreads, or of spreads alone
+            values[:, :, strip] = outputs * frame.turn[-outputs.shape[1] :]
     return found
 
 
-def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor, stretch: Tensor) -> Tensor:
+def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor, frame: Frame) -> Tensor:
     """x without the constant, (B, K, Y, X).
 
     Args:
         padded_BCYX, climatology_FYX, common_BPYX: as for `apply_networks`; or of N points, each a date of one cell:
             (N, C, 3, 3), (N, F, 1, 1), (N, P, 1, 1).
-        stretch: a step from row to row over one along the row: (Y, 1), or (N, 1, 1, 1).
+        frame: of these rows, or points.
     """
+    stretch, side, turn = (values.to(padded_BCYX.dtype) for values in frame)
     centre = padded_BCYX[..., 1:-1, 1:-1]
     along = (padded_BCYX[..., 1:-1, 2:] - padded_BCYX[..., 1:-1, :-2]) / 2
     across = (padded_BCYX[..., 2:, 1:-1] - padded_BCYX[..., :-2, 1:-1]) / 2
     around = F.avg_pool2d(padded_BCYX, 3, 1) - centre
     mean, spread = centre.chunk(KINDS, 1)
-    slope = torch.hypot(along.chunk(KINDS, 1)[0] * stretch.to(along.dtype), across.chunk(KINDS, 1)[0])
+    slope = torch.hypot(along.chunk(KINDS, 1)[0] * stretch, across.chunk(KINDS, 1)[0])
     logs = (spread + climatology_FYX).clamp(min=_LEAST_SPREAD).log()
-    return torch.cat([centre, along, across, around, mean.abs(), slope, logs, common_BPYX.to(centre.dtype)], 1)
+    stencils = centre * turn, along * turn, across * (turn * side), around * turn
+    common = with_own_season(common_BPYX.to(centre.dtype), side)
+    return torch.cat([*stencils, mean.abs(), slope, logs, common], 1)
 
 
 def _layer(weights: Tensor, inputs_BKN: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from ensemble_ml.store.manifest import hash_file
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # raised whenever a reader of the older number would misread the files
+FORMAT = 5  # raised whenever a reader of the older number would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
 PARTIAL, STEP = ".partial-", "step_"
 

@@ -186,8 +186,8 @@ def telling(dates: Dates, targets: Targets, validation: np.ndarray) -> np.ndarra
 
 
 class _Rows:
-    """Predictors (K, P), targets (O, P) of a date seen by M members, each times the root of what its point counts for;
-    which targets are there, (O, P); these roots, (P,)."""
+    """Predictors (K, P), targets (O, P) of a date seen by M members, in the mirror south of the equator, each times the
+    root of what its point counts for; which targets are there, (O, P); these roots, (P,)."""
 
     def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
         self.linear, self.dates, self.targets = linear, dates, targets
@@ -206,9 +206,11 @@ class _Rows:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sample = Dates(self.dates.reader, members).sample(int(date), chosen)
         at = self._at(int(date))
+        module, rows = self.linear.module, at // self.columns
         near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)
+        near = module.neighbours_in_mirror(near, rows)
         errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
-        wanted = self.linear.ordered(errors).flatten(1)[:, at]
+        wanted = module.in_mirror(self.linear.ordered(errors).flatten(1)[:, at], rows)
         weights = (self.weights / self.linear.relative(sample.spread, members).flatten())[at]
         there = torch.isfinite(wanted)
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights

@@ -107,7 +107,7 @@ class Points:
         fields = linear.relative_climatology, self.correction.common(sample, members)[0]
         cells = near.unflatten(0, (-1, 3, 3)).movedim(-1, 0)
         climatology, common = (values.flatten(1)[:, at].T[..., None, None] for values in fields)
-        inputs = inputs_of(cells, climatology, common, network.stretch[rows][..., None, None])[..., 0, 0].T
+        inputs = inputs_of(cells, climatology, common, network.frame_at(rows))[..., 0, 0].T
         done = linear.module.at_points(near, rows, members)
         return inputs, self.wanted(date, sample, members)[:, at], done
 

@@ -97,7 +97,8 @@ class _Before:
         followed = widened(first, more)
         climatology, inflation = self.climatology[:, at], self.inflation[:, at]
         scale = shrunk_spread(followed[None], torch.tensor([float(FOLLOWED)]), climatology, self.shrink)[0]
-        return inputs, [(wanted - done).chunk(KINDS)[0], scale * inflation.exp()]
+        left = correction.linear.module.in_mirror(wanted - done, at // self.points.columns)
+        return inputs, [left.chunk(KINDS)[0], scale * inflation.exp()]
 
 
 def _typical_cost(pool: Pool) -> Tensor:

@@ -20,7 +20,7 @@ def gelu(x):
 
 
 def by_hand(climate, x, row, column, name):
-    """Outputs of a network at a point, those of u first: every input from its definition."""
+    """Outputs of a network at a point, those of v first: every input from its definition."""
     kinds = []
     for suffix in "ps":
         clim, anchor = (
@@ -31,7 +31,7 @@ def by_hand(climate, x, row, column, name):
         )
         k, unit = float(np.ravel(getattr(climate, f"spread_shrink_{suffix}"))[0]), sqrt(np.mean(clim**2))
         kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit, clim / unit))
-    channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]  # u, t2m: means; then spreads
+    channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]  # v, t2m: means; then spreads
 
     def at(c, i, j):
         y, across, sign = row + i, column + j, 1.0
@@ -42,18 +42,22 @@ def by_hand(climate, x, row, column, name):
 
     latitude, longitude = radians(90 - 22.5 * row), radians(22.5 * column)
     stretch = min(5.0, 1 / max(cos(latitude), 1e-6))
-    given = [at(c, 0, 0) for c in range(4)]
-    given += [(at(c, 0, 1) - at(c, 0, -1)) / 2 for c in range(4)]
-    given += [(at(c, 1, 0) - at(c, -1, 0)) / 2 for c in range(4)]
-    given += [sum(at(c, i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)) / 9 - at(c, 0, 0) for c in range(4)]
+    side = -1 if row > 4 else 1  # south of the equator rows and season are turned, and what blows north
+    turn = [side, 1, 1, 1]
+    given = [turn[c] * at(c, 0, 0) for c in range(4)]
+    given += [turn[c] * (at(c, 0, 1) - at(c, 0, -1)) / 2 for c in range(4)]
+    given += [side * turn[c] * (at(c, 1, 0) - at(c, -1, 0)) / 2 for c in range(4)]
+    around = [sum(at(c, i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)) / 9 for c in range(4)]
+    given += [turn[c] * (around[c] - at(c, 0, 0)) for c in range(4)]
     given += [abs(at(c, 0, 0)) for c in range(2)]
     given += [hypot((at(c, 0, 1) - at(c, 0, -1)) / 2 * stretch, (at(c, 1, 0) - at(c, -1, 0)) / 2) for c in range(2)]
     given += [log(max(at(2 + c, 0, 0) + kinds[c][2][row, column], 0.01)) for c in range(2)]
     given += [sin(latitude), cos(latitude), sin(longitude), cos(longitude)]
     angle = float(x.day_of_year[0]) * 2 * pi / 365.2425
-    given += [1 / 3, log(3), sin(angle), cos(angle), 1.0]
+    given += [1 / 3, log(3), side * sin(angle), side * cos(angle), 1.0]
     hidden = [gelu(float(v)) for v in getattr(climate, f"{name}_first").astype(float) @ given]
-    return getattr(climate, f"{name}_second").astype(float) @ [*hidden, 1.0]
+    found = getattr(climate, f"{name}_second").astype(float) @ [*hidden, 1.0]
+    return found * turn if len(found) == 4 else found  # of means and of scales, or of spreads alone
 
 
 def with_and_without(name, variable):
@@ -66,9 +70,9 @@ def with_and_without(name, variable):
     return climate, make_input(spec), *models
 
 
-@pytest.mark.parametrize(("row", "column"), [(4, 7), (3, 0), (0, 3), (8, 15)])
+@pytest.mark.parametrize(("row", "column"), [(4, 7), (3, 0), (5, 9), (0, 3), (8, 15)])
 def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
-    climate, x, with_, without = with_and_without("surroundings", "u")
+    climate, x, with_, without = with_and_without("surroundings", "v")
     added = (with_(x).spread_p - without(x).spread_p)[0, 0, 0, 0]
     typical = sqrt(np.mean(np.asarray(climate.spread_p, float) ** 2))
     wanted = by_hand(climate, x, row, column, "surroundings")[0] * typical
@@ -76,11 +80,11 @@ def test_the_model_adds_what_a_sum_by_hand_gives(row, column):
     assert float(added[row, column].detach()) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(("row", "column"), [(4, 7), (8, 15)])
+@pytest.mark.parametrize(("row", "column"), [(4, 7), (6, 2), (8, 15)])
 def test_mean_and_sigma_are_what_sums_by_hand_give(row, column):
-    climate, x, with_, without = with_and_without("residuals", "u")
+    climate, x, with_, without = with_and_without("residuals", "v")
     found, before = with_(x), without(x)
-    v, _, w, _ = (3 * tanh(value / 3) for value in by_hand(climate, x, row, column, "residuals"))  # of u, t2m each
+    v, _, w, _ = (3 * tanh(value / 3) for value in by_hand(climate, x, row, column, "residuals"))  # of v, t2m each
     sigma0, sigma = (float(p.scale_p[0, 0, 0, 0, row, column].detach()) for p in (before, found))
     moved = float((found.location_p - before.location_p)[0, 0, 0, 0, row, column].detach())
     assert min(abs(v), abs(w)) > 1e-4

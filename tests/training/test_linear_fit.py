@@ -132,8 +132,9 @@ def test_few_dates_give_no_correction(dates):
 
 
 def test_the_model_adds_what_a_sum_by_hand_gives():
-    """At a point inside, and at the pole, where the rows beyond lie on the other side and wind changes its sign."""
-    one = {"variables": ("u",), "surface": ("t2m",), "levels": (500,), "leads_in": (24,), "leads_out": (24,)}
+    """At points inside, south of the equator in its mirror, and at the poles, where the rows beyond lie on the other
+    side and wind changes its sign."""
+    one = {"variables": ("v",), "surface": ("t2m",), "levels": (500,), "leads_in": (24,), "leads_out": (24,)}
     spec = make_spec(**one, local_terms=False, surroundings=0)
     climate = make_climate(spec).checked(spec)
     x = make_input(spec)
@@ -156,7 +157,8 @@ def test_the_model_adds_what_a_sum_by_hand_gives():
         kinds.append(((mean - anchor) / unit, 2 / (2 + k) * (spread - clim) / unit))
     channels = [kinds[0][0], kinds[1][0], kinds[0][1], kinds[1][1]]
     bands = bands_of(spec.grid.latitude)
-    for row, column in ((4, 7), (3, 2), (0, 3), (8, 15)):
+    for row, column in ((4, 7), (3, 2), (5, 9), (0, 3), (8, 15)):
+        side = -1 if row > 4 else 1
         total, near = 0.0, np.tensordot(bands[:, row], climate.correction, 1)
         weight = near[0] + near[1] / 3
         for c, field in enumerate(channels):
@@ -165,8 +167,8 @@ def test_the_model_adds_what_a_sum_by_hand_gives():
                     y, across, sign = row + i, column + j, 1.0
                     if not 0 <= y <= 8:
                         y, across, sign = (1, across + 8, -1.0) if y < 0 else (7, across + 8, -1.0)
-                    sign = sign if c == 0 else 1.0
-                    total += weight[0, c, i + 1, j + 1] * sign * field[y, across % 16]
+                    sign = sign if c == 0 else side  # of v, which is turned and turned back, and of the others for v
+                    total += weight[0, c, 1 + side * i, j + 1] * sign * field[y, across % 16]
         assert float(added[row, column].detach()) == pytest.approx(total * typical[0], rel=1e-3, abs=1e-5)
 
 
