@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import threading
 import warnings
 from bisect import bisect_right
@@ -23,31 +22,29 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, BETWEEN, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
-from data_prep.cell_bounds import other_quantity, over_intervals, widths
+from data_prep.cell_bounds import over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
+from data_prep.identity import grib_type, identify, numbered, variables_with_members
 from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
     GEOPOTENTIAL_UNITS,
     GRAVITY,
     MEMBER,
-    OF_ENSEMBLE,
     RECORD,
     RawField,
     describe,
 )
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve, unit_conversion
+from ensemble_ml.fields import Field, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 log = logging.getLogger(__name__)
 
 _LEADING = ("init", "member", "lead", "level")
-_HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
-_VERTICAL = (*_HEIGHTS, "hybrid", "tropopause", "model_level_number", "depthBelowLand", "depthBelowLandLayer", "theta")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
 _BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
@@ -112,16 +109,16 @@ class XarrayFile:
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
         tables, strange = [], []
-        with_members = _with_members(data)
+        with_members = variables_with_members(data)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
             if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
                 continue
-            field, reason = _identify(data, array)
+            field, reason = identify(data, array)
             if field is None:
                 self._skip(f"{name}{reason}")
                 continue
-            if find_axis(array, "member") is None and _type(array) != "cf" and field.name in with_members:
+            if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
                 self._skip(f"{name} (of no member, beside {with_members[field.name]}, which has them)")
                 continue
             try:
@@ -172,8 +169,8 @@ class XarrayFile:
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
-        records["kind"] = CONTROL if _type(array) == "cf" else MEMBER
-        records["numbered"] = _numbered(array, axes["member"])
+        records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
+        records["numbered"] = numbered(array, axes["member"])
         records["masked"] = field.maskable and np.issubdtype(array.dtype, np.floating)
         records["offset"] = self._listed + np.arange(len(records))
         self._listed += len(records)
@@ -331,89 +328,3 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
         return unit_conversion(units or field.units, field.units)
     except UserError as error:
         raise _OtherUnits(f"{array.name}: {error}") from error
-
-
-def _type(array: xr.DataArray) -> str:
-    """cfgrib's GRIB_dataType: pf is a perturbed member, cf the control; joined arrays keep that of the first."""
-    members = find_axis(array, "member")
-    return str(array.attrs.get("GRIB_dataType", "")) if members is None or members.size == 1 else ""
-
-
-def _numbered(array: xr.DataArray, members: xr.DataArray | None) -> bool:
-    """Whether a variable is of members by its own account. cfgrib gives a deterministic run of edition 1 a number 0, of
-    a total of none."""
-    kind = _type(array)
-    deterministic = kind not in ("", "cf", "pf") and members is not None and members.size == 1
-    return kind == "cf" or (members is not None and not (deterministic and array.attrs.get("GRIB_totalNumber") == 0))
-
-
-def _with_members(data: xr.Dataset) -> dict[str, Hashable]:
-    """Variables of the registry that a data variable has for numbered members, and that data variable."""
-    found: dict[str, Hashable] = {}
-    for name, array in data.data_vars.items():
-        if array.ndim > 1 and find_axis(array, "member") is not None:
-            field, _ = _identify(data, array)
-            found |= {} if field is None else {field.name: name}
-    return found
-
-
-def _near_ground(array: xr.DataArray, field: Field) -> bool | None:
-    """Whether a field without pressure levels lies where those of its surface variable do; None where nothing tells.
-
-    A file of fields at 80 m, on a model level or at the tropopause says so in a coordinate of one value; one of fields
-    on a single pressure level may say nothing.
-    """
-    told = None
-    for name, axis in array.coords.items():
-        vertical = axis.attrs.get("axis") == "Z" or "positive" in axis.attrs or name in (*_VERTICAL, *_GROUND)
-        if axis.size != 1 or not vertical:
-            continue
-        usual = {re.sub(r"\D", "", f.name) for f in FIELDS if f.surface and f.standard_name == field.standard_name}
-        if name not in _GROUND and (name not in _HEIGHTS or f"{axis.values.item():g}" not in usual):
-            return False
-        told = True
-    return told
-
-
-def _of_the_ground(array: xr.DataArray, near: bool | None) -> bool:
-    """Whether geopotential without pressure levels is that of the ground, which is one field: the service gives it a
-    time, and it stands there for members and leads only where a coordinate says that it is near the ground.
-    """
-    axes = {role: find_axis(array, role) for role in ("init", "member", "lead")}
-    lead_of_valid_time(array, axes)
-    several = {role for role, axis in axes.items() if axis is not None and axis.size > 1}
-    return "init" not in several if near else not several
-
-
-def _identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
-    """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name.
-
-    Where it has none, what a message says after the variable's name.
-    """
-    known: list[Field] = []
-    number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
-    aliases = [str(array.name), str(array.attrs.get("standard_name", ""))]
-    if number is None and "GRIB_paramId" in array.attrs:
-        aliases.pop()  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
-    for alias in aliases:
-        try:
-            known.append(resolve(alias))
-        except UserError:
-            continue
-    known += [number] if number else []
-    if not known:
-        return None, ""
-    if _type(array) in OF_ENSEMBLE:
-        return None, " (derived from an ensemble)"
-    first = known[0]
-    if reason := other_quantity(data, array, first):
-        return None, reason
-    if first.surface or first.static or find_axis(array, "level") is not None:
-        return first, ""
-    near = _near_ground(array, first)
-    if near is not False and first.name == "z" and _of_the_ground(array, near):
-        return FIELDS[FIELD_INDEX["orog"]], ""
-    surface = [f for f in FIELDS if f.surface and f.standard_name == first.standard_name]
-    if near and len(surface) == 1:  # e.g. air_temperature at 2 m
-        return surface[0], ""
-    return None, " (no pressure level)" if near is None else ""
