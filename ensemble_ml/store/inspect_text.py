@@ -9,6 +9,8 @@ from ensemble_ml.fields import field
 
 _LONGEST = 400  # letters of one line; JSON holds all
 
+_PROVENANCE = {"fingerprint": "archive's fingerprint"}  # the store has one of its own
+
 
 def as_text(found: dict[str, Any]) -> str:
     """Headings, tables and lines for a person."""
@@ -52,7 +54,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"Verified: {found['verified']}"
     yield ""
     yield "Provenance"
-    yield from _pairs(found["provenance"])
+    yield from _pairs({_PROVENANCE.get(name, name): value for name, value in found["provenance"].items()})
 
 
 def _gaps(found: dict[str, Any]) -> Iterator[str]:
