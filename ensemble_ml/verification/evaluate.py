@@ -51,7 +51,7 @@ from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case, extreme_case
 from ensemble_ml.verification.fits import fit_group
-from ensemble_ml.verification.forecasts import open_forecasts
+from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, iso, make_plan, shortened
@@ -98,18 +98,11 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         plan = make_plan(config, source, forecasts)
         for note in plan.notes:
             log.info("%s", note)
-        land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED)
-        regions = region_masks(source.layout.grid, land, config.regions, taken)
-        area = source.layout.grid.area_weights()
-        weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
-        halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
-        setting = Setting(
-            source, tuple(forecasts), plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
-        )
+        setting, regions = _setting(config, source, forecasts, plan)
         plan.notes.append(climate_note(setting))
         log.info("%s", plan.notes[-1])
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
-        tables = _score(setting, plan, tuple(regions), blocks)
+        tables = _score(setting, plan, regions, blocks)
         state, pictures = tables.state, tables.pictures
         case = extreme_case(setting, plan, pictures)
     finally:
@@ -125,7 +118,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
     )  # fmt: skip
     content = _content(config, setting, plan, scores, families)
     content |= {
-        "strata": strata_rows(scores, source.layout.init_time[plan.test], tuple(regions)),
+        "strata": strata_rows(scores, source.layout.init_time[plan.test], regions),
         "calibration": calibration_rows(scores, tables.calibration),
         "vectors": vectors.rows(scores, tables.vectors),
         "case": None if case is None else case.as_dict(),
@@ -135,6 +128,19 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
         log.info("%s", line)
     log.info("-> %s, %s", output / FILES[1], output / FILES[0])
     return output
+
+
+def _setting(
+    config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], plan: Plan
+) -> tuple[Setting, tuple[str, ...]]:
+    """What all fields are scored by, and the names of the regions whose weights come after those of the globe."""
+    land, taken = source.static().get("lsm"), (*WEIGHTINGS, EXTREME, EFI_WEIGHTED)
+    regions = region_masks(source.layout.grid, land, config.regions, taken)
+    area = source.layout.grid.area_weights()
+    weights = np.stack([area, np.ones(area.shape), *(area * mask for mask in regions.values())])
+    halves = blocks_of(source.layout.init_time[plan.fit], config.block_days) % 2
+    settled = plan.reduced, plan.fit, halves, weights, plan.truth, config.climate_days
+    return Setting(source, tuple(forecasts), *settled), tuple(regions)
 
 
 def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray) -> Tables:

@@ -62,6 +62,12 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     groups, columns = _groups(source, forecasts, notes)
     reduced = _reduced(config, source, forecasts[0])
     notes += _member_notes(config, reduced, source, forecasts)
+    for forecast in forecasts:
+        if more := len(np.setdiff1d(forecast.earlier_dates, source.layout.init_time[fit])):
+            notes.append(
+                f"{forecast.label}: training began from weights that had seen {more} dates which baselines are not"
+                " fitted on."
+            )
     return Plan(test, fit, columns, groups, dropped, notes, truth, reduced)
 
 

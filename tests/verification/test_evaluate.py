@@ -319,6 +319,8 @@ def test_dates_that_weights_had_seen_before_training_began_are_not_scored(store,
     assert content["dates"]["fit"] == [f"{DATES[d]}T00" for d in TRAIN]
     reasons = [d["reason"] for d in content["dates"]["dropped"]]
     assert reasons == ["seen by the weights that training began from"] * 2
+    told = "f: training began from weights that had seen 2 dates which baselines are not fitted on."
+    assert told in content["notes"]
 
 
 def test_the_spread_at_the_start_is_a_predictor(tmp_path, plain):
