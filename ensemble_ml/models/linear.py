@@ -31,15 +31,28 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import hemisphere
 
-NODES = (-60.0, -30.0, 0.0, 30.0, 60.0)  # degrees north; beyond the last ones there is one band
+NODES = tuple(range(-80, 81, 20))  # degrees north; beyond the last ones there is one band
 TERMS = 2  # W0 and W1
 KINDS = 2  # channels of means and of spreads; outputs for the mean and for the spread
 
 
 def bands_of(latitude: np.ndarray) -> np.ndarray:
     """h_b, (N, Y): those hats between `NODES` that some row lies under."""
-    hats = np.stack([np.interp(latitude, NODES, unit) for unit in np.eye(len(NODES))])
+    hats = _hats(latitude)
     return hats[hats.any(1)]
+
+
+def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
+    """Groups of those bands, finer and finer: all, those that the mirror shows in the same place, each."""
+    nodes = np.array(NODES)[_hats(latitude).any(1)]
+    every = range(len(nodes))
+    alike = [np.flatnonzero(np.abs(nodes) == distance).tolist() for distance in np.unique(np.abs(nodes))]
+    levels = [[list(every)], alike, [[band] for band in every]]
+    return [level for level, before in zip(levels, [None, *levels[:-1]], strict=True) if level != before]
+
+
+def _hats(latitude: np.ndarray) -> np.ndarray:
+    return np.stack([np.interp(latitude, NODES, unit) for unit in np.eye(len(NODES))])
 
 
 def correction_shape(spec: ModelSpec) -> tuple[int, ...]:

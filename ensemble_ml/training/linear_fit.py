@@ -3,8 +3,9 @@
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
 channel at one of nine offsets), Y latitude, X longitude.
 
-Bands of latitude (`models.linear`) are fitted in two steps: one W for all, then what each band adds to it, fitted to
-what W leaves with the band's share of each point as its weight. The sums of all bands are those of the globe.
+Bands of latitude (`models.linear`) are fitted in three steps: one W for all, what two bands that lie as far from the
+equator add to it, then what each of them adds, fitted to what is left with the bands' share of each point as its
+weight. So each has of its own what its dates bear out. The sums of all bands are those of the globe.
 
 Targets, in typical spreads: y - m - bias (without the date itself) for the mean, S - s1 for the spread, from a few
 ensemble sizes M < N at once. Points count by their area over the square of how large the spread is there and then, all
@@ -20,7 +21,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +31,16 @@ from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
-from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures
+from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures, nested_bands
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample, kept_apart
+from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
 from ensemble_ml.training.smoothing import Scales
 
 log = logging.getLogger(__name__)
 
-PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
-BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0)  # of what a band adds
+PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
+BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # of what bands add
+_VALIDATION_DATES = 40
 _MOST_OPERATIONS = 1e13  # of the sums: on large grids a random part of the points
 FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
@@ -153,21 +154,17 @@ def fit_linear(
     rows = _Rows(linear, dates, targets, train)
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
     centre = float(np.mean([1 / size for size in shown]))
-    gram, right = _sums(rows, train, shown, centre)
-    whole = _solutions(gram.sum(0), right.sum(0), PENALTIES, dates.beat)  # (1 + penalty, TERMS * K, O)
-    errors = sum(_errors(rows, date, whole[None], centre, None) for date in validation)[0]  # type: ignore[index]
-    common = _taken(whole, _chosen(errors, PENALTIES))
-    more = torch.stack(
-        [_solutions(g, r - g @ common.double(), BAND_PENALTIES, dates.beat) for g, r in zip(gram, right, strict=True)]
-    )
-    of_bands: Tensor = sum(_errors(rows, date, more, centre, common) for date in validation)  # type: ignore[assignment]
-    left = of_bands.amin(1).sum(0)
-    for band, (added, error) in enumerate(zip(more, of_bands, strict=True)):
-        first, second = (common + _taken(added, _chosen(error, BAND_PENALTIES))).unflatten(0, (TERMS, -1))
+    sums = _sums(rows, train, shown, centre)
+    found = torch.zeros_like(sums.right, dtype=torch.float32)  # (band, TERMS * K, O)
+    to_choose_by = spaced(validation, _VALIDATION_DATES)
+    levels = nested_bands(dates.spec.grid.latitude)
+    errors = [_refine(found, rows, sums, groups, to_choose_by, centre) for groups in levels]
+    before, left = errors[0][:, 0].sum(0), errors[-1].amin(1).sum(0)
+    for band, (first, second) in enumerate(found.unflatten(1, (TERMS, -1))):
         weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)
         linear.module.weight[band].copy_(weight)
-    gain = 1 - (left / errors[0].clamp(min=_TINY)).sqrt()
-    known = errors[0] > 0
+    gain = 1 - (left / before.clamp(min=_TINY)).sqrt()
+    known = before > 0
     parts = zip(gain.chunk(KINDS), known.chunk(KINDS), strict=True)
     mean, spread = (100 * float(part[there].mean().nan_to_num()) for part, there in parts)
     told = "linear correction: weighted RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower"
@@ -194,7 +191,7 @@ class _Rows:
         grid = dates.spec.grid
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
-        self.bands = linear.module.bands[..., 0].sqrt()  # (N, Y)
+        self.bands = linear.module.bands[..., 0]  # (N, Y)
         wanted = 9 * linear.module.weight.shape[3]
         budget = _MOST_OPERATIONS / (2 * 2 * wanted**2 * _SIZES * len(train))  # points a date
         cells = len(self.weights)
@@ -215,9 +212,10 @@ class _Rows:
         there = torch.isfinite(wanted)
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
 
-    def shares(self, date: int) -> list[tuple[Tensor, Tensor]]:
-        """For each band, which of a date's points lie in it, and the root of its share of them."""
-        roots = self.bands[:, self._at(int(date)) // self.columns]
+    def shares(self, date: int, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        """For each group of bands, which of a date's points lie in it, and the root of its share of them."""
+        rows = self._at(int(date)) // self.columns
+        roots = [self.bands[group].sum(0).sqrt()[rows] for group in groups]
         return [((root > 0).nonzero()[:, 0], root[root > 0]) for root in roots]
 
     def _at(self, date: int) -> Tensor:
@@ -240,13 +238,29 @@ def _three(sizes: list[int]) -> list[int]:
     return [sizes[i] for i in sorted({0, len(sizes) // 2, len(sizes) - 1})]
 
 
-def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tuple[Tensor, Tensor]:
-    """Products of predictors (1, 1/M - centre) x K with themselves, and with the targets, for each band."""
+@dataclass(eq=False)
+class _Sums:
+    """For each band, products of predictors (1, 1/M - centre) x K with themselves, and with the targets: as if all were
+    there where some are, zero where none is; and what its points count for."""
+
+    gram: Tensor  # (N, TERMS K, TERMS K)
+    right: Tensor  # (N, TERMS K, O)
+    weight: Tensor  # (N,)
+
+    def of(self, group: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of a group of bands, and which targets some of them have, (O,)."""
+        weight, right = self.weight[group][:, None], self.right[group]
+        share = (weight * right.any(1)).sum(0) / weight.sum()
+        return self.gram[group].sum(0), right.sum(0) / share.clamp(min=_TINY), share > 0
+
+
+def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> _Sums:
     outputs, channels = rows.linear.module.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels
     draw = np.random.default_rng(0)
     gram = torch.zeros(count, TERMS * predictors, TERMS * predictors, dtype=torch.float64)
     right = torch.zeros(count, TERMS * predictors, outputs, dtype=torch.float64)
+    weight = torch.zeros(count, dtype=torch.float64)
     for size in sizes:
         terms = torch.tensor([1.0, 1 / size - centre], dtype=torch.float64)
         own = torch.zeros(count, predictors, predictors, dtype=torch.float64)
@@ -257,7 +271,7 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
         for date, turn in product(train, range(choices)):
             chosen = rows.dates.drawn(int(date), size, draw) if turn else None
             near, wanted, there, weights = rows(date, size, chosen)
-            for band, (points, root) in enumerate(rows.shares(date)):
+            for band, (points, root) in enumerate(rows.shares(date, [[band] for band in range(count)])):
                 here, aim = near[:, points] * root, wanted[:, points] * root
                 own[band] += here @ here.T
                 cross[band] += here @ aim.T
@@ -265,11 +279,29 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> tu
                 total[band] += counts.sum()
                 if not there.all():
                     absent[band] += (~there[:, points]).double() @ counts
+        weight += total
         for band in range(count):
             gram[band] += torch.kron(torch.outer(terms, terms), own[band])
             scale = (1 - absent[band] / total[band].clamp(min=_TINY)).clamp(min=_TINY)
             right[band] += torch.kron(terms[:, None], cross[band] / scale)
-    return gram, right
+    return _Sums(gram, right, weight)
+
+
+def _refine(
+    found: Tensor, rows: _Rows, sums: _Sums, groups: list[list[int]], validation: np.ndarray, centre: float
+) -> Tensor:
+    """Add to `found` (band, TERMS * K, O) what each group of bands, alike in it so far, takes of what is left; squared
+    errors (group, 1 + penalty, O) on the validation dates."""
+    penalties = PENALTIES if len(groups) == 1 else BAND_PENALTIES
+    candidates = []
+    for group in groups:
+        gram, right, known = sums.of(group)  # what nobody knows of these rows stays as it is elsewhere
+        left = (right - gram @ found[group[0]].double()) * known
+        candidates.append(_solutions(gram, left, penalties, rows.dates.beat))
+    errors = torch.stack([_errors(rows, int(date), candidates, groups, found, centre) for date in validation]).sum(0)
+    for group, added, error in zip(groups, candidates, errors, strict=True):
+        found[group] += _taken(added, _chosen(error, penalties))
+    return errors
 
 
 def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], beat: Callable[[], None]) -> Tensor:
@@ -302,8 +334,10 @@ def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
     return torch.cat(found)
 
 
-def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float, common: Tensor | None) -> Tensor:
-    """Squared errors (band, candidate, O) on a date; with `common`, of what each band adds to that, else of all."""
+def _errors(
+    rows: _Rows, date: int, candidates: Sequence[Tensor], groups: list[list[int]], found: Tensor, centre: float
+) -> Tensor:
+    """Squared errors (group, candidate, O) on a date, of what each group may add to `found`."""
     members = rows.dates.members
     near, wanted, there, _ = rows(date, members)
 
@@ -311,11 +345,10 @@ def _errors(rows: _Rows, date: int, candidates: Tensor, centre: float, common: T
         first, second = of.unflatten(-2, (TERMS, -1)).unbind(-3)
         return (first + (1 / members - centre) * second).mT
 
-    parts: Sequence[tuple[Any, Any]] = [(slice(None), 1.0)]
-    if common is not None:
-        parts, wanted = rows.shares(date), wanted - weight(common) @ near
-    found = []
-    for (points, root), some in zip(parts, candidates, strict=True):
-        error = ((wanted[:, points] - weight(some) @ near[:, points]) * root) ** 2
-        found.append(torch.where(there[:, points], error, 0.0).sum(-1, dtype=torch.float64))
-    return torch.stack(found)
+    errors = []
+    for (points, root), group, some in zip(rows.shares(date, groups), groups, candidates, strict=True):
+        here = near[:, points]
+        left = wanted[:, points] - weight(found[group[0]]) @ here
+        error = ((left - weight(some) @ here) * root) ** 2
+        errors.append(torch.where(there[:, points], error, 0.0).sum(-1, dtype=torch.float64))
+    return torch.stack(errors)

@@ -9,7 +9,7 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import EnsembleModel, ModelSpec
-from ensemble_ml.models.linear import NODES, LinearCorrection, bands_of, correction_shape
+from ensemble_ml.models.linear import NODES, LinearCorrection, bands_of, correction_shape, nested_bands
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
@@ -109,10 +109,19 @@ def test_what_changes_with_latitude_is_found_but_for_what_bands_blur(dates):
 
 
 def test_bands_of_a_region_are_those_that_it_lies_in():
-    assert bands_of(np.array([60.0, 45.0, 30.0])).tolist() == [[0.0, 0.5, 1.0], [1.0, 0.5, 0.0]]
+    assert bands_of(np.array([60.0, 50.0, 40.0])).tolist() == [[0.0, 0.5, 1.0], [1.0, 0.5, 0.0]]
     globe = bands_of(np.linspace(90, -90, 49))
     assert len(globe) == len(NODES)
     np.testing.assert_allclose(globe.sum(0), 1)
+
+
+def test_bands_are_refined_by_pairs_that_the_mirror_shows_in_the_same_place():
+    every = [[band] for band in range(9)]
+    pairs = [[4], [3, 5], [2, 6], [1, 7], [0, 8]]
+    assert nested_bands(np.linspace(90, -90, 49)) == [[list(range(9))], pairs, every]
+    assert nested_bands(np.array([60.0, 50.0, 40.0])) == [[[0, 1]], [[0], [1]]]  # 40 and 60: each its own pair
+    assert nested_bands(np.array([10.0, 0.0, -10.0])) == [[[0, 1, 2]], [[1], [0, 2]], [[0], [1], [2]]]
+    assert nested_bands(np.array([89.0, 85.0])) == [[[0]]]
 
 
 def test_noise_is_left_alone(dates):

@@ -100,6 +100,23 @@ def test_one_set_of_weights_is_found_from_both_hemispheres(dates):
         assert float(((wanted - got) ** 2).sum() / (wanted**2).sum()) < 0.02
 
 
+def test_a_hemisphere_without_truth_is_corrected_as_the_other_one_is(dates):
+    shape = correction_shape(dates.spec)
+    true, found = nothing(dates).linear, nothing(dates).linear
+    weight = torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, shape[1:])).float()
+    true.module.weight.copy_(weight.expand(shape))
+
+    def errors(_date, sample, members):
+        mean, spread = true(sample.mean, sample.spread, members)
+        mean[..., SOUTH, :] = torch.nan
+        return mean, spread
+
+    fit_linear(found, dates, TRAIN, VALIDATION, SIZES, errors)
+    sample = dates.sample(18)
+    wanted, got = true(sample.mean, sample.spread, 3)[0][..., SOUTH, :], found(sample.mean, sample.spread, 3)[0]
+    assert float(((wanted - got[..., SOUTH, :]) ** 2).sum() / (wanted**2).sum()) < 0.1
+
+
 def test_errors_of_northward_wind_are_expected_with_their_sign_on_both_sides(dates):
     correction = nothing(dates)
     linear = correction.linear
