@@ -141,8 +141,8 @@ def _sliced(name: str) -> Any:
 
 
 def _own_rows(name: str) -> Any:
-    """A property: this rank's rows of a buffer (Y, 1) that is kept whole."""
-    return property(lambda self: self._buffers[name][slice(*self.part_shard.own_rows)])
+    """A property: this rank's rows of a buffer (..., Y, 1) that is kept whole."""
+    return property(lambda self: self._buffers[name][..., slice(*self.part_shard.own_rows), :])
 
 
 class PartHeads(Heads):
@@ -174,9 +174,6 @@ class PartLinear(LinearCorrection):
 
     part_shard: Shard
 
-    def _bands(self) -> Any:
-        return self._buffers["bands"][:, slice(*self.part_shard.own_rows)]  # type: ignore[index]
-
     def _pieces(self) -> Any:
         start, end = self.part_shard.own_rows
         found = []
@@ -186,7 +183,7 @@ class PartLinear(LinearCorrection):
                 found.append(piece._replace(first=first - start, last=last - start))
         return found
 
-    bands: Any = property(_bands)
+    bands: Any = _own_rows("bands")
     pieces: Any = property(_pieces)
 
 

@@ -61,6 +61,11 @@ def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 
+def of_channels(sign: Tensor) -> Tensor:
+    """Of means `sign`, of spreads one: (C,)."""
+    return torch.cat([sign, torch.ones_like(sign)])
+
+
 class Piece(NamedTuple):
     """The rows of a band in one hemisphere: `first` to `last` - 1."""
 
@@ -82,10 +87,9 @@ class LinearCorrection(nn.Module):
     def __init__(self, spec: ModelSpec, weight: np.ndarray):
         super().__init__()
         self.spec = spec
-        across, turn = (of(len(spec.leads_out)) for of in (spec.vector_sign, spec.mirror_sign))
         finest = geometries(spec.grid, spec.config.pole, 0)[0]
-        self.pad = Padder(finest, torch.cat([across, torch.ones_like(across)])[:, None])
-        self.register_buffer("turn", torch.cat([turn, torch.ones_like(turn)]), persistent=False)
+        self.pad = Padder(finest, of_channels(spec.vector_sign(len(spec.leads_out)))[:, None])
+        self.register_buffer("turn", of_channels(spec.mirror_sign(len(spec.leads_out))), persistent=False)
         self.register_buffer("weight", torch.from_numpy(np.asarray(weight, np.float32).copy()))
         bands = bands_of(spec.grid.latitude)
         self.register_buffer("bands", torch.from_numpy(bands)[..., None].float(), persistent=False)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ensemble_ml.models.inputs import ModelSpec
-from ensemble_ml.models.linear import KINDS, correction_shape
+from ensemble_ml.models.linear import KINDS, correction_shape, of_channels
 from ensemble_ml.models.place import hemisphere, plane_count, with_own_season
 
 _STENCILS = 4  # of d: itself, two differences, the mean around
@@ -84,9 +84,8 @@ class Surroundings(nn.Module):
         super().__init__()
         for name, values in (("first", first), ("second", second)):
             self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
-        turn = spec.mirror_sign(len(spec.leads_out))
-        turn = torch.cat([turn, torch.ones_like(turn)])[:, None, None]
-        self.register_buffer("turn", turn, persistent=False)
+        turn = of_channels(spec.mirror_sign(len(spec.leads_out)))
+        self.register_buffer("turn", turn[:, None, None], persistent=False)
         self.register_buffer("stretch", _stretch(spec), persistent=False)
         self.register_buffer("hemisphere", torch.from_numpy(hemisphere(spec)), persistent=False)
 

@@ -13,12 +13,23 @@ TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
 SIZES = [1, 2, 3, 5]
 
 
+def linear_of(dates, weight=None):
+    """A linear correction of these weights; one that adds nothing yet where there are none."""
+    shape = correction_shape(dates.spec)
+    module = LinearCorrection(dates.spec, np.zeros(shape) if weight is None else weight)
+    anchor = mean_state(dates, TRAIN)
+    return Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
+
+
+def alike(dates):
+    """The same weights in all bands."""
+    shape = correction_shape(dates.spec)
+    return np.broadcast_to(np.random.default_rng(3).normal(0, 0.2, shape[1:]), shape)
+
+
 def nothing(dates):
     """A correction that adds nothing yet."""
-    spec = dates.spec
-    anchor = mean_state(dates, TRAIN)
-    module = LinearCorrection(spec, np.zeros(correction_shape(spec)))
-    linear = Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
+    spec, linear = dates.spec, linear_of(dates)
     weights = {name: np.zeros(shape) for name, shape in surroundings_shapes(spec).items()}
     networks = (make_network(spec, weights, name) for name in ("surroundings", "residuals"))
     return Correction(linear, *networks, position_planes(spec, np.zeros((0, *spec.grid.shape), np.float32)))

@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import make_climate, make_input, make_spec
+from training.fitting import TRAIN, VALIDATION, alike, linear_of
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import EnsembleModel, ModelSpec
-from ensemble_ml.models.linear import NODES, LinearCorrection, bands_of, correction_shape, nested_bands
+from ensemble_ml.models.linear import NODES, bands_of, nested_bands
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
-from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
-
-TRAIN, VALIDATION = np.arange(16), np.arange(16, 20)
+from ensemble_ml.training.linear_fit import Linear, fit_linear, refuse_unfittable
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +24,6 @@ def dates(store):
     return Dates(Reader(store, spec), 3)
 
 
-def linear_of(dates, weight=None):
-    shape = correction_shape(dates.spec)
-    module = LinearCorrection(dates.spec, np.zeros(shape) if weight is None else weight)
-    anchor = mean_state(dates, TRAIN)
-    return Linear(module, anchor, torch.full_like(anchor, 0.7), torch.full(anchor.shape[:2], 2.0))
-
-
 def left(errors, dates, linear, date, members):
     """Share of the squared error that the correction leaves of mean and spread."""
     sample = Dates(dates.reader, members).sample(date)
@@ -39,12 +31,6 @@ def left(errors, dates, linear, date, members):
     for wanted, got in zip(errors(date, sample, members), linear(sample.mean, sample.spread, members), strict=True):
         shares.append(float(((wanted - got) ** 2).sum() / (wanted**2).sum()))
     return shares
-
-
-def alike(dates):
-    """The same weights in all bands."""
-    shape = correction_shape(dates.spec)
-    return np.broadcast_to(np.random.default_rng(3).normal(0, 0.2, shape[1:]), shape)
 
 
 def test_linear_errors_are_found_again_for_any_number_of_members(dates):

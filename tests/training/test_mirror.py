@@ -5,7 +5,7 @@ import pytest
 import torch
 from models.small_models import make_climate, make_spec
 from synthetic import make_store
-from training.fitting import SIZES, TRAIN, VALIDATION, nothing
+from training.fitting import SIZES, TRAIN, VALIDATION, alike, linear_of, nothing
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.loading.reader import Reader
@@ -85,10 +85,7 @@ def test_single_points_are_seen_as_the_field_shows_them(dates):
 
 
 def test_one_set_of_weights_is_found_from_both_hemispheres(dates):
-    shape = correction_shape(dates.spec)
-    true, found = nothing(dates).linear, nothing(dates).linear
-    weight = torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, shape[1:])).float()
-    true.module.weight.copy_(weight.expand(shape))
+    true, found = linear_of(dates, alike(dates)), linear_of(dates)
 
     def errors(_date, sample, members):
         return true(sample.mean, sample.spread, members)
@@ -101,10 +98,7 @@ def test_one_set_of_weights_is_found_from_both_hemispheres(dates):
 
 
 def test_a_hemisphere_without_truth_is_corrected_as_the_other_one_is(dates):
-    shape = correction_shape(dates.spec)
-    true, found = nothing(dates).linear, nothing(dates).linear
-    weight = torch.from_numpy(np.random.default_rng(3).normal(0, 0.2, shape[1:])).float()
-    true.module.weight.copy_(weight.expand(shape))
+    true, found = linear_of(dates, alike(dates)), linear_of(dates)
 
     def errors(_date, sample, members):
         mean, spread = true(sample.mean, sample.spread, members)
