@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # of what bands add
 _VALIDATION_DATES = 40
-_MOST_OPERATIONS = 1e13  # of the sums: on large grids a random part of the points
+_MOST_OPERATIONS = 2e13  # of the sums: on large grids a random part of the points
+_BLOCKS = 6  # a product with itself is symmetric: of so many blocks of rows, those columns that are not known yet
 FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
 _CHOICES = 4  # of members a date, at most: the first, then random ones
@@ -193,7 +194,7 @@ class _Rows:
         self.columns = grid.shape[1]
         self.bands = linear.module.bands[..., 0]  # (N, Y)
         wanted = 9 * linear.module.weight.shape[3]
-        budget = _MOST_OPERATIONS / (2 * 2 * wanted**2 * _SIZES * len(train))  # points a date
+        budget = _MOST_OPERATIONS / (2 * wanted**2 * _SIZES * len(train))  # points a date, each under two hats
         cells = len(self.weights)
         self.choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
         self.points = int(min(cells, max(1, budget / self.choices)))
@@ -273,7 +274,7 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> _S
             near, wanted, there, weights = rows(date, size, chosen)
             for band, (points, root) in enumerate(rows.shares(date, [[band] for band in range(count)])):
                 here, aim = near[:, points] * root, wanted[:, points] * root
-                own[band] += here @ here.T
+                _add_product(own[band], here)
                 cross[band] += here @ aim.T
                 counts = (weights[points] * root).double() ** 2
                 total[band] += counts.sum()
@@ -281,10 +282,18 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> _S
                     absent[band] += (~there[:, points]).double() @ counts
         weight += total
         for band in range(count):
-            gram[band] += torch.kron(torch.outer(terms, terms), own[band])
+            whole = own[band].tril() + own[band].tril(-1).T
+            gram[band] += torch.kron(torch.outer(terms, terms), whole)
             scale = (1 - absent[band] / total[band].clamp(min=_TINY)).clamp(min=_TINY)
             right[band] += torch.kron(terms[:, None], cross[band] / scale)
     return _Sums(gram, right, weight)
+
+
+def _add_product(total: Tensor, values: Tensor) -> None:
+    """Add values (K, P) times their transpose to the lower triangle of `total` (K, K); above it, some of it."""
+    ends = [len(values) * block // _BLOCKS for block in range(_BLOCKS + 1)]
+    for first, last in pairwise(ends):
+        total[first:last, :last] += values[first:last] @ values[:last].T
 
 
 def _refine(
