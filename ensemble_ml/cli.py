@@ -130,7 +130,8 @@ TASKS: dict[str, Task] = {
     ),
     "train": Task(
         schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
-        "runs/RUN/{config.yaml, log.jsonl, checkpoints/best, checkpoints/last}",
+        "runs/RUN/{config.yaml, log.jsonl, tensorboard, checkpoints/last}, and checkpoints/best where validation dates "
+        "can be scored",
     ),
     "plan": Task(
         schema.PlanConfig, _plan, "experiment=quickstart data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
@@ -343,7 +344,8 @@ def help_page(task: str) -> str:
         "",
         "Settings (key=value; ??? must be given):",
     ]
-    rows = schema.setting_lines(entry.config)
+    composed = OmegaConf.to_container(compose_config(task, []), throw_on_missing=False)
+    rows = schema.setting_lines(entry.config, composed)  # what is in force: files of conf/ over the schema
     width = min(34, max(len(f"{key}={default}") for key, default, _ in rows))
     lines += [f"  {f'{key}={default}':<{width}}  {doc}" for key, default, doc in rows]
     groups = {g: sorted(p.stem for p in (conf_folder() / g).glob("*.yaml")) for g in _groups()}

@@ -57,7 +57,7 @@ def run(config: BenchmarkConfig) -> Path:
     forecasts = _forecasts(trained, skill, dates, store, folder / "forecasts")
     contest = _contest(forecasts, skill, dates, store)
     figures, claims, notes = report(contest)
-    told = "ours: the fits before its first step, made once; trainings of the others are longer by as much"
+    told = "ours: the fits before its first step, made once; trainings of the others may take as much more"
     figures[told] = Figure.of([fit_seconds(start)], "s")
     print(summary(figures, claims, config.size))
     trials = [row for one in trained for row in one.trials]

@@ -68,15 +68,20 @@ def check_region(region: list[float] | None) -> None:
         require("region", region, good, "give [north, west, south, east], degrees")
 
 
-def setting_lines(cls: type, prefix: str = "") -> list[tuple[str, str, str]]:
-    """List (key, default, doc) of a configuration class and its groups, for `--help`."""
+def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple[str, str, str]]:
+    """List (key, default, doc) of a configuration class and its groups, for `--help`.
+
+    Args:
+        values: the defaults that `conf/` lays over those of the class, nested like it.
+    """
     lines = []
     for item in fields(cls):
         nested = item.default_factory if isinstance(item.default_factory, type) else None
         if nested is not None and hasattr(nested, "__dataclass_fields__"):
-            lines += setting_lines(nested, f"{prefix}{item.name}.")
+            lines += setting_lines(nested, values and values[item.name], f"{prefix}{item.name}.")
             continue
-        default = item.default if item.default_factory is not None and not callable(item.default_factory) else item.default_factory()
+        own = item.default_factory() if callable(item.default_factory) else item.default
+        default = values[item.name] if values else own
         lines.append((f"{prefix}{item.name}", _as_yaml(default), item.metadata.get("doc", "")))
     return lines
 

@@ -104,7 +104,7 @@ class EvaluateConfig:
 
 
 class BenchmarkSize(Enum):
-    """How much a benchmark works on: what its claims are made at, a tenth of it, or seconds."""
+    """How much a benchmark works on: what its claims are made at, a part of it, or seconds."""
 
     full = "full"
     small = "small"

@@ -1,6 +1,6 @@
 """Every way to share a training run out over ranks, predicted, and the best of them.
 
-plan(config)                      `ensemble-ml plan`: prints, and leaves OUTPUT/RUN/{plan.json, report.html}
+plan(config)                      `ensemble-ml plan`: prints, and leaves OUTPUT/RUN/plan.json
 shared_out(config, spec, session) `parallel=auto`: before training, the same choice on all ranks
 """
 

@@ -83,22 +83,23 @@ def test_years_are_split_as_the_archive_has_them():
         entrants.split(SkillConfig(train=["2001/2003", "2007"]), times)
 
 
-def test_the_others_train_longer_by_the_time_of_our_fits(monkeypatch, tmp_path):
+def test_the_others_have_the_time_of_our_fits_and_steps_for_it(monkeypatch, tmp_path):
     seen = {}
 
     def trained(name, _trial, _seed, config, *_):
-        seen[name] = config.minutes
+        seen[name] = config.minutes, config.steps
         return tmp_path
 
     meta = {"fit_seconds": 100.0, "best": {"crps_ratio": 0.9}, "step": 1, "steps": 1}
     monkeypatch.setattr(entrants, "_train", trained)
     monkeypatch.setattr(entrants, "load_checkpoint", lambda _: SimpleNamespace(meta=meta))
     start = entrants.Trained("start", (tmp_path,), ())
-    for minutes, longer in ((2.0, 3.7), (0.0, 0.0)):  # 100 s, rounded up to a tenth of a minute; zero has no limit
+    # 100 s, rounded up to a tenth of a minute; zero has no limit
+    for minutes, longer, steps in ((2.0, 3.7, 370), (0.0, 0.0, 200)):
         for name in ("unet3d", "drn", "emos"):
-            settings = SkillConfig(minutes=minutes, trials=1, seeds=1)
+            settings = SkillConfig(minutes=minutes, steps=200, trials=1, seeds=1)
             entrants.train_entrant(name, settings, None, None, tmp_path, BenchmarkSize.tiny, start)
-        assert seen == {"unet3d": minutes, "drn": pytest.approx(longer), "emos": pytest.approx(longer)}
+        assert seen == {"unet3d": (minutes, 200), "drn": (pytest.approx(longer), steps), "emos": (minutes, 200)}
 
 
 def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):

@@ -1,7 +1,7 @@
 """Trains everyone alike: the same dates, inputs, trials, seeds, time of steps and early stopping by validation dates.
 
-What ours fits to its training dates before a first step (`START`) is made once; every training of the others is longer
-by the time that it took.
+What ours fits to its training dates before a first step (`START`) is made once; every training of the others may take
+as much time more, and steps in proportion.
 
 A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
 training or a forecast that is whole is not made again, and one that was broken off goes on.
@@ -118,8 +118,9 @@ def train_entrant(
         UserError: a run of that name was made with other settings or dates.
     """
     count = 1 if name in CLOSED_FORM else config.trials
-    if name != OURS and config.minutes:
-        config = replace(config, minutes=config.minutes + _tenths(fit_seconds(start) / 60))
+    if name not in (OURS, *CLOSED_FORM) and config.minutes:
+        minutes = config.minutes + _tenths(fit_seconds(start) / 60)
+        config = replace(config, minutes=minutes, steps=math.ceil(config.steps * minutes / config.minutes))
     rows = []
     for trial in range(count):
         run = _train(name, trial, 0, config, dates, store, folder, size)
