@@ -32,6 +32,14 @@ def test_help_explains_every_setting(capsys, task):
 
 
 @pytest.mark.parametrize(
+    ("task", "key", "value"),
+    [("plan", "parallel.lat", "auto"), ("simulate", "norm", "0.9"), ("train", "parallel.lat", "1"), ("train", "run", "???")],
+)
+def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, value):
+    assert f"  {key}={value} " in run(capsys, task, "--help")[1]
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["trian"], "trian: no such task; did you mean train?"),

@@ -118,9 +118,10 @@ def train_entrant(
         UserError: a run of that name was made with other settings or dates.
     """
     count = 1 if name in CLOSED_FORM else config.trials
-    if name not in (OURS, *CLOSED_FORM) and config.minutes:
+    if name != OURS and config.minutes:
         minutes = config.minutes + _tenths(fit_seconds(start) / 60)
-        config = replace(config, minutes=minutes, steps=math.ceil(config.steps * minutes / config.minutes))
+        steps = config.steps if name in CLOSED_FORM else math.ceil(config.steps * minutes / config.minutes)
+        config = replace(config, minutes=minutes, steps=steps)
     rows = []
     for trial in range(count):
         run = _train(name, trial, 0, config, dates, store, folder, size)
