@@ -33,7 +33,12 @@ def test_help_explains_every_setting(capsys, task):
 
 @pytest.mark.parametrize(
     ("task", "key", "value"),
-    [("plan", "parallel.lat", "auto"), ("simulate", "norm", "0.9"), ("train", "parallel.lat", "1"), ("train", "run", "???")],
+    [
+        ("plan", "parallel.lat", "auto"),
+        ("simulate", "norm", "0.9"),
+        ("train", "parallel.lat", "1"),
+        ("train", "run", "???"),
+    ],
 )
 def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, value):
     assert f"  {key}={value} " in run(capsys, task, "--help")[1]

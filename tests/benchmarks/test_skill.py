@@ -99,7 +99,11 @@ def test_the_others_have_the_time_of_our_fits_and_steps_for_it(monkeypatch, tmp_
         for name in ("unet3d", "drn", "emos"):
             settings = SkillConfig(minutes=minutes, steps=200, trials=1, seeds=1)
             entrants.train_entrant(name, settings, None, None, tmp_path, BenchmarkSize.tiny, start)
-        assert seen == {"unet3d": (minutes, 200), "drn": (pytest.approx(longer), steps), "emos": (pytest.approx(longer), 200)}
+        assert seen == {
+            "unet3d": (minutes, 200),
+            "drn": (pytest.approx(longer), steps),
+            "emos": (pytest.approx(longer), 200),
+        }
 
 
 def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):
