@@ -2,9 +2,9 @@
 
 Every score but `efi` takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims`
 (dimensions to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas)
-and `mask` (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that differ are
-refused: nothing is skipped in silence. All is computed in float64, whatever the type of the data. Dask arrays stay
-lazy, and chunks change no score; member, variable and quantile dimensions must lie in one chunk.
+and `mask` (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that
+differ are refused: nothing is skipped in silence. All is computed in float64, whatever the type of the data. Dask
+arrays stay lazy, and chunks change no score; member, variable and quantile dimensions must lie in one chunk.
 """
 
 from __future__ import annotations
