@@ -19,7 +19,7 @@ convolution sees: the bands cost as much as two convolutions over the globe.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +48,8 @@ def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
     every = range(len(nodes))
     alike = [np.flatnonzero(np.abs(nodes) == distance).tolist() for distance in np.unique(np.abs(nodes))]
     levels = [[list(every)], alike, [[band] for band in every]]
-    return [level for level, before in zip(levels, [None, *levels[:-1]], strict=True) if level != before]
+    finer = [sorted(level) != sorted(before) for before, level in pairwise(levels)]  # south alone: in the other order
+    return [level for level, new in zip(levels, [True, *finer], strict=True) if new]
 
 
 def _hats(latitude: np.ndarray) -> np.ndarray:

@@ -138,7 +138,8 @@ class ForecastSet:
                 return {int(last): (int(first), int(last)) for first, last in every}
             if _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
                 after = np.atleast_2d(file.data[bounds].values) - _reference_time(file.data, path)
-                return {int(last): (int(first), int(last)) for first, last in after / np.timedelta64(1, "h")}
+                hours = np.rint(after / np.timedelta64(1, "h")).astype(int).tolist()
+                return {last: (first, last) for first, last in hours}
         return {}
 
     def _field(
@@ -157,8 +158,10 @@ class ForecastSet:
             found = found.isel(level=[file.levels.index(level) for level in levels if level is not None])
         elif leading:
             found = found.set_dims(("level", *found.dims))
-        if "level" in found.dims:
-            found = found.transpose(*filter(None, [leading]), "level", "latitude", "longitude")
+        order = [axis for axis in (leading, "level", "latitude", "longitude") if axis in found.dims]
+        if more := [str(axis) for axis in found.dims if axis not in order]:
+            raise UserError(f"{data.encoding.get('source')}: {name}: has a dimension {more[0]}; take one value of it")
+        found = found.transpose(*order)
         try:
             values = np.asarray(found.values, np.float64)
         except (OSError, RuntimeError) as error:
@@ -282,14 +285,19 @@ def _family(array: xr.DataArray, usual: Family) -> Family:
 def _reference_time(data: xr.Dataset, path: Path) -> np.datetime64:
     if "forecast_reference_time" not in data.variables:
         raise UserError(f"{path}: no forecast_reference_time; only forecasts of ensemble-ml predict are read")
-    return np.datetime64(data["forecast_reference_time"].values.reshape(-1)[0], "ns")
+    starts = np.unique(data["forecast_reference_time"].values)
+    if len(starts) != 1 or starts.dtype.kind != "M":
+        what = f"{len(starts)} start dates" if len(starts) != 1 else "no date"
+        raise UserError(f"{path}: forecast_reference_time holds {what}; give a file for each start date")
+    return starts[0].astype("datetime64[ns]")
 
 
 def _lead_hours(data: xr.Dataset, path: Path) -> list[int]:
     if "time" not in data.variables:
         raise UserError(f"{path}: no time; only forecasts of ensemble-ml predict are read")
     valid = np.atleast_1d(data["time"].values).astype("datetime64[ns]")
-    return [int(hours) for hours in (valid - _reference_time(data, path)) / np.timedelta64(1, "h")]
+    # times kept as floating days are off by as much as seconds
+    return [round(hours) for hours in (valid - _reference_time(data, path)) / np.timedelta64(1, "h")]
 
 
 def _levels(data: xr.Dataset) -> list[int]:

@@ -107,6 +107,7 @@ def test_bands_are_refined_by_pairs_that_the_mirror_shows_in_the_same_place():
     assert nested_bands(np.linspace(90, -90, 49)) == [[list(range(9))], pairs, every]
     assert nested_bands(np.array([60.0, 50.0, 40.0])) == [[[0, 1]], [[0], [1]]]  # 40 and 60: each its own pair
     assert nested_bands(np.array([10.0, 0.0, -10.0])) == [[[0, 1, 2]], [[1], [0, 2]], [[0], [1], [2]]]
+    assert nested_bands(np.array([-60.0, -50.0, -40.0])) == [[[0, 1]], [[1], [0]]]  # each once in the south, too
     assert nested_bands(np.array([89.0, 85.0])) == [[[0]]]
 
 

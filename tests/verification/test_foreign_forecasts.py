@@ -1,8 +1,10 @@
 """Forecasts that others made or cut: other units, other intervals, fewer leads and levels."""
 
 import json
+from pathlib import Path
 
 import netCDF4
+import numpy as np
 import pytest
 import xarray as xr
 from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
@@ -11,6 +13,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.families import moments
+from ensemble_ml.verification.forecasts import _lead_hours
 
 
 def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
@@ -26,6 +29,53 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
     for level in (500, 850):
         ours, theirs = (entry(content, name, "t", level)["crps"] for name in ("forecast", "f"))
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
+
+
+def rewritten(folder, path, change):
+    """The files of a forecast's means and standard deviations after `change`."""
+    path.mkdir()
+    for file in folder.glob("*.nc"):
+        with xr.open_dataset(file, decode_timedelta=False) as data:
+            change(data[["t_mean", "t_stddev", "tp_mean", "tp_stddev"]].load()).to_netcdf(path / file.name)
+    return path
+
+
+def test_a_foreign_forecast_with_axes_in_another_order(store, forecast, tmp_path, plain):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data.transpose("longitude", "latitude", ...))
+    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    for name, level in (("t", 850), ("tp", None)):
+        ours, theirs = (entry(content, label, name, level)["bias"]["value"] for label in ("forecast", "f"))
+        assert theirs == pytest.approx(ours, rel=1e-9)
+
+
+def test_times_in_floating_days_are_whole_hours():
+    hours = np.arange(1, 121)
+    days = (hours / 24).astype(np.float32)  # some lie before their hour
+    units = {"units": "days since 2001-01-01"}
+    data = xr.Dataset({"forecast_reference_time": ((), np.float32(0), units)}, {"time": ("time", days, units)})
+    assert _lead_hours(xr.decode_cf(data), Path("f.nc")) == hours.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda data: data.expand_dims(realization=[3]), "t_mean: has a dimension realization; take one value of it"),
+        (
+            lambda data: data.assign_coords(
+                forecast_reference_time=(
+                    "run",
+                    [data.forecast_reference_time.values, np.datetime64("2030-01-01", "ns")],
+                )
+            ),
+            "forecast_reference_time holds 2 start dates; give a file for each start date",
+        ),
+    ],
+)
+def test_files_of_more_than_one_forecast_are_refused(store, forecast, tmp_path, change, text):
+    other = rewritten(forecast, tmp_path / "f", change)
+    with pytest.raises(UserError, match=text):
+        evaluate(settings(other, store, tmp_path / "r"), store)
 
 
 def in_other_units(folder, path, parts):
