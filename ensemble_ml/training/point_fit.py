@@ -158,6 +158,9 @@ def gather(
         for kept, some in zip(made.given, given, strict=True):
             kept[place] = torch.where(there, some, 0.0).T
         made.weight[place] = (there * points.area[at]).T
+    if not made.weight.any():
+        log.info("%s: what it is fitted to is known on no training date, so nothing is added", name)
+        return None
     return made
 
 

@@ -117,6 +117,19 @@ def test_corrections_are_kept_where_dates_to_choose_by_lack_a_target(tmp_path, c
     assert "100.0 %" not in caplog.text
 
 
+def test_networks_without_any_target_add_nothing(tmp_path, caplog):
+    """Three of four members are whole on all dates, and training shows no fewer: of spreads nothing can be learned."""
+    made = dict(dates=20, members=4, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))
+    gone = [(Part.FORECAST, date, 3, name) for date in range(20) for name in ("t", "t2m")]
+    store = make_store(tmp_path / "three.zarr", **made, bias=0.6, dispersion=0.6, absent=gone)
+    reader = reader_of(store)
+    config = replace(reader.spec.config, linear=True, surroundings=8, residuals=8)
+    with caplog.at_level("INFO"):
+        found = fit_climate(Reader(store, replace(reader.spec, config=config)), TRAIN, TEST, 3, [3]).climate
+    assert "surroundings: what it is fitted to is known on no training date, so nothing is added" in caplog.text
+    assert not found.surroundings_second.any() and np.isfinite(found.residuals_second).all()
+
+
 def only(dates):
     return [date for date in dates.tolist() if date not in GONE]
 
