@@ -48,8 +48,8 @@ def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
     every = range(len(nodes))
     alike = [np.flatnonzero(np.abs(nodes) == distance).tolist() for distance in np.unique(np.abs(nodes))]
     levels = [[list(every)], alike, [[band] for band in every]]
-    finer = [sorted(level) != sorted(before) for before, level in pairwise(levels)]  # south alone: in the other order
-    return [level for level, new in zip(levels, [True, *finer], strict=True) if new]
+    # where all lie in the south the same groups come in the other order
+    return levels[:1] + [level for before, level in pairwise(levels) if sorted(level) != sorted(before)]
 
 
 def _hats(latitude: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -137,9 +138,8 @@ class ForecastSet:
                 every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
                 return {int(last): (int(first), int(last)) for first, last in every}
             if _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
-                after = np.atleast_2d(file.data[bounds].values) - _reference_time(file.data, path)
-                hours = np.rint(after / np.timedelta64(1, "h")).astype(int).tolist()
-                return {last: (first, last) for first, last in hours}
+                stated = _hours(np.atleast_2d(file.data[bounds].values), file.data, path)
+                return {last: (first, last) for first, last in stated}
         return {}
 
     def _field(
@@ -295,9 +295,15 @@ def _reference_time(data: xr.Dataset, path: Path) -> np.datetime64:
 def _lead_hours(data: xr.Dataset, path: Path) -> list[int]:
     if "time" not in data.variables:
         raise UserError(f"{path}: no time; only forecasts of ensemble-ml predict are read")
-    valid = np.atleast_1d(data["time"].values).astype("datetime64[ns]")
-    # times kept as floating days are off by as much as seconds
-    return [round(hours) for hours in (valid - _reference_time(data, path)) / np.timedelta64(1, "h")]
+    return _hours(np.atleast_1d(data["time"].values).astype("datetime64[ns]"), data, path)
+
+
+def _hours(times: np.ndarray, data: xr.Dataset, path: Path) -> list[Any]:
+    """Whole hours since the start, nested like `times`; kept as floating days they are off by seconds."""
+    hours = (times - _reference_time(data, path)) / np.timedelta64(1, "h")
+    if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
+        raise UserError(f"{path}: time: only whole hours of lead time are read")
+    return np.rint(hours).astype(int).tolist()
 
 
 def _levels(data: xr.Dataset) -> list[int]:

@@ -55,6 +55,9 @@ def test_times_in_floating_days_are_whole_hours():
     units = {"units": "days since 2001-01-01"}
     data = xr.Dataset({"forecast_reference_time": ((), np.float32(0), units)}, {"time": ("time", days, units)})
     assert _lead_hours(xr.decode_cf(data), Path("f.nc")) == hours.tolist()
+    half = data.assign_coords(time=("time", hours / 48, units))
+    with pytest.raises(UserError, match=r"f.nc: time: only whole hours of lead time are read"):
+        _lead_hours(xr.decode_cf(half), Path("f.nc"))
 
 
 @pytest.mark.parametrize(
