@@ -106,10 +106,10 @@ class Points:
         near, rows = neighbourhoods(padded[0], at), at // self.columns
         fields = linear.relative_climatology, self.correction.common(sample, members)[0]
         cells = near.unflatten(0, (-1, 3, 3)).movedim(-1, 0)
-        climatology, common = (values.flatten(1)[:, at].T[..., None, None] for values in fields)
+        climatology, common = (values.flatten(1).index_select(1, at).T[..., None, None] for values in fields)
         inputs = inputs_of(cells, climatology, common, network.frame_at(rows))[..., 0, 0].T
         done = linear.module.at_points(near, rows, members)
-        return inputs, self.wanted(date, sample, members)[:, at], done
+        return inputs, self.wanted(date, sample, members).index_select(1, at), done
 
 
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]

@@ -33,7 +33,7 @@ _NOTHING = (
     1e-3  # typical spreads: where members differ and err by less, a date says nothing of how wide sigma should be
 )
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
-_LARGEST_RATIO = 25.0  # of one squared residual to s0^2
+_LARGEST_RATIO = 25.0  # of one squared residual over s0^2 to their mean
 _TINY = 1e-30
 _LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # of the typical spread
 
@@ -143,7 +143,9 @@ class Truth:
         for date, follows in zip(self.chosen, self.follows, strict=True):
             truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
             ratio = ((truth - centre) / self.spread.s0(followed)) ** 2
-            ratio = ratio.clamp(max=_LARGEST_RATIO)
+            # Where s0 is far too small (members that hardly differ), all ratios are large, and none of them is chance.
+            usual = self.scales.mean(ratio, torch.isfinite(ratio)).clamp(min=1)[..., None, None]
+            ratio = ratio.minimum(_LARGEST_RATIO * usual.to(ratio.dtype))
             ratios.add(self.scales.filled(ratio), present(ratio), follows=bool(follows))
         found = ratios.estimate()
         field = torch.where(found.parts[-1] > 0, found.parts[-1], 1.0).clamp(min=1e-12)
@@ -159,7 +161,7 @@ class Truth:
         if correction is None or correction.residuals is None:
             return False
         left, shrink = Left(self, self.spread), self.spread.shrink
-        train, validation = kept_apart(train, telling(self.dates, left, validation))
+        train, validation = kept_apart(train, telling(self.dates, left, validation, kinds=(0,)))
         if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation):
             return False
         second, linear = correction.residuals.second, correction.linear

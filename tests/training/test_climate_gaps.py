@@ -17,8 +17,9 @@ from ensemble_ml.models.features import unbiased_spread
 from ensemble_ml.store import PackedBlock, Part, StoreWriter, open_store
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
-from ensemble_ml.training.linear_fit import mean_state
+from ensemble_ml.training.linear_fit import mean_state, telling
 from ensemble_ml.training.smoothing import Scales
+from ensemble_ml.training.truth_fit import Truth
 
 GONE = (1, 4, 5, 10, 11, 17)  # start dates without msl, 15 of 20 for training
 TRAIN, TEST = np.arange(16), np.arange(16, 20)
@@ -91,6 +92,35 @@ def test_members_that_never_differ_leave_sigma_to_the_climate(tmp_path):
     store = make_store(tmp_path / "alike.zarr", **made, bias=0.6, dispersion=0.6, alike=("sst",))
     found = fit_climate(reader_of(store), TRAIN, TEST, 3, [2, 3, 5]).climate
     assert (found.shrink_s[:, 1] == 64).all() and (found.shrink_s[:, 0] < 64).all()
+
+
+def test_inflation_has_no_bound_of_its_own_where_members_never_differ(tmp_path, monkeypatch):
+    """Their s0 is far too small everywhere, so that all squared errors are many times its square."""
+    made = dict(dates=20, members=6, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m", "sst"))
+    store = make_store(tmp_path / "alike.zarr", **made, bias=0.6, dispersion=0.6, alike=("sst",))
+    seen, inflation = [], Truth.inflation
+    monkeypatch.setattr(Truth, "inflation", lambda self: seen.append((self, inflation(self))) or seen[-1][1])
+    fit_climate(reader_of(store), TRAIN, TEST, 3, [2, 3, 5])
+    truth, found = seen[0]
+    assert (found[:, 2] > 0.5 * np.log(25)).all() and (found[:, 0] < 0.5 * np.log(25)).all()
+    squares = []
+    for date in TRAIN:
+        actual, centre, followed = truth._unseen(truth.dates.sample(date), date)
+        squares.append(((actual - centre) / (truth.spread.s0(followed) * found.exp())) ** 2)
+    np.testing.assert_allclose(torch.stack(squares).mean((0, -1, -2)), 1, rtol=0.15)
+
+
+def test_a_choice_of_residuals_needs_errors_of_the_mean_alone(tmp_path):
+    """Dates to choose by that have no more members than are shown: spreads of others are not known on them."""
+    made = dict(dates=20, members=6, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))
+    gone = [(Part.FORECAST, date, member, name) for date in TEST for member in (3, 4, 5) for name in ("t", "t2m")]
+    dates = Dates(reader_of(make_store(tmp_path / "few.zarr", **made, absent=gone)), 3)
+
+    def targets(date, sample, _members):
+        return dates.target(Part.TRUTH, date) - sample.mean, sample.full_spread
+
+    assert telling(dates, targets, TEST).tolist() == []
+    assert telling(dates, targets, TEST, kinds=(0,)).tolist() == TEST.tolist()
 
 
 def test_dates_to_choose_by_in_which_nothing_happens_choose_nothing(whole, tmp_path):

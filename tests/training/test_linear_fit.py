@@ -46,6 +46,20 @@ def test_linear_errors_are_found_again_for_any_number_of_members(dates):
     assert left(errors, dates, found, 18, 1)[0] < 0.02  # one member has no spread to depart
 
 
+def test_a_number_of_members_whose_target_is_never_known_is_taken_to_be_like_the_others(dates):
+    """As the spread of all is, on dates that have no more members than are shown."""
+    weight = alike(dates).copy()
+    weight[:, 1] = 0
+    true, found = linear_of(dates, weight), linear_of(dates)
+
+    def errors(_date, sample, members):
+        shift, more = true(sample.mean, sample.spread, members)
+        return shift, more if members < 5 else torch.full_like(more, torch.nan)
+
+    fit_linear(found, dates, TRAIN, VALIDATION, [3, 4, 5], errors)
+    assert max(left(errors, dates, found, 18, 3)) < 0.02
+
+
 def test_points_count_by_how_large_the_spread_is(dates):
     linear = linear_of(dates)
     near = torch.full_like(linear.shrink, 1e-6)

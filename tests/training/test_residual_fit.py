@@ -211,7 +211,9 @@ def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):
     made.dates, made.scales = dates, Scales(spec.grid)
     made.spread = Spread(correction.linear.climatology, torch.ones(2, 2), 3, *torch.ones(3, 2, 2), correction)
     monkeypatch.setattr("ensemble_ml.training.truth_fit.fit_residuals", lambda *_: True)
-    monkeypatch.setattr("ensemble_ml.training.truth_fit.telling", lambda _dates, _targets, validation: validation)
+    monkeypatch.setattr(
+        "ensemble_ml.training.truth_fit.telling", lambda _dates, _targets, validation, kinds: validation
+    )
     monkeypatch.setattr(Truth, "_points", lambda *_: (given, said, torch.ones(truth.shape[-1])))
     assert made.learn_residuals(torch.zeros(2, 2, *spec.grid.shape), TRAIN, VALIDATION, SIZES)
     # (v, w) by field: t at both leads, then t2m at both leads
