@@ -46,7 +46,7 @@ from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification import summary, vectors
 from ensemble_ml.verification.aggregation import WEIGHTINGS, AggregationState, Column
-from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_SPREADS
+from ensemble_ml.verification.baselines import CORRECTIONS, FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.bootstrap import blocks_of, draw_dates
 from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case, extreme_case
@@ -239,16 +239,30 @@ _LACKING = {  # why a regression of the spread has no value for a field that is 
 
 
 def _unfitted(scores: Scores) -> list[str]:
-    """Of which fields regressions of the spread are left out: one value that is missing makes their mean NaN."""
+    """Of which fields baselines are left out, that others have: one value that is missing makes their mean NaN."""
     found, state = [], scores.state
+
+    def scored(key: Key) -> np.ndarray:
+        return state.weight[key][:, WEIGHTINGS.index("area")].sum(0) > 0
+
     for kind, why in _LACKING.items():
         key = Key(f"{kind}_{scores.reduced}", Statistic.SPREAD_SQUARED_ERROR)
-        if key in state.total:
-            scored = state.weight[key][:, WEIGHTINGS.index("area")].sum(0) > 0
-            lacking = [scores.columns[c] for c in np.flatnonzero(scored & ~np.isfinite(state.mean(key)))]
-            names = shortened([f"{column.name} {column.lead_hours} h" for column in lacking])
-            found += [f"{key.entrant} is left out where {why}: {names}."] if lacking else []
+        if key in state.total and (lacking := _names(scores, scored(key) & ~np.isfinite(state.mean(key)))):
+            found.append(f"{key.entrant} is left out where {why}: {lacking}.")
+    raw, corrected = (
+        Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
+    )
+    if corrected in state.total and (lacking := _names(scores, scored(raw) & ~np.isfinite(state.mean(corrected)))):
+        found.append(
+            f"Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than"
+            f" {FEWEST_DATES} fit dates have a truth: {lacking}."
+        )
     return found
+
+
+def _names(scores: Scores, columns: np.ndarray) -> str:
+    there = [scores.columns[c] for c in np.flatnonzero(columns)]
+    return shortened([f"{column.name} {column.lead_hours} h" for column in there])
 
 
 def _left_out(scores: Scores) -> list[dict[str, Any]]:

@@ -201,6 +201,21 @@ def test_a_field_of_one_fit_date_has_no_regression_of_its_spread(tmp_path, plain
     assert said == {"z"} and note in content["notes"]
 
 
+def test_a_field_of_few_truths_to_fit_on_is_told_to_have_no_corrections(tmp_path, plain):
+    gone = [(Part.TRUTH, date, 0, "t") for date in TRAIN[4:]]
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=(), absent=gone)
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    corrected_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "local_5"}
+    raw_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "raw_5" and "crps_fair" in row}
+    note = (
+        "Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than 5 fit"
+        " dates have a truth: t500 24 h, t850 24 h."
+    )
+    assert (corrected_fields, raw_fields) == ({"z"}, {"z", "t"}) and note in content["notes"]
+
+
 def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
     """A deterministic forecast: nothing tells its spread, and the fit dates tell its errors."""
     one = make_store(tmp_path / "one.zarr", dates=DATES, members=1, variables=("t",), levels=(500,), surface=("t2m",))
@@ -451,6 +466,7 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
 
 
+@pytest.mark.slow
 def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch):
     gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[:3]]
     made = make_store(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import netCDF4
 import numpy as np
+import pytest
 from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
 
 from ensemble_ml.inference import Kind
@@ -87,6 +88,7 @@ def knowing(folder, store, members_in):
     return write_forecasts(folder, source, TEST, rule, names=("t",), train=TRAIN, members_in=members_in)
 
 
+@pytest.mark.slow
 def test_a_forecast_of_more_members_is_not_certain_to_gain_on_fewer(store, tmp_path):
     few, all_ten = " ".join("12345"), " ".join(str(n + 1) for n in range(10))
     found = {}
