@@ -8,15 +8,13 @@ and status 2; `-m` hands a sweep to Hydra's own launcher.
 from __future__ import annotations
 
 import difflib
-import importlib
 import logging
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ensemble_ml.config as schema
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
 from ensemble_ml.signals import note
+from ensemble_ml.tasks import TASKS
 
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
@@ -43,125 +42,6 @@ _EXTRAS = {
     "distributed": "cluster",
     "dask_jobqueue": "cluster",
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    """One word of the command line: its schema, what runs it, and an example for its help page."""
-
-    config: type
-    run: Callable[[Any], object]
-    example: str
-    leaves: str
-
-
-def _simulate(config: schema.SimulateConfig) -> object:
-    from data_prep.simulate import simulate
-
-    return simulate(config)
-
-
-def _prepare(config: schema.PrepareConfig) -> object:
-    from data_prep import prepare
-
-    return prepare(config)
-
-
-def _inspect(config: schema.InspectConfig) -> object:
-    from ensemble_ml.store.inspect import inspect
-
-    return inspect(config)
-
-
-def _train(config: schema.TrainConfig) -> object:
-    from ensemble_ml.training import train
-
-    return train(config)
-
-
-def _plan(config: schema.PlanConfig) -> object:
-    from ensemble_ml.training.plan import plan
-
-    return plan(config)
-
-
-def _predict(config: schema.PredictConfig) -> object:
-    from data_prep import open_pair, user_index
-    from ensemble_ml.inference import predict
-    from ensemble_ml.training import load_spec
-
-    grid = load_spec(config.checkpoint).grid if config.regrid else None
-    return predict(config, open_pair(config.input, None, config.static, grid=grid, index=user_index()))
-
-
-def _export(config: schema.ExportConfig) -> object:
-    from ensemble_ml.inference import export
-
-    return export(config)
-
-
-def _evaluate(config: schema.EvaluateConfig) -> object:
-    from data_prep import open_pair, user_index
-    from ensemble_ml.verification import evaluate, open_forecasts
-
-    grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
-    return evaluate(config, open_pair(config.ensemble, config.truth, None, grid=grid, index=user_index()))
-
-
-def _benchmark(config: schema.BenchmarkConfig) -> object:
-    names = benchmark_names()
-    schema.require("benchmark", config.benchmark, config.benchmark in names, f"known are {', '.join(names)}")
-    return importlib.import_module(f"ensemble_ml.benchmarks.{config.benchmark}").run(config)
-
-
-TASKS: dict[str, Task] = {
-    "simulate": Task(
-        schema.SimulateConfig, _simulate, "simulate=quickstart output=archive",
-        "OUTPUT/{ensemble,truth}/*.grib, OUTPUT/static.grib, OUTPUT/archive.json (with the realism of the ensemble)",
-    ),
-    "prepare": Task(
-        schema.PrepareConfig, _prepare, "input=archive/ensemble truth=archive/truth static=archive/static.grib "
-        "output=store.zarr",
-        "OUTPUT, a tensor store: xr.open_dataset(OUTPUT, engine='ensemble_ml')",
-    ),
-    "inspect": Task(
-        schema.InspectConfig, _inspect, "store.zarr verify=true",
-        "nothing: it prints (format=json for one JSON object)",
-    ),
-    "train": Task(
-        schema.TrainConfig, _train, "experiment=quickstart data.store=store.zarr run=first",
-        "runs/RUN/{config.yaml, log.jsonl, tensorboard, checkpoints/last}, and checkpoints/best where validation dates "
-        "can be scored",
-    ),
-    "plan": Task(
-        schema.PlanConfig, _plan, "experiment=quickstart data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
-        "what it prints, and OUTPUT/RUN/plan.json (and scaling.png and report.html where plan.simulate=true)",
-    ),
-    "predict": Task(
-        schema.PredictConfig, _predict, "checkpoint=runs/first/checkpoints/best input=archive/ensemble members_in=5 "
-        "output=forecast",
-        "OUTPUT/forecast_YYYYMMDDHH.nc, one a start date",
-    ),
-    "evaluate": Task(
-        schema.EvaluateConfig, _evaluate, "forecast=forecast ensemble=store.zarr truth=store.zarr members_in=5 "
-        "output=scores",
-        "OUTPUT/{scores.json, report.html}",
-    ),
-    "export": Task(
-        schema.ExportConfig, _export, "checkpoint=runs/first/checkpoints/best scores=scores/scores.json output=model",
-        "OUTPUT/{model.safetensors, checkpoint.json, MODEL_CARD.md}",
-    ),
-    "benchmark": Task(
-        schema.BenchmarkConfig, _benchmark, "benchmark=step",
-        "OUTPUT/NAME/{results.json, report.html}",
-    ),
-}  # fmt: skip
-
-
-def benchmark_names() -> list[str]:
-    """Modules of `ensemble_ml.benchmarks` that are benchmarks, not their tools."""
-    folder = Path(__file__).parent / "benchmarks"
-    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "results")
 
 
 def conf_folder() -> Path:

@@ -9,6 +9,7 @@ from ensemble_ml import cli
 from ensemble_ml.distributed import meeting
 from ensemble_ml.distributed.world import World
 from ensemble_ml.signals import StopRequest
+from ensemble_ml.tasks import TASKS, Task
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -20,14 +21,14 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_overview_names_every_task(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
-    assert all(f"  {task}" in out for task in cli.TASKS)
+    assert all(f"  {task}" in out for task in TASKS)
 
 
-@pytest.mark.parametrize("task", list(cli.TASKS))
+@pytest.mark.parametrize("task", list(TASKS))
 def test_help_explains_every_setting(capsys, task):
     status, out, _ = run(capsys, task, "--help")
     assert status == 0
-    for key, _, doc in cli.schema.setting_lines(cli.TASKS[task].config):
+    for key, _, doc in cli.schema.setting_lines(TASKS[task].config):
         assert key in out and doc and doc in out
 
 
@@ -167,8 +168,8 @@ def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    task = cli.TASKS["prepare"]
-    monkeypatch.setitem(cli.TASKS, "prepare", cli.Task(task.config, interrupted, task.example, task.leaves))
+    task = TASKS["prepare"]
+    monkeypatch.setitem(TASKS, "prepare", Task(task.config, interrupted, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_INTERRUPTED and "interrupted" in err
 
@@ -200,8 +201,8 @@ def test_a_signal_before_the_first_step(capsys, monkeypatch, kept, restarts, num
                     os.kill(os.getpid(), number)
             stop.arm()
 
-    task = cli.TASKS["train"]
-    monkeypatch.setitem(cli.TASKS, "train", cli.Task(task.config, fits, task.example, task.leaves))
+    task = TASKS["train"]
+    monkeypatch.setitem(TASKS, "train", Task(task.config, fits, task.example, task.leaves))
     found, _, err = run(capsys, "train", "run=a", "data.store=b")
     assert found == status
     assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1
@@ -211,7 +212,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     def lacks(_):
         raise ModuleNotFoundError("No module named 'eccodes'", name="eccodes")
 
-    task = cli.TASKS["prepare"]
-    monkeypatch.setitem(cli.TASKS, "prepare", cli.Task(task.config, lacks, task.example, task.leaves))
+    task = TASKS["prepare"]
+    monkeypatch.setitem(TASKS, "prepare", Task(task.config, lacks, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_USER and "pip install 'ensemble-ml[grib]'" in err
