@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All checks and tests, in an environment of their own.
 #
-# --slow adds the tests that take longer than a minute, and measures coverage, which makes all of them 1.6 times as long.
+# --slow adds those that take ten seconds or more where others test the like in less, and measures coverage, which makes
+# all of them 1.6 times as long.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh test

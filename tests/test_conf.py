@@ -102,6 +102,7 @@ def test_a_sweep_in_jobs_of_its_own(tmp_path):
         assert load_checkpoint(tmp_path / "runs" / f"seed{seed}" / "checkpoints" / "last").meta["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_that_fails_says_so(tmp_path):
     """Its process ends with a status, so that SLURM sees it, and so does the sweep."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")

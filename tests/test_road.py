@@ -97,7 +97,8 @@ def test_thresholds_members_and_a_region_by_the_command_line(road):
         np.testing.assert_array_equal(cut["t_mean"].values, same.values)
 
 
-def test_a_sweep_trains_one_run_a_seed(road, tmp_path):
+@pytest.mark.slow
+def test_a_sweep_trains_one_run_a_seed(road, own_fits, tmp_path):
     _, _, store, _ = road
     arguments = [
         "experiment=quickstart",
@@ -162,6 +163,7 @@ def contents(folder):
 
 
 @pytest.mark.skipif(not ERA5.exists(), reason=f"real data are absent: {ERA5}")
+@pytest.mark.slow
 def test_real_ensemble_of_analyses(tmp_path):
     """ERA5's ten members, t and z at 500 and 850 hPa: a smoke test on real fields, never a claim."""
     store = tmp_path / "era5.zarr"

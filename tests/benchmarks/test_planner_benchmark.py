@@ -11,6 +11,7 @@ from ensemble_ml.benchmarks.common.hosts import available, fair_share, linked, p
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, PlannerBenchmark
 
 
+@pytest.mark.slow
 def test_two_ranks_on_the_loopback(tmp_path):
     settings = PlannerBenchmark(ranks=2, rates=[], seconds=0.1)
     config = BenchmarkConfig(

@@ -43,6 +43,7 @@ def config(store, folder, **changes):
     )
 
 
+@pytest.mark.slow
 def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
     path = skill.run(config(store, tmp_path))
     content = json.loads(path.read_text())
@@ -106,6 +107,7 @@ def test_the_others_have_the_time_of_our_fits_and_steps_for_it(monkeypatch, tmp_
         }
 
 
+@pytest.mark.slow
 def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):
     skill.run(config(store, tmp_path, models=["unet3d", "emos"], seeds=1, trials=1))
     with pytest.raises(UserError, match="steps=5 "):

@@ -197,6 +197,7 @@ class TestWorkers:
             _follow([SimpleNamespace(exitcode=-9)], queue.Queue(), model_years(tiny_config(tmp_path)), tmp_path)
 
 
+@pytest.mark.slow
 def test_model_steps_members_apart_from_one_another():
     from data_prep.simulate.model import Atmosphere, Recipe
 

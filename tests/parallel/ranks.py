@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers do: once here, not for two seconds in each rank
 
 from ensemble_ml.config import ParallelConfig
 from ensemble_ml.distributed import start

@@ -93,6 +93,7 @@ def fails_with_much_to_close(session):
     session.mesh.world.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_the_others_hear_of_a_failure_before_all_is_closed():
     ends = run_ranks(fails_with_much_to_close, 2, statuses=True, silence=30)
     assert ends[0][1] < 8 and ends[1][1] > 11
@@ -160,6 +161,7 @@ def freezes(session):
     session.mesh.world.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [3, 600], ids=["exchanges fail", "exchanges wait"])
 def test_the_rank_that_serves_the_others_freezes(timeout):
     ends = run_ranks(freezes, 2, statuses=True, silence=2, timeout=timeout)

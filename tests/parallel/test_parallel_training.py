@@ -108,9 +108,10 @@ def serial(store, tmp_path_factory):
     return output / "a"
 
 
-@pytest.mark.parametrize(
-    ("lat", "lon", "data"), [(2, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), pytest.param(1, 1, 4, marks=pytest.mark.slow)]
-)
+LONG = [pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1, 2), (2, 2, 1), (1, 1, 4))]
+
+
+@pytest.mark.parametrize(("lat", "lon", "data"), [(2, 1, 1), (1, 1, 2), *LONG])
 def test_equal_to_one_process(store, serial, tmp_path, lat, lon, data):
     config = config_of(store, tmp_path, parallel=ParallelConfig(lat=lat, lon=lon, data=data))
     found = run_ranks(joined, lat * lon * data, config, lat=lat, lon=lon, data=data)
@@ -161,6 +162,7 @@ def stopped_at(session, config, steps):
     return False
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_parts_goes_on_as_one_and_as_four_bands(tmp_path):
     """Ten steps more than the four before, on 2x2, then on 1x1 and on 4x1; 20 rows are bands of 8, 4, 4 and 4."""
     store = make_store(tmp_path / "a.zarr", dates=12, members=5, shape=(20, 16), bias=0.6, dispersion=0.6).path
@@ -227,6 +229,7 @@ def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher)
     assert_same(tmp_path / "alone" / "a", tmp_path / launcher / "a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "mpiexec", "slurm"])
 def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
     if launcher == "mpiexec":

@@ -109,8 +109,8 @@ CASES = {
     [
         (1, 2),
         (2, 1),
-        (2, 2),
-        (1, 3),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(1, 3, marks=pytest.mark.slow),
         pytest.param(3, 1, marks=pytest.mark.slow),
         pytest.param(4, 2, marks=pytest.mark.slow),
     ],

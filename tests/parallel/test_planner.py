@@ -247,7 +247,9 @@ def count_bytes(session, spec):
     return found
 
 
-@pytest.mark.parametrize(("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), pytest.param(2, 2, 1, marks=pytest.mark.slow), (1, 2, 2)]
+)
 def test_bytes_are_those_that_communicators_count(lat, lon, data):
     for found in run_ranks(count_bytes, lat * lon * data, make_spec(17, 16), lat=lat, lon=lon, data=data):
         for name, (counted, predicted) in found.items():
@@ -370,7 +372,9 @@ def test_simulated_scaling(store, tmp_path):
     [
         (["plan.ranks=7"], "7 ranks: none of 3 partitions fits"),
         (["plan.ranks=2", "plan.memory_gb=1e-3"], "of it for weights, optimizer and libraries; use a smaller model"),
-        (["plan.ranks=1", "plan.memory_gb=0.009", "batch_size=8"], "ranks would do (data="),
+        pytest.param(
+            ["plan.ranks=1", "plan.memory_gb=0.009", "batch_size=8"], "ranks would do (data=", marks=pytest.mark.slow
+        ),
         (["plan.beta=null"], "give plan.alpha and plan.beta, or neither"),
         (
             ["plan.alpha=null", "plan.beta=null", "plan.ranks=4", "plan.ranks_per_node=1"],
@@ -393,6 +397,7 @@ def train_on(session, config):
     return session.topology.shape
 
 
+@pytest.mark.slow
 def test_training_takes_the_planners_choice(store, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = DataConfig(store=str(store), train=["2001"], members=[1, 2], validation_members=2)

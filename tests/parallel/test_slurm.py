@@ -68,6 +68,7 @@ def ended(processes):
     return [p.returncode for p in processes], texts
 
 
+@pytest.mark.slow
 def test_stops_ahead_of_the_time_limit_and_goes_on(store, tmp_path):
     running = ranks(store, tmp_path, 2000)
     log, until = tmp_path / "a" / "log.jsonl", time.monotonic() + 60

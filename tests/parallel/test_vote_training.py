@@ -88,6 +88,7 @@ def test_a_stop_leaves_momenta_apart_that_checkpoints_average(store, tmp_path):
     assert whole.keys() == stopped.keys() and all(torch.equal(whole[k], stopped[k]) for k in whole)
 
 
+@pytest.mark.slow
 def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
     """Terms of one cell stay with the rank that has it, in the resumed run as in the whole one."""
     changes = {"exchange": ExchangeName.powersgd, "clip": 1.0}

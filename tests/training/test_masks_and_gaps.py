@@ -126,6 +126,7 @@ def test_a_mask_in_the_input_hides_the_target_there(settings, stores):
     assert torch.isnan(batch.truth_s[0, :, 1, LAND]).all() and not torch.isnan(batch.truth_s[0, :, 0]).any()
 
 
+@pytest.mark.slow
 def test_the_climate_at_sea_is_that_of_the_whole_field(settings, stores):
     fits = {which: fit_climate(reader_of(settings, stores, which), range(16), [], 3) for which in ("whole", "masked")}
     sea, whole = fits["masked"].climate, fits["whole"].climate

@@ -168,6 +168,7 @@ def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
     assert any(row["entrant"] == "forecast_3" and "crps" in row for row in content["scores"])
 
 
+@pytest.mark.slow
 def test_scores_do_not_jump_between_ensemble_sizes(config_of, store):
     """One checkpoint of ours from 2 to 6 members, two of which (3 and 5) training never showed."""
     run = train(config_of(steps=60, validate_every=30, optim__lr=2e-3))

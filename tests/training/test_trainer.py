@@ -129,7 +129,7 @@ def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatc
     assert "widths" not in caplog.text
 
 
-def test_two_runs_are_equal(config_of):
+def test_two_runs_are_equal(config_of, own_fits):
     other = config_of(run="b", loading__name=LoaderName.torch)
     apart = replace(other, output=f"{other.output}-apart")  # where no fit has been kept
     assert_equal_runs(train(config_of(run="a")), train(apart))
