@@ -24,6 +24,7 @@ class Reader:
     """Fields of `source` in the order of `spec`; safe to use from several threads.
 
     `window`: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
+    `zeros`: places (lead, surface variable) that are zero without being stored.
     """
 
     def __init__(self, source: Source, spec: ModelSpec, *, window: tuple[Span, Span] | None = None):
@@ -31,7 +32,7 @@ class Reader:
         self.window: tuple[Span, Span] = window or ((0, len(spec.latitude)), (0, len(spec.longitude)))
         self.members = len(source.layout.realization)
         places = [(t, s) for t in range(len(spec.leads_in)) for s in range(len(spec.surface))]
-        self._zeros = [(t, s) for t, s in places if zero_by_nature(spec.surface[s], spec.leads_in[t])]
+        self.zeros = [(t, s) for t, s in places if zero_by_nature(spec.surface[s], spec.leads_in[t])]
         self._masked = tuple(
             np.array([name in spec.masked for name in names], bool) for names in (spec.variables, spec.surface)
         )
@@ -99,7 +100,7 @@ class Reader:
         ground = [layout.surface.index(name) for name in spec.surface]
         pressure, surface = self.source.present(Part.FORECAST, date)
         surface = surface[:, leads][:, :, ground]
-        for lead, variable in self._zeros:
+        for lead, variable in self.zeros:
             surface[:, lead, variable] = True
         return pressure[:, leads][:, :, upper][:, :, :, levels], surface
 
@@ -136,7 +137,7 @@ class Reader:
         if columns != (0, len(self.spec.longitude)):
             fields = Fields(*(np.ascontiguousarray(v[..., slice(*columns)]) for v in (fields.pressure, fields.surface)))
         if part is Part.FORECAST:
-            for lead, variable in self._zeros:
+            for lead, variable in self.zeros:
                 fields.surface[:, lead, variable] = 0
         return fields
 

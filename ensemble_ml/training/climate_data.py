@@ -17,7 +17,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.store.source import Fields, Part, Selection, zero_by_nature
+from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
 
 FEWEST_TO_WIDEN = 4  # dates that say anything of how wide sigma should be
@@ -107,9 +107,8 @@ class Dates:
         total = Moments.nothing((self.shape[1],))
         for date, member in product(spaced(dates, most_dates(self.spec)), range(self.reader.full_size)):
             fields = self.reader.forecast(int(date), np.array([member]), strict=False)
-            for lead, variable in product(range(len(self.spec.leads_in)), range(len(self.spec.surface))):
-                if zero_by_nature(self.spec.surface[variable], self.spec.leads_in[lead]):
-                    fields.surface[:, lead, variable] = np.nan  # never stored, so no part of the store's own either
+            for lead, variable in self.reader.zeros:
+                fields.surface[:, lead, variable] = np.nan  # never stored, so no part of the store's own either
             values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
             total = total.merge(_moments(values))
         return total

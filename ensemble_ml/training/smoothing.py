@@ -67,6 +67,7 @@ class Scales:
             return (z * self.area).sum((-2, -1), dtype=torch.float64)
         area = torch.where(there, self.area, 0.0).sum((-2, -1), dtype=torch.float64)
         total = (torch.where(there, z, 0.0) * self.area).sum((-2, -1), dtype=torch.float64)
+        area = torch.where(there.flatten(-2).all(-1), 1.0, area)  # a whole field's mean hangs on no other field
         return total / torch.where(area > 0, area, torch.nan)
 
     def filled(self, z: Tensor) -> Tensor:

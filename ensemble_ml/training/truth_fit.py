@@ -127,7 +127,7 @@ class Truth:
                 s0 = self.spread.s0(followed, k.expand(self.dates.shape))
                 ratio = ((truth - centre) / s0) ** 2
                 # Of the date's own mean: a bound for all k would make those alike that are all far too small.
-                ratio = ratio.minimum(_LARGEST_RATIO * self.scales.mean(ratio, there)[..., None, None].to(ratio.dtype))
+                ratio = self._bounded(ratio, there)
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
         known, count = count > 0, count.clamp(min=1)
@@ -135,6 +135,11 @@ class Truth:
         alike = misfit <= misfit.amin(0) + _ALIKE  # members that never differ say nothing: the climate's spread does
         largest = (alike * torch.arange(len(SHRINK))[:, None, None]).amax(0)
         return torch.where(known, SHRINK[largest], self.spread.shrink)
+
+    def _bounded(self, ratio: Tensor, there: Tensor, least: float = 0.0) -> Tensor:
+        """Squared residuals over s0^2 (T, F, Y, X), none of them many times as large as their mean, or `least`."""
+        usual = self.scales.mean(ratio, there).clamp(min=least)
+        return ratio.minimum(_LARGEST_RATIO * usual[..., None, None].to(ratio.dtype))
 
     def inflation(self) -> Tensor:
         """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean; zero for
@@ -144,8 +149,7 @@ class Truth:
             truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
             ratio = ((truth - centre) / self.spread.s0(followed)) ** 2
             # Where s0 is far too small (members that hardly differ), all ratios are large, and none of them is chance.
-            usual = self.scales.mean(ratio, torch.isfinite(ratio)).clamp(min=1)[..., None, None]
-            ratio = ratio.minimum(_LARGEST_RATIO * usual.to(ratio.dtype))
+            ratio = self._bounded(ratio, torch.isfinite(ratio), least=1.0)
             ratios.add(self.scales.filled(ratio), present(ratio), follows=bool(follows))
         found = ratios.estimate()
         field = torch.where(found.parts[-1] > 0, found.parts[-1], 1.0).clamp(min=1e-12)
