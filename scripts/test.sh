@@ -12,6 +12,5 @@ ruff check .
 ruff format --check .
 mypy
 rm -f .coverage .coverage.*
-# Two workers on two cores, one thread each: what the tests measure is right and wrong, not speed. Files in their own
-# order: sorted by their number of tests, as is usual, those of few and long ones come last, and one worker waits.
-OMP_NUM_THREADS=1 python -m pytest -n "${TEST_WORKERS:-2}" --dist loadscope --no-loadscope-reorder "${select[@]}" "$@"
+# Two workers on two cores, one thread each: what the tests measure is right and wrong, not speed.
+OMP_NUM_THREADS=1 python -m pytest -n "${TEST_WORKERS:-2}" --dist loadscope "${select[@]}" "$@"
