@@ -62,9 +62,10 @@ def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
 
 
 def with_start(data: xr.Dataset) -> xr.Dataset:
-    """Let a start that stands beside the fields of a file, but not among their `coordinates`, be one of these."""
-    alone = [name for name, a in data.data_vars.items() if a.size == 1 and a.attrs.get("standard_name") == START]
-    return data.assign({name: data[name].squeeze(drop=True) for name in alone}).set_coords(alone) if alone else data
+    """Let starts that stand beside the fields of a file, but not among their `coordinates`, be some of these."""
+    starts = {name: a for name, a in data.data_vars.items() if a.attrs.get("standard_name") == START}
+    alone = {name: a.squeeze(drop=True) if a.size == 1 else a for name, a in starts.items()}
+    return data.assign(alone).set_coords(list(alone)) if alone else data
 
 
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
@@ -104,7 +105,7 @@ def _both(array: xr.DataArray, dimension: Hashable) -> UserError:
 
 
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
-    """Where one dimension carries two roles (lead times written as a time axis), the lead keeps it.
+    """Where one dimension carries two roles, the lead keeps it if all are from one start, the start if after one lead.
 
     Valid times after one and the same lead become start dates.
 
@@ -123,10 +124,14 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     if not lead.ndim or init.dims != lead.dims:
         return
     valid = init.name in VALID and init.attrs.get("standard_name") != START
-    starts = np.unique(init.values - later if valid else init.values)
-    if len(starts) != 1:
+    starts = init.values - later if valid else init.values
+    if (starts == starts[0]).all():
+        axes["init"] = xr.DataArray(starts[0])
+    elif (later == later[0]).all():
+        axes["init"] = xr.DataArray(starts, dims=init.dims, name=init.name)
+        axes["lead"] = lead[0]
+    else:
         raise _both(array, lead.dims[0])
-    axes["init"] = xr.DataArray(starts[0])
 
 
 def _read_init(axis: xr.DataArray | None) -> np.ndarray:

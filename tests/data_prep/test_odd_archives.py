@@ -100,6 +100,26 @@ def test_the_lead_of_a_reference_time_for_each_record_is_that_to_its_valid_time(
     np.testing.assert_array_equal(last, data.t.values[-1, :, ::-1].astype(np.float32))
 
 
+@pytest.mark.parametrize("reference", [False, True], ids=["valid times", "starts too"])
+def test_leads_that_are_equal_leave_a_time_axis_to_the_starts(tmp_path, reference):
+    """Forecasts of one lead time, joined along their valid times."""
+    starts = np.datetime64("2001-01-01", "ns") + np.array([0, 6, 24]) * np.timedelta64(1, "h")
+    data = dataset().isel(time=[0, 0, 0], step=0, drop=True)
+    data["t"] = data.t + xr.DataArray(10.0 * np.arange(3), dims="time")
+    data.t.attrs["units"] = "K"
+    data = data.assign_coords(
+        time=starts + np.timedelta64(6, "h"),
+        forecast_period=("time", [6, 6, 6], {"units": "hours", "standard_name": "forecast_period"}),
+    )
+    if reference:  # as a variable of its own, which the fields' `coordinates` do not name
+        data["reference"] = "time", starts, {"standard_name": "forecast_reference_time"}
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.lead_hours == (6,) and source.layout.init_time.tolist() == starts.tolist()
+    found = source.read(Part.FORECAST, 2).pressure[:, 0, 0]
+    np.testing.assert_array_equal(found, data.t.values[2, :, ::-1].astype(np.float32))
+
+
 def test_a_truth_of_short_forecasts_without_leads_stands_at_its_valid_times(tmp_path):
     data = dataset().isel(number=0, time=0, drop=True)
     start, leads = np.datetime64("2001-01-01", "ns"), data.step.values
