@@ -4,8 +4,10 @@ No test leaves the root logger changed for those after it. Trainings of the same
 are, fit their climate once in all tests of a process; `own_fits` is for tests that look at the fits of their own runs.
 """
 
+import contextlib
 import logging
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -17,6 +19,14 @@ settings.register_profile(
 )  # machines are shared: a slow example is none that fails
 settings.register_profile("search", derandomize=False, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+with contextlib.suppress(ImportError):
+    import absl.logging
+
+    # A sweep of Hydra's closes all handlers, and absl's (TensorBoard's logger) closes the stream that it found as
+    # sys.stderr, which is pytest's file of captured output.
+    absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
 @pytest.fixture(autouse=True)
