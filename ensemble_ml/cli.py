@@ -32,6 +32,7 @@ from ensemble_ml.tasks import TASKS
 
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
+_SWEEP = ("--multirun", "-m")
 _EXTRAS = {
     "eccodes": "grib",
     "cfgrib": "grib",
@@ -88,6 +89,7 @@ def build_config(task: str, composed: DictConfig) -> Any:
         added = next(_added(task, composed), None)
         if added is not None:
             raise UserError(_no_such(task, added))
+        schema.check_finite(OmegaConf.to_container(composed))
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise UserError(_one_line(task, str(error))) from error
@@ -173,7 +175,8 @@ def _sweep(task: str, arguments: list[str]) -> int:
     import hydra
 
     register_schemas()
-    sys.argv = [f"ensemble-ml {task}", *arguments]
+    settings = [argument for argument in arguments if argument not in _SWEEP]
+    sys.argv = [f"ensemble-ml {task}", _SWEEP[0], *settings]  # Hydra takes no flag between settings
 
     failed: list[str] = []
 
@@ -273,7 +276,7 @@ def _dispatch(arguments: list[str]) -> int:
     path = bool(rest) and ("=" not in rest[0] or Path(rest[0]).exists())
     if task == "inspect" and path and not rest[0].startswith("-"):
         rest[0] = f"store={_quoted(rest[0])}"
-    if "-m" in rest or "--multirun" in rest:
+    if set(_SWEEP) & set(rest):
         return _sweep(task, rest)
     option = next((item for item in rest if item.startswith("-") and item != "--cfg"), None)
     if option is not None:

@@ -106,6 +106,14 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
             ["evaluate", "forecast=a", "ensemble=b", "output=c", "members_in=[1,2]"],
             "members_in=[1, 2]: give a number, of first members of the raw ensemble",
         ),
+        (
+            ["train", "run=..", "data.store=x"],
+            "run=..: letters, digits, '.', '_' and '-' are allowed, and not dots alone",
+        ),
+        (["train", "run=a", "data.store=x", "optim.clip=inf"], "optim.clip=inf: must be a finite number"),
+        (["train", "run=a", "data.store=x", "max_minutes=inf"], "max_minutes=inf: must be a finite number"),
+        (["train", "run=a", "data.store=x", "parallel.lat=true"], "parallel.lat=True: auto or a number from 1 up"),
+        (["train", "run=a", "data.store=x", "resume=1"], "resume=1: true, false and auto are allowed"),
         (["predict", "checkpoint=${oc.env:NOT_THERE}", "input=b", "output=c"], "checkpoint: "),
         (
             ["predict", "checkpoint=a", "input=b", "output=c", "quantiles=[2]"],
@@ -120,11 +128,13 @@ def test_mistakes_end_in_one_line_and_status_2(capsys, arguments, text):
     assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1, err
 
 
-def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", [0, 2], ids=["before the settings", "between them"])
+def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch, place):
     """Each run its own, and the others go on."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["ensemble-ml"])
-    status, _, err = run(capsys, "train", "-m", "run=a", "data.store=nothing", "seed=0,1", "hydra.sweep.dir=sweep")
+    settings = ["run=a", "data.store=nothing", "seed=0,1", "hydra.sweep.dir=sweep"]
+    status, _, err = run(capsys, "train", *settings[:place], "-m", *settings[place:])
     assert status == cli.STATUS_USER and "Traceback" not in err
     assert err.count(f"ensemble-ml: store {tmp_path}/nothing: no such folder") == 2
     assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs could not be made; the last: store")

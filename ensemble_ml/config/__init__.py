@@ -15,7 +15,7 @@ from ensemble_ml.config.archives import (
     PrepareConfig,
     SimulateConfig,
 )
-from ensemble_ml.config.base import MISSING, as_list, check_period, opt, part, require, setting_lines
+from ensemble_ml.config.base import MISSING, as_list, check_finite, check_period, opt, part, require, setting_lines
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, ExportConfig, PredictConfig
 from ensemble_ml.config.loading import Assign, LoaderName, LoadingConfig, parse_bytes
@@ -48,6 +48,7 @@ __all__ = [
     "SimulateConfig",
     "MISSING",
     "as_list",
+    "check_finite",
     "check_period",
     "opt",
     "part",

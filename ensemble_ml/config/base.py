@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import field, fields
 from enum import Enum
@@ -43,6 +44,15 @@ def at_least(config: Any, least: float, *keys: str, group: str = "") -> None:
         value = getattr(config, key)
         for one in value if isinstance(value, list) else [value]:
             require(f"{group}{key}", one, one is None or one >= least, f"must be {least} or more")
+
+
+def check_finite(node: Any, path: str = "") -> None:
+    """Raise a UserError where a setting, or a value in it, is infinite or no number."""
+    if isinstance(node, dict | list):
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            check_finite(value, f"{path}.{name}" if path else str(name))
+    elif isinstance(node, float):
+        require(path, node, math.isfinite(node), "must be a finite number")
 
 
 _PERIOD = re.compile(r"\d{4}(-\d{2}(-\d{2}(T\d{2}(:\d{2})?)?)?)?")

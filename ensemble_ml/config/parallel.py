@@ -46,9 +46,9 @@ class ParallelConfig:
         at_least(self, 1, "trainer", group="parallel.")
         for key in ("data", "lat", "lon"):
             value = getattr(self, key)
-            good = value == "auto" or (isinstance(value, int) and value >= 1)
+            good = value == "auto" or (type(value) is int and value >= 1)
             require(f"parallel.{key}", value, good, "auto or a number from 1 up is allowed")
-        require("parallel.overlap", self.overlap, self.overlap in ("auto", True, False), "true, false or auto is allowed")
+        require("parallel.overlap", self.overlap, isinstance(self.overlap, bool) or self.overlap == "auto", "true, false or auto is allowed")
         require("parallel.timeout", self.timeout, self.timeout > 0, "must be above 0")
         at_least(self, 2, "silence", group="parallel.")
 

@@ -76,7 +76,7 @@ class TrainConfig:
         at_least(self, 0, "checkpoint_minutes", "max_minutes", "spread_weight", "threads", "seed")
         require("seed", self.seed, self.seed < 2**63, "must be below 2^63")
         require("average", self.average, 0 <= self.average < 1, "must be in [0, 1)")
-        require("resume", self.resume, self.resume in (True, False, "auto"), "true, false and auto are allowed")
+        require("resume", self.resume, isinstance(self.resume, bool) or self.resume == "auto", "true, false and auto are allowed")
         both = self.resume is True and self.init_from
         require("resume", self.resume, not both, "resume and init_from exclude each other; resume=auto goes with it")
-        require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed")
+        require("run", self.run, self.run == MISSING or bool(re.fullmatch(r"(?!\.+$)[\w.\-]+", self.run)), "letters, digits, '.', '_' and '-' are allowed, and not dots alone")
