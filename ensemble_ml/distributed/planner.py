@@ -6,6 +6,7 @@ is thinner than the halo its neighbours need of it, the batch divides, and a ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,14 +36,14 @@ class Candidate:
 
     @property
     def topology(self) -> Topology:
-        """Its mesh, seen from the first rank, which holds a largest part."""
+        """Its mesh, seen from the first rank."""
         return Topology(data=self.data, lat=self.lat, lon=self.lon)
 
     def busiest(self, shard: Callable[[Topology], tuple[int, int]]) -> Topology:
         """Its mesh, seen from a rank that holds a largest part, between two neighbours where there is such a one."""
-        first = self.topology
-        inner = first.at(min(1, self.lat - 1) * self.lon + min(1, self.lon - 1))
-        return inner if shard(inner) == shard(first) else first
+        below, beside, last = min(1, self.lat - 1) * self.lon, min(1, self.lon - 1), (self.lat - 1) * self.lon
+        ranks = [self.topology.at(rank) for rank in (below + beside, below, 0, last)]  # see `bands`
+        return max(ranks, key=lambda rank: math.prod(shard(rank)))
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -71,7 +72,7 @@ def candidates(
 
     Args:
         batch: start dates a step.
-        shard: the part (Y, X) of the first rank of a topology; raises a UserError where the grid cannot be shared out.
+        shard: the part (Y, X) of the rank of a topology; raises a UserError where the grid cannot be shared out.
 
     Raises:
         UserError: no partition agrees with the degrees that `wanted` fixes.
@@ -93,7 +94,7 @@ def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[
         why = f"parallel.data={candidate.data}: batch_size={batch} does not divide"
         return replace(candidate, why=f"{why}; use a multiple of {candidate.data}")
     try:
-        return replace(candidate, shape=shard(candidate.topology))
+        return replace(candidate, shape=shard(candidate.busiest(shard)))
     except UserError as error:
         return replace(candidate, why=str(error))
 

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,20 @@ class Planner:
             return str(error)
 
     def traced(self, candidate: Candidate) -> Tracing:
-        """What a step of a partition's busiest rank takes; followed once for all partitions that share it."""
-        rank = candidate.busiest(self.shard)
+        """What a step of a partition's busiest rank takes, with the messages of that which sends most."""
+        largest = candidate.busiest(self.shard)
+        found = self._followed(largest, candidate.samples)
+        if candidate.lat > 2 and largest.place.lat in (0, candidate.lat - 1):  # alone is as large, and ends at a pole
+            other = self._followed(largest.at(candidate.lon), candidate.samples)
+            found = replace(found, traffic=max(found.traffic, other.traffic, key=attrgetter("sent")))
+        return found
+
+    def _followed(self, rank: Topology, samples: int) -> Tracing:
+        """What a step of `rank` takes; followed once for all partitions that share it."""
         # Ranks that train on other dates change nothing but whether there is an exchange at all.
-        alike = (rank.lat, rank.lon, rank.place.lat, candidate.samples, rank.data > 1)
+        alike = (rank.lat, rank.lon, rank.place.lat, rank.place.lon, samples, rank.data > 1)
         if alike not in self.known:
-            self.known[alike] = trace(self.config, self.spec, rank, candidate.samples, self.speed)
+            self.known[alike] = trace(self.config, self.spec, rank, samples, self.speed)
         return self.known[alike]
 
     def _within_memory(self, c: Candidate, traced: dict[tuple[int, int, int], Tracing]) -> Candidate:
@@ -295,7 +304,9 @@ def shared_out(
         return config
     ranks = session.world.size
     known = [before["parallel"].get(key) for key in ("data", "lat", "lon")] if before else []
-    if known and all(isinstance(n, int) for n in known) and math.prod(known) == ranks:
+    wanted = (getattr(config.parallel, key) for key in ("data", "lat", "lon"))
+    kept = all(now in ("auto", then) for now, then in zip(wanted, known, strict=False))
+    if known and kept and all(isinstance(n, int) for n in known) and math.prod(known) == ranks:
         chosen = Candidate(*known)
     elif ranks == 1 or spec.config.name != "unet3d":
         chosen = Candidate(ranks, 1, 1)

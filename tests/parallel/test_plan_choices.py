@@ -1,0 +1,59 @@
+"""What the planner reckons with where ranks hold unequal parts, and what a run that goes on keeps of its mesh."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+from models.small_models import make_spec
+from parallel.test_planner import half_degree
+
+from ensemble_ml.config import ParallelConfig, TrainConfig
+from ensemble_ml.distributed import Topology
+from ensemble_ml.distributed.planner import Candidate
+from ensemble_ml.training import plan
+from ensemble_ml.training.plan import Planner, shared_out
+
+
+@dataclass
+class _Traced:
+    shape: tuple[int, int]
+    traffic: SimpleNamespace
+
+
+@pytest.mark.parametrize("lat", [2, 3, 4, 11, 22])
+def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
+    """Half-degree rows make 23 blocks: of 11 or 22 ranks the first alone has one more, and a neighbour less."""
+
+    def trace(config, spec, rank, samples, speed):
+        neighbours = (rank.place.lat > 0) + (rank.place.lat < rank.lat - 1)
+        return _Traced(half_degree(rank), SimpleNamespace(sent=100 * neighbours))
+
+    monkeypatch.setattr(plan, "trace", trace)
+    planner = Planner.__new__(Planner)
+    planner.config = planner.spec = planner.speed = None
+    planner.known, planner.shard = {}, half_degree
+    found = planner.traced(Candidate(1, lat, 1))
+    ranks = [Topology(lat=lat).at(rank) for rank in range(lat)]
+    assert found.shape == max(map(half_degree, ranks))
+    assert found.traffic.sent == (200 if lat > 2 else 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (dict(lat="auto"), (2, 1, 1)),
+        (dict(data=2, lat="auto", lon="auto"), (2, 1, 1)),
+        (dict(data=1, lat="auto"), (1, 2, 1)),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_mesh_unless_other_degrees_are_given(monkeypatch, given, expected):
+    chosen = []
+    session = SimpleNamespace(world=SimpleNamespace(size=2), first=False, once=lambda f: f(), share_out=chosen.append)
+    planned = SimpleNamespace(candidates=lambda: [Candidate(1, 2, 1)])
+    monkeypatch.setattr(plan, "Planner", lambda *_: planned)
+    monkeypatch.setattr(plan, "pick", lambda found: found[0])
+    config = replace(TrainConfig(run="a"), parallel=ParallelConfig(**given))
+    before = {"parallel": dict(data=2, lat=1, lon=1)}
+    config = shared_out(config, make_spec(17, 16), session, before)
+    assert (config.parallel.data, config.parallel.lat, config.parallel.lon) == expected
+    assert chosen == [Topology(data=expected[0], lat=expected[1], lon=expected[2])]
