@@ -87,9 +87,6 @@ class Keeper:
         folder: of the checkpoints.
         world: all ranks that train these weights.
         minutes: longest time between checkpoints, by the first rank's clock; 0 has no limit.
-
-    Attributes:
-        held: seconds that the training has waited for checkpoints.
     """
 
     def __init__(self, folder: Path, world: Communicator | None = None, minutes: float = 0.0):
@@ -98,7 +95,6 @@ class Keeper:
         self._pending: _Pending | None = None
         self._renaming: Future[Path] | None = None
         self._last = time.monotonic()
-        self.held = 0.0
 
     @property
     def _first(self) -> bool:
@@ -121,7 +117,6 @@ class Keeper:
         Raises:
             OSError: of this checkpoint or the one before: the disk is full, and the like.
         """
-        start = time.perf_counter()
         self.finish()
         partial = _partial(self.folder, snapshot.step)
         if self._first:
@@ -133,7 +128,6 @@ class Keeper:
             snapshot = replace(snapshot, own=_copied(snapshot.own))
         self._pending = _Pending(snapshot, self._submit(partial, snapshot))
         self._last = time.monotonic()
-        self.held += time.perf_counter() - start
 
     def follow(self, all_done: bool) -> None:
         """Rename the folder once every rank has written; `all_done` was agreed on by all ranks.

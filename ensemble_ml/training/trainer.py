@@ -27,6 +27,7 @@ from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
 from ensemble_ml.distributed.gather import sharing_cores
+from ensemble_ml.distributed.shard import mark_own, own_part
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
@@ -109,6 +110,7 @@ class Trainer:
         self.config, self.state = run.config, run.state
         self.keeper = Keeper(folder / "checkpoints", run.session.mesh.model, run.config.checkpoint_minutes)
         self._waited, self._skipped = 0.0, 0
+        self._kept: int | None = None  # the step of checkpoints/last
         self._noted: dict[str, Any] = {}
         self.area = run.loss.area
         self.loader: RunLoader | None = None  # before there is one, batches are read as they are asked for
@@ -121,6 +123,7 @@ class Trainer:
                 self.loader = stack.enter_context(closing(open_loader(self.setup, self.folder, resumed=resumed)))
                 tracker.counters = self.loader.counters
             if resumed:
+                self._kept = self.state.step
                 tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
             else:
                 if self.session.first:
@@ -164,6 +167,9 @@ class Trainer:
     def _seconds_a_step(self) -> float:
         trial = Trainer(self.setup, self.folder)
         model = copy.deepcopy(self.state.model)
+        for own, copied in zip(self.state.model.parameters(), model.parameters(), strict=True):
+            if (shard := own_part(own)) is not None:
+                mark_own(copied, shard)
         exchange = run_exchange(self.config, self.session)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
@@ -290,7 +296,8 @@ class Trainer:
             return UserError(
                 f"{where}; weights are not finite before it, so checkpoints/last is older: begin anew {_OTHERWISE}"
             )
-        self._save(tracker, best=False, kept=MomentumKept.ranks)
+        if self._kept != self.state.step:  # on another number of ranks, the momenta are no longer those that were read
+            self._save(tracker, best=False, kept=MomentumKept.ranks)
         self.keeper.finish()
         skips = self.config.optim.nonfinite is Nonfinite.skip
         how = "" if skips else "go on without this step by resume=true optim.nonfinite=skip, or "
@@ -346,7 +353,7 @@ class Trainer:
         return batch.to(self.setup.device, self.setup.dtype)
 
     def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
-        before = self.keeper.held
+        start = time.perf_counter()
         self.state.complete()
         own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks
         if self.session.first:
@@ -355,7 +362,8 @@ class Trainer:
             self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, own, best))
         else:
             self.keeper.begin(Snapshot(self.state.step, own=own))
-        tracker.checkpoint(self.state.step, self.keeper.held - before)
+        self._kept = self.state.step
+        tracker.checkpoint(self.state.step, time.perf_counter() - start)
 
     def _say_end(self, tracker: Tracker | Silent) -> None:
         best = self.state.best

@@ -325,6 +325,33 @@ def refused(session, config):
     return str(found.value)
 
 
+def _bytes_of_steps(session, config):
+    """Bytes that steps send: of those that are timed for `max_minutes`, and of the run's."""
+    found, step = {"timed": [], "run": []}, trainer.Trainer._step
+
+    def counted(self, batch, stop=None):
+        before = self._bytes_sent
+        try:
+            return step(self, batch, stop)
+        finally:
+            found["timed" if stop is None else "run"].append(self._bytes_sent - before)
+
+    trainer.Trainer._step = counted
+    try:
+        joined(session, config)
+    finally:
+        trainer.Trainer._step = step
+    return found
+
+
+def test_a_step_that_is_timed_sends_what_a_step_of_the_run_does(store, tmp_path):
+    """Terms of one cell stay with their rank in both."""
+    config = config_of(store, tmp_path, steps=2, max_minutes=5.0)
+    for found in run_ranks(_bytes_of_steps, 2, config, lat=2):
+        timed, run = (found[which][-1] for which in ("timed", "run"))
+        assert run > 0 and abs(timed - run) < 100  # the samples and the votes of a step of the run
+
+
 def test_a_model_that_cannot_be_shared_out(store, tmp_path):
     config = config_of(store, tmp_path)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name="drn", depth=0))

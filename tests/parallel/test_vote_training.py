@@ -272,6 +272,16 @@ def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path, exchange, st
     assert whole.keys() == gone_on.keys() and all(torch.equal(v, gone_on[k]) for k, v in whole.items())
 
 
+def test_bad_gradients_right_after_going_on_with_more_ranks(store, tmp_path):
+    """They take the mean of the momenta, which is no checkpoint of another process."""
+    config = voting(store, tmp_path)
+    run_ranks(_poisoned, 2, config, data=2)
+    config.resume, config.optim.nonfinite = True, Nonfinite.stop
+    told = run_ranks(_poisoned, 4, config, data=4)
+    assert all(text.startswith("step 4: gradients that are not finite from ranks 1, on") for text in told), told
+    assert all("checkpoints/last is the state before" in text for text in told)
+
+
 @pytest.mark.parametrize("name", [ExchangeName.vote, ExchangeName.lion_cub])
 def test_ranks_that_average_before_they_vote_are_all_named(store, tmp_path, name):
     """Rank 3's are in the mean of ranks 2 and 3, which is what the others see of them."""

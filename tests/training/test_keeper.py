@@ -3,6 +3,7 @@
 import errno
 import resource
 import threading
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ensemble_ml.training import keeper as module
 from ensemble_ml.training import load_checkpoint, train
 from ensemble_ml.training.checkpoint import RANK
 from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import read_log
 
 META = {"spec": SPEC.to_json(), "best": None}
@@ -144,11 +146,13 @@ def test_ranks_write_their_own_files_and_only_whole_checkpoints_count(tmp_path):
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(MomentumKept.ranks, [0, 1, 2, 3, 4]), (MomentumKept.mean, [0, 4])])
-def test_the_clock_asks_for_checkpoints(config_of, kept, expected):
+def test_the_clock_asks_for_checkpoints(config_of, monkeypatch, kept, expected):
     """Every step is late under so short a limit; where keeping changes the momenta, a clock may not decide."""
+    complete = State.complete
+    monkeypatch.setattr(State, "complete", lambda self: (time.sleep(0.05), complete(self)))  # a part of the wait
     settings = dict(steps=4, validate_every=100, checkpoint_every=100, optim__momentum_kept=kept)
     run = train(config_of(checkpoint_minutes=1e-9, **settings))
     lines = read_log(run / "log.jsonl")
     assert [x["step"] for x in lines if "checkpoint" in x] == expected
-    assert all(x["checkpoint"]["held_s"] >= 0 for x in lines if "checkpoint" in x)
+    assert all(x["checkpoint"]["held_s"] >= 0.05 for x in lines if "checkpoint" in x)
     assert load_checkpoint(run / "checkpoints" / "last").meta["step"] == 4
