@@ -62,7 +62,7 @@ if " ".join([name, *level]) not in choices:
 # %%
 def of_variable(data):
     """This variable at this level, on `lead_time` instead of valid time."""
-    held = data[[key for key in data.data_vars if key.startswith(f"{name}_")]]
+    held = data[[key for key in data.data_vars if key.startswith(f"{name}_") and key != f"{name}_member"]]
     held = held.swap_dims(time="forecast_period").drop_vars("time").rename(forecast_period="lead_time")
     return held.sel(level=int(level[0]), drop=True) if level else held
 
@@ -79,7 +79,7 @@ if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scal
     given = f"give forecasts of the distribution of {name} (a model trained with model.postprocess=true)"
     raise ValueError(f"{folder}: holds {holds}, no {', '.join(lacking)}; {given}")
 dates, made_from = zip(*map(read, files), strict=True)
-forecast = xr.concat(dates, "forecast_reference_time", coords="minimal", compat="override")
+forecast = xr.concat(dates, "forecast_reference_time", coords="minimal", compat="override", join="outer")
 forecast = forecast.rename(forecast_reference_time="init_time")
 print(forecast)
 
@@ -142,7 +142,7 @@ def root_mean_square(values):
 
 def normal_law(ensemble):
     """Mean, and the standard deviation (1 + 1/M)^(1/2) s of a new member or the truth around it."""
-    inflation = np.sqrt(1 + 1 / ensemble.sizes["realization"])
+    inflation = np.sqrt(1 + 1 / ensemble.notnull().sum("realization"))  # a date may lack a member
     return ensemble.mean("realization"), ensemble.std("realization", ddof=1) * inflation
 
 

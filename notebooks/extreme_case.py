@@ -114,7 +114,7 @@ for start, value in unusual.items():
 # ## Raw, post-processed, truth
 
 # %%
-raw = members.sel(init_time=case)
+raw = members.sel(init_time=case).dropna("realization", how="all")  # a date may lack a member
 truth = truths.sel(init_time=case)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
     used = [int(number) for number in data.attrs["members_in"].split()]

@@ -4,7 +4,8 @@ Every score but `efi` takes `reduce_dims` (dimensions to average over; None aver
 (dimensions to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas)
 and `mask` (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that
 differ are refused: nothing is skipped in silence. All is computed in float64, whatever the type of the data. Dask
-arrays stay lazy, and chunks change no score; member, variable and quantile dimensions must lie in one chunk.
+arrays stay lazy, and chunks change no score; member, variable and quantile dimensions must lie in one chunk. Scores in
+the variable's units have these as their attribute `units`, the others none.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def weighted_mean(
     if mask is not None:
         values, w = values.where(mask, 0.0), w.where(mask, 0.0)
     total, weight = (values * w).sum(over, skipna=False), w.sum(over, skipna=False)
-    return (total / weight.where(weight > 0)).rename(values.name)
+    mean = (total / weight.where(weight > 0)).rename(values.name)
+    mean.attrs = dict(values.attrs)
+    return mean
 
 
 def crps_ensemble(
@@ -108,7 +111,7 @@ def crps_ensemble(
     """
     _check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
-    return weighted_mean(_pointwise(score, forecast, observed, core=member_dim), **reduction)
+    return weighted_mean(_in_units_of(observed, _pointwise(score, forecast, observed, core=member_dim)), **reduction)
 
 
 def crps_distribution(
@@ -116,7 +119,8 @@ def crps_distribution(
 ) -> xr.DataArray:
     """CRPS of a parametric forecast in closed form; `family` as the attribute `distribution_family` names it."""
     law = Family(family)
-    return weighted_mean(_pointwise(lambda *a: families.crps(law, *a), location, scale, observed), **reduction)
+    score = _pointwise(lambda *a: families.crps(law, *a), location, scale, observed)
+    return weighted_mean(_in_units_of(observed, score), **reduction)
 
 
 def log_score(
@@ -140,8 +144,7 @@ def spread_skill(
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     variance = variance.broadcast_like(error)
     ratio = (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
-    ratio.attrs = {}  # it has neither units nor standard name of the variable
-    return ratio
+    return _bare(ratio)
 
 
 def rank_histogram(
@@ -186,13 +189,13 @@ def pit_histogram(
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Mean squared difference of a probability and what happened (0 or 1)."""
     forecast, event = _aligned(forecast, event)
-    return weighted_mean((forecast - event) ** 2, **reduction)
+    return weighted_mean(_bare((forecast - event) ** 2), **reduction)
 
 
 def quantile_score(forecast: xr.DataArray, observed: xr.DataArray, *, level: float, **reduction: Any) -> xr.DataArray:
     """Pinball loss of a predicted quantile."""
     score = lambda q, y: probability.quantile_score(q, y, level)  # noqa: E731
-    return weighted_mean(_pointwise(score, forecast, observed), **reduction)
+    return weighted_mean(_in_units_of(observed, _pointwise(score, forecast, observed)), **reduction)
 
 
 def energy_score(
@@ -206,7 +209,8 @@ def energy_score(
 ) -> xr.DataArray:
     """Energy score of members over the vector along `variable_dim`. Gneiting & Raftery (2007), equation 22."""
     score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
-    return weighted_mean(_vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
+    found = _vectors(score, forecast, observed, member_dim, variable_dim)
+    return weighted_mean(_in_units_of(observed, found), **reduction)
 
 
 def variogram_score(
@@ -237,14 +241,14 @@ def efi(
 
     return xr.apply_ufunc(
         index, forecast, climate, input_core_dims=[[member_dim], [quantile_dim]], dask="parallelized",
-        output_dtypes=[np.float64],
+        output_dtypes=[np.float64], keep_attrs=False,
     )  # fmt: skip
 
 
 def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Extreme event CRPS: mean of |EFI| CRPS, from both at each point."""
     index, crps = _aligned(index, crps)
-    return weighted_mean(abs(index) * crps, **reduction)
+    return weighted_mean(_in_units_of(crps, _bare(abs(index) * crps)), **reduction)
 
 
 def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims) -> list[Hashable]:
@@ -275,6 +279,16 @@ def _aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, x
     return one.astype(np.float64), other.astype(np.float64)
 
 
+def _bare(score: xr.DataArray) -> xr.DataArray:
+    """Without units, standard name and family of the variable: xarray may hand them on, and a score has others."""
+    return score.drop_attrs(deep=False)
+
+
+def _in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
+    units = data.attrs.get("units")
+    return score if units is None else score.assign_attrs(units=units)
+
+
 def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None) -> xr.DataArray:
     """Apply to arrays point by point; the first has members along `core`, which the function gets first."""
     core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
@@ -286,7 +300,9 @@ def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core:
             rest = tuple(np.broadcast_to(array, shape) for array in rest)
         return function(first, *rest)
 
-    return xr.apply_ufunc(inner, *arrays, input_core_dims=core_dims, dask="parallelized", output_dtypes=[np.float64])
+    return xr.apply_ufunc(
+        inner, *arrays, input_core_dims=core_dims, dask="parallelized", output_dtypes=[np.float64], keep_attrs=False
+    )
 
 
 def _core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
@@ -306,7 +322,7 @@ def _vectors(
 
     return xr.apply_ufunc(
         inner, forecast, observed, input_core_dims=[[member, variable], [variable]], dask="parallelized",
-        output_dtypes=[np.float64],
+        output_dtypes=[np.float64], keep_attrs=False,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 from scipy import stats
-from scipy.special import erf, erfcx, gammainc, gammaincc, gammaincinv, gammaln, log_ndtr, ndtr, ndtri
+from scipy.special import erf, erfcx, gammainc, gammaincc, gammaincinv, gammaln, hyp1f1, log_ndtr, ndtr, ndtri
 
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 
@@ -123,10 +123,9 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
         return normal
     if family is Family.TRUNCATED_NORMAL:
         return np.where(y < 0, np.inf, normal + log_ndtr(x))
-    with np.errstate(divide="ignore"):
-        mass = -np.log(cdf(family, location, scale, np.zeros_like(y))) if family in CENSORED else np.inf
+    mass = -log_ndtr(-x) if family in CENSORED else np.inf  # one that is too small for a number has a logarithm still
     if family in _CENSORED_NORMAL:
-        density, mass = normal, -log_ndtr(-x)  # a mass that is small has a logarithm still
+        density = normal
     elif family is Family.LOGNORMAL:
         mu, sigma = _log_parameters(_ratio(x))
         log_v = np.log(np.maximum(v, _TINY))
@@ -136,7 +135,10 @@ def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nda
         r = _ratio(np.minimum(x + GAMMA_SHIFT, _HIGHEST))
         at = np.maximum((v + GAMMA_SHIFT) * r, _TINY)
         density = at - (r * r - 1) * np.log(at) + gammaln(r * r) - np.log(r) + np.log(scale)
-        density = np.where(x + GAMMA_SHIFT >= _HIGHEST, normal, density)
+        far, k, low = x + GAMMA_SHIFT >= _HIGHEST, r * r, GAMMA_SHIFT * r
+        density = np.where(far, normal, density)
+        # P(k, low) = low^k e^-low M(1, k + 1, low) / Gamma(k + 1): DLMF 8.5.1
+        mass = np.where(far, mass, low + gammaln(k + 1) - k * np.log(low) - np.log(hyp1f1(1.0, k + 1, low)))
     found = np.where(y > 0, density, np.where(y == 0, mass, np.inf))
     if family is Family.DOUBLY_CENSORED_NORMAL:
         found = np.where(y < 1, found, np.where(y == 1, -log_ndtr((location - 1) / scale), np.inf))

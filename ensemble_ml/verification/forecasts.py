@@ -72,10 +72,14 @@ class ForecastSet:
         """Read one variable at one lead.
 
         Raises:
-            UserError: the file lacks the lead, or cannot be read.
+            UserError: the file lacks the lead, or cannot be read; or a scale or spread is below zero.
         """
-        file, step = self._file(self.files[init_time]), self._step(init_time, lead)
+        path = self.files[init_time]
+        file, step = self._file(path), self._step(init_time, lead)
         parts = {part: self._field(file, name, part, step, levels) for part in _PARTS}
+        for part in ("scale", "stddev", "ensemble_spread"):
+            if (values := parts[part]) is not None and (values < 0).any():
+                raise UserError(f"{path}: {name}_{part} is below zero at {int((values < 0).sum())} of its points")
         location, scale, family = parts["location"], parts["scale"], registered(name).family
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL

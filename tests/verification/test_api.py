@@ -242,6 +242,20 @@ SCORES = {
 }
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("name", list(SCORES))
+def test_scores_have_their_own_units(name, kept):
+    """Neither standard name nor family of the variable, whatever xarray hands on; an index or a share has no units."""
+    rng = np.random.default_rng(0)
+    about = {"units": "mm", "standard_name": "precipitation_amount", "distribution_family": "csgamma"}
+    x = xr.DataArray(rng.uniform(1, 200, (20, 90, 6)), dims=("realization", "time", "point"), attrs=about)
+    y = xr.DataArray(rng.uniform(1, 200, (90, 6)), dims=("time", "point"), attrs=about)
+    with xr.set_options(keep_attrs=kept):
+        found = SCORES[name](x, y).attrs
+    of_variable = name.startswith(("crps", "energy", "quantile", "eecrps"))
+    assert found == (about if name == "weighted_mean" else {"units": "mm"} if of_variable else {})
+
+
 @pytest.mark.parametrize("score", SCORES.values(), ids=list(SCORES))
 @pytest.mark.parametrize("dtype", ["float16", "uint8", "int16", "bool"])
 def test_the_type_of_the_data_changes_no_score(score, dtype):

@@ -31,12 +31,14 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
 
 
-def rewritten(folder, path, change):
-    """The files of a forecast's means and standard deviations after `change`."""
+def rewritten(folder, path, change, parts=("mean", "stddev")):
+    """The files of a forecast's `parts` of t and tp after `change`."""
     path.mkdir()
     for file in folder.glob("*.nc"):
         with xr.open_dataset(file, decode_timedelta=False) as data:
-            change(data[["t_mean", "t_stddev", "tp_mean", "tp_stddev"]].load()).to_netcdf(path / file.name)
+            change(data[[f"{name}_{part}" for name in ("t", "tp") for part in parts]].load()).to_netcdf(
+                path / file.name
+            )
     return path
 
 
@@ -113,6 +115,20 @@ def test_units_that_are_not_known_and_laws_in_other_units_are_refused(store, for
         with netCDF4.Dataset(file, "a") as data:
             data["t_location"].units = "degF"
     with pytest.raises(UserError, match="t_location: units 'degF': cannot be converted to 'K'"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+@pytest.mark.parametrize("part", ["scale", "stddev"])
+def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, part):
+    """As a point forecast it would have a CRPS, and squared a spread."""
+
+    def turned(data):
+        data[f"t_{part}"] *= -1
+        return data
+
+    parts = ("mean", "stddev", "location", "scale")
+    other = rewritten(forecast, tmp_path / "f", turned, parts)
+    with pytest.raises(UserError, match=rf"f.forecast_\S+nc: t_{part} is below zero at \d+ of its points"):
         evaluate(settings(other, store, tmp_path / "r"), store)
 
 
