@@ -1,5 +1,6 @@
 """Every notebook runs from its first cell to its last on a tiny run."""
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -10,6 +11,7 @@ import nbformat
 import netCDF4
 import numpy as np
 import pytest
+import xarray as xr
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from scipy.stats import norm
@@ -87,6 +89,19 @@ def test_evaluate_forecast(run, monkeypatch, variable, forecast):
     assert pictures == 3 and not re.search(r"\bnan\b", text.split("members in\n")[1])
     error = re.search(r"raw 6 \+48 h: error of the mean (\S+)", text)[1]
     assert float(error) == pytest.approx(raw_error(run, variable, forecast), rel=1e-3)
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_a_law_counts_the_members_that_are_there(lacking):
+    source = ast.parse((NOTEBOOKS / "evaluate_forecast.py").read_text())
+    [law] = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "normal_law")
+    exec(compile(ast.Module([law], []), "law", "exec"), names := {"np": np})
+    members = np.random.default_rng(0).normal(size=(5, 3))
+    members[:lacking] = np.nan
+    mean, sigma = names["normal_law"](xr.DataArray(members, dims=["realization", "point"]))
+    there = members[lacking:]
+    np.testing.assert_allclose(mean, there.mean(0))
+    np.testing.assert_allclose(sigma, there.std(0, ddof=1) * np.sqrt(1 + 1 / (5 - lacking)))
 
 
 def raw_error(run, variable, forecast):
