@@ -288,11 +288,14 @@ class Catalogue:
         return dict(sorted(found.items()))
 
     def fingerprint(self) -> str:
-        """16 hex digits over file names, sizes and the keys and packing constants of all fields."""
+        """16 hex digits over file names, sizes and the keys and packing constants of all fields.
+
+        Of files whose keys say nothing of the values, as those of GRIB messages do, the time of change counts too.
+        """
         digest = hashlib.sha256()
-        for path in self.files:
-            size = os.path.getsize(path) if os.path.isfile(path) else 0
-            digest.update(f"{os.path.basename(path)} {size}\n".encode())
+        for reader, (path, size, changed) in zip(self.readers, self.stamps, strict=True):
+            time = "" if reader.keyed else f" {changed}"
+            digest.update(f"{os.path.basename(path)} {size}{time}\n".encode())
         for name in (*KEYS, "offset", "bits", "reference", "scale", "decimal"):
             digest.update(np.ascontiguousarray(self.records[name]).tobytes())
         return digest.hexdigest()[:16]

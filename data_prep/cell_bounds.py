@@ -44,6 +44,8 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     if strange:
         return f" ({sorted(strange)[0]} over time)"
     kind = str(array.attrs.get("GRIB_stepType", ""))
+    if field.accumulated and (other := sorted(methods - {"point", "sum"}) or [kind] * (kind in _EXTREMES)):
+        return f" ({other[0]} over time, not the sum)"
     if kind in _EXTREMES and not over_intervals(array, field):
         return f" (GRIB_stepType {kind}, over no interval that is said)"
     said = sorted(methods - {"point"})
@@ -90,7 +92,10 @@ def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.n
                 " ends there are read: let the coordinate be the end of each interval"
             )
         lengths = bounds[..., 1] - bounds[..., 0]  # of valid times, or of leads in units of their own
-        hours = np.rint(to_hours(lengths, axis)).astype(np.int32)
+        exact = to_hours(lengths, axis)
+        hours = np.rint(exact).astype(np.int32)
+        if (np.abs(exact - hours) > ROUNDING).any() or (hours < 0).any():
+            raise UserError(f"{axis.name}: its bounds {name} are not whole hours apart, from the first to the second")
         along = np.broadcast_to(0, next(iter(places.values())).shape if places else (1,))
         return hours[tuple(places.get(dim, along) for dim in axis.dims)] + along
     return None

@@ -218,6 +218,8 @@ def _kind(get: Get) -> Kind:
     if get("derivedForecast", None) is not None or get("dataType") in OF_ENSEMBLE:
         return Kind(None, None, f"{name}, derived from an ensemble")  # no member, though its number may be 0
     index, level = placed
+    if FIELDS[index].accumulated and get("stepType", "") == "avg":  # in GRIB 2 it is a parameter of its own
+        return Kind(None, None, f"{name}, the mean over time and not the sum")
     if get("gridType") != "regular_ll":
         raise UserError(
             f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "

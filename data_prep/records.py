@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from data_prep.file_index import FileIndex
 
 MEMBER, CONTROL = 0, 1
+IF_ABSENT = (
+    "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
+    " where start dates are built already)"
+)
 OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
 GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
 GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
@@ -118,9 +122,11 @@ class Reader(Protocol):
     """One file of an archive.
 
     `records` are RECORD rows in the file's own order, and `grid` is theirs (None where there are none); `skipped`
-    counts the fields of variables that the registry does not know.
+    counts the fields of variables that the registry does not know. `keyed` says whether other values make other records
+    (by their packing constants).
     """
 
+    keyed: bool
     path: str
     records: np.ndarray
     grid: Grid | None
@@ -140,6 +146,11 @@ class Reader(Protocol):
 
         It may take reading all of them; what was found is kept in `index`.
         """
+
+
+def covers(rows: slice | None, grid: Grid | None) -> bool:
+    """Whether a band of latitudes is all of them."""
+    return rows is None or (grid is not None and (rows.start, rows.stop) == (0, grid.shape[0]))
 
 
 def field_of(record: np.void) -> Field:

@@ -32,9 +32,11 @@ from data_prep.records import (
     FIELD_INDEX,
     GEOPOTENTIAL_UNITS,
     GRAVITY,
+    IF_ABSENT,
     MEMBER,
     RECORD,
     RawField,
+    covers,
     describe,
 )
 from data_prep.zarr_chunks import Written
@@ -76,6 +78,8 @@ class XarrayFile:
     Raises:
         UserError: it cannot be opened, has no latitude or longitude, or an axis in units that are not known.
     """
+
+    keyed = False
 
     def __init__(self, path: str):
         self.path = path
@@ -139,7 +143,7 @@ class XarrayFile:
         if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
             raise UserError(f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read")
         for axis in axes:
-            standard = axis.attrs.get("standard_name", "")  # type: ignore[union-attr]
+            standard = str(axis.attrs.get("standard_name", ""))  # type: ignore[union-attr]
             if standard.startswith(("grid_", "projection_")):
                 raise UserError(f"{array.name}: {axis.name} is {standard}; only geographic grids are read")  # type: ignore[union-attr]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
@@ -238,26 +242,23 @@ class XarrayFile:
             first, last = wanted.min(0), wanted.max(0) + 1
             block = self._read(variable, first, last, rows)
             for number, place in zip(numbers, wanted - first, strict=True):
-                yield self._checked(records[number], block[tuple(place[1:])])
+                yield self._checked(records[number], block[tuple(place[1:])], whole=covers(rows, self.grid))
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
         variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
-    def _checked(self, record: np.void, values: np.ndarray) -> RawField:
+    def _checked(self, record: np.void, values: np.ndarray, *, whole: bool) -> RawField:
         bad = ~(np.abs(values) < _BEYOND)
         if not bad.any():
             return RawField(values)
         hidden = np.isnan(values)
-        if not record["masked"] or (bad & ~hidden).any():
+        if not record["masked"] or (bad & ~hidden).any() or (whole and hidden.all()):
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
             if self._place(record)[0].limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():
-                count += (
-                    "; if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand"
-                    " (with restart=true, where start dates are built already)"
-                )
+                count += f"; {IF_ABSENT}"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
         return RawField(values, mask=hidden)
 
@@ -310,6 +311,10 @@ def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> di
     """
     every = axes | {role: find_axis(array, role) for role in ("latitude", "longitude")}
     dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}
+    for role, dim in dims.items():
+        other = next((one for one in dims if one != role and dims[one] == dim), None)
+        if other is not None:
+            raise UserError(f"{array.name}: dimension {dim} carries both {role} and {other}; give each its own")
     for dim in array.dims:
         if dim not in dims.values() and array.sizes[dim] > 1:
             if any(dim in names for names in ALIASES.values()) and dim not in array.coords:

@@ -1,7 +1,8 @@
-"""Which fields of a Zarr variable nobody wrote: those none of whose chunks is there.
+"""Which fields of a Zarr variable nobody wrote: those one of whose chunks is not there, or that hold nothing else than
+what such a chunk reads as, as dates do that share a chunk with others.
 
-A chunk that is not there reads as the fill value of its array. Where that is NaN, or an attribute calls it missing, the
-values say so themselves. Else they would be a field like others: 0 K, or `add_offset`.
+A chunk that is not there reads as the fill value of its array. Where that is NaN, or an attribute calls this very value
+missing, the values say so themselves. Else they would be a field like others: 0 K, or `add_offset`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Written:
     """Where the array of a variable in the Zarr folder `path` has chunks; asked where `doubtful`: values do not tell.
 
     A quantity that is zero over a whole chunk (rain, cloud, humidity) may have been left out for that by its writer,
-    who then gave the array a fill value; of others, as temperature, no field is the same everywhere.
+    who then gave the array a fill value that reads as zero; of others, as temperature, no field is the same everywhere.
     """
 
     def __init__(self, path: str, array: xr.DataArray, field: Field):
@@ -29,11 +30,14 @@ class Written:
 
         self._folder, self._dims, self._shape = os.path.join(path, str(array.name)), array.dims, array.shape
         made: Any = zarr.open_array(self._folder, mode="r")
-        told = {"_FillValue", "missing_value"} & (array.attrs.keys() | array.encoding.keys())
-        fill = made.fill_value
+        said, fill = array.encoding | array.attrs, made.fill_value
+        marks = [np.ravel(said[name]) for name in ("_FillValue", "missing_value") if name in said]
+        told = fill is not None and any((mark == fill).any() for mark in marks)
         says = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
-        whole = fill is None or (field.family is Family.NORMAL and not field.accumulated)
-        self.doubtful = not told and not says and whole
+        factor, offset = (float(said.get(name, usual)) for name, usual in (("scale_factor", 1), ("add_offset", 0)))
+        self._unwritten = None if fill is None or says else float(fill) * factor + offset
+        may_be_zero = field.family is not Family.NORMAL or field.accumulated
+        self.doubtful = not told and not says and not (may_be_zero and self._unwritten == 0)
         self._metadata = made.metadata
         self._chunk: Sequence[int] = made.shards or made.chunks  # of a file
         self._there: dict[tuple[int, ...], bool] = {}
@@ -48,19 +52,26 @@ class Written:
         """
         for place in np.ndindex(*values.shape[:3]):
             at = {dim: start + step for dim, start, step in zip(leading, first, (0, *place), strict=True)}
-            if not self._any(at):
+            if not self._all(at) or self._nothing(values[place]):
                 values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
                 values = values if values.flags.writeable else values.copy()
                 values[place] = np.nan
         return values
 
-    def _any(self, at: dict[Hashable | None, int]) -> bool:
-        """Whether any chunk is there that holds a part of the field at positions of some dimensions."""
+    def _nothing(self, values: np.ndarray) -> bool:
+        """Whether a field is what was never written, everywhere."""
+        first = values.flat[0]
+        return self._unwritten is not None and bool(
+            np.isclose(first, self._unwritten, rtol=1e-6) and (values == first).all()
+        )
+
+    def _all(self, at: dict[Hashable | None, int]) -> bool:
+        """Whether all chunks are there that hold a part of the field at positions of some dimensions."""
         ranges = [
             range(at[dim] // size, at[dim] // size + 1) if dim in at else range(-(-length // size))
             for dim, size, length in zip(self._dims, self._chunk, self._shape, strict=True)
         ]
-        return any(self._exists(chunk) for chunk in product(*ranges))
+        return all(self._exists(chunk) for chunk in product(*ranges))
 
     def _exists(self, chunk: tuple[int, ...]) -> bool:
         if chunk not in self._there:

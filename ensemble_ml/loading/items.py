@@ -116,13 +116,13 @@ class DatasetItems:
             raise UserError(f"{self._name}: is empty; at least one sample is needed")
         self._kept: dict[int, dict[str, np.ndarray]] = {}
         if like is None:
-            found = self._kept[first] = self._unpacked(first)
+            found = self._kept[first] = self._unpacked(first, kept=True)  # the dataset may use its arrays again
             like = {key: ArrayShape(value.shape, value.dtype) for key, value in found.items()}
         self.arrays = dict(like)
         self.bytes = sum(one.bytes for one in self.arrays.values())
         self.sizes = np.full(len(dataset), self.bytes, np.int64)
 
-    def _unpacked(self, sample: int) -> dict[str, np.ndarray]:
+    def _unpacked(self, sample: int, *, kept: bool = False) -> dict[str, np.ndarray]:
         value = self.dataset[sample]
         if isinstance(value, Mapping):
             parts = {str(key): part for key, part in value.items()}
@@ -142,7 +142,7 @@ class DatasetItems:
                 raise UserError(
                     f"{self.name(sample)}: {key} has masked values, which would be lost; fill them, with NaN"
                 )
-            arrays[key] = array.astype(array.dtype.newbyteorder("="), copy=False)
+            arrays[key] = array.astype(array.dtype.newbyteorder("="), copy=kept)
         return arrays
 
     def read(self, sample: int, out: memoryview) -> None:

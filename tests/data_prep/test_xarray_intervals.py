@@ -74,6 +74,34 @@ def rain_at(hours, width=6):
     return data
 
 
+@pytest.mark.parametrize(
+    ("attrs", "reason"),
+    [
+        ({"cell_methods": "time: mean"}, "mean"),
+        ({"cell_methods": "time: maximum"}, "maximum"),
+        ({"GRIB_stepType": "avg"}, "avg"),
+    ],
+)
+def test_what_is_no_sum_of_rain_is_left_out(tmp_path, caplog, attrs, reason):
+    data = rain_at([24, 48]).assign(t2m=lambda made: made.tp.assign_attrs(units="K"))
+    data.tp.attrs |= attrs
+    data.to_netcdf(tmp_path / "a.nc")
+    with caplog.at_level("INFO"):
+        assert open_archive(tmp_path / "a.nc").layout.surface == ("t2m",)
+    assert f"tp ({reason} over time, not the sum)" in caplog.text
+
+
+@pytest.mark.parametrize("minutes", [30, 45, 90, -360])
+def test_sums_over_parts_of_hours_are_refused(tmp_path, minutes):
+    data = rain_at([24, 48]).drop_vars("forecast_period_bnds")
+    del data.forecast_period.attrs["bounds"]
+    data["time_bnds"][:, 0] = data.time - np.timedelta64(minutes, "m")
+    data.time_bnds.encoding["units"] = data.time.encoding["units"] = "minutes since 2001-01-01"
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match="time: its bounds time_bnds are not whole hours apart"):
+        open_archive(tmp_path / "a.nc")
+
+
 @pytest.mark.parametrize("dropped", ["time", "forecast_period"])
 def test_bounds_of_valid_times_or_of_leads_say_the_interval(tmp_path, dropped):
     data = rain_at([24, 48]).drop_vars(f"{dropped}_bnds")

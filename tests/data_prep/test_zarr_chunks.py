@@ -17,21 +17,23 @@ KINDS = {
     "floats of version 2": (2, {"_FillValue": None}),
     "integers of version 2": (2, PACKED),
     "integers of version 3": (3, PACKED),
+    "integers of version 3 with another mark": (3, PACKED | {"_FillValue": -32767}),
+    "floats of version 3 with another mark": (3, {"_FillValue": np.nan, "fill_value": 0.0}),
 }
 
 
-def archive(path, version, encoding, name="t2m", units="K", written=(0, 2), scale=1.0):
+def archive(path, version, encoding, name="t2m", units="K", written=(0, 2), scale=1.0, chunks=None):
     """Three start dates of two members, of which `written` were ever written."""
     time = np.array(["2020-01-01", "2020-01-02", "2020-01-03"], "datetime64[ns]")
     lead = np.array([24], "timedelta64[h]").astype("timedelta64[ns]")
     values = 280 + np.random.default_rng(0).random((3, 2, 1, 9, 16)).astype(np.float32)
     coords = dict(time=time, number=[1, 2], step=lead, latitude=np.linspace(90, -90, 9), longitude=np.arange(16) * 22.5)
     data = xr.Dataset({name: (tuple(coords), values * np.float32(scale), {"units": units})}, coords)
-    data = data.chunk(time=1, number=1, step=1)
+    data = data.chunk(dict(time=1, number=1, step=1) | (chunks or {}))
     data.to_zarr(path, compute=False, zarr_format=version, encoding={name: encoding}, consolidated=False)
     for date in written:
         part = data.isel(time=[date]).drop_vars(["number", "step", "latitude", "longitude"])
-        part.to_zarr(path, region={"time": slice(date, date + 1)}, consolidated=False)
+        part.load().to_zarr(path, region={"time": slice(date, date + 1)}, consolidated=False)
     return str(path)
 
 
@@ -44,6 +46,27 @@ def test_a_date_that_nobody_wrote_is_a_gap(tmp_path, kind):
     assert [str(date)[:10] for date in store.layout.init_time] == ["2020-01-01", "2020-01-03"]
     for date in range(2):
         assert 280.4 < store.read(Part.FORECAST, date).surface.mean() < 280.6
+
+
+def test_a_date_that_nobody_wrote_in_a_chunk_of_several_is_a_gap(tmp_path):
+    path = archive(tmp_path / "a.zarr", *KINDS["integers of version 3"], chunks={"time": 3})
+    with pytest.raises(UserError, match=r"t2m, member 1, 2020-01-02T00, lead 24 h: 144 of 144 values are NaN"):
+        prepare(PrepareConfig(input=path, output=str(tmp_path / "refused.zarr")))
+
+
+def test_a_field_of_which_a_part_was_never_written_is_a_gap(tmp_path):
+    path = archive(tmp_path / "a.zarr", *KINDS["floats of version 2"], written=(0, 1, 2), chunks={"longitude": 8})
+    (tmp_path / "a.zarr" / "t2m" / "1.0.0.0.1").unlink()
+    with pytest.raises(UserError, match=r"t2m, member 1, 2020-01-02T00, lead 24 h: 144 of 144 values are NaN"):
+        prepare(PrepareConfig(input=path, output=str(tmp_path / "refused.zarr")))
+
+
+def test_a_fill_value_that_reads_as_an_offset_is_no_zero(tmp_path):
+    """Column water of 100 everywhere, of a quantity whose zeros a writer may leave out."""
+    encoding = {"dtype": "int16", "scale_factor": 0.01, "add_offset": 100.0, "_FillValue": None}
+    path = archive(tmp_path / "a.zarr", 3, encoding, "tcwv", "kg m-2")
+    with pytest.raises(UserError, match=r"tcwv, member 1, 2020-01-02T00, lead 24 h: 144 of 144 values are NaN"):
+        prepare(PrepareConfig(input=path, output=str(tmp_path / "refused.zarr")))
 
 
 def test_what_may_be_zero_everywhere_is_no_gap(tmp_path):

@@ -97,6 +97,25 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         ClairvoyantLoader(Samples(), BATCH, EPOCHS, 0, ram=0, disk=SIZE, folder=tmp_path / "file")
 
 
+def test_a_dataset_that_uses_its_arrays_again():
+    """The sample that says what all are like is kept until its first use, which comes after others'."""
+
+    class Reusing:
+        room = np.zeros(4, np.float32)
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, sample):
+            self.room[:] = sample
+            return self.room
+
+    items, out = DatasetItems(Reusing()), bytearray(16)
+    for sample in (2, 1, 0):
+        items.read(sample, memoryview(out))
+        assert np.frombuffer(out, np.float32).tolist() == [sample] * 4
+
+
 PROGRAM = """
 import sys, time
 sys.path[:0] = [{root!r}, {tests!r}]
