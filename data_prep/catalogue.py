@@ -271,6 +271,10 @@ class Catalogue:
             raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
         return self.geometry.floats(made.astype(np.float32))[rows]
 
+    def methods(self, name: str) -> set[str]:
+        """Which of mean, maximum and minimum over time files say that a variable is."""
+        return {reader.methods[name] for reader in self.readers if name in reader.methods}
+
     @property
     def masked(self) -> tuple[str, ...]:
         """Variables some of whose fields may have points without a value, in the registry's order."""

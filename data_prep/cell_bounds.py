@@ -18,7 +18,8 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
-_EXTREMES = "avg", "max", "min"
+_OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}
+_EXTREMES = tuple(_OF_STEP_TYPE)
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
@@ -28,6 +29,13 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
     """
     found = _methods(array)
     return found != {"point"} if found else field.accumulated or field.standard_name == GUST
+
+
+def method(array: xr.DataArray) -> str:
+    """Mean, maximum or minimum over time, where values are said to be one; empty where they are not."""
+    said = _methods(array) - {"point", "sum"}
+    of_grib = _OF_STEP_TYPE.get(str(array.attrs.get("GRIB_stepType", "")), "")
+    return next(iter(said)) if len(said) == 1 else of_grib
 
 
 def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:

@@ -40,6 +40,7 @@ class GribFile:
 
     def __init__(self, path: str, index: FileIndex | None = None):
         self.path = path
+        self.methods: dict[str, str] = {}  # maxima and minima are parameters of their own
         descriptors.close(path)  # another file may have taken the name since it was last read
         self._stamp = _stamp(path)
         table = index.load(path, self._stamp) if index else None

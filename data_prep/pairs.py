@@ -203,7 +203,10 @@ def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index
     catalogue = Catalogue(truth, role=TRUTH, index=index)
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     wanted, bounds = _wanted(source), getattr(source, "lead_bounds", {})
-    aligned = catalogue.without_empty(lambda: ArchiveTruth(catalogue, source.layout, wanted, bounds), index)
+    methods = {}
+    if isinstance(source, ArchiveSource):
+        methods = {name: source.catalogue.methods(name) for name in source.layout.names}
+    aligned = catalogue.without_empty(lambda: ArchiveTruth(catalogue, source.layout, wanted, bounds, methods), index)
     return Pair(source, aligned, fields)
 
 

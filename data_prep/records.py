@@ -123,10 +123,11 @@ class Reader(Protocol):
 
     `records` are RECORD rows in the file's own order, and `grid` is theirs (None where there are none); `skipped`
     counts the fields of variables that the registry does not know. `keyed` says whether other values make other records
-    (by their packing constants).
+    (by their packing constants), and `methods` which variables are a mean, maximum or minimum over time.
     """
 
     keyed: bool
+    methods: dict[str, str]
     path: str
     records: np.ndarray
     grid: Grid | None

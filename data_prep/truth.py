@@ -10,9 +10,10 @@ Axes: D start date, T lead, V pressure variable, S surface variable, Z level, Y 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
+from types import MappingProxyType
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class ArchiveTruth:
         layout: coordinates of the forecast.
         wanted: fields that the forecast has for any date, bool (T, V, Z) and (T, S).
         bounds: the forecast's intervals, [first, last] hour for each lead of a variable.
+        methods: what the forecast says that variables are over these: some of mean, maximum and minimum.
 
     Raises:
         UserError: the grids differ, or the truth is an ensemble.
@@ -51,7 +53,9 @@ class ArchiveTruth:
         layout: Layout,
         wanted: tuple[np.ndarray, np.ndarray],
         bounds: dict[str, list[list[int] | None]],
+        methods: Mapping[str, set[str]] = MappingProxyType({}),
     ):
+        self._methods = dict(methods)
         self.catalogue, self.path, self.layout, self.bounds = catalogue, catalogue.path, layout, bounds
         check_grid(catalogue.grid, catalogue.path, layout.grid)
         self.masked = tuple(name for name in layout.names if name in catalogue.masked)
@@ -87,7 +91,7 @@ class ArchiveTruth:
         return pressure, surface
 
     def _lookup(self, name: str, level: int, valid: np.ndarray) -> np.ndarray:
-        if not name:
+        if not name or self._other(name):
             return np.full(valid.shape, _MISSING)
         mine = np.flatnonzero((self._records["field"] == FIELD_INDEX[name]) & (self._records["level"] == level))
         if not len(mine):
@@ -106,6 +110,12 @@ class ArchiveTruth:
         mine, times = mine[order], times[order]
         found = np.minimum(np.searchsorted(times, valid), len(times) - 1)
         return np.where(times[found] == valid, mine[found], _MISSING)
+
+    def _other(self, name: str) -> str:
+        """What the truth says that a variable is, where the forecast says another; empty where it does not."""
+        ours, theirs = self.catalogue.methods(name), self._methods.get(name, set())
+        interval = name in self.bounds and bool(ours) and bool(theirs) and not ours & theirs
+        return f"the truth is its {min(ours)} over time, the forecast its {min(theirs)}" if interval else ""
 
     def _targets(self, date: int, narrowed: Layout) -> list[Target]:
         """What makes each field of a start date that the forecast has too and `narrowed` keeps, at its place there."""
@@ -194,7 +204,7 @@ class ArchiveTruth:
     def without(self, dates: Sequence[int]) -> ArchiveTruth:
         """The same truth less some start dates of the forecast, given by their positions."""
         layout = replace(self.layout, init_time=np.delete(self.layout.init_time, list(dates)))
-        return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds)
+        return ArchiveTruth(self.catalogue, layout, self._wanted, self.bounds, self._methods)
 
     def _row_at(self, surface: int, place: tuple[int, ...]) -> tuple[tuple[int, ...], Combine]:
         row, partner = int(self._rows[surface][place]), int(self._partners[surface][place])
@@ -227,7 +237,7 @@ class ArchiveTruth:
                 if self._wanted[surface][:, number].any() and not found[:, number].any():
                     if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
                         raise UserError(f"truth {self.path}: {name}: {self._interval_reason(name)}")
-                    reasons[name] = "the truth has none of it at the forecast's valid times"
+                    reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
                     if name in self._over_intervals:
                         reasons[name] = "the truth has it over intervals, the forecast at moments"
         return reasons

@@ -22,7 +22,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, BETWEEN, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
-from data_prep.cell_bounds import over_intervals, widths
+from data_prep.cell_bounds import method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
@@ -84,6 +84,7 @@ class XarrayFile:
     def __init__(self, path: str):
         self.path = path
         self.skipped: dict[str, int] = {}
+        self.methods: dict[str, str] = {}
         self.grid: Grid | None = None
         self._fields = ""  # digest of the list of fields
         self._data: xr.Dataset | None = None
@@ -127,6 +128,8 @@ class XarrayFile:
                 continue
             try:
                 tables.append(self._table(data, array, field, *self._locate(array)))
+                if said := method(array):
+                    self.methods[field.name] = said
             except _OtherUnits as error:  # of another quantity, most likely, which nobody may have asked for
                 self._skip(f"{name} (units {array.attrs.get('units')})")
                 strange.append(error)

@@ -169,6 +169,24 @@ class TestSums:
         assert not alone.present(Part.TRUTH, 0)[1].any() and alone.present(Part.TRUTH, 0)[0].any()
         assert alone.truth.unmatched() == {"t2m": "the truth has it over intervals, the forecast at moments"}
 
+    @pytest.mark.parametrize(("said", "there"), [("mean", False), ("maximum", True), ("", True)])
+    def test_a_maximum_is_not_verified_by_a_mean(self, tmp_path, said, there):
+        times = np.array(["2001-01-02"], "datetime64[ns]")
+        for name, method in (("f", "maximum"), ("t", said)):
+            axes = {"time": ("time", times, {"bounds": "time_bnds"}), "latitude": GLOBE[0], "longitude": GLOBE[1]}
+            about = {"units": "K", "cell_methods": f"time: {method}" if method else ""}
+            values = np.full((1, *SHAPE), 280.0), about
+            data = xr.Dataset({"t2m": (("time", "latitude", "longitude"), *values)}, axes)
+            data["time_bnds"] = ("time", "nv"), np.stack([times - np.timedelta64(24, "h"), times], 1)
+            if name == "f":
+                data = data.assign_coords(forecast_reference_time=times[0] - np.timedelta64(24, "h"))
+            data.time.encoding["units"] = "hours since 2001-01-01"
+            data.to_netcdf(tmp_path / f"{name}.nc")
+        found = open_pair(tmp_path / "f.nc", tmp_path / "t.nc")
+        assert found.present(Part.TRUTH, 0)[1].all() == there
+        why = {"t2m": "the truth is its mean over time, the forecast its maximum"}
+        assert found.truth.unmatched() == ({} if there else why)
+
     def test_intervals_that_do_not_fit_are_an_error(self, tmp_path, wet):
         made = [rain(None, 20010101, "12-36", 1e-3, member=None)]
         config = PrepareConfig(
