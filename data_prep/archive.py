@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, Gathered, Room, Target, zeros
+from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
 from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
+from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.geometry import GridChange
 from data_prep.intervals import (
     NO_INTERVAL,

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from data_prep.archive import ArchiveSource, open_archive
-from data_prep.catalogue import Catalogue, Gathered
+from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, by_date, settle
+from data_prep.gathered import Gathered
 from data_prep.geometry import GridChange, as_change
 from data_prep.pairs import Pair, pair
 from data_prep.records import hour_text

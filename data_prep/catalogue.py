@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -19,19 +19,18 @@ import numpy as np
 from data_prep.combine import COMBINED, Combine
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
+from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.grib_io import Stamp
 from data_prep.records import IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
-from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
+from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.source import Layout
 from ensemble_ml.store.sources import PLACE
 
 log = logging.getLogger(__name__)
-
-Room = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
 
 
 class Aligned(Protocol):
@@ -42,73 +41,6 @@ class Aligned(Protocol):
 
 
 A = TypeVar("A", bound=Aligned)
-
-
-def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """New integers."""
-    return np.zeros(shape, np.uint16)
-
-
-@dataclass(frozen=True)
-class Target:
-    """One wanted field: its place in the surface or the pressure block, and the rows of the table that make it."""
-
-    surface: bool
-    place: tuple[int, ...]
-    rows: tuple[int, ...]
-    combine: Combine = Combine.ONE
-
-
-@dataclass(frozen=True, eq=False)
-class Gathered:
-    """Fields of one start date: packed integers where the archive has them, and float32 ones apart.
-
-    `layout` holds the coordinates of the blocks (its members are those of the forecast, whatever the part);
-    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) uint16; `loose` (surface?, place) -> (Y, X) float32;
-    `places` (N,) PLACE of all that was read, `checksum` the crc32c of the fields in the same order.
-    """
-
-    layout: Layout
-    pressure: PackedBlock
-    surface: PackedBlock
-    loose: dict[tuple[bool, tuple[int, ...]], np.ndarray] = field(default_factory=dict)
-    places: np.ndarray = field(default_factory=lambda: np.zeros(0, PLACE))
-    checksum: int = 0
-
-    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Float32 values of pressure and surface blocks, NaN where absent."""
-        pressure, surface = decode(self.pressure), decode(self.surface)
-        for (at_surface, place), values in self.loose.items():
-            (surface if at_surface else pressure)[place] = values
-        return pressure, surface
-
-    def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
-        """Blocks of integers alone; the largest error made for each variable is kept in `errors`."""
-        masks: dict[tuple[bool, tuple[int, ...]], np.ndarray] = {}
-        for (at_surface, place), values in self.loose.items():
-            block = self.surface if at_surface else self.pressure
-            hidden = np.isnan(values)
-            one = quantise(values[None], mask=hidden[None])
-            block.values[place], block.present[place] = one.values[0], True
-            if hidden.any():
-                masks[at_surface, place] = hidden
-            for name in ("reference", "scale", "decimal"):
-                getattr(block, name)[place] = getattr(one, name)[0]
-            variable = (self.layout.surface if at_surface else self.layout.variables)[place[2]]
-            errors[variable] = max(errors.get(variable, 0.0), float(error_bound(one)[0]))
-        return _joined(self.pressure, masks, False), _joined(self.surface, masks, True)
-
-    def plain(self) -> tuple[PackedBlock, PackedBlock]:
-        """Float32 blocks."""
-        blocks = []
-        for at_surface, values in enumerate(self.decoded()):
-            present = (self.surface if at_surface else self.pressure).present.copy()
-            for surface, place in self.loose:
-                if surface == bool(at_surface):
-                    present[place] = True
-            hidden = np.isnan(values) & present[..., None, None]
-            blocks.append(PackedBlock.plain(values, present, hidden if hidden.any() else None))
-        return blocks[0], blocks[1]
 
 
 class Catalogue:
@@ -215,22 +147,22 @@ class Catalogue:
         single = [target for target in targets if target.combine is Combine.ONE]
         chosen = self.records[[target.rows[0] for target in single]]
         order = np.lexsort((chosen["offset"], chosen["file"]))
-        masks: dict[tuple[bool, tuple[int, ...]], np.ndarray] = {}
+        masks: Masks = {}
         checksum = 0
         into = [(out.surface if t.surface else out.pressure).values[t.place] for t in (single[i] for i in order)]
         for number, (index, raw) in enumerate(zip(order, self._brought(chosen[order], rows, into), strict=True)):
             target = single[index]
-            checksum = _summed(checksum, raw)
+            checksum = summed(checksum, raw)
             if raw.packed and raw.values is not into[number]:
                 into[number][...] = raw.values
-            _note(out, target, raw)
+            out.note(target, raw)
             if raw.packed and raw.mask is not None:
                 masks[target.surface, target.place] = raw.mask
         for target in targets:
             if target.combine is not Combine.ONE:
                 out.loose[target.surface, target.place] = self._combined(target, rows)
                 checksum = google_crc32c.extend(checksum, out.loose[target.surface, target.place].tobytes())
-        pressure, surface = _joined(out.pressure, masks, False), _joined(out.surface, masks, True)
+        pressure, surface = with_masks(out.pressure, masks, False), with_masks(out.surface, masks, True)
         return replace(
             out, pressure=pressure, surface=surface, places=self._places(chosen[order], targets), checksum=checksum
         )
@@ -320,34 +252,6 @@ def _joined_tables(readers: list[Reader]) -> np.ndarray:
 
 def _stamped(path: str) -> tuple[str, int, int]:
     return os.path.abspath(path), *astuple(Stamp.of_archive(path))
-
-
-def _summed(checksum: int, raw: RawField) -> int:
-    """`checksum` with one more field: its constants and its values."""
-    constants = np.array([raw.reference, raw.scale, raw.decimal]).tobytes()
-    values = raw.values.astype(raw.values.dtype.newbyteorder("="), copy=False)
-    return google_crc32c.extend(google_crc32c.extend(checksum, constants), values.tobytes())
-
-
-def _note(out: Gathered, target: Target, raw: RawField) -> None:
-    """Note the factors of a field whose integers are in their place, or keep it apart."""
-    if not raw.packed:
-        out.loose[target.surface, target.place] = raw.values
-        return
-    block = out.surface if target.surface else out.pressure
-    block.reference[target.place], block.scale[target.place] = raw.reference, raw.scale
-    block.decimal[target.place], block.present[target.place] = raw.decimal, True
-
-
-def _joined(block: PackedBlock, masks: dict[tuple[bool, tuple[int, ...]], np.ndarray], at_surface: bool) -> PackedBlock:
-    """The block with the masks of its fields; without any, it has none."""
-    mine = {place: mask for (surface, place), mask in masks.items() if surface == at_surface}
-    if not mine:
-        return block
-    whole = np.zeros(block.values.shape, bool) if block.mask is None else block.mask
-    for place, mask in mine.items():
-        whole[place] = mask
-    return replace(block, mask=whole)
 
 
 def _shown(paths: Any) -> str:

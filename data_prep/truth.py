@@ -17,8 +17,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue, Gathered, Room, Target, zeros
+from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
+from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
 from data_prep.records import FIELD_INDEX, GUST, IS_ACCUMULATED
 from data_prep.selecting import narrow, slices_of, translation

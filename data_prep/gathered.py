@@ -1,0 +1,115 @@
+"""Fields of one start date as they are gathered: packed integers in blocks, and what has none beside them.
+
+Axes: M member, T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import google_crc32c
+import numpy as np
+
+from data_prep.combine import Combine
+from data_prep.records import RawField
+from ensemble_ml.store.packing import PackedBlock, decode, error_bound, quantise
+from ensemble_ml.store.source import Layout
+from ensemble_ml.store.sources import PLACE
+
+Room = Callable[[tuple[int, ...]], np.ndarray]  # shape -> an array of uint16
+Masks = dict[tuple[bool, tuple[int, ...]], np.ndarray]  # (surface?, place) -> (Y, X) bool
+
+
+def zeros(shape: tuple[int, ...]) -> np.ndarray:
+    """New integers."""
+    return np.zeros(shape, np.uint16)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One wanted field: its place in the surface or the pressure block, and the rows of the table that make it."""
+
+    surface: bool
+    place: tuple[int, ...]
+    rows: tuple[int, ...]
+    combine: Combine = Combine.ONE
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Fields of one start date: packed integers where the archive has them, and float32 ones apart.
+
+    `layout` holds the coordinates of the blocks (its members are those of the forecast, whatever the part);
+    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X) uint16; `loose` (surface?, place) -> (Y, X) float32;
+    `places` (N,) PLACE of all that was read, `checksum` the crc32c of the fields in the same order.
+    """
+
+    layout: Layout
+    pressure: PackedBlock
+    surface: PackedBlock
+    loose: dict[tuple[bool, tuple[int, ...]], np.ndarray] = field(default_factory=dict)
+    places: np.ndarray = field(default_factory=lambda: np.zeros(0, PLACE))
+    checksum: int = 0
+
+    def decoded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Float32 values of pressure and surface blocks, NaN where absent."""
+        pressure, surface = decode(self.pressure), decode(self.surface)
+        for (at_surface, place), values in self.loose.items():
+            (surface if at_surface else pressure)[place] = values
+        return pressure, surface
+
+    def quantised(self, errors: dict[str, float]) -> tuple[PackedBlock, PackedBlock]:
+        """Blocks of integers alone; the largest error made for each variable is kept in `errors`."""
+        masks: Masks = {}
+        for (at_surface, place), values in self.loose.items():
+            block = self.surface if at_surface else self.pressure
+            hidden = np.isnan(values)
+            one = quantise(values[None], mask=hidden[None])
+            block.values[place], block.present[place] = one.values[0], True
+            if hidden.any():
+                masks[at_surface, place] = hidden
+            for name in ("reference", "scale", "decimal"):
+                getattr(block, name)[place] = getattr(one, name)[0]
+            variable = (self.layout.surface if at_surface else self.layout.variables)[place[2]]
+            errors[variable] = max(errors.get(variable, 0.0), float(error_bound(one)[0]))
+        return with_masks(self.pressure, masks, False), with_masks(self.surface, masks, True)
+
+    def note(self, target: Target, raw: RawField) -> None:
+        """Note the factors of a field whose integers are in their place, or keep it apart."""
+        if not raw.packed:
+            self.loose[target.surface, target.place] = raw.values
+            return
+        block = self.surface if target.surface else self.pressure
+        block.reference[target.place], block.scale[target.place] = raw.reference, raw.scale
+        block.decimal[target.place], block.present[target.place] = raw.decimal, True
+
+    def plain(self) -> tuple[PackedBlock, PackedBlock]:
+        """Float32 blocks."""
+        blocks = []
+        for at_surface, values in enumerate(self.decoded()):
+            present = (self.surface if at_surface else self.pressure).present.copy()
+            for surface, place in self.loose:
+                if surface == bool(at_surface):
+                    present[place] = True
+            hidden = np.isnan(values) & present[..., None, None]
+            blocks.append(PackedBlock.plain(values, present, hidden if hidden.any() else None))
+        return blocks[0], blocks[1]
+
+
+def summed(checksum: int, raw: RawField) -> int:
+    """`checksum` with one more field: its constants and its values."""
+    constants = np.array([raw.reference, raw.scale, raw.decimal]).tobytes()
+    values = raw.values.astype(raw.values.dtype.newbyteorder("="), copy=False)
+    return google_crc32c.extend(google_crc32c.extend(checksum, constants), values.tobytes())
+
+
+def with_masks(block: PackedBlock, masks: Masks, at_surface: bool) -> PackedBlock:
+    """The block with the masks of its fields; without any, it has none."""
+    mine = {place: mask for (surface, place), mask in masks.items() if surface == at_surface}
+    if not mine:
+        return block
+    whole = np.zeros(block.values.shape, bool) if block.mask is None else block.mask
+    for place, mask in mine.items():
+        whole[place] = mask
+    return replace(block, mask=whole)
