@@ -38,6 +38,7 @@ from data_prep.records import (
     RawField,
     covers,
     describe,
+    field_of,
 )
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
@@ -252,12 +253,15 @@ class XarrayFile:
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
     def _checked(self, record: np.void, values: np.ndarray, *, whole: bool) -> RawField:
-        bad = ~(np.abs(values) < _BEYOND)
+        above_zero = field_of(record).units in ("K", "Pa")
+        bad = ~(np.abs(values) < _BEYOND) | (values <= 0) if above_zero else ~(np.abs(values) < _BEYOND)
         if not bad.any():
             return RawField(values)
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any() or (whole and hidden.all()):
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
+            if above_zero and (values <= 0).any():
+                count += f", or not above 0 {field_of(record).units} (a missing value that no attribute tells of?)"
             if self._place(record)[0].limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():

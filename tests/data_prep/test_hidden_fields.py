@@ -62,6 +62,14 @@ def test_a_member_of_nan_of_a_variable_with_a_mask_is_a_gap(tmp_path):
     assert store.present(Part.FORECAST, 1)[1][:, 1].ravel().tolist() == [True, True, False]
 
 
+def test_a_missing_value_that_no_attribute_tells_of(tmp_path):
+    data = dataset()
+    data.t[1, 0, 1, 0, 3, 5] = -9999
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=r"t at 850 hPa, member 1, .*: 1 of \d+ values are .*, or not above 0 K"):
+        prepare(PrepareConfig(input=str(tmp_path / "a.nc"), output=str(tmp_path / "s.zarr")))
+
+
 @pytest.mark.parametrize("part", ["1/1", None])
 def test_values_that_have_changed_are_another_archive(tmp_path, part):
     """Of the same names, sizes and axes; a store of the old ones is not complete for them."""
