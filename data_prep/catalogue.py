@@ -22,7 +22,7 @@ from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.grib_io import Stamp
-from data_prep.records import IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, describe, field_of
+from data_prep.records import IF_ABSENT, IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, covers, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
@@ -104,12 +104,21 @@ class Catalogue:
         """Yield the values of `records` in their order, which had better be that of the files.
 
         See `data_prep.records.Reader.fields`; threads may read at the same time.
+
+        Raises:
+            UserError: a field has no value at any point.
         """
         ends = np.flatnonzero(np.diff(records["file"])) + 1
         for first, last in pairwise([0, *ends.tolist(), len(records)]):
             if last > first:
                 reader = self.readers[int(records["file"][first])]
-                yield from reader.fields(records[first:last], rows, into[first:last] if into else None)
+                mine = records[first:last]
+                fields = reader.fields(mine, rows, into[first:last] if into else None)
+                for record, raw in zip(mine, fields, strict=True):
+                    if raw.nothing and covers(rows, reader.grid):
+                        what = f"all {raw.values.size} points are without a value"
+                        raise UserError(f"{reader.path}: {describe(record)}: {what}; {IF_ABSENT}")
+                    yield raw
 
     def gather(
         self,

@@ -17,7 +17,7 @@ from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
 from data_prep.grib_sections import Header, frames, header, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
-from data_prep.records import IF_ABSENT, IS_STATIC, IS_SURFACE, RECORD, RawField, covers, describe, field_of
+from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import grib_factors
@@ -61,18 +61,8 @@ class GribFile:
         """Yield the values of `records`: see `data_prep.records.Reader`.
 
         Raises:
-            UserError: a message is damaged or hides all its values, the file changed since it was indexed, or ecCodes
-                cannot decode it.
+            UserError: a message is damaged, the file changed since it was indexed, or ecCodes cannot decode it.
         """
-        for record, field in zip(records, self._fields(records, rows, into), strict=True):
-            if _nothing(field) and covers(rows, self.grid):
-                hidden = f"its bitmap hides all of {field.values.size} values"
-                raise UserError(f"{self.path}: {describe(record)}: {hidden}; {IF_ABSENT}")
-            yield field
-
-    def _fields(
-        self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None
-    ) -> Iterator[RawField]:
         places = self._places()
         with descriptors.opened(self.path) as descriptor:
             self._stamp.check(self.path, Stamp.of(descriptor))
@@ -88,7 +78,7 @@ class GribFile:
         are looked at."""
         doubtful = records["masked"] & ((records["bits"] == 0) | (records["stated"] <= 0))
         found = np.zeros(len(records), bool)
-        found[doubtful] = [_nothing(field) for field in self._fields(records[doubtful])]
+        found[doubtful] = [field.nothing for field in self.fields(records[doubtful])]
         return found
 
 
@@ -194,10 +184,6 @@ class _Message:
 
     def _where(self) -> str:
         return f"{self.path}: message at byte {self.record['offset']}, {field_of(self.record).name}"
-
-
-def _nothing(field: RawField) -> bool:
-    return field.mask is not None and bool(field.mask.all())
 
 
 def _masked(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:

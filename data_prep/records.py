@@ -96,6 +96,11 @@ class RawField:
         """Whether `values` are integers."""
         return self.values.dtype.kind == "u"
 
+    @property
+    def nothing(self) -> bool:
+        """Whether no point has a value."""
+        return self.mask is not None and bool(self.mask.all())
+
     def decode(self) -> np.ndarray:
         """Values (Y, X) float32, bit for bit those of ecCodes for simple packing; NaN where a point has none."""
         if not self.packed:

@@ -36,7 +36,6 @@ from data_prep.records import (
     MEMBER,
     RECORD,
     RawField,
-    covers,
     describe,
     field_of,
 )
@@ -246,19 +245,19 @@ class XarrayFile:
             first, last = wanted.min(0), wanted.max(0) + 1
             block = self._read(variable, first, last, rows)
             for number, place in zip(numbers, wanted - first, strict=True):
-                yield self._checked(records[number], block[tuple(place[1:])], whole=covers(rows, self.grid))
+                yield self._checked(records[number], block[tuple(place[1:])])
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
         variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
-    def _checked(self, record: np.void, values: np.ndarray, *, whole: bool) -> RawField:
+    def _checked(self, record: np.void, values: np.ndarray) -> RawField:
         above_zero = field_of(record).units in ("K", "Pa")
         bad = ~(np.abs(values) < _BEYOND) | (values <= 0) if above_zero else ~(np.abs(values) < _BEYOND)
         if not bad.any():
             return RawField(values)
         hidden = np.isnan(values)
-        if not record["masked"] or (bad & ~hidden).any() or (whole and hidden.all()):
+        if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
             if above_zero and (values <= 0).any():
                 count += f", or not above 0 {field_of(record).units} (a missing value that no attribute tells of?)"
