@@ -19,7 +19,6 @@ from ensemble_ml.fields import Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
 _OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}
-_EXTREMES = tuple(_OF_STEP_TYPE)
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
@@ -34,8 +33,7 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 def method(array: xr.DataArray) -> str:
     """Mean, maximum or minimum over time, where values are said to be one; empty where they are not."""
     said = _methods(array) - {"point", "sum"}
-    of_grib = _OF_STEP_TYPE.get(str(array.attrs.get("GRIB_stepType", "")), "")
-    return next(iter(said)) if len(said) == 1 else of_grib
+    return next(iter(said)) if len(said) == 1 else _OF_STEP_TYPE.get(_step_type(array), "")
 
 
 def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
@@ -51,10 +49,10 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     strange = methods - set(_READ)
     if strange:
         return f" ({sorted(strange)[0]} over time)"
-    kind = str(array.attrs.get("GRIB_stepType", ""))
-    if field.accumulated and (other := sorted(methods - {"point", "sum"}) or [kind] * (kind in _EXTREMES)):
+    kind = _step_type(array)
+    if field.accumulated and (other := sorted(methods - {"point", "sum"}) or [kind] * (kind in _OF_STEP_TYPE)):
         return f" ({other[0]} over time, not the sum)"
-    if kind in _EXTREMES and not over_intervals(array, field):
+    if kind in _OF_STEP_TYPE and not over_intervals(array, field):
         return f" (GRIB_stepType {kind}, over no interval that is said)"
     said = sorted(methods - {"point"})
     if (
@@ -72,6 +70,10 @@ def _methods(array: xr.DataArray, *roles: str) -> set[str]:
     pairs = re.findall(r"((?:\w+: )+)(\w+)", str(array.attrs.get("cell_methods", "")))
     names = {name for role in roles or ("init", "lead") for name in ALIASES[role]}
     return {method for axes, method in pairs if names & set(axes.replace(":", "").split())}
+
+
+def _step_type(array: xr.DataArray) -> str:
+    return str(array.attrs.get("GRIB_stepType", ""))
 
 
 def _bounds(axis: xr.DataArray) -> str:

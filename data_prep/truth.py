@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from types import MappingProxyType
 
 import numpy as np
 
@@ -54,9 +53,9 @@ class ArchiveTruth:
         layout: Layout,
         wanted: tuple[np.ndarray, np.ndarray],
         bounds: dict[str, list[list[int] | None]],
-        methods: Mapping[str, set[str]] = MappingProxyType({}),
+        methods: Mapping[str, set[str]],
     ):
-        self._methods = dict(methods)
+        self._methods = methods
         self.catalogue, self.path, self.layout, self.bounds = catalogue, catalogue.path, layout, bounds
         check_grid(catalogue.grid, catalogue.path, layout.grid)
         self.masked = tuple(name for name in layout.names if name in catalogue.masked)

@@ -252,15 +252,16 @@ class XarrayFile:
         return variable, tuple(map(int, np.unravel_index(int(record["offset"]) - variable.base, variable.shape)))
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
-        above_zero = field_of(record).units in ("K", "Pa")
-        bad = ~(np.abs(values) < _BEYOND) | (values <= 0) if above_zero else ~(np.abs(values) < _BEYOND)
+        units = field_of(record).units
+        low = 0.0 if units in ("K", "Pa") else -_BEYOND
+        bad = ~((values > low) & (values < _BEYOND))
         if not bad.any():
             return RawField(values)
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
-            if above_zero and (values <= 0).any():
-                count += f", or not above 0 {field_of(record).units} (a missing value that no attribute tells of?)"
+            if low == 0 and (values <= low).any():
+                count += f", or not above 0 {units} (a missing value that no attribute tells of?)"
             if self._place(record)[0].limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():

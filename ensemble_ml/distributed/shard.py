@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
+from torch.nn import Module
 
 from ensemble_ml.distributed.topology import Topology, bands
 from ensemble_ml.errors import UserError
 
 Bounds = tuple[tuple[int, int], ...]
+M = TypeVar("M", bound=Module)
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,12 @@ def mark_own(p: Tensor, shard: Shard) -> None:
 def own_part(p: Tensor) -> Shard | None:
     """What `mark_own` noted."""
     return getattr(p, "own_part", None)
+
+
+def copied(model: M) -> M:
+    """A deep copy whose parameters are marked as those of `model` are, so that its exchanges send what those would."""
+    found = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), found.parameters(), strict=True):
+        if (shard := own_part(p)) is not None:
+            mark_own(q, shard)
+    return found

@@ -8,7 +8,6 @@ mistake in the settings leaves nothing behind.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import shutil
@@ -27,7 +26,7 @@ from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
 from ensemble_ml.distributed.gather import sharing_cores
-from ensemble_ml.distributed.shard import mark_own, own_part
+from ensemble_ml.distributed.shard import copied
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
@@ -166,10 +165,7 @@ class Trainer:
 
     def _seconds_a_step(self) -> float:
         trial = Trainer(self.setup, self.folder)
-        model = copy.deepcopy(self.state.model)
-        for own, copied in zip(self.state.model.parameters(), model.parameters(), strict=True):
-            if (shard := own_part(own)) is not None:
-                mark_own(copied, shard)
+        model = copied(self.state.model)
         exchange = run_exchange(self.config, self.session)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
