@@ -1,7 +1,6 @@
 """Forecasts hold what the model says, whatever the number of members and the part of the grid."""
 
 import importlib
-import logging
 
 import numpy as np
 import pytest
@@ -182,107 +181,6 @@ def test_a_part_equals_the_whole_bit_for_bit(config, source, tmp_path, where):
         assert part.longitude.values.tolist() == [-45, -22.5, 0, 22.5, 45]
 
 
-def test_a_missing_member_warns_and_is_recorded(config, caplog):
-    source = make_source()
-    source.pressure[1, 2, 1, 0, 1] = np.nan
-    paths = predict(config(members_in=4, members_out=True), source)
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == 1 and "2001-01-31T12:00: member 3 is missing (t at 850 hPa, +24 h)" in told[0]
-    data = [opened(path) for path in paths]
-    assert [d.attrs["members_in"] for d in data] == ["1 2 3 4", "1 2 4", "1 2 3 4"]
-    assert "member 3 is missing" in data[1].attrs["comment"] and "comment" not in data[0].attrs
-    assert data[1].realization.values.tolist() == [1, 2, 4]
-
-
-def test_too_few_members_are_an_error_before_anything_is_read(config, tmp_path):
-    source = make_source()
-    source.surface[2, 1, 2, 1] = np.nan
-    given = make_checkpoint(tmp_path / "checkpoints", make_spec(source, min_members=3))
-    with pytest.raises(UserError, match=r"2001-02-01T12:00: member 2 is missing \(tp, \+48 h\), which leaves 2; .*=3"):
-        predict(config(checkpoint=str(given), members_in=3), source)
-    assert not source.reads and not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match=r"members_in=2: 2 members; .*min_members=3"):
-        predict(config(checkpoint=str(given), members_in=2), source)
-
-
-def test_a_field_that_no_member_has_is_named(config):
-    source = make_source()
-    source.pressure[0, :, 2, 1, 0] = np.nan
-    with pytest.raises(UserError, match=r"2001-01-30T12:00: z at 500 hPa, \+48 h, is missing for every member"):
-        predict(config(), source)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_named(config, tmp_path, bad):
-    source = make_source()
-    source.pressure[2, 3, 1, 1, 1, 4, 5] = bad
-    with pytest.raises(UserError, match=r"z at 850 hPa of 2001-02-01T12:00 \+24 h, member 4, is missing or holds"):
-        predict(config(), source)
-    assert not list((tmp_path / "out").glob("*partial*"))
-
-
-def test_inputs_beyond_the_training_range_warn_once(config, tmp_path, caplog):
-    source = make_source()
-    source.pressure[:, 0, 0, 0, 1, 3, 3] = 400.0
-    source.pressure[1:, 0, 0, 0, 0, 3, 3] = 420.0
-    source.surface[2, 1, 0, 0, 0, 0] = 150.0
-    paths = predict(config(), source)
-    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(told) == 2
-    assert "t at 850 hPa reaches 400 K, 102 above the training range (202 to 298)" in told[0]
-    assert "t2m reaches 150 K, 82 below the training range" in told[1]
-    comments = [opened(path).attrs["comment"] for path in paths]
-    assert "400 K" in comments[0] and "t at 500 hPa reaches 420 K" in comments[1] and "t2m" in comments[2]
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"members_in": 9}, r"members_in=9: the input holds 6 members \(1, 2, 3, 4, 5, 6\)"),
-        ({"members_in": 0}, "members_in=0"),
-        ({"members_in": [1, 12]}, "member 12 is not there"),
-        ({"members_in": [1, 1]}, "different member numbers"),
-        ({"members_in": "five"}, "give a number of members, or a list"),
-        ({"members_in": 1, "members_out": True}, "members_out=true needs two members or more"),
-        ({"dates": ["1999"]}, "dates 1999: no start date lies there"),
-        ({"thresholds": {"q": [1.0]}}, "thresholds: q is not predicted; the checkpoint predicts t, z, t2m, tp"),
-        ({"thresholds": {"t": []}}, "thresholds.t"),
-        ({"thresholds": {"t": [float("nan")]}}, "thresholds.t"),
-        ({"points": [[95, 0]]}, "outside the grid"),
-        ({"checkpoint": "nowhere"}, "checkpoint nowhere: no such folder"),
-        ({"static": "f.nc"}, None),
-    ],
-)
-def test_mistakes_are_refused(config, source, tmp_path, settings, message):
-    if message is None:  # the checkpoint takes no static field, so a file of them is no matter
-        assert predict(config(**settings), source)
-        return
-    with pytest.raises(UserError, match=message):
-        predict(config(**settings), source)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "other, message",
-    [
-        ({"leads": (0, 24)}, r"needs leads \(h\) 48 \(there are 0, 24\)"),
-        (
-            {"levels": (500,), "surface": ("t2m",)},
-            r"levels \(hPa\) 850 \(there are 500\); surface variables tp \(there are t2m\)",
-        ),
-        ({"variables": ("z",)}, r"pressure-level variables t \(there are z\)"),
-    ],
-)
-def test_a_source_that_lacks_something_is_refused(config, other, message):
-    with pytest.raises(UserError, match=message):
-        predict(config(), make_source(**other))
-
-
-def test_another_grid_is_refused(config):
-    with pytest.raises(UserError, match=r"its grid has 13 x 24 points, .*, the checkpoint's 9 x 16 points"):
-        predict(config(), make_source(grid=make_grid((13, 24))))
-
-
 def test_the_same_model_reads_a_larger_source_in_another_order(config, source, tmp_path):
     larger = make_source(leads=(0, 12, 24, 48), variables=("z", "t"), levels=(300, 500, 850), surface=("tp", "t2m"))
     for target, values in ((larger.pressure, source.pressure), (larger.surface, source.surface)):
@@ -369,15 +267,6 @@ def test_weights_in_double_precision_keep_their_last_bits(source, tmp_path):
     assert speeds == [{torch.float64}, {torch.float32}]
 
 
-def test_values_of_unknown_intervals_are_warned_of(config, caplog, tmp_path):
-    other = make_source()
-    other.lead_bounds = {}
-    given = make_checkpoint(tmp_path / "checkpoints", make_spec(other), lead_bounds={"tp": [None, [0, 24], [0, 48]]})
-    predict(config(checkpoint=str(given)), other)
-    said = "tp is over nothing, 0-24 h, 0-48 h in training, and over no interval that is known in input memory"
-    assert f"{said}: it may be another quantity" in caplog.text
-
-
 def test_attributes(config, source, checkpoint):
     attrs = opened(predict(config(members_in=5), source)[0]).attrs
     _, meta = load_model(checkpoint)
@@ -400,31 +289,3 @@ def test_dates_that_weights_had_seen_before_are_attributes(config, source, tmp_p
     given = make_checkpoint(tmp_path / "checkpoints", make_spec(source), earlier_dates=earlier)
     attrs = opened(predict(config(checkpoint=str(given)), source)[0]).attrs
     assert attrs["earlier_dates"] == "1999-01-02T12:00 1999-01-03T12:00 1999-01-04T12:00"
-
-
-def test_a_prediction_that_is_not_finite_is_refused(tmp_path, monkeypatch):
-    source = make_source(dates=1)
-    checkpoint = make_checkpoint(tmp_path / "c", make_spec(source))
-    module = importlib.import_module("ensemble_ml.inference.predict")
-    real = module._forward
-
-    def broken(*given):
-        found = real(*given)
-        found.scale_p[0, 1, 0, 0, 3, 3] = torch.nan
-        return found
-
-    monkeypatch.setattr(module, "_forward", broken)
-    with pytest.raises(UserError, match=r"t: the prediction is not finite"):
-        predict(PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(tmp_path / "f")), source)
-    assert not list((tmp_path / "f").glob("*"))
-
-
-def test_rain_over_other_hours_is_refused(tmp_path):
-    source = make_source(dates=1)
-    checkpoint = make_checkpoint(tmp_path / "c", make_spec(source), lead_bounds={"tp": [None, [0, 24], [24, 48]]})
-    source.lead_bounds["tp"] = [None, [18, 24], [42, 48]]
-    given = PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(tmp_path / "f"))
-    with pytest.raises(UserError, match="tp over nothing, 18-24 h, 42-48 h, the checkpoint knows it over nothing, 0"):
-        predict(given, source)
-    source.lead_bounds["tp"] = [None, [0, 24], [24, 48]]
-    predict(given, source)
