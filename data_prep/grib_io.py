@@ -61,7 +61,7 @@ class Descriptors:
 
     def __init__(self, most: int = _OPEN_FILES):
         self._most = most
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a reader that was given up is finalised in any thread, one that holds it too
         self._open: dict[str, int] = {}  # the latest last
         self._users: dict[int, int] = {}
 

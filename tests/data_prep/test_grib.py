@@ -2,6 +2,7 @@
 
 import os
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -37,6 +38,29 @@ def test_a_descriptor_is_not_closed_while_it_is_used(tmp_path):
         pass
     with pytest.raises(OSError):
         os.fstat(first)
+
+
+def test_a_reader_that_was_given_up_is_finalised_by_who_holds_the_lock(tmp_path, monkeypatch):
+    """The garbage collector ends a suspended reader, of a build that failed, in the midst of another's opening."""
+    paths = [str(write(tmp_path / f"{number}.grib", [message("t")])) for number in range(2)]
+    files = Descriptors(most=1)
+
+    def reading():
+        with files.opened(paths[0]) as descriptor:
+            yield descriptor
+
+    given_up = reading()
+    next(given_up)
+    monkeypatch.setattr(files, "_close_oldest", given_up.close)
+
+    def another():
+        with files.opened(paths[1]):
+            pass
+
+    thread = threading.Thread(target=another, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("edition", [1, 2])
