@@ -100,8 +100,8 @@ class Gathered:
 def summed(checksum: int, raw: RawField) -> int:
     """`checksum` with one more field: its constants and its values."""
     constants = np.array([raw.reference, raw.scale, raw.decimal]).tobytes()
-    values = raw.values.astype(raw.values.dtype.newbyteorder("="), copy=False)
-    return google_crc32c.extend(google_crc32c.extend(checksum, constants), values.tobytes())
+    values = raw.values.astype(raw.values.dtype.newbyteorder("="), order="C", copy=False)
+    return google_crc32c.extend(google_crc32c.extend(checksum, constants), values.reshape(-1).view(np.uint8))
 
 
 def with_masks(block: PackedBlock, masks: Masks, at_surface: bool) -> PackedBlock:

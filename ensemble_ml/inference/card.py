@@ -72,11 +72,19 @@ def _channels(spec: ModelSpec) -> str:
 def _calibration(spec: ModelSpec, widths: Sequence[Sequence[float]] | None, members: int) -> str:
     if not spec.config.postprocess:
         return "none: it predicts the spread alone"
-    found = [one for row in widths or () for one in row]
-    if not found:
+    if not widths:
         return "none: there was no validation date with a truth"
+    found, count = _told(widths), sum(map(len, widths))
+    if not found:
+        return "none: too few validation dates had a truth"
     between = f"{min(found):.3f} to {max(found):.3f}"
-    return f"scale of each lead, variable and level times {between}, by the validation dates with {members} members"
+    which = "each lead, variable and level" if len(found) == count else f"{len(found)} of {count} fields"
+    return f"scale of {which} times {between}, by the validation dates with at most {members} members"
+
+
+def _told(widths: Sequence[Sequence[float]] | None) -> list[float]:
+    """The widths that validation dates gave; of the other fields they are one."""
+    return [one for row in widths or () for one in row if one != 1.0]
 
 
 def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
@@ -155,7 +163,7 @@ def _limits(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] 
         f"Trained on {len(meta['training_dates'])} start dates; seasons and regimes that they lack are extrapolation.",
         "Tied to the forecasting system of the training data: after a change of that system, fit anew.",
     ]
-    if meta.get("widths") and spec.config.postprocess:
+    if _told(meta.get("widths")) and spec.config.postprocess:
         text = "Calibrated on average; a single forecast may be off, most where the ensemble is far from its climate."
         lines.append(text)
     if not spec.config.postprocess:

@@ -21,12 +21,12 @@ from torch import Tensor
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.machine import memory_limit
-from ensemble_ml.models import distributions
+from ensemble_ml.models import ModelSpec, distributions
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos import merged
 from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, SIZES, EmosModel, seasonal_terms
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, families, most_dates, spaced
+from ensemble_ml.training.climate_data import Dates, families, field_names, most_dates, spaced
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ def fit_emos_model(
 ) -> dict[str, object]:
     """Give `model` its coefficients; returns the validation scores of all forms and the form taken.
 
+    Where a field's truth is known on too few dates for a point's own coefficients, it has the global ones.
+
     Args:
         train, validation: indices of start dates.
         members: M at which the forms are compared.
@@ -94,6 +96,7 @@ def fit_emos_model(
         scores = fit.scores(_Samples.read(reader, np.asarray(validation), members, fit.some_points))
     form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
+    fit.tell_of_few(reader.spec)
     log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
     whole = np.array([len(reader.available(int(date))) for date in train])
     enough = {s for s in SIZES if s in sizes and (whole >= s).sum() >= COEFFICIENTS}
@@ -144,11 +147,25 @@ class _Fit:
         """Coefficients at every point, by lead and field; `first` of another size to start from."""
         return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in self.columns}
 
+    def tell_of_few(self, spec: ModelSpec) -> None:
+        """Log the fields that have no coefficients of each point."""
+        names = field_names(spec)
+        few = [at for at in self.columns if not self._enough(*at)]
+        if few:
+            listed = ", ".join(f"{names[field]} at +{spec.leads_out[lead]} h" for lead, field in few)
+            log.warning("emos: too few dates have a truth for coefficients of each point: %s", listed)
+
+    def _enough(self, lead: int, field: int) -> bool:
+        """Whether every point that has a truth has it on as many dates as there are coefficients."""
+        counts = torch.isfinite(self.samples.truth[:, lead, field]).sum(0)
+        return bool((counts >= COEFFICIENTS)[counts > 0].all())
+
     def _at_all_points(self, form: str, lead: int, field: int, start: Emos | None) -> Emos:
         """Every n-th point at a time, or all in one where they are few."""
         whole = self._global(lead, field)
-        if form == "global":
+        if form == "global" or not self._enough(lead, field):
             return whole
+        start = start if start is not None and start.a.ndim else None
         dates, _, _, count = self.samples.mean.shape
         parts = -(-count * dates // _AT_ONCE)
         slices = [slice(k, None, parts) for k in range(parts)]
@@ -158,6 +175,8 @@ class _Fit:
     def _forms(self, lead: int, field: int, points: slice) -> dict[str, Emos]:
         whole = self._global(lead, field)
         names = ["local", *(f"shrunk {strength:g}" for strength in STRENGTHS)]
+        if not self._enough(lead, field):
+            return dict.fromkeys(["global", *names], whole)
         return {"global": whole} | {name: self._local(name, whole, lead, field, points, None) for name in names}
 
     def _global(self, lead: int, field: int) -> Emos:

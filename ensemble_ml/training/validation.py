@@ -12,7 +12,9 @@ which there is nothing to predict (no rain fell on these dates, or was forecast)
 
 Beside them the widths: by how much the predicted standard deviation of a field has to be multiplied for its mean square
 to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
-Training by the CRPS leaves them above one where errors have heavier tails than the family.
+Training by the CRPS leaves them above one where errors have heavier tails than the family. The variance of rain's law
+lies, where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the
+scale, and one time in 600,000 it rains): its mean square says nothing, and the width is the one with the least CRPS.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from ensemble_ml.training.losses import crps
 
 _NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
+_BY_CRPS = (Family.CENSORED_SHIFTED_GAMMA,)  # laws whose width is the one with the least CRPS
+_TRIED = (0.8, 1.0, 1.25)  # widths at which it is known, even steps of the logarithm: a parabola goes through these
+_FURTHEST = 2.0  # steps from one that a parabola is believed
 
 
 def c4(n: int) -> float:
@@ -68,19 +73,28 @@ def validate(
     spec, mesh = model.spec, mesh or Mesh()
     fields = len(spec.leads_out), spec.fields
     crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
+    skewed = _skewed(model)
+    tried = [_Sums(area, (fields[0], len(skewed)), mesh) for _ in _TRIED if skewed]
     least = _NOTHING * _typical(model).to(area.device).double()
     for batch in batches:
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
             crps_sums.add(*_crps(model, batch, prediction))
-            width_sums.add(*_squares(model, batch, prediction), least)
+            errors, variances, truth, told = _squares(model, batch, prediction)
+            width_sums.add(errors, variances, truth, told, least)
+            for width, sums in zip(_TRIED, tried, strict=False):
+                maps = _crps_at(model, batch, prediction, width)
+                sums.add(maps, maps, truth[:, :, skewed], told[:, :, skewed], least[:, skewed])
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
     found = {"crps_ratio": crps_sums.ratio(least), "spread_ratio": spread_sums.ratio(least**2, 0.5)}
     scores = {name: ratio for name, ratio in found.items() if ratio is not None}
     if scores:
         scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
-    return Validation(scores, width_sums.roots())
+    widths = width_sums.roots()
+    if widths is not None and skewed:
+        widths[:, skewed] = _least(*tried)
+    return Validation(scores, None if widths is None else widths.tolist())
 
 
 class _Sums:
@@ -123,8 +137,8 @@ class _Sums:
         logs = power * (torch.log(ours.maximum(floor)[scored]) - torch.log(raw[scored]))
         return math.exp(logs.mean().item()) if logs.numel() else None
 
-    def roots(self) -> list[list[float]] | None:
-        """sqrt(ours / raw) of every field, one where too few dates tell; None where no field has any."""
+    def roots(self) -> Tensor | None:
+        """sqrt(ours / raw) of every field, one where too few dates tell, (T, F); None where no field has any."""
         found = self._over_ranks()
         if found is None:
             return None
@@ -132,7 +146,14 @@ class _Sums:
         roots = torch.where(
             (raw > 0) & (ours > 0) & (known >= FEWEST_TO_WIDEN), (ours / raw.clamp(min=1e-300)).sqrt(), 1.0
         )
-        return roots.clamp(1 / _WIDEST, _WIDEST).tolist()
+        return roots.clamp(1 / _WIDEST, _WIDEST)
+
+    def means(self) -> Tensor:
+        """Ours of every field, NaN where too few dates tell, (T, F)."""
+        found = self._over_ranks()
+        assert found is not None
+        ours, _, known = found
+        return torch.where(known >= FEWEST_TO_WIDEN, ours / known.clamp(min=1), torch.nan)
 
     def _over_ranks(self) -> Tensor | None:
         """The sums of all dates, and how many have a target, (3, T, F); None where there is none."""
@@ -171,6 +192,34 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
         raw.append(distributions.crps(Family.NORMAL, mean, scale, truth))
         truths.append(truth)
     return _join(ours), _join(raw), _join(truths)
+
+
+def _skewed(model: AnyModel) -> list[int]:
+    """Positions among the fields of those in `_BY_CRPS`."""
+    levels = {"p": len(model.spec.levels), "s": 1}
+    laws = [law for suffix, families in _kinds(model) for law in families for _ in range(levels[suffix])]
+    return [position for position, law in enumerate(laws) if law in _BY_CRPS]
+
+
+def _crps_at(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> Tensor:
+    """CRPS of the fields in `_BY_CRPS` with `width` times their scale, (B, T, G, Y, X)."""
+    scores = []
+    for suffix, families in _kinds(model):
+        truth, parts = _of(batch, "truth", suffix), [_of(prediction, name, suffix) for name in ("location", "scale")]
+        for position, law in enumerate(families):
+            if law in _BY_CRPS:
+                location, scale, y = (part[:, :, position] for part in (*parts, truth))
+                wider = distributions.widen(law, location, scale, truth.new_tensor(width))
+                scores.append(distributions.crps(law, *wider, y).unsqueeze(2))
+    return _join(scores)
+
+
+def _least(low: _Sums, middle: _Sums, high: _Sums) -> Tensor:
+    """The widths with the least CRPS, (T, G), one where too few dates tell."""
+    before, here, after = low.means(), middle.means(), high.means()
+    bend, slope = before - 2 * here + after, (before - after) / 2
+    step = torch.where(bend > 0, slope / bend.clamp(min=1e-300), torch.sign(slope) * (slope.abs() > 0))
+    return torch.exp(step.clamp(-_FURTHEST, _FURTHEST).nan_to_num(0.0) * math.log(_TRIED[2]))
 
 
 def _spread_error(

@@ -17,10 +17,11 @@ from ensemble_ml.training import load_checkpoint, train
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
-    store = make_store(folder / "store.zarr", dates=8, levels=(850,), variables=("t",), surface=("tp",), shape=(9, 16))
+    store = make_store(folder / "store.zarr", dates=12, levels=(850,), variables=("t",), surface=("tp",), shape=(9, 16))
     config = TrainConfig(
         run="tiny", output=str(folder), steps=2, batch_size=2,
-        data=DataConfig(store=store.path, train=["2001-01-01/2001-01-10"], validation=["2001-01-11"], members=[3]),
+        data=DataConfig(store=store.path, train=["2001-01-01/2001-01-10"], validation=["2001-01-17/2001-01-31"],
+            members=[3]),
         model=ModelConfig(hidden=8, max_hidden=8, surroundings=16, residuals=16, depth=1),
         tracking=TrackingConfig(tensorboard=False),
     )  # fmt: skip
@@ -94,6 +95,15 @@ def test_a_card_tells_its_forecasts_apart(trained, tmp_path):
     for who in ("From 1 member", "b", "c", "d"):
         assert f"- {who}, tropics, 48 h: worse than raw_10, CRPS x 1.100.\n" in card
     assert "| **no** | no, made from 3 members, not from 2 |" in card
+
+
+def test_a_card_claims_no_calibration_that_was_not_made(trained):
+    checkpoint = load_checkpoint(trained[0])
+    assert all(width != 1 for row in checkpoint.meta["widths"] for width in row)
+    card = model_card(checkpoint.spec, checkpoint.meta | {"widths": [[1.0, 1.0], [1.0, 1.0]]}, None)
+    assert "| calibration | none: too few validation dates had a truth |" in card and "Calibrated" not in card
+    card = model_card(checkpoint.spec, checkpoint.meta | {"widths": [[1.0, 0.9], [1.25, 1.0]]}, None)
+    assert "| calibration | scale of 2 of 4 fields times 0.900 to 1.250, by the validation dates with at most" in card
 
 
 def test_a_card_counts_test_dates_that_earlier_runs_have_seen(trained):

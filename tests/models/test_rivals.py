@@ -48,6 +48,19 @@ def test_order_of_members_does_not_matter(name):
     assert not torch.allclose(tensors(model(reduce(model.spec, other)))["location_p"], one["location_p"])
 
 
+def test_the_meridian_where_the_grid_begins_is_no_edge_for_the_u_net():
+    """What it sees, turned by one point of the coarsest level, gives what it says, turned."""
+    model = awake(make("ens10_unet"))
+    members, columns = members_of(model.spec), 2**model.spec.config.depth
+    inputs = reduce(model.spec, members)
+    planes = model.planes(inputs, model.reduced(inputs))
+    with torch.no_grad():
+        found = model.network(planes, None)
+        turned = model.network(planes.roll(columns, -1), None).roll(-columns, -1)
+    assert found.std() > 0.01
+    torch.testing.assert_close(turned, found, rtol=1e-4, atol=1e-4 * float(found.std()))
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_a_batch_of_several_sizes_is_each_alone(name):
     model = awake(make(name))

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from synthetic import make_store
 
 from ensemble_ml.config import EvaluateConfig, Nonfinite, OptimName, PredictConfig
 from ensemble_ml.errors import UserError
@@ -16,7 +17,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import distributions
-from ensemble_ml.store import open_store
+from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
 from ensemble_ml.training.climate_data import families
 from ensemble_ml.training.setup import build_spec
@@ -128,6 +129,19 @@ def test_emos_at_a_part_of_the_points_at_a_time(config_of, monkeypatch):
     one, other = (load_checkpoint(r / "checkpoints" / "last").state_dict["coefficients"] for r in found)
     assert torch.equal(one.isfinite(), other.isfinite()) and not torch.equal(one, other)
     assert (one - other).abs().median() < 0.02 * one.abs().median()
+
+
+def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog):
+    """The others have their coefficients of each point all the same."""
+    gone = [(Part.TRUTH, date, 0, "tp") for date in range(5, 16)]
+    given = {"dates": 20, "members": 4, "shape": (9, 16), "surface": ("tp",), "variables": ("t",), "levels": (850,)}
+    store = make_store(tmp_path / "few.zarr", **given, absent=gone)
+    run = train(config_of(**settings("emos", data__store=store.path, data__members=[2, 3, 4])))
+    told = "too few dates have a truth for coefficients of each point: tp at +24 h, tp at +48 h"
+    assert told in caplog.text
+    model, _ = load_model(run / "checkpoints" / "best")
+    temperature, rain = model.coefficients[2].unbind(2)  # of three members; (6, T, Y, X)
+    assert temperature[0].std() > 0 and rain.std((-2, -1)).max() == 0 and rain[5].max() not in (0, 1)
 
 
 def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):

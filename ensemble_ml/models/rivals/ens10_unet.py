@@ -71,8 +71,7 @@ class Ens10UNet(Rival):
             hidden = self.deepest(skips.pop())
             for stage in reversed(self.up):
                 skip = skips.pop()
-                larger = F.interpolate(hidden, size=skip.shape[-2:], mode="bilinear")
-                hidden = stage(torch.cat([skip, larger], 1))
+                hidden = stage(torch.cat([skip, _larger(hidden, skip, self.spec.grid.wraps)], 1))
         return self.out(self.last_pad(hidden.to(planes_BCYX.dtype)[..., None])[..., 0])
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,3 +80,12 @@ class Ens10UNet(Rival):
             fields.spread.flatten(1).amax(1).reshape(-1, *[1] * (floor.ndim - 1)) > 0, floor, fields.climatology
         )
         return fields.mean + spread * first, spread * torch.exp(bounded(second))
+
+
+def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
+    """Bilinear interpolation; on the sphere, where columns are doubled, it goes on across the first meridian."""
+    rows, columns = like.shape[-2:]
+    if not wraps:
+        return F.interpolate(x_BCYX, size=(rows, columns), mode="bilinear")
+    x_BCYX = torch.cat([x_BCYX[..., -1:], x_BCYX, x_BCYX[..., :1]], -1)
+    return F.interpolate(x_BCYX, size=(rows, columns + 4), mode="bilinear")[..., 2:-2]
