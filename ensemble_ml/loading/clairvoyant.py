@@ -86,7 +86,10 @@ class ClairvoyantLoader:
         node: a name that ranks share only where they share memory; None takes host name and device of /dev/shm.
 
     Raises:
-        UserError: settings that do not fit, ranks that differ in them, or a second loop when all has been handed out.
+        UserError: settings that do not fit, ranks that differ in them, a second loop when all has been handed out, or
+            while another is under way.
+
+    A loop that was left is gone on with by the next one: `next(iter(loader))` uses a batch up.
     """
 
     def __init__(
@@ -137,12 +140,13 @@ class ClairvoyantLoader:
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None
         self._engine: Engine | None = None
+        self._looped = False  # whether a loop is under way
         try:
             if ranks > 1:
                 assert gather is not None
                 self.tiers.others = self._peers = Peers(self.tiers, gather, host, node)
         except BaseException:
-            self.close()
+            _close(self.tiers, self._peers)
             raise
         self._release = weakref.finalize(self, _close, self.tiers, self._peers)
 
@@ -177,11 +181,14 @@ class ClairvoyantLoader:
                 f"ClairvoyantLoader: its {self.plan.epochs} epochs have been handed out, one after the other, in one"
                 " loop; make another loader for more"
             )
+        self._check_open()
+        if self._looped:
+            raise UserError("ClairvoyantLoader: another loop over it is under way; both would get each batch once")
         if self._gather is not None:
             steps = [int(told) for told in self._gather(str(self.step).encode())]
             if len(set(steps)) > 1:
                 raise UserError(f"loading: ranks stand at steps {steps}; load the same state on all of them")
-        self._engine = Engine(self, self.plan.run(self.rank, start_step=self.step))
+        self._engine, self._looped = Engine(self, self.plan.run(self.rank, start_step=self.step)), True
         try:
             for batch in self._engine:
                 self.step = batch.step + 1
@@ -190,7 +197,12 @@ class ClairvoyantLoader:
                 self._peers.finish()
         finally:
             self._engine.close()
+            self._looped = False
         self._release()  # nothing is left to hand out
+
+    def _check_open(self) -> None:
+        if not self._release.alive:
+            raise UserError("ClairvoyantLoader: it was closed, or has handed out all; make another loader")
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, after the batch that was handed out last: about a hundred bytes."""
@@ -208,8 +220,9 @@ class ClairvoyantLoader:
         """Go on from `state`, on any number of ranks.
 
         Raises:
-            UserError: it is of another order or other data.
+            UserError: it is of another order or other data, or the loader has come to its end.
         """
+        self._check_open()
         mine = self.state_dict()
         differ = [key for key in mine if key != "step" and mine[key] != state.get(key)]
         if differ:
@@ -223,7 +236,7 @@ class ClairvoyantLoader:
         """End threads and connections, give back memory; harmless when called again."""
         if self._engine is not None:
             self._engine.close()
-        _close(self.tiers, self._peers)
+        self._release()
 
     def __enter__(self) -> ClairvoyantLoader:
         return self

@@ -138,6 +138,10 @@ class DatasetItems:
                 raise UserError(f"{self.name(sample)}: {key} makes no array ({error}); float32 would do") from error
             if array.dtype.hasobject or array.dtype.kind in "USV":
                 raise UserError(f"{self.name(sample)}: {key} is {type(part).__name__}; arrays or numbers are needed")
+            if array.dtype.kind in "mM" or array.dtype.char in "gG":
+                raise UserError(
+                    f"{self.name(sample)}: {key} is {array.dtype}, which torch has not; float64 or int64 would do"
+                )
             if np.ma.is_masked(part):
                 raise UserError(
                     f"{self.name(sample)}: {key} has masked values, which would be lost; fill them, with NaN"

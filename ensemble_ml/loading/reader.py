@@ -193,23 +193,34 @@ def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     mean /= count
     squares = np.zeros_like(mean)
     for member in values if count > 1 else ():
-        deviation = member - mean
-        deviation *= deviation
-        squares += deviation
-    return mean.astype(np.float32), np.sqrt(squares / max(1, count - 1)).astype(np.float32)
+        squares += _square(member - mean)
+    squares /= max(1, count - 1)
+    return mean.astype(np.float32), np.sqrt(squares, out=squares).astype(np.float32)
+
+
+def _square(values: np.ndarray) -> np.ndarray:
+    values *= values
+    return values
 
 
 def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `mean_and_spread`, at each point over the members that have a value there (not NaN); NaN where none has."""
-    known = np.isfinite(values)
-    count = known.sum(0)
+    """As `mean_and_spread`, at each point over the members that have a value there (not NaN); NaN where none has.
+
+    One member at a time: no array of all members is made beside them.
+    """
+    count = np.zeros(values.shape[1:], np.int32)
+    for member in values:
+        count += np.isfinite(member)
     if (count == len(values)).all():
         return mean_and_spread(values)
-    some = np.maximum(count, 1)
-    mean = np.where(known, values, 0).sum(axis=0, dtype=np.float64) / some
+    mean = np.zeros(values.shape[1:])
+    for member in values:
+        np.add(mean, member, out=mean, where=np.isfinite(member))
+    mean /= np.maximum(count, 1)
     squares = np.zeros_like(mean)
-    for member, there in zip(values, known, strict=True):
-        squares += np.where(there, member - mean, 0.0) ** 2
-    spread = np.sqrt(squares / np.maximum(count - 1, 1))
-    nothing = count == 0
-    return tuple(np.where(nothing, np.nan, part).astype(np.float32) for part in (mean, spread))  # type: ignore[return-value]
+    for member in values:
+        np.add(squares, _square(member - mean), out=squares, where=np.isfinite(member))
+    squares /= np.maximum(count - 1, 1)
+    np.sqrt(squares, out=squares)
+    mean[count == 0] = squares[count == 0] = np.nan
+    return mean.astype(np.float32), squares.astype(np.float32)

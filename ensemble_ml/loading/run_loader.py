@@ -280,7 +280,7 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     sample = field * spec.fields * (inputs * len(spec.leads_in) + targets * len(spec.leads_out))
     validated = max((len(group) for group in schedule.validation), default=0)
     most = max(-(-min(schedule.batches.order.batch_size, schedule.batches.order.n) // lane.parts), validated)
-    whole = (
-        4 * spec.grid.shape[1] * (bottom - top) * spec.fields * len(spec.leads_in)
-    )  # of one member, before columns are cut
-    return most * sample, (members + 6) * whole + sample
+    cut = field * spec.fields * len(spec.leads_in)  # of one member
+    whole = cut * spec.grid.shape[1] // (right - left)  # before columns are cut
+    beside = members * (cut if whole > cut else 0) + members * (whole // 4 if spec.masked else 0)  # the cut, the mask
+    return most * sample, (members + 6) * whole + beside + sample

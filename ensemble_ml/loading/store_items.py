@@ -68,7 +68,7 @@ class StoreItems:
     ):
         self.store, self.selection = store, selection or Selection()
         self.parts = tuple(parts or [part for part in (Part.FORECAST, Part.TRUTH) if store.has(part)])
-        self.dates = np.arange(len(store.layout.init_time)) if dates is None else np.asarray(dates)
+        self.dates = _positions(dates, len(store.layout.init_time))
         if not len(self.dates):
             raise UserError(f"{store.path}: no start date is left; choose others")
         self.arrays = self._shapes()
@@ -297,3 +297,19 @@ class Places:
             found[number] = flat[start:stop].reshape(levels, rows, columns)
             start = stop
         return found
+
+
+def _positions(dates: Any, count: int) -> np.ndarray:
+    """Positions of start dates, of which a mask may be given.
+
+    Raises:
+        UserError: they are no whole numbers, or not among `count`.
+    """
+    if dates is None:
+        return np.arange(count)
+    found = np.asarray(dates)
+    if found.dtype == bool and found.shape == (count,):
+        found = np.flatnonzero(found)
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count):
+        raise UserError(f"dates={dates}: positions of start dates from 0 to {count - 1}, or a mask of them, are needed")
+    return found

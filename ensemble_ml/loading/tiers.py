@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -66,8 +67,9 @@ class Tiers:
                 raise UserError("loading.disk: needs loading.folder=FOLDER on local disk")
             shape = slab_shape(plan, items, rank, DISK)
             try:
-                _remove_stale(folder, {slab_key(plan, items, r, DISK) for r in range(plan.ranks)})
-                path = folder / f"ensemble_ml-{shape.key:016x}.cache"
+                names = {r: _cache_name(items, slab_key(plan, items, r, DISK)) for r in range(plan.ranks)}
+                _remove_stale(folder, names.values(), plan.tiers.disk)
+                path = folder / names[rank]
                 self.slabs[DISK] = Slab.on_disk(path, shape, keep=getattr(items, "lasting", False))
             except BaseException:
                 self.close()
@@ -191,16 +193,35 @@ def slab_key(plan: Plan, items: Items, rank: int, tier: int) -> int:
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
 
 
-def _remove_stale(folder: Path, keys: Collection[int]) -> None:
-    """Remove caches in `folder` that no process uses and that are not of this run's ranks."""
-    ours = {f"ensemble_ml-{key:016x}" for key in keys}
+def _cache_name(items: Items, key: int) -> str:
+    data = hashlib.sha256(items.fingerprint().encode()).hexdigest()[:8]
+    return f"ensemble_ml-{data}-{key:016x}.cache"
+
+
+def _remove_stale(folder: Path, names: Collection[str], room: int) -> None:
+    """Remove caches in `folder` that no process uses and that are not of this run's ranks.
+
+    Those of the same data under another plan go at once; those of other data, which another loader of the next run may
+    want, where less than `room` bytes are free, the oldest first.
+    """
+    mine = next(iter(names)).rsplit("-", 1)[0]
     found: list[Path] = []
     with suppress(OSError):  # a folder that cannot be entered is told where the slab is made
-        found = list(folder.glob("ensemble_ml-*.cache")) if folder.is_dir() else []
+        found = sorted(folder.glob("ensemble_ml-*.cache"), key=_age_key) if folder.is_dir() else []
     for path in found:
-        if path.stem in ours:
+        if path.name in names:
             continue
         with suppress(OSError), open(path, "rb") as file:  # in use, somebody else's, or gone meanwhile
+            if not path.name.startswith(f"{mine}-") and shutil.disk_usage(folder).free >= room:
+                continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             log.info("loading: %s of an earlier run is removed", path)
+
+
+def _age_key(path: Path) -> float:
+    """When it was last written; 0 for one that is gone meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

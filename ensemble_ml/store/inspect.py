@@ -155,7 +155,8 @@ def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
         surface = field(name).surface
         names, kind = (contents.layout.surface, Kind.SURFACE) if surface else (contents.layout.variables, Kind.PRESSURE)
         at = names.index(name)
-        stored = presence.counts[Part.FORECAST][surface][:, :, at].sum() * points
+        counts = presence.counts.get(Part.FORECAST)
+        stored = 0 if counts is None else counts[surface][:, :, at].sum() * points
         values = contents.moments[kind].count[:, at].sum() if kind in contents.moments else 0
         found[name] = round(1 - float(values) / stored, 6) if stored else 0.0
     return found

@@ -146,7 +146,7 @@ class TensorStore:
         self._check(part, date)
         for kind in Kind:
             spec = self._specs.get((part, kind))
-            if spec is None:
+            if spec is None or spec.shard(date) not in self._files:  # nothing of it was written for this date
                 continue
             wanted = resolve(self.path, self.layout, part, kind, selection)
             blocks = np.arange(wanted.rows[0] // spec.rows, -(-wanted.rows[1] // spec.rows))

@@ -16,6 +16,7 @@ import xarray as xr
 from xarray.backends import BackendArray, BackendEntrypoint
 from xarray.core import indexing
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store.metadata import cf_attributes, coordinates, is_store
 from ensemble_ml.store.read import TensorStore
@@ -24,22 +25,38 @@ from ensemble_ml.store.source import Part, Selection
 
 _CELL_METHODS = {Part.MEAN: "realization: mean", Part.SPREAD: "realization: standard_deviation"}
 _GUST = "wind_speed_of_gust"
+_DECODERS = "mask_and_scale", "decode_times", "concat_characters", "decode_coords", "decode_timedelta"
 
 
 class EnsembleBackend(BackendEntrypoint):
     """The backend that xarray finds under the name `ensemble_ml`."""
 
     description = "Tensor stores of ensemble_ml: decoded, lazy, CF-named variables"
-    open_dataset_parameters = ("filename_or_obj", "drop_variables")
+    open_dataset_parameters = ("filename_or_obj", "drop_variables", *_DECODERS, "use_cftime")
 
     def open_dataset(  # type: ignore[override]
-        self, filename_or_obj: str | os.PathLike, *, drop_variables: str | Iterable[str] | None = None
+        self,
+        filename_or_obj: str | os.PathLike,
+        *,
+        drop_variables: str | Iterable[str] | None = None,
+        use_cftime: bool | None = None,
+        **decoders: Any,
     ) -> xr.Dataset:
         """Open the store at `filename_or_obj`.
 
+        All is decoded, as xarray's own `decoders` would do it: what leaves something as it is stored is refused.
+
         Raises:
-            UserError: no store stands there, or it is damaged.
+            UserError: no store stands there, it is damaged, or a decoder is turned off.
         """
+        if unknown := decoders.keys() - set(_DECODERS):
+            raise TypeError(f"open_dataset: unknown settings {', '.join(sorted(unknown))}")
+        if off := [
+            name for name in ("mask_and_scale", "decode_times", "decode_timedelta") if decoders.get(name) is False
+        ]:
+            raise UserError(f"{off[0]}=False: this engine decodes; xr.open_zarr(STORE) shows what is stored")
+        if use_cftime:
+            raise UserError("use_cftime=True: start dates are of the standard calendar, as numpy.datetime64")
         store = TensorStore(Path(filename_or_obj))
         dropped = {drop_variables} if isinstance(drop_variables, str) else set(drop_variables or ())
         coords = {name: _coordinate(*parts) for name, parts in coordinates(store.layout).items()}

@@ -20,6 +20,7 @@ import torch
 from ensemble_ml.config import DataConfig, MomentumKept, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field
 from ensemble_ml.folders import check_writable
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.machine import cores, keep_freed_memory
@@ -100,6 +101,12 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     if absent := [name for name in model.families or () if name not in (*upper, *flat)]:
         has = ", ".join((*upper, *flat)) or "none"
         raise UserError(f"model.families={absent}: no variable of this run, which has {has}; leave it out")
+    zero = [name for name in (*upper, *flat) if leads == (0,) and field(name).accumulated]
+    if zero:
+        raise UserError(
+            f"data.leads_in=[0]: {', '.join(zero)} at +0 h is zero by nature; leave it out of data.surface, or give a"
+            " later lead too"
+        )
     spec = ModelSpec(
         model,
         upper,

@@ -92,6 +92,9 @@ def _train(config: TrainConfig, session: Session) -> Path:
         trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
         if checkpoint is None and config.max_minutes and trainer.state.steps:
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
+        elif checkpoint and session.first and config.max_minutes not in (0, checkpoint.meta["config"]["max_minutes"]):
+            text = "max_minutes=%g: the steps were settled when the run began: %d, of which %d are done"
+            log.warning(text, config.max_minutes, trainer.state.steps, trainer.state.step)
         try:
             trainer.run(stop, resumed=checkpoint is not None)
         finally:

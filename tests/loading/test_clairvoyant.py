@@ -5,6 +5,7 @@ import fcntl
 import gc
 import os
 import re
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,7 +237,7 @@ def test_a_damaged_cache_is_read_anew(caplog):
     assert data.reads.sum() >= F + 1
 
 
-def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path):
+def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path, monkeypatch):
     for attempt, reads in enumerate((F + (EPOCHS - 1) * (F - 15), EPOCHS * (F - 10 - 5) + 5)):
         data = Numbers()
         first = int(Order(3, F, BATCH).step(0)[1][0])  # read when the loader is made, and kept until it is used
@@ -248,6 +249,7 @@ def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path):
         assert data.reads.sum() == reads
         (file,) = tmp_path.iterdir()
         assert file.stat().st_size <= 10 * SIZE + 4096
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 4, ram=0, disk=3 * SIZE, folder=tmp_path) as loader:
         assert not list(
             tmp_path.iterdir()
@@ -354,6 +356,8 @@ def test_ragged_samples_are_refused():
         ("text", "sample 0: 0 is str; arrays or numbers are needed"),
         ({"x": np.ma.masked_array([1.0, 2.0], [0, 1])}, "sample 0: x has masked values, which would be lost"),
         (torch.ones(2, dtype=torch.bfloat16), "sample 0: 0 makes no array .*BFloat16"),
+        ({"t": np.datetime64("2001-01-01")}, r"sample 0: t is datetime64\[D\], which torch has not"),
+        (np.ones(2, np.longdouble), "sample 0: 0 is float128, which torch has not"),
     ],
 )
 def test_samples_that_make_no_arrays(sample, message):

@@ -3,17 +3,20 @@
 import gc
 import os
 import threading
+import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from planning import CPU, config_of, equal, plain, readers_of, run, run_ranks, schedule_of
+from planning import CPU, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of
 from synthetic import make_store
 
 from ensemble_ml.config import Assign, LoaderName
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading import Reader
+from ensemble_ml.loading.batches import Draw, read_sample
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes
 from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_plan import PAGE
@@ -301,3 +304,22 @@ def test_validations_of_several_ranks_stay_within_memory(store, monkeypatch, par
     ram = decoded + (config.ahead + 2) * packed // parts + int(share * whole)
     run_ranks(schedule, readers, parts=parts, columns=columns, config=replace(config, ram=ram))
     assert 0 < max(most) <= ram - decoded
+
+
+@pytest.mark.parametrize(("masked", "columns"), [((), None), (("sst",), None), ((), (0, 90)), (("sst",), (0, 90))])
+def test_decoding_a_sample_takes_what_the_budget_counts_on(tmp_path, masked, columns):
+    """Fifty members, of fields with masks, and of a part of the columns, which are cut out of whole rows."""
+    given = {"dates": 2, "members": 50, "variables": (), "levels": (), "surface": ("t2m", "sst", "msl")}
+    store = make_store(tmp_path / "s.zarr", **given, shape=(91, 180), masked=masked)
+    spec = replace(spec_of(store), masked=store.masked)
+    reader = Reader(store, spec, window=columns and ((0, 91), columns))
+    schedule = schedule_of(reader, dates=[0, 1], sizes=(50,), batch_size=1)
+    _, scratch = decoded_bytes(schedule, reader, Lane())
+    read_sample(reader, Draw(0, np.arange(50)))
+    tracemalloc.start()
+    try:
+        read_sample(reader, Draw(1, np.arange(50)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.03 * scratch

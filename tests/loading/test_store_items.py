@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import make_store
+from synthetic import make_layout, make_store
 from test_clairvoyant import Gathering, run_ranks
 
 from ensemble_ml.config import Assign, Packing
@@ -13,7 +13,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.plan import RAM
 from ensemble_ml.loading.store_items import OpenedItems, StoreItems
-from ensemble_ml.store import Part, Selection, open_store
+from ensemble_ml.store import PackedBlock, Part, Selection, StoreWriter, open_store
 
 
 @pytest.fixture(scope="module")
@@ -241,3 +241,29 @@ def test_nothing_is_opened_that_would_then_travel_between_nodes(tmp_path):
     room, where = opened // 2 + int(items.opened().sizes.max()), ["here", "there"]
     assert all(one is items for _, one, *_ in use(items, 2, room, node=where, assign=[Assign.fixed] * 2))
     assert all(isinstance(one, OpenedItems) for _, one, *_ in use(items, 2, room, assign=[Assign.fixed] * 2))
+
+
+def test_a_date_without_a_truth_is_a_date_all_the_same(tmp_path):
+    """Nothing of it was written: it is absent, as the store's own reader has it, and no file is missed."""
+    layout, rng = make_layout(dates=3, members=2, leads=(24,), variables=("t",), levels=(500,), shape=(9, 16)), 0
+    with StoreWriter(tmp_path / "s.zarr", layout, parts=[Part.FORECAST, Part.TRUTH]) as writer:
+        for date in range(3):
+            for part, count in ((Part.FORECAST, 2), (Part.TRUTH, 1))[: 1 + (date != 1)]:
+                values = np.random.default_rng(rng := rng + 1).normal(280, 5, (count, 1, 1, 1, 9, 16))
+                writer.write(part, date, PackedBlock.plain(values.astype(np.float32)), None)
+    there = open_store(tmp_path / "s.zarr")
+    with ClairvoyantLoader(StoreItems(there), 2, 2, 0, ram=10**6) as loader:
+        for batch in loader:
+            for place, date in enumerate(batch.samples):
+                truth = there.read(Part.TRUTH, int(date)).pressure
+                assert np.isnan(truth).all() == (date == 1)
+                np.testing.assert_array_equal(batch["truth_pressure"][place], truth)
+
+
+def test_dates_may_be_a_mask_and_nothing_but_positions(store):
+    count = len(store.layout.init_time)
+    mask = np.arange(count) % 2 == 1
+    assert StoreItems(store, dates=mask).dates.tolist() == np.flatnonzero(mask).tolist()
+    for wrong in (mask[1:], [0.0, 1.0], [count], [-1], store.layout.init_time[:2]):
+        with pytest.raises(UserError, match="positions of start dates from 0"):
+            StoreItems(store, dates=wrong)

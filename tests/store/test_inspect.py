@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import land, make_store
+from synthetic import land, make_layout, make_store
 
 from ensemble_ml import cli
 from ensemble_ml.config import InspectConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.store import Part
+from ensemble_ml.store import PackedBlock, Part, StoreWriter
 from ensemble_ml.store.inspect import inspect
 
 SHAPE = 9, 16
@@ -101,3 +101,15 @@ def test_what_is_no_store_is_refused_in_one_line(tmp_path, capsys):
         assert said in capsys.readouterr().err
     assert cli.main(["inspect"]) == 2
     assert "store: must be given" in capsys.readouterr().err
+
+
+def test_a_store_of_truth_alone(tmp_path):
+    layout = make_layout(dates=2, members=2, leads=(24,), variables=(), levels=(), surface=("sst",), shape=SHAPE)
+    values = np.random.default_rng(0).normal(280, 5, (1, 1, 1, *SHAPE)).astype(np.float32)
+    mask = np.broadcast_to(land(SHAPE), values.shape).copy()
+    values[mask] = np.nan
+    with StoreWriter(tmp_path / "s.zarr", layout, parts=[Part.TRUTH]) as writer:
+        for date in range(2):
+            writer.write(Part.TRUTH, date, None, PackedBlock.plain(values, mask=mask))
+    looked = inspect(InspectConfig(store=str(tmp_path / "s.zarr"), speed=False))
+    assert looked["dates"]["done"] == 2 and looked["masked"] == {"sst": 0.0}

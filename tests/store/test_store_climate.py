@@ -55,6 +55,19 @@ def test_the_window_takes_other_years_alone(store):
     assert days_of(store, narrow.dates(index(store, "2002-02-20"))) == ["2001-02-20", "2003-02-20"]
 
 
+def test_bands_and_members_that_are_kept_are_not_mixed_up(tmp_path):
+    """Memory for one band of rows and a half: several bands, each of whose members serve several dates."""
+    dates = [f"{year}-01-0{day}" for year in (2001, 2002, 2003) for day in (1, 3)]
+    given = {"dates": dates, "members": 6, "leads": (24,), "variables": (), "levels": (), "surface": ("t2m",)}
+    store = make_store(tmp_path / "s.zarr", **given, shape=(33, 40), truth=False)
+    band = 4 * 16 * 40 * 6 * 4  # of 16 rows: six members of four dates
+    climate = ModelClimate(store, memory=band * 3 // 2)
+    for date in (2, 3):
+        others = [store.read(Part.FORECAST, int(other)).surface[:, 0, 0] for other in climate.dates(date)]
+        expected = np.quantile(np.concatenate(others).astype(float), climate.probabilities, axis=0)
+        np.testing.assert_allclose(climate.quantiles(date).surface[:, 0, 0], expected, rtol=1e-6)
+
+
 def test_leap_days():
     times = np.array([f"{y}-{d}" for y in (2003, 2004, 2005) for d in ("02-27", "02-28", "03-01")], "datetime64[ns]")
     leap = np.datetime64("2004-02-29")

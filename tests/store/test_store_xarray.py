@@ -164,3 +164,19 @@ def test_only_sums_and_gusts_are_said_to_be_sums_and_maxima(store):
     for name, methods in names.items():
         found = _attributes(store, spec, name)
         assert found.get("cell_methods") == methods and found["lead_bounds_hours"] == "0-24"
+
+
+def test_settings_that_code_for_any_file_passes(store):
+    with xr.open_dataset(store.path, engine="ensemble_ml") as plain:
+        for given in (
+            {"decode_timedelta": True},
+            {"decode_times": True},
+            {"mask_and_scale": True, "use_cftime": False},
+        ):
+            with xr.open_dataset(store.path, engine="ensemble_ml", **given) as opened:
+                xr.testing.assert_identical(opened, plain)
+    for given in ({"decode_times": False}, {"decode_cf": False}, {"use_cftime": True}):
+        with pytest.raises(UserError, match=r"open_zarr|standard calendar"):
+            xr.open_dataset(store.path, engine="ensemble_ml", **given)
+    with pytest.raises(TypeError, match="unknown settings colour"):
+        xr.open_dataset(store.path, engine="ensemble_ml", colour=1)
