@@ -180,11 +180,16 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     if ranks == size and apart:
         exchange.load_local_state(dict(read(place)))
         return
-    now = "" if apart else " that hold them in common"
-    log.warning("resume: momenta of %d ranks on %d%s: every rank goes on from their mean", ranks, size, now)
     total = {name: value.clone() for name, value in read(0).items()}
     for rank in range(1, ranks):
         for name, value in read(rank).items():
             total[name] += value
+    unsent = [name for name in total if name.startswith(ADDS_UP)]
+    if any(name.startswith("momentum.") for name in total):
+        now = "" if apart else " that hold them in common"
+        log.warning("resume: momenta of %d ranks on %d%s: every rank goes on from their mean", ranks, size, now)
+    if unsent:
+        now = f"shared out over {size}" if apart else "lost, as nothing is sent any more"
+        log.warning("resume: what %d ranks had left to send of their gradients is %s", ranks, now)
     parts = {name: size if name.startswith(ADDS_UP) else ranks for name in total}
     exchange.load_local_state({name: value / parts[name] for name, value in total.items()})

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed.meeting import meet
+from ensemble_ml.distributed.meeting import MEETING, meet
 from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.watch import LAST, Watch
@@ -90,6 +90,16 @@ class Session:
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
+    def meet(self) -> None:
+        """Return when all ranks have come here; like `once`, it may take any time."""
+        if self.world.size == 1:
+            return
+        self._once += 1
+        key = f"once/{self._once}"
+        self._store.add(key, 1)
+        while self._store.add(key, 0) < self.world.size:
+            time.sleep(0.02)
+
     def __enter__(self) -> Self:
         if self.world.size == 1:
             return self
@@ -99,6 +109,7 @@ class Session:
             host, port = meeting.host, meeting.port
             store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
             self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
+            _all_come(store, self.world)
             _check_agreement(store, self.topology)
             wanted = self.config.backend
             apart = wanted is not Backend.gloo and _gpus_apart(store, self.world, self.device)
@@ -184,13 +195,31 @@ def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
     return wanted.value
 
 
+def _all_come(store: Any, world: World) -> None:
+    """Wait for the other ranks, in Python: within a call of the store no signal would be heard.
+
+    Raises:
+        UserError: some do not come; says which.
+    """
+    store.set(f"host/{world.rank}", socket.gethostname())
+    latest = time.monotonic() + MEETING.total_seconds()
+    store.add("come", 1)
+    while store.add("come", 0) < world.size:
+        if time.monotonic() > latest:
+            absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
+            raise UserError(
+                f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"
+                f" {MEETING.total_seconds():.0f} s; start all of them, and look at what those say"
+            )
+        time.sleep(0.02)
+
+
 def _check_agreement(store: Any, topology: Topology) -> None:
     """Every rank must have made the same mesh.
 
     Raises:
         UserError: this rank's degrees differ from those of rank 0.
     """
-    store.set(f"host/{topology.rank}", socket.gethostname())
     if topology.rank == 0:
         store.set("mesh", str(topology))
     first = store.get("mesh").decode()

@@ -295,7 +295,9 @@ class PartUpsample(nn.Upsample):
 
 
 class PartDropout(nn.Dropout):
-    """Dropout whose mask is a function of a seed and the place in the whole field, so of no partition.
+    """Dropout whose mask is a function of a seed and the place in the whole field, so of no partition of it.
+
+    Ranks that train on other dates draw other masks.
 
     The seed comes from torch's generator, which must be in the same state on all ranks of a spatial group; so a
     recomputed forward pass (activation checkpointing) draws the same mask again.

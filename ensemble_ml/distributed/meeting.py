@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,7 @@ from ensemble_ml.distributed.world import World
 from ensemble_ml.errors import UserError
 
 MEETING = timedelta(seconds=120)  # that ranks wait for each other
+_LOOK = 0.05  # seconds between looks for whether rank 0 listens
 
 
 @dataclass(eq=False)
@@ -32,6 +35,7 @@ class Meeting:
 
     def connect(self, size: int) -> Any:
         """A connection of its own to the store, for the keys of the last session alone."""
+        _reached(self.host, self.port)
         store = dist.TCPStore(self.host, self.port, size, False, MEETING, wait_for_workers=False)
         return dist.PrefixStore(f"session {self.sessions}", store)
 
@@ -70,6 +74,20 @@ def _arranged(world: World) -> tuple[str, int, Any]:
         f"{world.launcher.value}: rank {world.rank} of {world.size} does not know where rank 0 is; set MASTER_ADDR and"
         " MASTER_PORT to a host and a free port"
     )
+
+
+def _reached(host: str, port: int) -> None:
+    """Return when somebody listens at this port; a store that connects would hear no signal until then.
+
+    Raises:
+        DistNetworkError: nobody does.
+    """
+    latest = time.monotonic() + MEETING.total_seconds()
+    while time.monotonic() < latest:
+        with suppress(OSError), socket.create_connection((host, port), timeout=1):
+            return
+        time.sleep(_LOOK)
+    raise dist.DistNetworkError(f"nobody listens there for {MEETING.total_seconds():.0f} s")
 
 
 def _serve(world: World, port: int) -> Any:

@@ -64,7 +64,7 @@ def halo_conv(
     """
     sides = check(x, rows, columns)
     split = any(side.meets and side.comm.size > 1 for side in sides)
-    if not (overlap and split) or any(side.crops for side in sides):
+    if not (overlap and split) or any(side.crops_somewhere for side in sides):
         return window.of(halo(x, rows, columns, across), weight, bias)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):

@@ -62,7 +62,8 @@ def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]
 
 
 def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, n + 1) if n % k == 0]
+    small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
 
 
 def candidates(

@@ -53,6 +53,11 @@ class Side:
         return min(self.widths(self.comm.rank)) < 0
 
     @property
+    def crops_somewhere(self) -> bool:
+        """Whether any rank of the axis cuts something off."""
+        return min(self.left, self.right, self.right if self.right_last is None else self.right_last) < 0
+
+    @property
     def active(self) -> bool:
         """Whether any rank of the axis has a halo: then all join the exchange, also those that only give."""
         return max(self.left, self.right, self.right_last or 0) > 0

@@ -196,6 +196,26 @@ def mend_links(folder: Path) -> None:
         log.warning("checkpoint %s: is not there; %s is the newest that is whole", folder / "last", newest.name)
 
 
+def refuse_unread(folder: Path) -> None:
+    """Refuse to begin anew over steps of which none can be read; to be called where nothing is `last`.
+
+    Raises:
+        UserError: there are steps; names the newest, and why it cannot be read.
+    """
+    steps = sorted(folder.glob(f"{STEP}*"), reverse=True)
+    if not steps:
+        return
+    try:
+        _read_meta(steps[0])
+        why = f"checkpoint {steps[0]}: some of its files are not as they were written"
+    except UserError as error:
+        why = str(error)
+    raise UserError(
+        f"resume: {folder} holds {len(steps)} steps, and none that can be gone on from ({why}); move it away to begin"
+        " anew"
+    )
+
+
 def clean(folder: Path) -> None:
     """Remove what a killed run left half-written, and checkpoints that no link leads to."""
     for entry in list(folder.iterdir()) if folder.is_dir() else []:

@@ -2,9 +2,10 @@
 
 Every rank writes its own files into a folder that has another name until it is whole: synced to disk, hashed, and
 renamed by rank 0, which then exchanges the links one by one. Where ranks hold tensors apart (momenta under votes), that
-waits until all of them have written; each says so in the sum that a step makes anyway, so nobody waits for a disk and
-the thread that writes takes no part in collectives. Files are safetensors and JSON: reading them runs no code, which
-the pickled metadata of torch.distributed.checkpoint would.
+waits until all of them have written; each says so in the sum that a step makes anyway, so no step waits for a disk, and
+the thread that writes takes no part in collectives. Before the next checkpoint and at the end all wait for the disk.
+Files are safetensors and JSON: reading them runs no code, which the pickled metadata of torch.distributed.checkpoint
+would.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,10 +88,18 @@ class Keeper:
         folder: of the checkpoints.
         world: all ranks that train these weights.
         minutes: longest time between checkpoints, by the first rank's clock; 0 has no limit.
+        meet: returns when all ranks have called it, however long a disk takes; by default a barrier, which gives up.
     """
 
-    def __init__(self, folder: Path, world: Communicator | None = None, minutes: float = 0.0):
+    def __init__(
+        self,
+        folder: Path,
+        world: Communicator | None = None,
+        minutes: float = 0.0,
+        meet: Callable[[], None] | None = None,
+    ):
         self.folder, self._world, self._seconds = folder, world or NullCommunicator(), 60 * minutes
+        self._meet = meet or self._world.barrier
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._pending: _Pending | None = None
         self._renaming: Future[Path] | None = None
@@ -155,12 +164,13 @@ class Keeper:
             if pending.job is not None:
                 pending.job.result()
             if pending.snapshot.own is not None:
-                self._world.barrier()  # every rank has written
+                self._meet()  # every rank has written
                 self._rename(pending)
             self._pending = None
         if self._renaming is not None:
             self._renaming.result()
             self._renaming = None
+        self._meet()  # the first rank's disk is waited for here, not in the next collective, whose patience has an end
 
     def close(self) -> None:
         """Let the thread write what it was given, and end it; for a run that ends by an error, too."""

@@ -96,6 +96,10 @@ class Planner:
         """
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
         check_any(found, self.ranks, self.fits)
+        if self.config.parallel.trainer > 1:
+            raise UserError(
+                f"parallel.trainer={self.config.parallel.trainer}: one job trains one model; plan one for each"
+            )
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
         followed = self.session.once(lambda: {c.degrees: self.followed(c) for c in found if not c.why})
@@ -148,10 +152,10 @@ class Planner:
     def _too_little(self, traced: dict[tuple[int, int, int], Tracing]) -> str:
         """The message for too little memory: how many ranks would do."""
         degrees, least = min(traced.items(), key=lambda item: item[1].memory)
-        key = "plan.memory_gb" if self.settings.memory_gb else "memory"
-        told = (
-            f"{key}={self.memory / 1e9:.3g}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each"
-            " at the least"
+        room = f"{self.memory / 1e9:.3g}"
+        place = f"plan.memory_gb={room}" if self.settings.memory_gb else f"{room} GB a rank, {self.local} on a machine"
+        told = f"{place}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each at the least" + (
+            " (plan.ranks_per_node says how many share one)" if self.local > self.busy else ""
         )
         fixed = least.resident + least.state + self.base
         if fixed >= self.memory:

@@ -24,15 +24,16 @@ def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and not any(text in str(error) for text in _HOST):
+    except (MemoryError, RuntimeError) as error:
+        # Other kinds are no lack of memory: NCCL's of a rank that is gone, which has to be told from the others.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(t in str(error) for t in _HOST):
             raise
         topology, where = session.topology, session.topology.place
         shared = topology.lat * topology.lon
         less = f"parallel.lat={2 * topology.lat} (a sample over {2 * shared} ranks)"
         if config.batch_size > topology.data:
             less = f"batch_size={topology.data} (now {config.batch_size}), or {less}"
-        cause = str(error).splitlines()[0][:120]
+        cause = (str(error) or type(error).__name__).splitlines()[0][:120]  # NumPy and Python may say nothing more
         raise UserError(
             f"step {session.step}: rank {topology.rank} has not enough memory for its part of a batch (data"
             f" {where.data}, lat {where.lat}, lon {where.lon}: {cause}); try {less}; ensemble-ml plan says what each"

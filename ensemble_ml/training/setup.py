@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +31,7 @@ from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.store.las import check_window
 from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, select_dates
-from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point
+from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point, refuse_unread
 
 log = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     if tidy:
         mend_links(checkpoints)
     if not (checkpoints / "last").exists():
+        refuse_unread(checkpoints)
         log.info("resume: %s holds no checkpoint, so the run starts anew", run)
         return run, None
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
@@ -236,6 +238,16 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
         point(checkpoints, "best", f"step_{best['step']:08d}")
     clean(checkpoints)
     return run, checkpoint
+
+
+def forget(folder: Path, *, there: bool) -> None:
+    """Remove what a run without a checkpoint has left, so that it can be begun again: of a folder that was `there`
+    before it, its own files alone."""
+    for path in [folder / name for name in _TRACES] if there else [folder]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _goes_on(config: TrainConfig) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -29,6 +28,7 @@ from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.shard import copied
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
+from ensemble_ml.loading.reader import iso
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
@@ -98,9 +98,8 @@ def _train(config: TrainConfig, session: Session) -> Path:
         try:
             trainer.run(stop, resumed=checkpoint is not None)
         finally:
-            # stopped before there was anything to keep
             if session.first and not (folder / "checkpoints" / "last").exists():
-                shutil.rmtree(folder / "checkpoints" if there else folder, ignore_errors=True)
+                setup.forget(folder, there=there)  # stopped before there was anything to keep
     return folder
 
 
@@ -110,7 +109,8 @@ class Trainer:
     def __init__(self, run: Run, folder: Path):
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
-        self.keeper = Keeper(folder / "checkpoints", run.session.mesh.model, run.config.checkpoint_minutes)
+        world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
+        self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
         self._waited, self._skipped = 0.0, 0
         self._kept: int | None = None  # the step of checkpoints/last
         self._noted: dict[str, Any] = {}
@@ -280,7 +280,11 @@ class Trainer:
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
         if self.session.topology.size > 1 and outcome.culprits:
             what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
-        where = f"step {self.state.step + 1}: {what}, on start dates {', '.join(batch.init_time)}"
+        dates = f"on start dates {', '.join(batch.init_time)}"
+        if outcome.culprits and self.session.topology.rank not in outcome.culprits:  # this rank's dates are others
+            [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
+            dates = f"on start dates among {', '.join(iso(self.setup.reader.time(draw.date)) for draw in every)}"
+        where = f"step {self.state.step + 1}: {what}, {dates}"
         if self.config.optim.nonfinite is Nonfinite.stop or self._skipped > _MOST_SKIPPED:
             raise NotFinite(where)
         log.warning("%s; the step is left out", where)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from parallel.ranks import run_ranks
 
 from ensemble_ml.config import ParallelConfig
 from ensemble_ml.distributed import start
+from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 
 SAY = """
@@ -174,3 +176,39 @@ def test_nobody_knows_where_rank_0_is():
     env = {"RANK": "1", "WORLD_SIZE": "2"}
     with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"), start(ParallelConfig(), env):
         pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_the_others_can_be_stopped(tmp_path, rank):
+    """Alone at the start of a job: rank 0 with nobody to meet, and another one with nobody to reach."""
+    script = tmp_path / "say.py"
+    script.write_text("print('begins', flush=True)" + SAY)
+    job = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    env = {
+        **os.environ,
+        **job,
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    ) as one:
+        assert one.stdout.readline() == b"begins\n"
+        time.sleep(8)  # torch is imported, and the waiting has begun
+        began = time.monotonic()
+        one.send_signal(signal.SIGINT)
+        _, said = one.communicate(timeout=60)
+    assert time.monotonic() - began < 20 and b"KeyboardInterrupt" in said
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr("ensemble_ml.distributed.launch.MEETING", timedelta(seconds=1))
+    env = {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with pytest.raises(UserError, match=r"rank 0: 2 of 3 ranks \(first \[1, 2\]\) have not come in 1 s"):
+        start(ParallelConfig(data=3), env).__enter__()

@@ -31,12 +31,12 @@ class Watched:
         return Pending()
 
 
-def order(session, overlap, poles=False):
+def order(session, overlap, poles=False, cropped=False):
     events = []
     x = torch.randn(1, 2, 6, 8, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(2, 2, 3, 3, 1, dtype=torch.float64, requires_grad=True)
     mirror = EdgeRule(Beyond.MIRROR)
-    rows = Side(2, 1, 1, comm=Watched(session.mesh.lat, events))
+    rows = Side(2, 1, 1, right_last=-1 if cropped else None, comm=Watched(session.mesh.lat, events))
     columns, across = None, None
     if poles:
         rows = Side(2, 1, 1, first=mirror, last=mirror)
@@ -61,6 +61,12 @@ def test_the_bulk_is_computed_while_strips_travel():
         forward = ["post", "compute", "wait", "edge"]  # each of two ranks has one neighbour
         assert events == [*forward, "compute", "post", "compute", "wait"]  # input, then weights under way
     for events in run_ranks(order, 2, False, lat=2):
+        assert events == ["post", "wait", "compute", "compute", "post", "wait"]
+
+
+def test_where_one_rank_cuts_off_all_take_the_same_way():
+    """Else one would wait for its halo while another waits for a bucket of gradients."""
+    for events in run_ranks(order, 2, True, False, True, lat=2):
         assert events == ["post", "wait", "compute", "compute", "post", "wait"]
 
 

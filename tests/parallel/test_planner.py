@@ -28,7 +28,15 @@ from ensemble_ml.distributed.echo import Message, Phase
 from ensemble_ml.distributed.echo_exchange import exchange_traffic
 from ensemble_ml.distributed.footprint import Footprint
 from ensemble_ml.distributed.ping import measured_links
-from ensemble_ml.distributed.planner import Candidate, candidates, check_any, degrees, pick, reasons
+from ensemble_ml.distributed.planner import (
+    Candidate,
+    _divisors,
+    candidates,
+    check_any,
+    degrees,
+    pick,
+    reasons,
+)
 from ensemble_ml.distributed.shard import make_shard, own_part
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
@@ -160,6 +168,11 @@ def test_every_factorisation_once(ranks):
     assert set(found) == wanted and len(found) == len(wanted)
     some = ParallelConfig(data="auto", lat=2, lon="auto")
     assert set(degrees(ranks, some)) == {f for f in wanted if f[1] == 2}
+
+
+def test_divisors():
+    for n in range(1, 400):
+        assert _divisors(n) == [k for k in range(1, n + 1) if n % k == 0]
 
 
 def test_what_does_not_fit_says_why():

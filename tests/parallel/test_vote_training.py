@@ -27,6 +27,7 @@ from ensemble_ml.distributed import NullCommunicator
 from ensemble_ml.distributed.choice import restore_state
 from ensemble_ml.distributed.exchange import BucketExchange
 from ensemble_ml.errors import UserError
+from ensemble_ml.optim import Exchange
 from ensemble_ml.training import load_checkpoint, trainer
 from ensemble_ml.training.assemble import run_exchange
 from ensemble_ml.training.tracking import read_log
@@ -192,6 +193,13 @@ def test_what_was_left_out_adds_up_over_ranks():
         restore_state(exchange, 4, lambda rank: parts[rank])
         assert torch.equal(size * got[0]["error.0"], torch.full((2, 2), 10.0))
         assert torch.equal(got[0]["factor.0"], torch.full((2, 2), 3.0))
+
+
+def test_one_rank_says_that_it_loses_what_was_left_out(caplog):
+    parts = [{"error.0": torch.ones(2, 2), "factor.0": torch.ones(2, 2)}] * 2
+    restore_state(Exchange(), 2, lambda rank: parts[rank])
+    assert "what 2 ranks had left to send of their gradients is lost, as nothing is sent any more" in caplog.text
+    assert "momenta" not in caplog.text
 
 
 def _uneven(session, numbers):

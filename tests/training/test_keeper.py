@@ -156,3 +156,24 @@ def test_the_clock_asks_for_checkpoints(config_of, monkeypatch, kept, expected):
     assert [x["step"] for x in lines if "checkpoint" in x] == expected
     assert all(x["checkpoint"]["held_s"] >= 0.05 for x in lines if "checkpoint" in x)
     assert load_checkpoint(run / "checkpoints" / "last").meta["step"] == 4
+
+
+def patient(session, folder):
+    """The first rank's disk takes longer than any collective waits."""
+    keeper = Keeper(folder, session.mesh.model, meet=session.meet)
+    if session.first:
+        write = module._write_common
+        module._write_common = lambda *given: (time.sleep(3), write(*given))[1]
+    own = OwnState(session.topology.rank, 2, {"momentum.0": torch.ones(3)}, True)
+    for step, apart in ((1, None), (2, own)):
+        keeper.begin(shot(step, own=apart))
+        keeper.finish()
+        x = torch.ones(1)
+        session.mesh.world.all_reduce(x)  # what a step does next
+    keeper.close()
+    return x.item()
+
+
+def test_a_slow_disk_outlasts_the_patience_of_collectives(tmp_path):
+    assert run_ranks(patient, 2, tmp_path, timeout=2.0, data=2) == [2.0, 2.0]
+    assert (tmp_path / "last").resolve().name == "step_00000002"
