@@ -20,6 +20,7 @@ class DataConfig:
     store: str = opt(MISSING, "tensor store made by prepare")
     train: list[str] = opt(list, "start dates to train on: years, ISO dates or start/end ranges")
     validation: list[str] = opt(list, "start dates that choose the best checkpoint; may be empty")
+    hours: list[int] | None = opt(None, "start hours (UTC) of these dates that are taken; null takes all")
     variables: list[str] | None = opt(None, "pressure-level variables; null takes all of the store")
     surface: list[str] | None = opt(None, "surface variables; null takes all of the store")
     levels: list[int] | None = opt(None, "pressure levels, hPa; null takes all")
@@ -31,6 +32,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         require("data.members", self.members, bool(self.members) and min(self.members) >= 1, "sizes from 1 up are allowed")
         at_least(self, 1, "validation_members", group="data.")
+        hours = self.hours is None or (bool(self.hours) and all(0 <= hour < 24 for hour in self.hours))
+        require("data.hours", self.hours, hours, "hours from 0 to 23 are allowed, or null")
         check_periods("data.train", self.train)
         check_periods("data.validation", self.validation)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ensemble_ml.distributed import norms
+from ensemble_ml.distributed.between import watch_first_pass
 from ensemble_ml.distributed.halo import Side, halo
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
@@ -47,7 +48,8 @@ def partition(
         overlap: switch by which convolutions compute while their halos travel; off where it is None.
 
     Raises:
-        UserError: a layer that cannot be shared out: its name and type.
+        UserError: a layer that cannot be shared out: its name and type. The first forward pass raises one where the
+            model itself takes points together between its layers.
     """
     chosen = {name: _kind(name, module) for name, module in model.named_modules()}  # refuse before changing anything
     overlap = overlap or Overlap()
@@ -59,6 +61,8 @@ def partition(
         object.__setattr__(module, "part_mesh", mesh)
         object.__setattr__(module, "part_axes", axes)
         object.__setattr__(module, "part_overlap", overlap)
+    if mesh.topology.spatial > 1:
+        watch_first_pass(model, axes, [module for module in model.modules() if next(module.children(), None) is None])
     return model
 
 

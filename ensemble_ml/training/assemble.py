@@ -182,6 +182,12 @@ def whole_dates(
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
         text = "data.validation_members=%d: of %d members nothing is left to predict the spread of; give fewer"
         log.warning(text, config.data.validation_members, reader.full_size)
+    hours = np.unique(setup.start_hours(reader.source.layout.init_time[train]))
+    if len(hours) > 1:
+        text = (
+            "data.train: starts at %s UTC: corrections are of all hours together, and errors that follow the sun stay;"
+        )
+        log.warning(f"{text} train a model for each (data.hours=[%d])", ", ".join(f"{h:02d}" for h in hours), hours[0])
     chosen = reader.usable(validation, most, "validation") if len(validation) else validation
     return reader.usable(train, min(least, reader.full_size), "training"), chosen
 

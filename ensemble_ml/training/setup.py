@@ -61,12 +61,13 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
     """Indices of the training and the validation dates.
 
     Raises:
-        UserError: no training date, a period without dates, or a date in both.
+        UserError: no training date, a period without dates, hours at which none starts, or a date in both.
     """
     if not config.train:
         raise UserError("data.train: empty; name start dates to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
     train = select_dates(init_time, [str(p) for p in config.train])
     validation = select_dates(init_time, [str(p) for p in config.validation])
+    train, validation = (_at_hours(config, init_time, dates) for dates in (train, validation))
     both = np.intersect1d(train, validation)
     if len(both):
         first = np.datetime64(init_time[both[0]], "h")
@@ -75,6 +76,27 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
             " choose dates apart, or the best checkpoint is chosen on what it was trained on"
         )
     return train, validation
+
+
+def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> np.ndarray:
+    """Those of `dates` that start at `data.hours`.
+
+    Raises:
+        UserError: there are some, and none does.
+    """
+    if config.hours is None or not len(dates):
+        return dates
+    hours = start_hours(init_time[dates])
+    kept = dates[np.isin(hours, config.hours)]
+    if not len(kept):
+        there = ", ".join(f"{hour:02d}" for hour in np.unique(hours).tolist())
+        raise UserError(f"data.hours={config.hours}: no start date that was chosen starts then; there are {there} UTC")
+    return kept
+
+
+def start_hours(init_time: np.ndarray) -> np.ndarray:
+    """Hours of the day (UTC) of start dates, int64."""
+    return init_time.astype("datetime64[h]").astype(np.int64) % 24
 
 
 def build_spec(config: TrainConfig, source: Source) -> ModelSpec:

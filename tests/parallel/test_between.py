@@ -1,0 +1,87 @@
+"""What a network does between its layers: what needs other ranks' points is refused, all else is left alone."""
+
+import pytest
+import torch
+from parallel.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from ensemble_ml.distributed.between import watch_first_pass
+from ensemble_ml.distributed.layers import partition
+from ensemble_ml.errors import UserError
+
+
+class Net(nn.Module):
+    """A convolution, then a function in the way that people write them."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.norm, self.function = nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), function
+
+    def forward(self, x):
+        return self.function(self.norm(self.conv(x)))
+
+
+ACROSS = {
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "interpolate by size": lambda x: F.interpolate(x, size=(12, 8)),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "conv2d": lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3)),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 1)),
+    "mean": lambda x: x - x.mean((2, 3), keepdim=True),
+    "mean of negative axes": lambda x: x - x.mean(-2, keepdim=True),
+    "mean of all": lambda x: x - x.mean(),
+    "torch.sum": lambda x: torch.sum(x, dim=3),
+    "softmax": lambda x: x.softmax(-1),
+    "roll": lambda x: x.roll(1, -1),
+    "flip": lambda x: x.flip(2),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[2:]),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "amax": lambda x: x.amax((2, 3)),
+}
+BESIDE = {
+    "arithmetic": lambda x: (x * 2 + 1).relu().sqrt().clamp(max=3),
+    "over channels": lambda x: x.softmax(1) + x.mean(1, keepdim=True) + x.amax(dim=1, keepdim=True),
+    "the larger of two": lambda x: torch.max(x, -x).maximum(x),
+    "channels padded": lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)),
+    "rolled channels": lambda x: x.roll(1, 1).flip(1),
+    "nearest": lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, size=(2 * x.shape[2], 16), mode="nearest"),
+    "put together": lambda x: torch.cat([x, x.unflatten(1, (2, 2)).flatten(1, 2)], 1).permute(0, 2, 3, 1),
+    "a vector's mean": lambda x: x * torch.ones(4).mean(),
+}
+
+
+def watched(function):
+    net = Net(function)
+    watch_first_pass(net, (2, 3), [net.conv, net.norm])
+    return net
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_takes_points_together_is_refused_once(name):
+    net = watched(ACROSS[name])
+    with pytest.raises(UserError, match=rf"partition: {name.split()[0].split('.')[-1]}\(\) between the layers"):
+        net(torch.rand(2, 4, 8, 8))
+    assert net(torch.rand(2, 4, 8, 8)).isfinite().all()  # later passes are nobody's business
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_acts_on_each_point_is_left_alone(name):
+    net, x = watched(BESIDE[name]), torch.rand(2, 4, 8, 8)
+    assert torch.equal(net(x).nan_to_num(), Net.forward(net, x).nan_to_num())
+
+
+def passed(session, function):
+    net = partition(Net(function), session.mesh)
+    try:
+        return tuple(net(torch.rand(2, 4, 4, 8)).shape)
+    except UserError as error:
+        return str(error)
+
+
+def test_partitioned_networks_are_watched():
+    for found in run_ranks(passed, 2, ACROSS["mean"], lat=2):
+        assert "mean() between the layers of the model would see one rank's part" in found
+    assert run_ranks(passed, 2, BESIDE["nearest"], lat=2) == [(2, 4, 8, 16)] * 2
