@@ -1,13 +1,9 @@
 """The loader gives the batches of the order, and reads what the plan says, byte for byte."""
 
 import errno
-import fcntl
-import gc
 import os
 import re
-import shutil
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +15,6 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.items import DatasetItems
 from ensemble_ml.loading.order import Order
-from ensemble_ml.loading.slab import Shape, Slab
 
 F, SHAPE, BATCH, EPOCHS = 23, (3, 5), 4, 3
 SIZE = 3 * 5 * 4 + 8
@@ -237,52 +232,6 @@ def test_a_damaged_cache_is_read_anew(caplog):
     assert data.reads.sum() >= F + 1
 
 
-def test_disk_is_reused_by_the_next_run_and_bounded(tmp_path, monkeypatch):
-    for attempt, reads in enumerate((F + (EPOCHS - 1) * (F - 15), EPOCHS * (F - 10 - 5) + 5)):
-        data = Numbers()
-        first = int(Order(3, F, BATCH).step(0)[1][0])  # read when the loader is made, and kept until it is used
-        items = DatasetItems(data, "numbers", first)
-        with ClairvoyantLoader(items, BATCH, EPOCHS, 3, ram=5 * SIZE, disk=10 * SIZE, folder=tmp_path) as loader:
-            for batch in loader:
-                check(batch, batch.samples)
-            assert loader.tiers.counters.disk == (EPOCHS - 1 + attempt) * 10 * SIZE
-        assert data.reads.sum() == reads
-        (file,) = tmp_path.iterdir()
-        assert file.stat().st_size <= 10 * SIZE + 4096
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 4, ram=0, disk=3 * SIZE, folder=tmp_path) as loader:
-        assert not list(
-            tmp_path.iterdir()
-        )  # the other run's cache is gone, and this one, of no named content, nameless
-        for batch in loader:
-            check(batch, batch.samples)
-        assert loader.tiers.counters.disk == (EPOCHS - 1) * 3 * SIZE
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_cache_may_be_cleared_away_while_it_is_made(tmp_path, monkeypatch):
-    """A run that clears away holds the lock for a moment, or takes the file's name: neither ends this one."""
-    path, shape = tmp_path / "a.cache", Shape(np.array([3]), np.array([0]), np.array([8]), 1)
-    lock, held = fcntl.flock, []
-
-    def taken(fd, how):
-        if not held:
-            held.append(fd)
-            os.unlink(path)
-        return lock(fd, how)
-
-    monkeypatch.setattr(fcntl, "flock", taken)
-    slab = Slab.on_disk(path, shape, keep=True)
-    assert os.path.samestat(os.fstat(slab.fd), path.stat())
-    slab.close()
-    with path.open("rb") as file:
-        lock(file, fcntl.LOCK_EX)
-        timer = threading.Timer(0.3, lambda: lock(file, fcntl.LOCK_UN))
-        timer.start()
-        Slab.on_disk(path, shape, keep=True).close()
-        timer.join()
-
-
 def test_ranks_that_take_half_of_free_memory_agree(monkeypatch):
     """Each process sees another amount; two ranks of one node share what is free there."""
     amounts = iter(range(10**9, 10**10, 12345))
@@ -300,15 +249,6 @@ def test_ranks_that_take_half_of_free_memory_agree(monkeypatch):
 
     run_ranks(3, body)
     assert len(set(found.values())) == 1 and 10**9 // 4 - 4096 < found[0] < 10**9 // 4 + 12345
-
-
-def test_two_runs_do_not_share_a_disk_cache(tmp_path):
-    options = dict(ram=0, disk=10 * SIZE, folder=tmp_path)
-    with (
-        ClairvoyantLoader(DatasetItems(Numbers(), "numbers"), BATCH, EPOCHS, 3, **options),
-        pytest.raises(UserError, match="another run"),
-    ):
-        ClairvoyantLoader(DatasetItems(Numbers(), "numbers"), BATCH, EPOCHS, 3, **options)
 
 
 def test_what_goes_wrong_in_a_thread_is_raised_here():
@@ -380,54 +320,6 @@ def test_works_with_torch_datasets_and_odd_batches():
             assert torch.equal(batch["0"], data.tensors[0][batch["1"]])
 
 
-def test_starts_and_stops_leave_nothing():
-    def count():
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    data = Numbers()
-    with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=5 * SIZE) as loader:
-        next(iter(loader))
-    before = count()
-    for _ in range(200):
-        with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=5 * SIZE) as loader:
-            next(iter(loader))
-    assert count() == before
-
-
-def held_in_memory():
-    return Path("/proc/self/maps").read_text().count("memfd:ensemble_ml"), len(os.listdir("/proc/self/fd"))
-
-
-def test_a_second_loop_is_refused_and_not_empty():
-    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:
-        assert sum(1 for _ in loader) == loader.steps and len(loader) == 0
-        with pytest.raises(UserError, match="its 3 epochs have been handed out"):
-            next(iter(loader))
-        ended = loader.state_dict()
-    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 0, ram=F * SIZE) as loader:
-        loader.load_state_dict(ended)
-        assert not list(loader)
-
-
-def test_memory_is_given_back_without_close():
-    """After the last batch, and where a loop is left before it, when the loader is no longer in use."""
-    gc.collect()
-    before, kept = held_in_memory(), []
-    for _ in range(3):
-        loader = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=F * SIZE)
-        for batch in loader:
-            check(batch, batch.samples)
-        kept.append(loader)  # still there: it has nothing left to give
-    assert held_in_memory() == before
-    left = ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=F * SIZE)
-    next(iter(left))
-    assert held_in_memory() > before
-    del left, batch
-    gc.collect()
-    assert held_in_memory() == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -473,19 +365,6 @@ def test_ranks_have_to_agree_on_data_and_step():
 
         run_ranks(2, one)
         assert len(told) == 2 and all(re.search(message, text) for text in told)
-
-
-def test_free_memory_that_changes_a_little_leaves_a_cache_on_disk(tmp_path, monkeypatch):
-    """Half of it is what memory holds, and the plan decides what is left for the disk."""
-    data, reads = [np.full(2048, i, np.float32) for i in range(12)], []
-    for free in (70_000, 80_000):
-        monkeypatch.setattr("ensemble_ml.loading.clairvoyant.free_memory", lambda free=free: free)
-        items = DatasetItems(data, "numbers")
-        with ClairvoyantLoader(items, BATCH, EPOCHS, 3, disk=1 << 20, folder=tmp_path) as loader:
-            for batch in loader:
-                assert batch["0"][:, 0].tolist() == batch.samples.tolist()
-            reads.append(loader.tiers.counters.storage)
-    assert loader.plan.tiers.ram == 32768 and reads[1] == reads[0] // 3  # the four that memory holds
 
 
 def test_a_thread_without_memory_ends_the_loop(monkeypatch):
