@@ -27,17 +27,7 @@ _ALONG = {
     "median", "nanmean", "nansum", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "argmax", "argmin",
     "sort", "roll", "flip", "diff", "any", "all", "count_nonzero", "quantile", "fft", "ifft", "rfft", "fft2", "rfft2",
 }  # fmt: skip
-_AXES_AT = {
-    "roll": 2,
-    "quantile": 2,
-    "norm": 2,
-    "vector_norm": 2,
-    "fft": 2,
-    "ifft": 2,
-    "rfft": 2,
-    "fft2": 2,
-    "rfft2": 2,
-}
+_SECOND = {"roll", "quantile", "norm", "vector_norm", "fft", "ifft", "rfft", "fft2", "rfft2"}  # another number first
 
 
 def watch_first_pass(model: nn.Module, axes: tuple[int, int], layers: Iterable[nn.Module]) -> None:
@@ -103,7 +93,7 @@ def _crosses(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tup
         return max(axes) >= x.ndim - len(shape)
     if name not in _ALONG:
         return name in _KERNELS
-    at = _AXES_AT.get(name, 1)
+    at = 2 if name in _SECOND else 1
     dims = next((given[key] for key in ("dim", "dims", "axis") if key in given), args[at] if len(args) > at else None)
     if isinstance(dims, Tensor):  # the larger of two, at each point
         return False

@@ -9,6 +9,7 @@ and in which the ranks watch over each other (`watch.py`).
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -30,6 +31,7 @@ from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import Stopped, UserError
 
 T = TypeVar("T")
+_LOOK = 0.02  # seconds between looks at the store
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -80,8 +82,7 @@ class Session:
         if self.first:
             payload = pickle.dumps(compute())
             self._store.set(key, str(len(payload)))
-        while not self._store.check([key]):  # not in a collective, whose patience has an end
-            time.sleep(0.02)
+        _until(lambda: self._store.check([key]))  # not in a collective, whose patience has an end
         size = int(self._store.get(key))
         if self.first:
             message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
@@ -97,8 +98,7 @@ class Session:
         self._once += 1
         key = f"once/{self._once}"
         self._store.add(key, 1)
-        while self._store.add(key, 0) < self.world.size:
-            time.sleep(0.02)
+        _until(lambda: self._store.add(key, 0) == self.world.size)
 
     def __enter__(self) -> Self:
         if self.world.size == 1:
@@ -195,23 +195,33 @@ def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
     return wanted.value
 
 
+def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
+    """Look again and again until `done`; whether that was within `seconds`.
+
+    Signals are heard meanwhile, as they are not within a call of the store.
+    """
+    latest = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > latest:
+            return False
+        time.sleep(_LOOK)
+    return True
+
+
 def _all_come(store: Any, world: World) -> None:
-    """Wait for the other ranks, in Python: within a call of the store no signal would be heard.
+    """Wait for the other ranks.
 
     Raises:
         UserError: some do not come; says which.
     """
     store.set(f"host/{world.rank}", socket.gethostname())
-    latest = time.monotonic() + MEETING.total_seconds()
     store.add("come", 1)
-    while store.add("come", 0) < world.size:
-        if time.monotonic() > latest:
-            absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
-            raise UserError(
-                f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"
-                f" {MEETING.total_seconds():.0f} s; start all of them, and look at what those say"
-            )
-        time.sleep(0.02)
+    if not _until(lambda: store.add("come", 0) == world.size, MEETING.total_seconds()):
+        absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
+        raise UserError(
+            f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"
+            f" {MEETING.total_seconds():.0f} s; start all of them, and look at what those say"
+        )
 
 
 def _check_agreement(store: Any, topology: Topology) -> None:

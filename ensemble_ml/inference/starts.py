@@ -16,7 +16,7 @@ import numpy as np
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.domains import settings_for
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.reader import day_of_year, iso
+from ensemble_ml.loading.reader import day_of_year, hour_of_day, iso
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Part, Source, bounds_at, select_dates, zero_by_nature
 
@@ -149,22 +149,18 @@ def _unlike(init_times: Sequence[np.datetime64], trained: Sequence[str]) -> dict
     if not len(trained):
         return {}
     known = np.asarray(trained, "datetime64[m]")
-    hours, days = {_hour(time) for time in known}, np.array([day_of_year(time) for time in known])
+    hours, days = {hour_of_day(time) for time in known}, np.array([day_of_year(time) for time in known])
     months = np.unique(known.astype("datetime64[M]").astype(np.int64) % 12) + 1
     trained_on = f"{_list([f'{hour:02d}' for hour in sorted(hours)])} UTC in {_list([month_abbr[m] for m in months])}"
     found = {}
     for time in init_times:
         apart = abs(days - day_of_year(time))
         nearest = int(np.minimum(apart, abs(365 - apart)).min())
-        ways = [f"at {_hour(time):02d} UTC"] if _hour(time) not in hours else []
+        ways = [f"at {hour_of_day(time):02d} UTC"] if hour_of_day(time) not in hours else []
         ways += [f"{nearest} days of the year away"] if nearest > _SEASON else []
         if ways:
             found[time] = f"start {' and '.join(ways)}, those trained on are at {trained_on}"
     return found
-
-
-def _hour(time: np.datetime64) -> int:
-    return int(time.astype("datetime64[h]").astype(np.int64)) % 24
 
 
 def _start(source: Source, spec: ModelSpec, config: PredictConfig, date: int, wanted: tuple[int, ...]) -> Start:

@@ -282,5 +282,5 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     most = max(-(-min(schedule.batches.order.batch_size, schedule.batches.order.n) // lane.parts), validated)
     cut = field * spec.fields * len(spec.leads_in)  # of one member
     whole = cut * spec.grid.shape[1] // (right - left)  # before columns are cut
-    beside = members * (cut if whole > cut else 0) + members * (whole // 4 if spec.masked else 0)  # the cut, the mask
+    beside = members * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # the cut, the mask
     return most * sample, (members + 6) * whole + beside + sample

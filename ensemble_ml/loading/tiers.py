@@ -207,7 +207,7 @@ def _remove_stale(folder: Path, names: Collection[str], room: int) -> None:
     mine = next(iter(names)).rsplit("-", 1)[0]
     found: list[Path] = []
     with suppress(OSError):  # a folder that cannot be entered is told where the slab is made
-        found = sorted(folder.glob("ensemble_ml-*.cache"), key=_age_key) if folder.is_dir() else []
+        found = sorted(folder.glob("ensemble_ml-*.cache"), key=_last_written) if folder.is_dir() else []
     for path in found:
         if path.name in names:
             continue
@@ -219,7 +219,7 @@ def _remove_stale(folder: Path, names: Collection[str], room: int) -> None:
             log.info("loading: %s of an earlier run is removed", path)
 
 
-def _age_key(path: Path) -> float:
+def _last_written(path: Path) -> float:
     """When it was last written; 0 for one that is gone meanwhile."""
     try:
         return path.stat().st_mtime

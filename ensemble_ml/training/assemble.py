@@ -22,7 +22,7 @@ from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import spare_members
-from ensemble_ml.loading.reader import iso
+from ensemble_ml.loading.reader import hour_of_day, iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates, settle
@@ -153,8 +153,7 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
     """This rank's part of the grid; None for all of it."""
     topology = session.topology
-    if topology.trainer > 1:
-        raise UserError(f"parallel.trainer={topology.trainer}: one job trains one model; start a job for each")
+    setup.refuse_trainers(topology.trainer)
     if topology.size > 1 and spec.config.name != "unet3d":
         raise UserError(
             f"model.name={spec.config.name}: trains on one rank; start one process, or use model.name=unet3d"
@@ -182,7 +181,7 @@ def whole_dates(
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
         text = "data.validation_members=%d: of %d members nothing is left to predict the spread of; give fewer"
         log.warning(text, config.data.validation_members, reader.full_size)
-    hours = np.unique(setup.start_hours(reader.source.layout.init_time[train]))
+    hours = np.unique(hour_of_day(reader.source.layout.init_time[train]))
     if len(hours) > 1:
         text = (
             "data.train: starts at %s UTC: corrections are of all hours together, and errors that follow the sun stay;"

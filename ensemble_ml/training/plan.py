@@ -96,10 +96,7 @@ class Planner:
         """
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
         check_any(found, self.ranks, self.fits)
-        if self.config.parallel.trainer > 1:
-            raise UserError(
-                f"parallel.trainer={self.config.parallel.trainer}: one job trains one model; plan one for each"
-            )
+        setup.refuse_trainers(self.config.parallel.trainer)
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
         followed = self.session.once(lambda: {c.degrees: self.followed(c) for c in found if not c.why})

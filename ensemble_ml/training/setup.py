@@ -23,7 +23,7 @@ from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.folders import check_writable
-from ensemble_ml.loading.reader import iso
+from ensemble_ml.loading.reader import hour_of_day, iso
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
@@ -86,17 +86,12 @@ def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> n
     """
     if config.hours is None or not len(dates):
         return dates
-    hours = start_hours(init_time[dates])
+    hours = hour_of_day(init_time[dates])
     kept = dates[np.isin(hours, config.hours)]
     if not len(kept):
         there = ", ".join(f"{hour:02d}" for hour in np.unique(hours).tolist())
         raise UserError(f"data.hours={config.hours}: no start date that was chosen starts then; there are {there} UTC")
     return kept
-
-
-def start_hours(init_time: np.ndarray) -> np.ndarray:
-    """Hours of the day (UTC) of start dates, int64."""
-    return init_time.astype("datetime64[h]").astype(np.int64) % 24
 
 
 def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
@@ -260,6 +255,12 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
         point(checkpoints, "best", f"step_{best['step']:08d}")
     clean(checkpoints)
     return run, checkpoint
+
+
+def refuse_trainers(count: int) -> None:
+    """Raise a UserError where a job is to train several models."""
+    if count > 1:
+        raise UserError(f"parallel.trainer={count}: one job trains one model; start a job for each")
 
 
 def forget(folder: Path, *, there: bool) -> None:

@@ -31,7 +31,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import AnyModel, Prediction, distributions
-from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, families
 from ensemble_ml.training.losses import crps
 
 _NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
@@ -79,11 +79,12 @@ def validate(
     for batch in batches:
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
-            crps_sums.add(*_crps(model, batch, prediction))
+            ours, raw, truth = _crps(model, batch, prediction)
+            crps_sums.add(ours, raw, truth)
             errors, variances, truth, told = _squares(model, batch, prediction)
             width_sums.add(errors, variances, truth, told, least)
             for width, sums in zip(_TRIED, tried, strict=False):
-                maps = _crps_at(model, batch, prediction, width)
+                maps = ours[:, :, skewed] if width == 1 else _crps_at(model, batch, prediction, width)
                 sums.add(maps, maps, truth[:, :, skewed], told[:, :, skewed], least[:, skewed])
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
@@ -166,11 +167,11 @@ def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Ten
     """Squared error of the predicted mean, predicted variance, the truth, and by how much members differ and err:
     (B, T, F, Y, X)."""
     errors, variances, truths, told = [], [], [], []
-    for suffix, families in _kinds(model):
+    for suffix, laws in _kinds(model):
         truth = _of(batch, "truth", suffix)
         location, scale = _of(prediction, "location", suffix), _of(prediction, "scale", suffix)
         mean, deviation = torch.empty_like(location), torch.empty_like(scale)
-        for position, family in enumerate(families):
+        for position, family in enumerate(laws):
             at = slice(None), slice(None), position
             mean[at], deviation[at] = distributions.moments(family, location[at], scale[at])
         errors.append((mean - truth) ** 2)
@@ -185,10 +186,10 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
     """CRPS of the prediction and of the raw members' normal distribution, and the truth: (B, T, F, Y, X)."""
     members = int(batch.inputs.count[0])
     ours, raw, truths = [], [], []
-    for suffix, families in _kinds(model):
+    for suffix, laws in _kinds(model):
         truth, mean, spread = _of(batch, "truth", suffix), *_raw(model, batch, suffix)
         scale = (math.sqrt(1 + 1 / members) * spread).clamp(min=1e-12)
-        ours.append(crps(families, _of(prediction, "location", suffix), _of(prediction, "scale", suffix), truth))
+        ours.append(crps(laws, _of(prediction, "location", suffix), _of(prediction, "scale", suffix), truth))
         raw.append(distributions.crps(Family.NORMAL, mean, scale, truth))
         truths.append(truth)
     return _join(ours), _join(raw), _join(truths)
@@ -196,17 +197,15 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
 
 def _skewed(model: AnyModel) -> list[int]:
     """Positions among the fields of those in `_BY_CRPS`."""
-    levels = {"p": len(model.spec.levels), "s": 1}
-    laws = [law for suffix, families in _kinds(model) for law in families for _ in range(levels[suffix])]
-    return [position for position, law in enumerate(laws) if law in _BY_CRPS]
+    return [position for position, law in enumerate(families(model.spec)) if law in _BY_CRPS]
 
 
 def _crps_at(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> Tensor:
     """CRPS of the fields in `_BY_CRPS` with `width` times their scale, (B, T, G, Y, X)."""
     scores = []
-    for suffix, families in _kinds(model):
+    for suffix, laws in _kinds(model):
         truth, parts = _of(batch, "truth", suffix), [_of(prediction, name, suffix) for name in ("location", "scale")]
-        for position, law in enumerate(families):
+        for position, law in enumerate(laws):
             if law in _BY_CRPS:
                 location, scale, y = (part[:, :, position] for part in (*parts, truth))
                 wider = distributions.widen(law, location, scale, truth.new_tensor(width))
