@@ -43,6 +43,7 @@ from data_prep.selecting import (
     positions,
     slices_of,
     translation,
+    without_members,
 )
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
@@ -87,6 +88,7 @@ class ArchiveSource:
         keep &= not_at_lead_zero(records)
         self._intervals = intervals(records[keep])
         keep &= ~beside(records, self._intervals)
+        keep &= ~without_members(records, keep, self.path)
         order = np.flatnonzero(keep)
         order = order[np.argsort(records["init"][order], kind="stable")]  # start dates stand together
         self._records = records[order]

@@ -32,6 +32,7 @@ START = _STANDARD["init"]
 _PASCAL, _HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")
 BETWEEN = -1  # a level of no whole hPa, which is left out
 VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
+_MINUTE = 60_000  # ms
 ROUNDING = 1e-3  # hours: days of some weeks in float32 are off by a ten-thousandth
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
@@ -144,7 +145,11 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
             f"{axis.name}: units {said.get('units')!r}{calendar} do not make a date of the standard calendar"
         )
     check_there(axis, np.isnat(axis.values))
-    return axis.values.astype("datetime64[s]")
+    exact = axis.values.astype("datetime64[ms]").astype(np.int64)
+    minutes = np.rint(exact / _MINUTE) * _MINUTE  # days as floating numbers fall short of the hour, or go beyond it
+    near = np.abs(exact - minutes) <= ROUNDING * 60 * _MINUTE
+    seconds = np.where(near, minutes, np.rint(exact / 1000) * 1000)
+    return seconds.astype(np.int64).astype("datetime64[ms]").astype("datetime64[s]")
 
 
 def _read_member(axis: xr.DataArray | None) -> np.ndarray:

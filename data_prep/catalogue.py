@@ -47,7 +47,7 @@ class Catalogue:
     """The fields of an archive's files. `records` are sorted by their keys; `grid` is the one that all share.
 
     Raises:
-        UserError: a file is damaged, grids differ, a field stands there twice, or no known field is left.
+        UserError: a file is damaged, grids differ, or no known field is left.
     """
 
     def __init__(self, paths: Any, *, role: str, index: FileIndex | None = None):
@@ -67,7 +67,6 @@ class Catalogue:
         if role == FORECAST:  # a truth of several kinds is refused
             table = _of_members(self.path, self.files, table)
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]  # whatever the order of files
-        _check_unique(self.records, self.files)
 
     def onto(self, geometry: Geometry) -> None:
         """Let all values come on the target of `geometry`, whose source is the files' grid, from now on."""
@@ -78,12 +77,30 @@ class Catalogue:
         it reads and that are all NaN. Others may take their place, so it is made until there are none.
 
         Raises:
-            UserError: a file cannot be read, or changed meanwhile.
+            UserError: a field that it reads stands there twice; a file cannot be read, or changed meanwhile.
         """
         made = aligned()
+        self._check_unique(made.rows())
         while index is not None and index.look and self._leave_out(made.rows(), index):
             made = aligned()
+            self._check_unique(made.rows())
         return made
+
+    def _check_unique(self, rows: np.ndarray) -> None:
+        """Raise a UserError where one of `rows` has the keys of another record: what is not read may stand twice, as
+        gusts of the moment do beside the largest."""
+        records = self.records
+        same = np.ones(max(len(records) - 1, 0), bool)
+        for name in KEYS:
+            same &= records[name][1:] == records[name][:-1]
+        if not same.any():
+            return
+        twice = np.append(same, False) | np.append(False, same)
+        for row in rows[twice[rows]][:1].tolist():
+            first = row if row < len(same) and same[row] else row - 1
+            one, other = records[first : first + 2]
+            where = " and ".join(sorted({self.files[int(one["file"])], self.files[int(other["file"])]}))
+            raise UserError(f"{describe(one)}: stands twice in {where}; give each field once")
 
     def _leave_out(self, rows: np.ndarray, index: FileIndex) -> bool:
         """Leave out those of `rows` whose fields are all NaN; whether there were any."""
@@ -313,13 +330,3 @@ def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:
     text = "%s: %d fields of no member, beside members of the same variables, are left out: %s (%s)"
     log.warning(text, path, gone.sum(), names, first)
     return table[~gone]
-
-
-def _check_unique(records: np.ndarray, files: list[str]) -> None:
-    same = np.ones(max(len(records) - 1, 0), bool)
-    for name in KEYS:
-        same &= records[name][1:] == records[name][:-1]
-    if same.any():
-        first, second = records[np.flatnonzero(same)[0] :][:2]
-        where = " and ".join(sorted({files[int(first["file"])], files[int(second["file"])]}))
-        raise UserError(f"{describe(first)}: stands twice in {where}; give each field once")

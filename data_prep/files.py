@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 
 FORECAST, TRUTH = "forecast", "truth"
 _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4", ".netcdf", ".zarr")
-_EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth"}  # sub-folders of an archive with archive.json
+_EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth", "grid": "ensemble", "static": "static.grib"}
+"""What of an archive with archive.json stands for it in each role: a sub-folder, or a file."""
 _AT_A_TIME = 8
 _NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first letters of its files
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
@@ -31,7 +32,7 @@ _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 def archive_files(paths: Any, *, role: str = FORECAST) -> list[str]:
     """Expand files, folders, globs or a list of them into data files, sorted, each once.
 
-    A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for its sub-folder of that role.
+    A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for what it has in that role.
 
     Raises:
         UserError: nothing is there.
@@ -59,8 +60,10 @@ def _expand(path: str, role: str) -> list[str]:
 def _folder(folder: Path, role: str) -> list[str]:
     if (folder / "archive.json").is_file():
         folder = folder / _EMBEDDED[role]
+        if folder.is_file():
+            return [str(folder)]
         if not folder.is_dir():
-            raise UserError(f"{folder.parent}: archive.json stands there but no folder {folder.name}; simulate it anew")
+            raise UserError(f"{folder.parent}: archive.json stands there but no {folder.name}; simulate it anew")
     names, seen = [], {os.path.realpath(folder)}
     for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]

@@ -69,6 +69,13 @@ def _of_the_ground(array: xr.DataArray, near: bool | None) -> bool:
     return "init" not in several if near else not several
 
 
+def _of_soil(array: xr.DataArray) -> bool:
+    """Whether a variable is one of the soil by its names: ecCodes' CF name of its first layer's temperature is that of
+    the surface's."""
+    said = str(array.attrs.get("long_name", "")).lower()
+    return "soil" in said or re.fullmatch(r"i?stl\d", str(array.name)) is not None
+
+
 def identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name.
 
@@ -77,7 +84,7 @@ def identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     known: list[Field] = []
     number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
     aliases = [str(array.name), str(array.attrs.get("standard_name", ""))]
-    if number is None and "GRIB_paramId" in array.attrs:
+    if number is None and ("GRIB_paramId" in array.attrs or _of_soil(array)):
         aliases.pop()  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
     for alias in aliases:
         try:

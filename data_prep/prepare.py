@@ -65,6 +65,9 @@ def _check_settings(config: PrepareConfig) -> None:
     for key in ("input", "output"):
         if getattr(config, key) in (MISSING, None, "", []):
             raise UserError(f"{key}: is not given; say {key}=PATH")
+    for key in ("truth", "static"):
+        if "" in as_list(getattr(config, key)):
+            raise UserError(f"{key}: holds an empty path; give one, or say {key}=null")
     for key in ("input", "truth"):
         for path in as_list(getattr(config, key)):
             if is_store(Path(path)):
@@ -79,6 +82,8 @@ def _log_gaps(job: Job) -> None:
     if job.truth is not None:
         for name, reason in job.truth.unmatched().items():
             log.warning("truth %s: %s stays without truth: %s", job.truth.path, name, reason)
+        for name, leads in job.truth.partly().items():
+            log.warning("truth %s: %s stays without truth at these leads: %s", job.truth.path, name, leads)
     if job.gaps:
         done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
         log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)

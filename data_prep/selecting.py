@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Layout, Selection, select_dates
+
+log = logging.getLogger(__name__)
 
 
 def control_as_member(records: np.ndarray, path: str) -> np.ndarray:
@@ -58,6 +61,27 @@ def chosen(
         starts = np.unique(records["init"]).astype("datetime64[ns]")
         keep &= np.isin(records["init"].astype("datetime64[ns]"), starts[select_dates(starts, dates)])
     return keep
+
+
+def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndarray:
+    """Which records of a control are at a lead or a level, or of a variable, that no member has, (N,) bool, of those to
+    `keep`: a store would have places there that no forecast fills. What is left out is told."""
+    member = keep & (records["kind"] == MEMBER)
+    if not member.any():
+        return np.zeros(len(records), bool)
+    surface = IS_SURFACE[records["field"]]
+    lacking = {"leads": ~np.isin(records["lead"], np.unique(records["lead"][member]))}
+    lacking["levels"] = ~surface & ~np.isin(records["level"], np.unique(records["level"][member & ~surface]))
+    lacking["variables"] = ~np.isin(records["field"], np.unique(records["field"][member]))
+    alone = np.zeros(len(records), bool)
+    for name, axis in (("variables", "field"), ("levels", "level"), ("leads", "lead")):
+        mine = keep & lacking[name] & ~alone
+        if mine.any():
+            found = np.unique(records[axis][mine]).tolist()
+            shown = ", ".join(FIELDS[one].name if axis == "field" else str(one) for one in found)
+            log.info("%s: the control has %s %s, and no member: left out", path, name, shown)
+            alone |= mine
+    return alone
 
 
 def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] | None) -> Layout:

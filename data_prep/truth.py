@@ -242,6 +242,23 @@ class ArchiveTruth:
                         reasons[name] = "the truth has it over intervals, the forecast at moments"
         return reasons
 
+    def partly(self) -> dict[str, str]:
+        """Where variables that are verified cannot be, at any date: name -> leads, and levels where it is some."""
+        there, lay, found = self._presence(), self.layout, {}
+        for surface, names in ((False, lay.variables), (True, lay.surface)):
+            known = np.any([one[surface][0] for one in there], axis=0)
+            for number, name in enumerate(names):
+                wanted, some = self._wanted[surface][:, number], known[:, number]
+                if some.any() and (lacking := wanted & ~some).any():
+                    found[name] = ", ".join(self._leads(wanted, lacking))
+        return found
+
+    def _leads(self, wanted: np.ndarray, lacking: np.ndarray) -> Iterator[str]:
+        for hours, asked, lost in zip(self.layout.lead_hours, wanted, lacking, strict=True):
+            if lost.any():
+                levels = ", ".join(str(self.layout.levels[place]) for place in np.flatnonzero(lost))
+                yield f"{hours} h" if (lost == asked).all() else f"{hours} h ({levels} hPa)"
+
     def _interval_reason(self, name: str) -> str:
         spans = sorted({(first, last) for first, last in (pair for pair in self.bounds[name] if pair)})
         needed = ", ".join(f"{first}-{last} h" for first, last in spans)

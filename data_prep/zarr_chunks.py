@@ -21,8 +21,9 @@ from ensemble_ml.fields import Family, Field
 class Written:
     """Where the array of a variable in the Zarr folder `path` has chunks; asked where `doubtful`: values do not tell.
 
-    A quantity that is zero over a whole chunk (rain, cloud, humidity) may have been left out for that by its writer,
-    who then gave the array a fill value that reads as zero; of others, as temperature, no field is the same everywhere.
+    A quantity that is zero over a whole chunk (rain, cloud, humidity, land) may have been left out for that by its
+    writer, who then gave the array a fill value that reads as zero, or none, which does too; of others, as temperature,
+    no field is the same everywhere.
     """
 
     def __init__(self, path: str, array: xr.DataArray, field: Field):
@@ -36,8 +37,9 @@ class Written:
         says = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
         factor, offset = (float(said.get(name, usual)) for name, usual in (("scale_factor", 1), ("add_offset", 0)))
         self._unwritten = None if fill is None or says else float(fill) * factor + offset
-        may_be_zero = field.family is not Family.NORMAL or field.accumulated
-        self.doubtful = not told and not says and not (may_be_zero and self._unwritten == 0)
+        may_be_zero = field.static or field.family is not Family.NORMAL or field.accumulated
+        zero = offset == 0 if fill is None else self._unwritten == 0
+        self.doubtful = not told and not says and not (may_be_zero and zero)
         self._metadata = made.metadata
         self._chunk: Sequence[int] = made.shards or made.chunks  # of a file
         self._there: dict[tuple[int, ...], bool] = {}

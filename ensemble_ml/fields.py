@@ -137,7 +137,8 @@ def field(name: str) -> Field:
     """
     found = _by_name().get(name)
     if found is None:
-        raise UserError(f"variable {name}: unknown; {_suggest(name)}")
+        known = _by_alias().get(name)
+        raise UserError(f"variable {name}: unknown; {f'say {known.name}' if known else _suggest(name)}")
     return found
 
 

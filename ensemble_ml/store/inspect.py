@@ -172,7 +172,10 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
         numbers = {"mean": total.mean, "std": total.std, "min": total.minimum, "max": total.maximum}
         names = contents.layout.surface if kind is Kind.SURFACE else contents.layout.variables
         for v, name in enumerate(names):
-            rows = [{key: _number(values[v, z]) for key, values in numbers.items()} for z in range(total.mean.shape[1])]
+            there = total.count[v] > 0  # else the mean is a zero that nobody forecast
+            rows = [
+                {k: _number(of[v, z]) if there[z] else None for k, of in numbers.items()} for z in range(len(there))
+            ]
             surface = kind is Kind.SURFACE
             levels = [str(level) for level in contents.layout.levels]
             found[name] = rows[0] if surface else dict(zip(levels, rows, strict=True))

@@ -78,7 +78,8 @@ def _statistics(found: dict[str, Any]) -> Iterator[str]:
         error = f"{bound:.2g}" if bound else "exact"
         for level, numbers in levels.items():
             values = [_short(numbers[key]) for key in ("mean", "std", "min", "max")]
-            rows.append((f"{name}{level}", *values, field(name).units, error))
+            nothing = numbers["mean"] is None
+            rows.append((f"{name}{level}", *values, field(name).units, "none" if nothing else error))
     yield from _table("Forecast values, all members, leads, dates and points (not weighted by area)", rows)
 
 
