@@ -69,11 +69,16 @@ def compose_config(task: str, overrides: list[str]) -> DictConfig:
     try:
         with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
             return compose(config_name=task, overrides=overrides)
-    except OverrideParseException as error:
-        raise UserError(_unreadable(error.override)) from error
     except (HydraException, OmegaConfBaseException) as error:
-        cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
-        raise UserError(_one_line(task, f"{error}{cause}")) from error
+        raise UserError(_hydras(task, error)) from error
+
+
+def _hydras(task: str, error: Exception) -> str:
+    """What one of Hydra's errors comes to."""
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    cause = f"\n{error.__cause__}" if error.__cause__ is not None else ""
+    return _one_line(task, f"{error}{cause}")
 
 
 def build_config(task: str, composed: DictConfig) -> Any:
@@ -89,6 +94,10 @@ def build_config(task: str, composed: DictConfig) -> Any:
         added = next(_added(task, composed), None)
         if added is not None:
             raise UserError(_no_such(task, added))
+        lines = schema.setting_lines(TASKS[task].config)
+        empty = [k for k, default, _ in lines if default == schema.MISSING and OmegaConf.select(composed, k) == ""]
+        if empty:  # a variable of the shell that is not set
+            raise UserError(f"{empty[0]}: is not given; say {empty[0]}=...")
         schema.check_finite(OmegaConf.to_container(composed))
         return OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -122,7 +131,8 @@ def _unreadable(argument: str) -> str:
 
 
 def _no_such(task: str, key: str) -> str:
-    keys = [line[0] for line in schema.setting_lines(TASKS[task].config)] + _groups()
+    keys = [line[0] for line in schema.setting_lines(TASKS[task].config)]
+    keys += [group for group in _groups() if group in _own_groups(task, keys) and group != key]
     near = difflib.get_close_matches(key, keys, n=2, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"ensemble-ml {task} --help lists all"
     return f"{key}: no such setting of {task}; {hint}"
@@ -196,7 +206,12 @@ def _sweep(task: str, arguments: list[str]) -> int:
             traceback.print_exception(error)
             raise SystemExit(1) from error
 
-    job()
+    # Hydra would tell of errors in settings itself, in many lines and with another status.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        job()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_hydras(task, error)) from error
     if failed:
         raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
     return 0
@@ -232,13 +247,18 @@ def help_page(task: str) -> str:
     width = min(34, max(len(f"{key}={default}") for key, default, _ in rows))
     lines += [f"  {f'{key}={default}':<{width}}  {doc}" for key, default, doc in rows]
     groups = {g: sorted(p.stem for p in (conf_folder() / g).glob("*.yaml")) for g in _groups()}
-    own = {key.partition(".")[0] for key, _, _ in rows} | ({"experiment"} if task in ("train", "plan") else {task})
+    own = _own_groups(task, [key for key, _, _ in rows])
     shown = [f"  {g}={' | '.join(names)}" for g, names in groups.items() if g in own and names]
     if shown:
         lines += ["", "Groups (files of conf/, chosen by name):", *shown]
     sweep = "; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'" if task == "train" else ""
     lines += ["", f"Also: --cfg prints the composed configuration{sweep}."]
     return "\n".join(lines)
+
+
+def _own_groups(task: str, keys: list[str]) -> set[str]:
+    """Groups of `conf/` that a task with these settings takes, if they are there."""
+    return {key.partition(".")[0] for key in keys} | ({"experiment"} if task in ("train", "plan") else {task})
 
 
 def overview() -> str:
@@ -276,8 +296,16 @@ def _dispatch(arguments: list[str]) -> int:
     path = bool(rest) and ("=" not in rest[0] or Path(rest[0]).exists())
     if task == "inspect" and path and not rest[0].startswith("-"):
         rest[0] = f"store={_quoted(rest[0])}"
+    size = next((item for item in rest if re.match(r"[+]*size=", item)), None)
+    if task == "simulate" and size is not None:
+        raise UserError(f"{size}: names what was chosen, and chooses nothing; say simulate={size.partition('=')[2]}")
     if set(_SWEEP) & set(rest):
+        if "--cfg" in rest:
+            raise UserError("--cfg: shows one configuration; leave out -m, and give each setting one value")
         return _sweep(task, rest)
+    of_hydra = next((item for item in rest if re.match(r"[+~]*hydra[/.]", item)), None)
+    if of_hydra is not None:
+        raise UserError(f"{of_hydra}: belongs to a sweep; add -m")
     option = next((item for item in rest if item.startswith("-") and item != "--cfg"), None)
     if option is not None:
         raise UserError(f"{option}: no such option; settings are given as key=value, options are --help, --cfg and -m")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ensemble_ml.config as schema
+from ensemble_ml.folders import check_writable
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def _evaluate(config: schema.EvaluateConfig) -> object:
 def _benchmark(config: schema.BenchmarkConfig) -> object:
     names = benchmark_names()
     schema.require("benchmark", config.benchmark, config.benchmark in names, f"known are {', '.join(names)}")
+    check_writable(config.output)
     return importlib.import_module(f"ensemble_ml.benchmarks.{config.benchmark}").run(config)
 
 

@@ -39,8 +39,8 @@ from ensemble_ml.verification import api, bootstrap, open_forecasts
 
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
 run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
-folder = Path(os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast"))
-store = Path(os.environ.get("ENSEMBLE_ML_STORE", f"{run}-data/store.zarr"))
+folder = root / os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast")
+store = root / os.environ.get("ENSEMBLE_ML_STORE", f"{run}-data/store.zarr")
 name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
 units = field(name).units
 label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
@@ -73,6 +73,8 @@ def read(path):
 
 
 files = sorted(folder.glob("forecast_*.nc"))
+if not files:
+    raise ValueError(f"{folder}: holds no forecast_*.nc; set ENSEMBLE_ML_FORECAST to the folder that predict wrote")
 with xr.open_dataset(files[0], decode_timedelta=True) as first:
     holds = ", ".join(map(str, first.data_vars))
 if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scale") if f"{name}_{part}" not in first]:

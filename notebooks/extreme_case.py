@@ -36,8 +36,8 @@ from ensemble_ml.verification import api, open_forecasts
 
 root = Path.cwd().parent if Path.cwd().name == "notebooks" else Path.cwd()
 run = root / os.environ.get("ENSEMBLE_ML_RUN", "runs/quickstart")
-folder = Path(os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast"))
-store = Path(os.environ.get("ENSEMBLE_ML_STORE", f"{run}-data/store.zarr"))
+folder = root / os.environ.get("ENSEMBLE_ML_FORECAST", run / "forecast")
+store = root / os.environ.get("ENSEMBLE_ML_STORE", f"{run}-data/store.zarr")
 name, *level = os.environ.get("ENSEMBLE_ML_VARIABLE", "t 850").split()
 units = field(name).units
 label = f"{field(name).long_name}{f' at {level[0]} hPa' if level else ''}"
@@ -50,7 +50,10 @@ for key in (key for key in archive.data_vars if f"{key}_truth" in archive):
 if " ".join([name, *level]) not in choices:
     raise ValueError(f"ENSEMBLE_ML_VARIABLE={' '.join([name, *level])}: {store} holds {', '.join(choices)}")
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive
-with xr.open_dataset(min(folder.glob("forecast_*.nc")), decode_timedelta=True) as first:
+files = sorted(folder.glob("forecast_*.nc"))
+if not files:
+    raise ValueError(f"{folder}: holds no forecast_*.nc; set ENSEMBLE_ML_FORECAST to the folder that predict wrote")
+with xr.open_dataset(files[0], decode_timedelta=True) as first:
     lead = first.forecast_period.values[-1]
     archive = api.at_places_of(archive, first)
 hours = int(lead / np.timedelta64(1, "h"))

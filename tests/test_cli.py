@@ -70,7 +70,7 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         ),
         (["train", "run=a", "data.store=x", "model.families=5"], "model.families=5: give a family by variable"),
         (["train", "run=a", "data.store=x", "model.families={q: wide}"], "model.families.q=wide: normal, "),
-        (["simulate", "output=a", "windows=[02-29]"], "simulate.windows=02-29: write month and day"),
+        (["simulate", "output=a", "windows=[02-29]"], "windows=02-29: write month and day"),
         (["evaluate", "forecast=a", "ensemble=b", "output=c", "regions=5"], "regions=5: give boxes by name"),
         (["evaluate", "forecast=a", "ensemble=b", "output=c", "fit=[soon]"], "fit=soon: write a year"),
         (["benchmark", "benchmark=skill", "skill.sizes=[0,5]"], "skill.sizes=0: must be 1 or more"),
@@ -115,6 +115,14 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["train", "run=a", "data.store=x", "parallel.lat=true"], "parallel.lat=True: auto or a number from 1 up"),
         (["train", "run=a", "data.store=x", "resume=1"], "resume=1: true, false and auto are allowed"),
         (["predict", "checkpoint=${oc.env:NOT_THERE}", "input=b", "output=c"], "checkpoint: "),
+        (["predict", "checkpoint=a", "input=b", "output="], "output: is not given; say output=..."),
+        (["evaluate", "forecast=a", "ensemble=", "output=c"], "ensemble: is not given; say ensemble=..."),
+        (["simulate", "size=tiny", "output=a"], "size=tiny: names what was chosen, and chooses nothing; say simulate="),
+        (["simulate", "members=1", "output=a"], "members=1: at least 2 are needed for breeding"),
+        (["inspect", "store=a", "hydra/launcher=cluster"], "hydra/launcher=cluster: belongs to a sweep; add -m"),
+        (["train", "run=a", "data.store=b", "hydra.run.dir=x"], "hydra.run.dir=x: belongs to a sweep; add -m"),
+        (["predict", "-m", "--cfg", "output=a,b"], "--cfg: shows one configuration; leave out -m"),
+        (["predict", "model=emos"], "model: no such setting of predict; ensemble-ml predict --help lists all"),
         (
             ["predict", "checkpoint=a", "input=b", "output=c", "quantiles=[2]"],
             "quantiles=2.0: must lie between 0 and 1",
@@ -138,6 +146,32 @@ def test_mistakes_in_a_sweep_have_their_lines(capsys, tmp_path, monkeypatch, pla
     assert status == cli.STATUS_USER and "Traceback" not in err
     assert err.count(f"ensemble-ml: store {tmp_path}/nothing: no such folder") == 2
     assert err.splitlines()[-1].startswith("ensemble-ml: 2 of the sweep's runs could not be made; the last: store")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["predict", "member_in=1,3", "output=x"], "member_in: no such setting of predict; did you mean members_in"),
+        (["train", "optim=nope,lion", "run=a"], "optim=nope: no such file in conf; there are"),
+        (["train", "hydra/launcher=nope", "seed=0,1"], "hydra/launcher=nope: no such file in conf; there are"),
+        (["train", "run=a", "data.store=b", "seed=a,b"], "seed: Value 'a' of type 'str' could not be converted"),
+    ],
+)
+def test_settings_of_a_sweep_that_do_not_exist_end_in_one_line(capsys, tmp_path, monkeypatch, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    status, _, err = run(capsys, arguments[0], "-m", *arguments[1:], "hydra.sweep.dir=sweep")
+    assert status == cli.STATUS_USER
+    assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("task", ["benchmark", "plan"])
+def test_an_output_that_cannot_be_is_told_before_the_work(capsys, tmp_path, task):
+    (tmp_path / "file").write_text("")
+    given = {"benchmark": ["benchmark=step"], "plan": ["data.store=a", "run=b"]}[task]
+    status, _, err = run(capsys, task, *given, f"output={tmp_path}/file")
+    assert status == cli.STATUS_USER
+    assert err == f"ensemble-ml: output={tmp_path}/file: {tmp_path}/file is a file; give a folder\n"
 
 
 def test_a_mistake_of_several_ranks_ends_their_sweep(capsys, tmp_path, monkeypatch):

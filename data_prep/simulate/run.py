@@ -76,7 +76,7 @@ def _finished(config: SimulateConfig, output: Path) -> bool:
     record = output / "archive.json"
     if not record.exists():
         return False
-    content = json.loads(record.read_text())
+    content = _read_json(record)
     if {key: content.get(key) for key in _identity(config)} != _identity(config):
         raise UserError(f"output={output}: holds a finished archive of another configuration; choose another folder")
     return True
@@ -86,13 +86,22 @@ def _claim(config: SimulateConfig, output: Path) -> None:
     """Mark the folder as this configuration's, or refuse it."""
     mark = output / ".parts" / "config.json"
     if mark.exists():
-        if json.loads(mark.read_text()) != _identity(config):
+        if _read_json(mark) != _identity(config):
             raise UserError(f"output={output}: holds an unfinished archive of another configuration; remove the folder")
         return
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output={output}: exists and is not an archive in the making; choose a new folder")
     mark.parent.mkdir(parents=True, exist_ok=True)
     _write_json(mark, _identity(config))
+
+
+def _read_json(path: Path) -> dict:
+    """Raises a UserError where it holds something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); choose another folder, or remove this one") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _write_json(path: Path, content: dict) -> None:

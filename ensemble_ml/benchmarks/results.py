@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+import logging
 import os
 import platform
 import statistics
@@ -23,6 +24,8 @@ import torch
 
 from ensemble_ml.config import BenchmarkSize
 from ensemble_ml.strict_json import strict
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ def write_results(
     tables: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     size: BenchmarkSize = BenchmarkSize.full,
 ) -> Path:
-    """Write `folder`/results.json and `folder`/report.html; return the path of the former.
+    """Write `folder`/results.json and `folder`/report.html; return the path of the former. What an earlier run left
+    there, of other sections perhaps, is kept beside them as results.previous.json, and told.
 
     `tables`: what else should be published, as rows with the same keys, by title. `size`: of what was run; targets are
     of the full one.
@@ -125,6 +129,10 @@ def write_results(
         "claims": [claim.to_json() for claim in claims],
         "notes": list(notes),
     } | ({"tables": {title: list(rows) for title, rows in tables.items()}} if tables else {})
+    before = folder / "results.json"
+    if before.exists():
+        kept = before.replace(folder / "results.previous.json")
+        log.warning("%s: results of an earlier run are kept as %s", before, kept.name)
     _write(folder / "report.html", _page(content))
     return _write(folder / "results.json", json.dumps(strict(content), indent=2, allow_nan=False) + "\n")
 

@@ -80,33 +80,33 @@ class SimulateConfig:
     workers: int = opt(0, "processes, a model year each; 0 takes one a core")
 
     def __post_init__(self) -> None:
-        require("simulate.members", self.members, self.members >= 2, "at least 2 are needed for breeding")
+        require("members", self.members, self.members >= 2, "at least 2 are needed for breeding")
         truncations = self.truth_truncation in (21, 31, 42) and self.forecast_truncation in (21, 31, 42)
         given = f"{self.truth_truncation}/{self.forecast_truncation}"
-        require("simulate.truth_truncation/forecast_truncation", given, truncations, "21, 31 and 42 are allowed")
-        require("simulate.forecast_truncation", self.forecast_truncation, self.forecast_truncation <= self.truth_truncation, f"at most truth_truncation={self.truth_truncation}")
+        require("truth_truncation/forecast_truncation", given, truncations, "21, 31 and 42 are allowed")
+        require("forecast_truncation", self.forecast_truncation, self.forecast_truncation <= self.truth_truncation, f"at most truth_truncation={self.truth_truncation}")
         for key in ("truth_minutes", "forecast_minutes"):
-            require(f"simulate.{key}", getattr(self, key), getattr(self, key) in (20, 30, 40, 60, 80), "20, 30, 40, 60 or 80 minutes are allowed")
-        require("simulate.rows", self.rows, self.rows >= 9 and self.rows % 2 == 1, "an odd number from 9 up, so that poles and equator are rows")
-        require("simulate.columns", self.columns, self.columns >= 16 and self.columns % 16 == 0, "must be divisible by 16")
-        require("simulate.levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
-        at_least(self, 0, "train_years", "validation_years", "test_years", "warm_up_cycles", "workers", "seed", group="simulate.")
-        at_least(self, 1, "train_dates", "validation_dates", "test_dates", group="simulate.")
-        require("simulate.train_years", self.train_years, self.train_years + self.validation_years + self.test_years >= 1, "one model year at least is needed")
+            require(f"{key}", getattr(self, key), getattr(self, key) in (20, 30, 40, 60, 80), "20, 30, 40, 60 or 80 minutes are allowed")
+        require("rows", self.rows, self.rows >= 9 and self.rows % 2 == 1, "an odd number from 9 up, so that poles and equator are rows")
+        require("columns", self.columns, self.columns >= 16 and self.columns % 16 == 0, "must be divisible by 16")
+        require("levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
+        at_least(self, 0, "train_years", "validation_years", "test_years", "warm_up_cycles", "workers", "seed")
+        at_least(self, 1, "train_dates", "validation_dates", "test_dates")
+        require("train_years", self.train_years, self.train_years + self.validation_years + self.test_years >= 1, "one model year at least is needed")
         for window in self.windows:
-            require("simulate.windows", window, _day(window) is not None, "write month and day, 01-07")
-        require("simulate.windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
+            require("windows", window, _day(window) is not None, "write month and day, 01-07")
+        require("windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")
         days = [day.toordinal() for window in self.windows if (day := _day(window)) is not None]
         needed = 2 * (self.warm_up_cycles + max(self.train_dates, self.validation_dates, self.test_dates)) + self.members + 5
         gaps = [later - earlier for earlier, later in pairwise(days)]
-        require("simulate.windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
+        require("windows", self.windows, all(gap >= needed for gap in gaps), f"windows of {needed} days with their warm-up overlap; space them further or take fewer dates")
         several = self.train_years + self.validation_years + self.test_years > 1
         written = 2 * max(self.train_dates, self.validation_dates, self.test_dates) + 2
         short = several and days[0] + 365 - days[-1] < written
-        require("simulate.windows", self.windows, not short, f"the last window, {written} days, runs into the first of the next year, which is a run of its own; begin it earlier or take fewer dates")
-        require("simulate.spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
-        require("simulate.norm", self.norm, self.norm > 0, "must be above 0 K")
-        require("simulate.inflation", self.inflation, self.inflation > 0, "must be above 0")
+        require("windows", self.windows, not short, f"the last window, {written} days, runs into the first of the next year, which is a run of its own; begin it earlier or take fewer dates")
+        require("spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
+        require("norm", self.norm, self.norm > 0, "must be above 0 K")
+        require("inflation", self.inflation, self.inflation > 0, "must be above 0")
 
 
 @dataclass

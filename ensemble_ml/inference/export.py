@@ -67,9 +67,11 @@ def _scores(path: str | None) -> dict | None:
         return None
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        missing = [key for key in ("headline", "claims", "dates", "notes", "forecasts") if key not in found]
     except (OSError, ValueError) as error:
         raise UserError(f"scores={path}: cannot be read ({error}); give the scores.json that evaluate wrote") from error
+    wanted = {"headline": list, "claims": list, "dates": dict, "notes": list, "forecasts": list}
+    held = found if isinstance(found, dict) else {}
+    missing = [key for key, kind in wanted.items() if not isinstance(held.get(key), kind)]
     if missing:
         raise UserError(f"scores={path}: lacks {missing[0]}; give the scores.json that evaluate wrote")
     return found

@@ -98,7 +98,7 @@ def nearest_points(grid: Grid, points: Any) -> Places:
 def _as_pairs(points: Any) -> np.ndarray:
     pairs = list(points) if isinstance(points, list | tuple) else []
     good = bool(pairs) and all(
-        isinstance(p, list | tuple) and len(p) == 2 and all(isinstance(x, int | float) and np.isfinite(x) for x in p)
+        isinstance(p, list | tuple) and len(p) == 2 and all(type(x) in (int, float) and np.isfinite(x) for x in p)
         for p in pairs
     )
     if not good:

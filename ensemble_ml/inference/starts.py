@@ -101,7 +101,7 @@ def choose_members(realization: Sequence[int], members_in: Any) -> tuple[int, ..
             raise UserError(f"members_in={members_in}: the input holds {len(realization)} members ({numbers})")
         return tuple(range(members_in))
     wanted = list(members_in) if isinstance(members_in, list | tuple) else []
-    if not wanted or not all(isinstance(n, int) for n in wanted) or len(set(wanted)) < len(wanted):
+    if not wanted or not all(type(n) is int for n in wanted) or len(set(wanted)) < len(wanted):
         raise UserError(f"members_in={members_in}: give a number of members, or a list of different member numbers")
     absent = [n for n in wanted if n not in realization]
     if absent:

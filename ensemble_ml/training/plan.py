@@ -29,6 +29,7 @@ from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import check_writable
 from ensemble_ml.machine import cores
 from ensemble_ml.models import ModelSpec, Speed
 from ensemble_ml.store import open_store
@@ -233,6 +234,7 @@ def plan(config: PlanConfig) -> Path:
     Raises:
         UserError: no store, no partition that fits the ranks, or too little memory.
     """
+    check_writable(config.output)
     # The degrees that are given are those of the run that is planned, not of the ranks that measure.
     with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
         setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))

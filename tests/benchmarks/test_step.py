@@ -68,3 +68,6 @@ def test_claims_are_truthful(tmp_path):
     assert [c["holds"] for c in json.loads(path.read_text())["claims"]] == [False, True]
     assert "&lt;x&gt;" in path.with_name("report.html").read_text()
     assert "DOES NOT HOLD: fast" in summary({"f": figure}, [slow])
+    before = path.read_text()
+    assert write_results(path.parent, title="other", runs=3, figures={}, claims=[]) == path
+    assert (path.parent / "results.previous.json").read_text() == before != path.read_text()

@@ -97,6 +97,13 @@ class TestArchive:
         with pytest.raises(UserError, match="another configuration"):
             simulate(tiny_config(tiny_archive, seed=1))
 
+    @pytest.mark.parametrize("mark", ["archive.json", ".parts/config.json"])
+    def test_damaged_marks_are_refused(self, tmp_path, mark):
+        (tmp_path / mark).parent.mkdir(exist_ok=True)
+        (tmp_path / mark).write_text('{"a')
+        with pytest.raises(UserError, match=f"{mark}: cannot be read .* choose another folder"):
+            simulate(tiny_config(tmp_path))
+
     def test_foreign_folders_are_refused(self, tmp_path):
         (tmp_path / "thesis.tex").write_text("x")
         with pytest.raises(UserError, match="choose a new folder"):

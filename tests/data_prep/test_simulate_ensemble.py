@@ -172,16 +172,16 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("key", "value", "text"),
         [
-            ("members", 1, "simulate.members=1: at least 2 are needed for breeding"),
-            ("rows", 32, "simulate.rows=32"),
+            ("members", 1, "members=1: at least 2 are needed for breeding"),
+            ("rows", 32, "rows=32"),
             ("columns", 60, "divisible by 16"),
             ("levels", [300, 500], "500 and 850"),
-            ("windows", ["13-01"], "simulate.windows=13-01"),
+            ("windows", ["13-01"], "windows=13-01"),
             ("windows", ["01-07", "02-07"], "overlap"),
             ("windows", ["01-07", "10-02"], "runs into the first of the next year"),
             ("forecast_truncation", 30, "21, 31 and 42"),
-            ("forecast_minutes", 50, "simulate.forecast_minutes=50"),
-            ("norm", 0.0, "simulate.norm=0.0"),
+            ("forecast_minutes", 50, "forecast_minutes=50"),
+            ("norm", 0.0, "norm=0.0"),
         ],
     )
     def test_bad_settings(self, key, value, text):

@@ -139,7 +139,14 @@ def test_what_is_no_export_is_left_alone(trained, tmp_path, monkeypatch):
 
 def test_scores_that_are_none_of_ours(trained, tmp_path):
     (tmp_path / "other.json").write_text("{}")
-    for name, match in (("other.json", "lacks headline"), ("absent.json", "cannot be read")):
+    (tmp_path / "five.json").write_text("5")
+    (tmp_path / "none.json").write_text(json.dumps(SCORES | {"forecasts": None}))
+    for name, match in (
+        ("other.json", "lacks headline"),
+        ("absent.json", "cannot be read"),
+        ("five.json", "lacks headline"),
+        ("none.json", "lacks forecasts"),
+    ):
         with pytest.raises(UserError, match=match):
             export(ExportConfig(str(trained[0]), str(tmp_path / "model"), scores=str(tmp_path / name)))
     content = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": ["of another"]}]}

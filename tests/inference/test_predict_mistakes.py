@@ -74,6 +74,8 @@ def test_inputs_beyond_the_training_range_warn_once(config, tmp_path, caplog):
         ({"members_in": [1, 12]}, "member 12 is not there"),
         ({"members_in": [1, 1]}, "different member numbers"),
         ({"members_in": "five"}, "give a number of members, or a list"),
+        ({"members_in": [True, 2]}, "give a number of members, or a list"),
+        ({"points": [[True, 2]]}, "give a list of \\[latitude, longitude\\]"),
         ({"members_in": 1, "members_out": True}, "members_out=true needs two members or more"),
         ({"dates": ["1999"]}, "dates 1999: no start date lies there"),
         ({"thresholds": {"q": [1.0]}}, "thresholds: q is not predicted; the checkpoint predicts t, z, t2m, tp"),
