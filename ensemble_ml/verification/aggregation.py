@@ -7,6 +7,7 @@ A state of some dates, rows or columns is added to that of others; the sum is th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -75,25 +76,41 @@ class AggregationState:
         for name, parts in (strata or {}).items():
             factor, counted = (np.where(mask, part, 0.0).reshape(flat_mask.shape) for part in parts)
             further.append((self.weightings.index(name), factor, counted))
-        for key, values in statistics.items():
-            self._open(key)
-            kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
-            with np.errstate(invalid="ignore"):  # an infinite log score times the weight zero
-                self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
-                for at, factor, _ in further:
-                    self.total[key][date, at, columns] += (kept * factor).sum(1)
+        for key in self._counting(list(statistics)):
             self.weight[key][date, : len(weight), columns] += weight
             for at, _, counted in further:
                 self.weight[key][date, at, columns] += counted.sum(1)
             self.left_out[key][date, columns] += left_out
             self.points[key][date, columns] += flat_mask.shape[1]
+        for key, values in statistics.items():
+            kept = np.where(flat_mask, values.reshape(flat_mask.shape), 0.0)
+            with np.errstate(invalid="ignore"):  # an infinite log score times the weight zero
+                self.total[key][date, : len(weight), columns] += (kept @ flat_w).T
+                for at, factor, _ in further:
+                    self.total[key][date, at, columns] += (kept * factor).sum(1)
 
-    def _open(self, key: Key) -> None:
-        if key not in self.total:
-            for table in (self.total, self.weight):
-                table[key] = np.zeros((self.dates, len(self.weightings), self.columns))
-            for counts in (self.left_out, self.points):
-                counts[key] = np.zeros((self.dates, self.columns), np.int64)
+    def _counting(self, keys: Sequence[Key]) -> list[Key]:
+        """Open `keys`, and return one for each array of weights among theirs: what is always recorded together, under
+        one mask, shares it, and `left_out` and `points` likewise."""
+        fresh = [key for key in keys if key not in self.total]
+        if fresh:
+            self._open(fresh)
+        users = Counter(id(weight) for weight in self.weight.values())
+        sharing: dict[int, list[Key]] = {}
+        for key in keys:
+            sharing.setdefault(id(self.weight[key]), []).append(key)
+        for address, mine in sharing.items():
+            if users[address] > len(mine):  # the others are not recorded now
+                for table in (self.weight, self.left_out, self.points):
+                    table.update(dict.fromkeys(mine, table[mine[0]].copy()))  # type: ignore[attr-defined]
+        return [mine[0] for mine in sharing.values()]
+
+    def _open(self, keys: Sequence[Key]) -> None:
+        shape = self.dates, len(self.weightings), self.columns
+        self.total.update({key: np.zeros(shape) for key in keys})
+        self.weight.update(dict.fromkeys(keys, np.zeros(shape)))
+        for counts in (self.left_out, self.points):
+            counts.update(dict.fromkeys(keys, np.zeros((self.dates, self.columns), np.int64)))
 
     def __add__(self, other: AggregationState) -> AggregationState:
         if (self.dates, self.columns, self.weightings) != (other.dates, other.columns, other.weightings):
@@ -132,7 +149,8 @@ class AggregationState:
             if any(key not in self.total for key in keys):
                 continue
             new = Key(entrant, target)
-            self._open(new)
+            if new not in self.total:
+                self._open([new])
             for name in ("total", "weight", "left_out", "points"):
                 table = getattr(self, name)
                 for column, place in best.items():

@@ -76,11 +76,16 @@ def weighted_mean(
 ) -> xr.DataArray:
     """Sum of weighted values over sum of weights, of the points that `mask` keeps; NaN where none is left.
 
-    Weights may cover more than the values do.
+    Weights may cover more than the values do; along dimensions that they or the mask have beside, values are repeated.
 
     Raises:
         ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there.
     """
+    for other in (weights, mask):
+        more = [] if other is None else [dim for dim in other.dims if dim not in values.dims]
+        if more:
+            assert other is not None
+            values = values.expand_dims({dim: other.indexes.get(dim, other.sizes[dim]) for dim in more})
     over = _reduced(values.dims, reduce_dims, preserve_dims)
     if not over and mask is None:
         return values

@@ -65,7 +65,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     for label, one in predictions(setting, group, date).items():
         if one.mean is not None and one.stddev is not None:
             laws[label] = (one.mean[z], one.stddev[z])
-    truth = None if sample.truth is None else sample.truth[z]
+    truth = None if sample.truth is None or not np.isfinite(sample.truth[z]).any() else sample.truth[z]
     grid = setting.source.layout.grid
     y, x = _place(index[z], truth, grid.wraps)
     return Case(

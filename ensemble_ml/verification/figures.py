@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.case import Case
-from ensemble_ml.verification.plots import BLUE, COLOURS, GREY, draw_map, new_figure
+from ensemble_ml.verification.plots import BLUE, COLOURS, GREY, draw_map, in_legend, new_figure
 from ensemble_ml.verification.probability import Reliability
 from ensemble_ml.verification.summary import short_name
 
@@ -42,7 +42,7 @@ def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
         for number, (name, table) in enumerate(curves.items()):
             forecast, event, count = table.curve()
             colour = COLOURS[number % len(COLOURS)]
-            axis.plot(forecast, event, "o-", ms=4, lw=1.4, color=colour, label=name)
+            axis.plot(forecast, event, "o-", ms=4, lw=1.4, color=colour, label=in_legend(name))
             top.plot(forecast, count, "o-", ms=3, lw=1.2, color=colour)
         axis.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
         axis.set_xlabel("forecast probability")

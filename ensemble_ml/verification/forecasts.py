@@ -199,7 +199,7 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
     labels = [one.label for one in sets]
     for one in sets:
         if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
-            one.label = one.path
+            one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
     if len({one.label for one in sets}) < len(sets):
         raise UserError(f"forecast={_listed(folders)}: a folder is named twice; name each once")
     return sets

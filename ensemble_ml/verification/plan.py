@@ -192,6 +192,12 @@ def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: 
         if f.members_in and list(f.members_in) != reduced
     ]
     notes += [
+        f"{f.label} does not state the members that it was made from (attribute members_in); it may have more to go by"
+        " than what it is compared with."
+        for f in forecasts
+        if not f.members_in
+    ]
+    notes += [
         f"{f.label} was made from all {len(held)} members: their spread is its input and target, no gain in it is sure."
         for f in ours
         if len(f.members_in) >= len(held) > 1

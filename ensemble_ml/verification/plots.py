@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification.bootstrap import Interval
@@ -31,9 +32,16 @@ _FONT: dict[Any, Any] = {
 
 def data_uri(figure: Figure) -> str:
     """A figure as `data:image/png;base64,...`."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a folder's name may hold $
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130, facecolor="white")
     return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def in_legend(name: str) -> str:
+    """A name as a legend shows it: what begins with _ would be left out."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def new_figure(
@@ -78,7 +86,7 @@ def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) 
             # Side by side, so that intervals at one lead can be told apart.
             shift = (number - (len(curves) - 1) / 2) * 0.012 * max(np.ptp(hours), 24)
             axis.errorbar(
-                hours + shift, values, yerr=np.nan_to_num(np.maximum(ends, 0)), label=name, marker="o", ms=4,
+                hours + shift, values, yerr=np.nan_to_num(np.maximum(ends, 0)), label=in_legend(name), marker="o", ms=4,
                 color=COLOURS[number % len(COLOURS)], lw=2.4 if number == 0 else 1.2, elinewidth=1, capsize=2,
             )  # fmt: skip
         axis.set_xticks(sorted({lead for points in curves.values() for lead, _ in points}))
@@ -149,7 +157,7 @@ def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_lab
         for number, (name, bins) in enumerate(curves.items()):
             predicted, actual, share = bins.curve()
             colour = COLOURS[number % len(COLOURS)]
-            axis.plot(predicted, actual, "-", color=colour, lw=1.6, label=name)
+            axis.plot(predicted, actual, "-", color=colour, lw=1.6, label=in_legend(name))
             axis.scatter(predicted, actual, s=8 + 160 * share, color=colour, alpha=0.75, lw=0)
             top = max([top, *predicted, *actual])
         axis.plot([0, top], [0, top], color=GREY, lw=0.8, ls="--")

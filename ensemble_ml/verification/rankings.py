@@ -92,7 +92,7 @@ def _ranking(scores: Scores, metric: str, reference: str, lead: int) -> str:
 
 
 def _title(scores: Scores, entrant: str) -> str:
-    mine = entrant in scores.forecasts or scores.full == scores.reduced
+    mine = entrant in (*scores.forecasts, *scores.baselines) or scores.full == scores.reduced
     uses_full = entrant.endswith(f"_{scores.full}") and not mine
     return short_name(entrant) + (f" (uses all {scores.full})" if uses_full else "")
 

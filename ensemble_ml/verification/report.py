@@ -44,10 +44,11 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     dates = content["dates"]
     test = dates["test"]
     span = test[0] if len(test) == 1 else f"{test[0]} to {test[-1]}"
-    sizes = sorted({scores.given.get(label, scores.reduced) for label in scores.forecasts})
+    sizes = sorted({scores.given[label] for label in scores.forecasts if label in scores.given})
     beside = "" if sizes == [scores.reduced] else f", beside a raw ensemble of {scores.reduced}"
+    stated = f"{', '.join(map(str, sizes))} of {scores.full} members" if sizes else "members that are not stated"
     sub = (
-        f"From {', '.join(map(str, sizes))} of {scores.full} members{beside}. {len(test)} test dates ({span}), "
+        f"From {stated}{beside}. {len(test)} test dates ({span}), "
         f"baselines fitted on {len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
         f"Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks, or the "
         f"forecast has more to go by."

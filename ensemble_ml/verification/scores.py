@@ -78,6 +78,11 @@ class Scores:
         theirs = self.given.get(other, int(size) if size.isdigit() else mine)
         return f"made from {mine} members, compared with {theirs}" if mine > theirs else ""
 
+    def made_from(self, label: str) -> str:
+        """What a forecast was made from, in words."""
+        found = self.given.get(label)
+        return "members that it does not state" if found is None else f"{found} of {self.full} members"
+
     def barred(self, metric: str, entrant: str, other: str) -> int:
         """The `Interval.barred` of a ratio or difference of scores, which are better where they are smaller."""
         return -1 if self.advantage(metric, entrant, other) else 0

@@ -1,6 +1,7 @@
 """Score every entrant, one variable and lead at a time, one start date after the other.
 
-Memory is bounded by one date of one variable and lead, plus the sums of the fit at each cell of it.
+Memory is bounded by one date of one variable and lead, the sums of the fit at each cell of it, the maps of a few
+headline fields, and the sums of each date: some 25 kB a date and field, whatever the grid.
 Axes: Z level, Y latitude, X longitude.
 """
 
@@ -19,11 +20,13 @@ from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.samples import Group, Sample, Setting, predictions, read_sample, start_spread
+from ensemble_ml.verification.statistics import Statistic
 from ensemble_ml.verification.values import spread_values, truth_values
 from ensemble_ml.verification.vectors import Vectors
 
 EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # weightings of the strata
 _EXTREME_ABOVE = 0.7
+_OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,11 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
             verified = sample.verified & _finite(x for one in said.values() for x in (one.location, one.scale))
             family = registered(group.variable).family
             values = truth_values(setting, fit, sample, said, family)
-            state.record(position, group.columns, values, verified, setting.weights, strata)
+            unusual = {key: value for key, value in values.items() if key.statistic in _OF_THE_LIMIT}
+            rest = {key: value for key, value in values.items() if key not in unusual}
+            state.record(position, group.columns, rest, verified, setting.weights, strata)
+            told = verified & _telling(fit, group)
+            state.record(position, group.columns, unusual, told, setting.weights, strata)
             _calibrate(setting, group, fit, position, sample, said, verified, tables.calibration)
         pictures.record(group.columns, position, values, verified, sample, said, mask)
         if index is not None:
@@ -107,12 +114,7 @@ def _calibrate(
     """Histograms of PIT and ranks, and reliability of the probability of an unusual value."""
     truth = np.asarray(sample.truth)
     limit = None if fit.climatology is None else threshold(*fit.climatology)
-    # A limit that cannot be exceeded or always is tells nothing: no climate at the cell, one that never varies, or one
-    # so near to the upper bound of the variable (a sky that is mostly overcast) that the limit is not below it.
-    known = mask
-    if fit.climatology is not None and limit is not None:
-        most = registered(group.variable).family.bounds[1]
-        known = mask & (fit.climatology[1] > 0) & (limit < most)
+    known = mask & _telling(fit, group)
     laws = {
         label: (one.family, one.location, one.scale)
         for label, one in said.items()
@@ -128,6 +130,16 @@ def _calibrate(
         calibration.record_pit(entrant, position, group.columns, law, truth, mask)
         if limit is not None:
             calibration.record_event(entrant, group.columns, exceeding(*law, limit), truth > limit, known)
+
+
+def _telling(fit: Fit, group: Group) -> np.ndarray | bool:
+    """Where the limit of an unusual value tells anything, (Z, Y, X): not where it cannot be exceeded, or always is, as
+    there is no climate at the cell, one that never varies, or one so near to the upper bound of the variable (a sky
+    that is mostly overcast) that the limit is not below it."""
+    if fit.climatology is None:
+        return True
+    most = registered(group.variable).family.bounds[1]
+    return (fit.climatology[1] > 0) & (threshold(*fit.climatology) < most)
 
 
 def _finite(arrays) -> np.ndarray | bool:

@@ -50,9 +50,7 @@ def _claims_of(scores: Scores, label: str) -> list[Claim]:
     m, n, lead = scores.reduced, scores.full, scores.headline_lead
     columns = scores.at_lead(lead)
     who = f"{label}: " if len(scores.forecasts) > 1 else ""
-    start = (
-        f"{who}from {scores.given.get(label, m)} of {n} members at {lead} h, geometric mean over variables and levels: "
-    )
+    start = f"{who}from {scores.made_from(label)} at {lead} h, geometric mean over variables and levels: "
     found = []
     for reference, words in (
         (f"raw_{m}", f"raw {m}"),

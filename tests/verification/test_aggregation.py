@@ -164,3 +164,22 @@ def test_one_block_has_no_interval():
     less = Interval(0.5, 0.4, 0.6, barred=-1)  # better is not sure, worse is; as a gain, too
     assert not less.below(1) and less.above(0.3) and not less.excludes(1)
     assert not less.map(lambda r: 100 * (1 - r)).above(0) and less.map(lambda r: 100 * (1 - r)).below(70)
+
+
+def test_weights_are_shared_while_they_are_the_same():
+    """Statistics under one mask share them; one that is recorded without the others has its own from then on."""
+    rng = np.random.default_rng(0)
+    values, area = rng.normal(size=(2, 3, 2, 4, 5)), rng.random((1, 4, 5))
+    masks = rng.random((3, 2, 4, 5)) < 0.7
+    keys = [Key(name, Statistic.ERROR) for name in "ab"]
+    together, apart = (AggregationState(3, 2, ("area",)) for _ in range(2))
+    for date in range(3):
+        mine = {key: values[place, date] for place, key in enumerate(keys)}
+        together.record(date, slice(0, 2), mine if date < 2 else {keys[0]: values[0, 2]}, masks[date], area)
+        shared = together.weight[keys[0]] is together.weight[keys[1]]
+        assert shared == (date < 2)
+        for key in keys if date < 2 else keys[:1]:
+            apart.record(date, slice(0, 2), {key: mine[key]}, masks[date], area)
+    for name in ("total", "weight", "left_out", "points"):
+        for key in keys:
+            np.testing.assert_array_equal(getattr(together, name)[key], getattr(apart, name)[key])

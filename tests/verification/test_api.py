@@ -315,3 +315,18 @@ def test_a_ratio_has_no_units():
     with xr.set_options(keep_attrs=True):
         found = api.spread_skill(forecast, xr.DataArray(np.zeros(2), dims="x", attrs={"units": "K"}))
     assert not found.attrs
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_dimensions_of_masks_and_weights_alone_are_averaged_over_too(lazy):
+    rng = np.random.default_rng(0)
+    axes = {"t": np.arange(4), "y": np.arange(5), "x": np.arange(6)}
+    values = xr.DataArray(rng.random((5, 6)), {"y": axes["y"], "x": axes["x"]}, ["y", "x"])
+    weights = xr.DataArray(rng.random((4, 5, 6)), axes, ["t", "y", "x"])
+    mask = weights > 0.5
+    given = values.chunk(y=2) if lazy else values
+    expected = np.average(np.broadcast_to(values, weights.shape), weights=weights)
+    assert float(api.weighted_mean(given, weights=weights)) == pytest.approx(expected, rel=1e-12)
+    expected = np.broadcast_to(values, mask.shape)[mask.values].mean()
+    assert float(api.weighted_mean(given, mask=mask)) == pytest.approx(expected, rel=1e-12)
+    assert api.weighted_mean(given, mask=mask, preserve_dims=["t"]).dims == ("t",)

@@ -1,6 +1,7 @@
 """Who stands in an evaluation as what: several forecasts, baselines that are forecasts, and baselines of both laws."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import netCDF4
@@ -10,7 +11,8 @@ from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
 
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
-from ensemble_ml.verification import evaluate
+from ensemble_ml.verification import evaluate, plots
+from ensemble_ml.verification.bootstrap import Interval
 
 
 def test_a_forecast_by_statistics_stands_among_the_baselines(store, forecast, tmp_path, plain):
@@ -131,7 +133,7 @@ def test_a_bad_forecast_of_more_members_is_still_worse(store, tmp_path, plain):
 
 
 def test_as_many_members_are_compared_as_the_first_forecast_was_made_from(store, tmp_path, plain):
-    """Where members were missing on some dates: as many as were asked for; where it does not say, five."""
+    """Where members were missing on some dates: as many as were asked for; five where it does not say."""
     made = write_forecasts(tmp_path / "f", store, TEST, corrected(members=7), train=TRAIN, members_in="1 2 3 5 6 7")
     with netCDF4.Dataset(sorted(made.glob("*.nc"))[3], "a") as data:
         data.members_in = "1 2 3 4 5 6 7"
@@ -141,7 +143,7 @@ def test_as_many_members_are_compared_as_the_first_forecast_was_made_from(store,
         content = json.loads((tmp_path / f"r{size}" / "scores.json").read_text())
         assert content["ensemble"]["reduced"] == list(range(1, size + 1)) and f"raw_{size}" in content["entrants"]
         told = {claim["forecast"]: claim["claim"] for claim in content["claims"]}
-        assert f"from {size} of 10" in told["silent"] and "from 7 of 10" in told["f"]
+        assert "from members that it does not state" in told["silent"] and "from 7 of 10" in told["f"]
         assert next(f for f in content["forecasts"] if f["label"] == "f")["members_in"] == list("1234567")
 
 
@@ -161,3 +163,33 @@ def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, forecast, tmp_
     assert rain["crps_family"]["value"] < rain["crps_normal"]["value"]
     assert content["families"]["blend_5"]["tp 48 h"] == "csgamma"
     assert rain["crps"]["value"] == rain["crps_family"]["value"]
+
+
+@pytest.mark.parametrize("name", ["raw_10", "climatology"])
+def test_a_relative_path_that_is_a_baselines_name_replaces_none(store, forecast, tmp_path, plain, monkeypatch, name):
+    write_forecasts(tmp_path / name, store, TEST, corrected(shift=3.0, inflate=3.0), train=TRAIN)
+    monkeypatch.chdir(tmp_path)
+    alone, beside = (
+        json.loads((evaluate(settings(given, store, tmp_path / out), store) / "scores.json").read_text())
+        for out, given in (("a", [str(forecast)]), ("b", [str(forecast), name]))
+    )
+    assert [one["label"] for one in beside["forecasts"]] == ["forecast", str(tmp_path / name)]
+    assert entry(alone, name, "t", 500)["crps"] == entry(beside, name, "t", 500)["crps"]
+
+
+def test_baselines_of_few_members_do_not_use_all(store, forecast, tmp_path):
+    """Whatever their folders are called."""
+    other = write_forecasts(tmp_path / "emos_10", store, TEST, corrected(inflate=1.2), train=TRAIN)
+    evaluate(settings(forecast, store, tmp_path / "r", baselines=str(other)), store)
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "raw 10 (uses all 10)" in page and "emos_10" in page and "emos_10 (uses" not in page
+
+
+def test_a_name_is_drawn_as_it_is(store, forecast, tmp_path):
+    """A legend leaves out what begins with _, and $ begins a formula."""
+    odd = shutil.copytree(forecast, tmp_path / "_x$b_$")
+    evaluate(settings([str(forecast), str(odd)], store, tmp_path / "r"), store)
+    assert "_x$b_$" in (tmp_path / "r" / "report.html").read_text()
+    one = Interval(1.0, 0.5, 1.5)
+    figure = plots.by_lead({"t": {"_x$b_$": [(24, one), (48, one)], "raw 5": [(24, one), (48, one)]}})
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [" _x$b_$", "raw 5"]

@@ -190,3 +190,13 @@ def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
         data.sel(level=500).to_netcdf(tmp_path / "f" / path.name)
     with pytest.raises(UserError, match="other level than"):
         evaluate(settings(tmp_path / "f", store, tmp_path / "r2"), store)
+
+
+def test_members_that_a_forecast_does_not_state_are_not_made_up(store, tmp_path, plain):
+    """It may be of all ten."""
+    other = write_forecasts(tmp_path / "f", store, TEST, corrected(members=10), members_in="")
+    evaluate(settings(other, store, tmp_path / "r", fit=["2001"]), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert content["claims"]
+    assert all(one["claim"].startswith("from members that it does not state at 48 h") for one in content["claims"])
+    assert any(note.startswith("f does not state the members that it was made from") for note in content["notes"])
