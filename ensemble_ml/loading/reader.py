@@ -49,17 +49,25 @@ class Reader:
         """N, the number of members that the source holds."""
         return self.members
 
-    def forecast(self, date: int, members: Sequence[int] | np.ndarray, *, strict: bool = True) -> Fields:
+    def forecast(
+        self,
+        date: int,
+        members: Sequence[int] | np.ndarray,
+        *,
+        strict: bool = True,
+        leads: tuple[int, ...] | None = None,
+    ) -> Fields:
         """Members at positions `members` for the input leads: (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X).
 
-        NaN stands at points of `spec.masked` variables that have no value.
+        NaN stands at points of `spec.masked` variables that have no value. `leads`: some of them, where not `strict`.
 
         Raises:
             UserError: a field is missing, or a value NaN or infinite where its variable has no mask, and `strict`.
         """
         positions = np.asarray(members)
-        fields = self._read(Part.FORECAST, date, positions)
+        fields = self._read(Part.FORECAST, date, positions, leads)
         if strict:
+            assert leads is None
             self._check_finite(fields, date, positions)
         return fields
 
@@ -122,23 +130,29 @@ class Reader:
     def _leads(self, part: Part) -> tuple[int, ...]:
         return self.spec.leads_in if part is Part.FORECAST else self.spec.leads_out
 
-    def selection(self, part: Part, members: Sequence[int] | np.ndarray | None = None) -> Selection:
+    def selection(
+        self, part: Part, members: Sequence[int] | np.ndarray | None = None, leads: tuple[int, ...] | None = None
+    ) -> Selection:
         """What is read of a part; `members` are positions, None takes all."""
         spec, (rows, _) = self.spec, self.window
         numbers = None if members is None else tuple(self.source.layout.realization[p] for p in members)
         return Selection(
-            numbers, self._leads(part), spec.variables, spec.levels, spec.surface,
+            numbers, leads or self._leads(part), spec.variables, spec.levels, spec.surface,
             None if rows == (0, len(spec.latitude)) else rows,
         )  # fmt: skip
 
-    def _read(self, part: Part, date: int, members: np.ndarray | None = None) -> Fields:
-        fields = self.source.read(part, int(date), self.selection(part, members))
+    def _read(
+        self, part: Part, date: int, members: np.ndarray | None = None, leads: tuple[int, ...] | None = None
+    ) -> Fields:
+        fields = self.source.read(part, int(date), self.selection(part, members, leads))
         columns = self.window[1]
         if columns != (0, len(self.spec.longitude)):
             fields = Fields(*(np.ascontiguousarray(v[..., slice(*columns)]) for v in (fields.pressure, fields.surface)))
         if part is Part.FORECAST:
+            hours = leads or self.spec.leads_in
             for lead, variable in self.zeros:
-                fields.surface[:, lead, variable] = 0
+                if self.spec.leads_in[lead] in hours:
+                    fields.surface[:, hours.index(self.spec.leads_in[lead]), variable] = 0
         return fields
 
     def reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ S surface variable, Z level, Y latitude, X longitude.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,6 +21,7 @@ from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
 
+_KEPT = 256 << 20  # bytes of a date's members
 FEWEST_TO_WIDEN = 4  # dates that say anything of how wide sigma should be
 # Dates that are read for a fit: all where they are small (320 instead of 200 were worth 0.2 % of CRPS), fewer where
 # each takes seconds.
@@ -36,12 +38,44 @@ class Sample:
     day: float  # of the year, of the start
 
 
+class _Latest:
+    """The members of the date that was looked at last, as far as they were asked for, where these are small: the fits
+    look at several choices of members of a date, one after the other."""
+
+    def __init__(self, reader: Reader):
+        spec = reader.spec
+        points = spec.fields * spec.grid.shape[0] * spec.grid.shape[1]
+        self._reader, self._keeps = reader, reader.full_size * len(spec.leads_out) * points * 4 <= _KEPT
+        self._date, self._known = -1, dict[int, Tensor]()
+
+    def members(self, date: int, chosen: np.ndarray) -> Tensor:
+        """Members at positions `chosen`, (M, T, F, Y, X), NaN where absent."""
+        if not self._keeps:
+            return self._read(date, chosen)
+        if date != self._date:
+            self._date, self._known = date, {}
+        lacking = [position for position in chosen.tolist() if position not in self._known]
+        if lacking:
+            self._known |= zip(lacking, self._read(date, np.array(lacking)), strict=True)
+        return torch.stack([self._known[position] for position in chosen.tolist()])
+
+    def _read(self, date: int, chosen: np.ndarray) -> Tensor:
+        return join(self._reader.forecast(date, chosen, strict=False, leads=self._reader.spec.leads_out))
+
+
 class Dates:
     """Reads single start dates of a store; `members` is M, the number of first members of a `Sample`."""
 
     def __init__(self, reader: Reader, members: int):
         self.reader, self.spec = reader, reader.spec
         self.members = min(members, reader.full_size)
+        self._latest = _Latest(reader)
+
+    def of(self, members: int) -> Dates:
+        """The same with another number of members."""
+        other = copy.copy(self)  # it shares what was read of the latest date
+        other.members = min(members, self.reader.full_size)
+        return other
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,9 +91,7 @@ class Dates:
         whole = self.reader.available(date)
         if chosen is None:
             chosen = (whole if len(whole) >= self.members else np.arange(self.members))[: self.members]
-        forecast = self.reader.forecast(date, chosen, strict=False)
-        leads = self.spec.lead_positions
-        members = join(Fields(forecast.pressure[:, leads], forecast.surface[:, leads]))
+        members = self._latest.members(int(date), chosen)
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
         if self.spec.masked and len(whole) < len(chosen):  # an absent field is not one of masked points
             absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)

@@ -218,7 +218,7 @@ class _Rows:
     def __call__(
         self, date: int, members: int, chosen: np.ndarray | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sample = Dates(self.dates.reader, members).sample(int(date), chosen)
+        sample = self.dates.of(members).sample(int(date), chosen)
         at = self._at(int(date))
         module, rows = self.linear.module, at // self.columns
         near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)

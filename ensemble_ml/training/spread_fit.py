@@ -152,7 +152,7 @@ def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
     rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)
     for size in {size for size in sizes if size <= full} - {dates.members}:
         other = replace(spread, members=size)
-        rows[size] = _spread_error(Dates(dates.reader, size), chosen, other, scales)
+        rows[size] = _spread_error(dates.of(size), chosen, other, scales)
     return rows
 
 

@@ -101,9 +101,13 @@ class AggregationState:
             sharing.setdefault(id(self.weight[key]), []).append(key)
         for address, mine in sharing.items():
             if users[address] > len(mine):  # the others are not recorded now
-                for table in (self.weight, self.left_out, self.points):
-                    table.update(dict.fromkeys(mine, table[mine[0]].copy()))  # type: ignore[attr-defined]
+                self._part(mine)
         return [mine[0] for mine in sharing.values()]
+
+    def _part(self, keys: Sequence[Key]) -> None:
+        """Give `keys`, which share their weights, a copy that no others share."""
+        for table in (self.weight, self.left_out, self.points):
+            table.update(dict.fromkeys(keys, table[keys[0]].copy()))  # type: ignore[attr-defined]
 
     def _open(self, keys: Sequence[Key]) -> None:
         shape = self.dates, len(self.weightings), self.columns
@@ -149,7 +153,9 @@ class AggregationState:
             if any(key not in self.total for key in keys):
                 continue
             new = Key(entrant, target)
-            if new not in self.total:
+            if new in self.total:
+                self._part([new])
+            else:
                 self._open([new])
             for name in ("total", "weight", "left_out", "points"):
                 table = getattr(self, name)

@@ -13,7 +13,7 @@ from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.store.source import Selection
-from ensemble_ml.training import spread_fit
+from ensemble_ml.training import climate_data, spread_fit
 from ensemble_ml.training.climate_data import Dates, join, most_dates, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.truth_fit import Truth
@@ -49,6 +49,33 @@ def right(tmp_path_factory):
 @pytest.fixture(scope="module")
 def fit(wrong):
     return fit_climate(reader_of(wrong), TRAIN, TEST, 5, sizes=[1, 5, 8])
+
+
+@pytest.mark.parametrize("leads", [(24, 48), (0, 24)])
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_members_of_a_date_are_read_once(wrong, monkeypatch, leads, kept):
+    """Where they are small, whatever choices of them are looked at; never leads that are not predicted."""
+    monkeypatch.setattr(climate_data, "_KEPT", kept)
+    lay = wrong.layout
+    grid = tuple(lay.grid.latitude), tuple(lay.grid.longitude)
+    given = lay.variables, lay.levels, lay.surface, lay.lead_hours, leads
+    reader = Reader(wrong, ModelSpec(ModelConfig(hidden=8, depth=0, linear=False), *given, *grid))
+    asked = []
+    real = reader.forecast
+    monkeypatch.setattr(
+        reader, "forecast", lambda date, m, **how: asked.extend((date, p) for p in m) or real(date, m, **how)
+    )
+    dates = Dates(reader, 5)
+    for date, chosen in ((3, [1, 4]), (3, [1, 2, 4, 7]), (3, None), (4, [7, 9]), (3, [1, 4])):
+        mine = np.array(chosen or range(5))
+        found = dates.of(2).sample(date, mine) if chosen else dates.sample(date)
+        fields = real(date, mine)
+        places = reader.spec.lead_positions
+        every = join(Fields(fields.pressure[:, places], fields.surface[:, places])).numpy()
+        for values, expected in zip((found.mean, found.spread), reader.reduce(every), strict=True):
+            np.testing.assert_array_equal(values.numpy(), expected)
+    once = [(3, 1), (3, 4), (3, 2), (3, 7), (3, 0), (3, 3), (4, 7), (4, 9), (3, 1), (3, 4)]
+    assert (asked == once) == bool(kept) and (len(asked) == 15) != bool(kept)
 
 
 def test_spread_is_the_root_mean_variance(wrong, fit):

@@ -183,3 +183,15 @@ def test_weights_are_shared_while_they_are_the_same():
     for name in ("total", "weight", "left_out", "points"):
         for key in keys:
             np.testing.assert_array_equal(getattr(together, name)[key], getattr(apart, name)[key])
+
+
+def test_what_is_chosen_for_one_leaves_what_shares_its_weights():
+    """A statistic that is there for one column and chosen for another, beside one that the first alone has."""
+    state, mask, area = AggregationState(1, 2, ("area",)), np.ones((1, 4, 5), bool), np.ones((1, 4, 5))
+    both = {Key("a", statistic): np.ones((1, 4, 5)) for statistic in (Statistic.CRPS, Statistic.LOG_SCORE)}
+    state.record(0, slice(0, 1), both, mask, area)
+    laws = Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY
+    state.record(0, slice(1, 2), {Key("a", law): np.full((1, 4, 5), 2.0) for law in laws}, mask, area)
+    state.choose("a", {Statistic.CRPS: laws})
+    assert state.mean(Key("a", Statistic.CRPS)).tolist() == [1.0, 2.0]
+    assert np.isnan(state.mean(Key("a", Statistic.LOG_SCORE))).tolist() == [False, True]
