@@ -18,11 +18,8 @@ there are none), or no correction at all. What a target is missing of is taken t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -33,18 +30,10 @@ from ensemble_ml.machine import memory_limit
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
-from ensemble_ml.models.linear import (
-    KINDS,
-    TERMS,
-    LinearCorrection,
-    correction_shape,
-    departures,
-    nested_bands,
-    stretch,
-)
-from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures, nested_bands
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
+from ensemble_ml.training.climate_data import Dates, kept_apart, spaced
+from ensemble_ml.training.linear_sums import SIZES, Rows, Sums, Targets, sums_of
 from ensemble_ml.training.smoothing import Scales
 
 log = logging.getLogger(__name__)
@@ -52,16 +41,9 @@ log = logging.getLogger(__name__)
 PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # of what bands add
 _VALIDATION_DATES = 40
-_MOST_OPERATIONS = 2e13  # of the sums: on large grids a random part of the points
-_MANY_OPERATIONS = 1e11  # from which on the processor's bfloat16 is worth its rounding of predictors
-_BLOCKS = 6  # a product with itself is symmetric: of so many blocks of rows, those columns that are not known yet
 FEWEST_DATES = 10  # of which a fifth is held out
-_SIZES = 3
-_CHOICES = 4  # of members a date, at most: the first, then random ones
 _LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # of the spread to climate's: no point counts for all
 _TINY = 1e-12
-
-Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -125,7 +107,7 @@ def refuse_unfittable(spec: ModelSpec) -> None:
     """Raise a UserError where the sums that the correction is solved from would take more than half of the memory."""
     bands, _, _, channels, _, _ = correction_shape(spec)
     products = (TERMS * 9 * channels) ** 2 * 8
-    needed, limit = int(products * (_SIZES / TERMS**2 * bands + 6)), memory_limit() // 2
+    needed, limit = int(products * (SIZES / TERMS**2 * bands + 6)), memory_limit() // 2
     if needed > limit:
         raise UserError(
             f"model.linear=true: its fit to {len(spec.leads_out)} leads of {channels // (KINDS * len(spec.leads_out))}"
@@ -164,10 +146,10 @@ def fit_linear(
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
-    rows = _Rows(linear, dates, targets, train)
+    rows = Rows(linear, dates, targets, train)
     shown = _three(sorted({s for s in sizes if s < dates.reader.full_size} | {dates.members}))
     centre = float(np.mean([1 / size for size in shown]))
-    sums = _sums(rows, train, shown, centre)
+    sums = sums_of(rows, train, shown, centre)
     _, count, predictors, outputs = sums.right.shape
     found = torch.zeros(count, TERMS * predictors, outputs)
     to_choose_by = spaced(validation, _VALIDATION_DATES)
@@ -197,150 +179,12 @@ def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Seque
     return validation[:0]
 
 
-class _Rows:
-    """Predictors (K, P), targets (O, P) of a date seen by M members, in the mirror south of the equator, each times the
-    root of what its point counts for; which targets are there, (O, P); these roots, (P,)."""
-
-    def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
-        self.linear, self.dates, self.targets = linear, dates, targets
-        grid = dates.spec.grid
-        self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
-        self.columns = grid.shape[1]
-        self.bands = linear.module.bands[..., 0]  # (N, Y)
-        wanted = 9 * linear.module.weight.shape[3]
-        budget = _MOST_OPERATIONS / (2 * wanted**2 * _SIZES * len(train))  # points a date, each under two hats
-        cells = len(self.weights)
-        self.choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
-        self.points = int(min(cells, max(1, budget / self.choices)))
-        operations = _MOST_OPERATIONS / budget * self.points * self.choices
-        self.rounded = operations > _MANY_OPERATIONS and has_bfloat16(torch.device("cpu"))
-
-    def __call__(
-        self, date: int, members: int, chosen: np.ndarray | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sample = self.dates.of(members).sample(int(date), chosen)
-        at = self._at(int(date))
-        module, rows = self.linear.module, at // self.columns
-        near = neighbourhoods(self.linear.padded(sample.mean, sample.spread, members)[0], at)
-        near = module.neighbours_in_mirror(near, rows)
-        errors = torch.stack(self.targets(int(date), sample, members)) / self.linear.typical
-        wanted = module.in_mirror(self.linear.ordered(errors).flatten(1).index_select(1, at), rows)
-        weights = (self.weights / self.linear.relative(sample.spread, members).flatten())[at]
-        there = torch.isfinite(wanted)
-        return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
-
-    def shares(self, date: int, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor | slice, Tensor]]:
-        """For each group of bands, which of a date's points lie in it, and the root of its share of them."""
-        rows = self._at(int(date)) // self.columns
-        found: list[tuple[Tensor | slice, Tensor]] = []
-        for group in groups:
-            root = self.bands[group].sum(0).sqrt()[rows]
-            points = stretch((root > 0).nonzero()[:, 0])
-            found.append((points, root[points]))
-        return found
-
-    def _at(self, date: int) -> Tensor:
-        """Which points of a date are looked at, from row to row: those of a band lie side by side."""
-        if self.points == len(self.weights):
-            return torch.arange(self.points)
-        draw = torch.Generator().manual_seed(date)
-        return torch.randperm(len(self.weights), generator=draw)[: self.points].sort().values
-
-
-def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
-    """Values (C, Y + 2, X + 2) at 3 x 3 points around each point of `at`, indices into Y X: (9 C, P)."""
-    columns, wide = padded.shape[2] - 2, padded.shape[2]
-    corner = at // columns * wide + at % columns
-    offsets = torch.tensor([row * wide + column for row in range(3) for column in range(3)])
-    near = padded.flatten(1).index_select(1, (offsets[:, None] + corner).flatten())  # a sixth of the time of [:, ...]
-    return near.view(len(offsets) * len(padded), -1)
-
-
 def _three(sizes: list[int]) -> list[int]:
     return [sizes[i] for i in sorted({0, len(sizes) // 2, len(sizes) - 1})]
 
 
-@dataclass(eq=False)
-class _Sums:
-    """For each ensemble size and band, products of predictors with themselves, and with the targets: as if all were
-    there where some are, zero where none is; and what its points count for."""
-
-    terms: Tensor  # (size, TERMS): 1 and 1/M - centre
-    gram: Tensor  # (size, N, K, K)
-    right: Tensor  # (size, N, K, O)
-    weight: Tensor  # (size, N)
-
-    def of(self, group: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Those of a group of bands: for outputs (bool (O,)) whose targets the same sizes know, of these sizes and of
-        predictors times each of the terms, (TERMS K, TERMS K) and (TERMS K, O)."""
-        weight, cross = self.weight[:, group], self.right[:, group]
-        share = (weight[..., None] * cross.any(2)).sum(1) / weight.sum(1)[:, None]  # (size, O)
-        cross = cross.sum(1) / share.clamp(min=_TINY)[:, None]
-        for sizes in (share > 0).unique(dim=1).T:
-            if not sizes.any():
-                continue
-            gram, right = torch.zeros(()), torch.zeros(())
-            for size in sizes.nonzero()[:, 0]:
-                terms = self.terms[size]
-                own = reduce(torch.add, (self.gram[size][band] for band in group))
-                gram = gram + torch.kron(torch.outer(terms, terms), own)
-                right = right + torch.kron(terms[:, None], cross[size])
-            yield gram, right, ((share > 0) == sizes[:, None]).all(0)
-
-
-def _sums(rows: _Rows, train: np.ndarray, sizes: list[int], centre: float) -> _Sums:
-    outputs, channels = rows.linear.module.weight.shape[2:4]
-    count, predictors = len(rows.bands), 9 * channels
-    draw = np.random.default_rng(0)
-    sums = _Sums(
-        torch.tensor([[1.0, 1 / size - centre] for size in sizes], dtype=torch.float64),
-        torch.zeros(len(sizes), count, predictors, predictors, dtype=torch.float64),
-        torch.zeros(len(sizes), count, predictors, outputs, dtype=torch.float64),
-        torch.zeros(len(sizes), count, dtype=torch.float64),
-    )
-    absent = torch.zeros(len(sizes), count, outputs, dtype=torch.float64)
-    for date, (place, size) in product(train, enumerate(sizes)):
-        choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
-        for turn in range(choices):
-            chosen = rows.dates.drawn(int(date), size, draw) if turn else None
-            near, wanted, there, weights = rows(date, size, chosen)
-            whole = bool(there.all())
-            for band, (points, root) in enumerate(rows.shares(date, [[band] for band in range(count)])):
-                here, aim = near[:, points] * root, wanted[:, points] * root
-                with _rounded() if rows.rounded else nullcontext():
-                    _add_product(sums.gram[place, band], here)
-                sums.right[place, band] += here @ aim.T
-                counts = (weights[points] * root).double() ** 2
-                sums.weight[place, band] += counts.sum()
-                if not whole:
-                    absent[place, band] += (~there[:, points]).double() @ counts
-    for gram in sums.gram.flatten(0, 1):
-        gram.copy_(gram.tril() + gram.tril(-1).T)
-    sums.right /= (1 - absent / sums.weight[..., None].clamp(min=_TINY)).clamp(min=_TINY)[:, :, None]
-    return sums
-
-
-@contextmanager
-def _rounded() -> Iterator[None]:
-    """Products of float32 take their factors as bfloat16, where the processor has it, and add up in float32. A product
-    of rounded predictors with themselves is still one of some predictors, so what is solved stays positive definite."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _add_product(total: Tensor, values: Tensor) -> None:
-    """Add values (K, P) times their transpose to the lower triangle of `total` (K, K); above it, some of it."""
-    ends = [len(values) * block // _BLOCKS for block in range(_BLOCKS + 1)]
-    for first, last in pairwise(ends):
-        total[first:last, :last] += values[first:last] @ values[:last].T
-
-
 def _refine(
-    found: Tensor, rows: _Rows, sums: _Sums, groups: list[list[int]], validation: np.ndarray, centre: float
+    found: Tensor, rows: Rows, sums: Sums, groups: list[list[int]], validation: np.ndarray, centre: float
 ) -> Tensor:
     """Add to `found` (band, TERMS * K, O) what each group of bands, alike in it so far, takes of what is left; squared
     errors (group, 1 + penalty, O) on the validation dates."""
@@ -389,7 +233,7 @@ def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
 
 
 def _errors(
-    rows: _Rows, date: int, candidates: Sequence[Tensor], groups: list[list[int]], found: Tensor, centre: float
+    rows: Rows, date: int, candidates: Sequence[Tensor], groups: list[list[int]], found: Tensor, centre: float
 ) -> Tensor:
     """Squared errors (group, candidate, O) on a date, of what each group may add to `found`."""
     members = rows.dates.members

@@ -24,7 +24,8 @@ from ensemble_ml.models.place import common_planes, plane_count
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import Surroundings, apply_networks, inputs_of
 from ensemble_ml.training.climate_data import Dates, Sample
-from ensemble_ml.training.linear_fit import Linear, Targets, neighbourhoods
+from ensemble_ml.training.linear_fit import Linear
+from ensemble_ml.training.linear_sums import Targets, neighbourhoods
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, widened
 from ensemble_ml.models.linear import KINDS
 from ensemble_ml.training.climate_data import Dates, Sample
-from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets
+from ensemble_ml.training.linear_fit import FEWEST_DATES
+from ensemble_ml.training.linear_sums import Targets
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ensemble_ml.models.linear import KINDS
 from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
-from ensemble_ml.training.linear_fit import FEWEST_DATES, Targets, telling
+from ensemble_ml.training.linear_fit import FEWEST_DATES, telling
+from ensemble_ml.training.linear_sums import Targets
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
 
 log = logging.getLogger(__name__)
