@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -190,8 +191,9 @@ def test_a_rank_that_waits_for_the_others_can_be_stopped(tmp_path, rank):
         "MASTER_PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's job in the background ignores it
     with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, preexec_fn=heard
     ) as one:
         assert one.stdout.readline() == b"begins\n"
         time.sleep(8)  # torch is imported, and the waiting has begun
