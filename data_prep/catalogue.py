@@ -79,28 +79,28 @@ class Catalogue:
         Raises:
             UserError: a field that it reads stands there twice; a file cannot be read, or changed meanwhile.
         """
-        made = aligned()
-        self._check_unique(made.rows())
-        while index is not None and index.look and self._leave_out(made.rows(), index):
+        while True:
             made = aligned()
-            self._check_unique(made.rows())
-        return made
+            self._check_unique(made)
+            if index is None or not index.look or not self._leave_out(made.rows(), index):
+                return made
 
-    def _check_unique(self, rows: np.ndarray) -> None:
-        """Raise a UserError where one of `rows` has the keys of another record: what is not read may stand twice, as
-        gusts of the moment do beside the largest."""
+    def _check_unique(self, made: Aligned) -> None:
+        """Raise a UserError where a field that `made` reads has the keys of another: what is not read may stand twice,
+        as gusts of the moment do beside the largest."""
         records = self.records
         same = np.ones(max(len(records) - 1, 0), bool)
         for name in KEYS:
             same &= records[name][1:] == records[name][:-1]
         if not same.any():
             return
-        twice = np.append(same, False) | np.append(False, same)
-        for row in rows[twice[rows]][:1].tolist():
-            first = row if row < len(same) and same[row] else row - 1
-            one, other = records[first : first + 2]
-            where = " and ".join(sorted({self.files[int(one["file"])], self.files[int(other["file"])]}))
-            raise UserError(f"{describe(one)}: stands twice in {where}; give each field once")
+        read = np.zeros(len(records), bool)
+        read[made.rows()] = True
+        twice = np.flatnonzero(same & (read[1:] | read[:-1]))
+        if len(twice):
+            first, second = records[twice[0] :][:2]
+            where = " and ".join(sorted({self.files[int(first["file"])], self.files[int(second["file"])]}))
+            raise UserError(f"{describe(first)}: stands twice in {where}; give each field once")
 
     def _leave_out(self, rows: np.ndarray, index: FileIndex) -> bool:
         """Leave out those of `rows` whose fields are all NaN; whether there were any."""

@@ -62,10 +62,8 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
 def find_truth_gaps(truth: ArchiveTruth) -> list[Gap]:
     """Gaps of a truth, by start date."""
     lay, found = truth.layout, []
-    every = [truth.present(date) for date in range(len(lay.init_time))]
-    anywhere = [np.any([both[surface] for both in every], axis=0) for surface in (0, 1)]
-    for date, both in enumerate(every):
-        lacking = [np.argwhere((anywhere[surface] & ~both[surface])[0]) for surface in (0, 1)]
+    for date, both in enumerate(truth.presence):
+        lacking = [np.argwhere((truth.anywhere[surface] & ~both[surface])[0]) for surface in (0, 1)]
         count = sum(map(len, lacking))
         if count:
             surface = not len(lacking[0])

@@ -66,21 +66,19 @@ def chosen(
 def without_members(records: np.ndarray, keep: np.ndarray, path: str) -> np.ndarray:
     """Which records of a control are at a lead or a level, or of a variable, that no member has, (N,) bool, of those to
     `keep`: a store would have places there that no forecast fills. What is left out is told."""
-    member = keep & (records["kind"] == MEMBER)
-    if not member.any():
-        return np.zeros(len(records), bool)
-    surface = IS_SURFACE[records["field"]]
-    lacking = {"leads": ~np.isin(records["lead"], np.unique(records["lead"][member]))}
-    lacking["levels"] = ~surface & ~np.isin(records["level"], np.unique(records["level"][member & ~surface]))
-    lacking["variables"] = ~np.isin(records["field"], np.unique(records["field"][member]))
-    alone = np.zeros(len(records), bool)
-    for name, axis in (("variables", "field"), ("levels", "level"), ("leads", "lead")):
-        mine = keep & lacking[name] & ~alone
-        if mine.any():
+    alone, member = np.zeros(len(records), bool), keep & (records["kind"] == MEMBER)
+    others = np.flatnonzero(keep & ~member)
+    if not len(others) or not member.any():
+        return alone
+    upper, anything = ~IS_SURFACE[records["field"]], np.True_
+    for name, axis, kind in (("variables", "field", anything), ("levels", "level", upper), ("leads", "lead", anything)):
+        known = np.unique(records[axis][member & kind])
+        mine = others[(kind & ~alone)[others] & ~np.isin(records[axis][others], known)]
+        if len(mine):
             found = np.unique(records[axis][mine]).tolist()
             shown = ", ".join(FIELDS[one].name if axis == "field" else str(one) for one in found)
             log.info("%s: the control has %s %s, and no member: left out", path, name, shown)
-            alone |= mine
+            alone[mine] = True
     return alone
 
 

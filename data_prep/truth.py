@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -220,8 +220,15 @@ class ArchiveTruth:
         interval = self._interval(name, lead)
         return interval if interval is not None and self._by_intervals(name) else None
 
-    def _presence(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    @cached_property
+    def presence(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`present` of every start date."""
         return [self.present(date) for date in range(len(self.layout.init_time))]
+
+    @cached_property
+    def anywhere(self) -> list[np.ndarray]:
+        """Which fields are there on some date: bool (1, T, V, Z) and (1, T, S)."""
+        return [np.any([both[surface] for both in self.presence], axis=0) for surface in (False, True)]
 
     def unmatched(self) -> dict[str, str]:
         """Why variables of the forecast cannot be verified at any date: name -> reason.
@@ -230,9 +237,8 @@ class ArchiveTruth:
             UserError: the truth has a variable, but its intervals do not fill those of the forecast.
         """
         reasons = {}
-        there = self._presence()
         for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
-            found = np.any([one[surface][0] for one in there], axis=0)
+            found = self.anywhere[surface][0]
             for number, name in enumerate(names):
                 if self._wanted[surface][:, number].any() and not found[:, number].any():
                     if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
@@ -244,11 +250,10 @@ class ArchiveTruth:
 
     def partly(self) -> dict[str, str]:
         """Where variables that are verified cannot be, at any date: name -> leads, and levels where it is some."""
-        there, lay, found = self._presence(), self.layout, {}
-        for surface, names in ((False, lay.variables), (True, lay.surface)):
-            known = np.any([one[surface][0] for one in there], axis=0)
+        found: dict[str, str] = {}
+        for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
             for number, name in enumerate(names):
-                wanted, some = self._wanted[surface][:, number], known[:, number]
+                wanted, some = self._wanted[surface][:, number], self.anywhere[surface][0][:, number]
                 if some.any() and (lacking := wanted & ~some).any():
                     found[name] = ", ".join(self._leads(wanted, lacking))
         return found

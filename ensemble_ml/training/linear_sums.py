@@ -8,7 +8,7 @@ Y latitude, X longitude.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, product
@@ -123,6 +123,7 @@ class Sums:
 
 
 def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> Sums:
+    """The sums over the dates `train`, each seen by every one of `sizes`; `centre` is the mean of 1/M over these."""
     outputs, channels = rows.linear.module.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels
     draw = np.random.default_rng(0)
@@ -141,7 +142,7 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
             whole = bool(there.all())
             for band, (points, root) in enumerate(rows.shares(date, [[band] for band in range(count)])):
                 here, aim = near[:, points] * root, wanted[:, points] * root
-                with _rounded() if rows.rounded else nullcontext():
+                with _rounded(rows.rounded):
                     _add_product(sums.gram[place, band], here)
                 sums.right[place, band] += here @ aim.T
                 counts = (weights[points] * root).double() ** 2
@@ -155,11 +156,12 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
 
 
 @contextmanager
-def _rounded() -> Iterator[None]:
-    """Products of float32 take their factors as bfloat16, where the processor has it, and add up in float32. A product
-    of rounded predictors with themselves is still one of some predictors, so what is solved stays positive definite."""
+def _rounded(wanted: bool) -> Iterator[None]:
+    """Where `wanted`, products of float32 take their factors as bfloat16 and add up in float32. A product of rounded
+    predictors with themselves is still one of some predictors, so what is solved stays positive definite."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+    if wanted:
+        torch.set_float32_matmul_precision("medium")
     try:
         yield
     finally:
