@@ -1,17 +1,27 @@
 """What a run that goes on says and keeps: of limits, of checkpoints that cannot be read, of runs that hardly began."""
 
 import json
+import logging
+import os
 import shutil
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from synthetic import make_store
+from training.running import assert_equal_runs, spoil, stop_at, weights
 
+from ensemble_ml.config import MomentumKept, Nonfinite, OptimName
+from ensemble_ml.config.loading import Assign
 from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
-from ensemble_ml.training import train
+from ensemble_ml.training import load_checkpoint, train
 from ensemble_ml.training.room import told_of_memory
+from ensemble_ml.training.setup import refuse_other_settings
+from ensemble_ml.training.tracking import read_log
 from ensemble_ml.training.trainer import Trainer
 
 
@@ -78,3 +88,117 @@ def test_other_errors_than_of_memory_are_left_as_they_are(config_of, error):
         lines = "step 0: rank 0 has not enough memory"
         with pytest.raises(UserError, match=lines), told_of_memory(config_of(), solo()):
             raise lack
+
+
+@pytest.mark.parametrize("changes", [{}, {"average": 0.9, "optim__name": OptimName.adamw, "optim__clip": 0.5}])
+def test_resumed_equals_uninterrupted(config_of, monkeypatch, changes, caplog):
+    caplog.set_level(logging.INFO)
+    whole = train(config_of(run="whole", **changes))
+    config = config_of(run="parts", checkpoint_every=100, validate_every=100, **changes)
+    for step, number in ((5, signal.SIGTERM), (9, signal.SIGINT)):
+        with monkeypatch.context() as patch:
+            stop_at(patch, step, number)
+            with pytest.raises(KeyboardInterrupt):
+                train(config)
+        assert weights(whole.parent / "parts").meta["step"] == step
+        config = replace(config, resume=True)
+    assert "SIGTERM: stopped after step 5; go on with resume=true" in caplog.text
+    parts = train(config)
+    assert_equal_runs(whole, parts)
+    one, other = ([line for line in read_log(r / "log.jsonl") if "loss" in line] for r in (whole, parts))
+    assert [(a["step"], a["loss"]) for a in one] == [(b["step"], b["loss"]) for b in other]
+    train(config)  # a run that is done stays as it is
+    assert_equal_runs(whole, parts)
+
+
+def test_resume_needs_the_same_data(config_of, tmp_path, caplog):
+    train(config_of(steps=1))
+    with pytest.raises(UserError, match="the run began with"):
+        other = make_store(tmp_path / "b.zarr", dates=20, members=6, shape=(9, 16), seed=9)
+        train(config_of(steps=1, data__store=other.path, resume=True))
+    caplog.set_level(logging.INFO)
+    train(config_of(steps=1, threads=2, resume=True))
+    torch.set_num_threads(1)
+    assert "threads: 2 now, 1 before" in caplog.text
+
+
+def test_resume_without_a_checkpoint_begins(config_of, caplog):
+    caplog.set_level(logging.INFO)
+    run = train(config_of(steps=1, resume=True))
+    assert "starts anew" in caplog.text and weights(run).meta["step"] == 1
+
+
+def test_a_damaged_last_is_refused(config_of):
+    run = train(config_of(steps=1))
+    file = run / "checkpoints" / "last" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(UserError, match="damaged"):
+        train(config_of(steps=1, resume=True))
+
+
+def test_a_run_that_a_step_has_ended_goes_on_without_it(config_of, monkeypatch):
+    """From the step before, whenever the last checkpoint was due; as if it had been left out at once."""
+    spoil(monkeypatch, 49)
+    plan = {"steps": 60, "validate_every": 50, "checkpoint_every": 50, "average": 0.9}
+    config = config_of(**plan)
+    with pytest.raises(UserError, match=r"last is the state before: go on .* by resume=true optim.nonfinite=skip"):
+        train(config)
+    assert weights(Path(config.output) / "a").meta["step"] == 48
+    with pytest.raises(UserError, match="step 49"):
+        train(replace(config, resume=True))
+    run = train(config_of(**plan, resume=True, optim__nonfinite=Nonfinite.skip))
+    whole = train(config_of(**plan, run="whole", optim__nonfinite=Nonfinite.skip))
+    assert weights(run).meta["step"] == 60
+    assert_equal_runs(run, whole)
+    lines = [line for line in read_log(run / "log.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 61))
+    assert [(line["step"], line["skipped"]) for line in lines if line["loss"] is None] == [(49, 1)]
+
+
+def test_a_link_that_was_not_exchanged_is_mended(config_of):
+    run = train(config_of(steps=60, validate_every=30, checkpoint_every=30, optim__lr=2e-3))
+    folder = run / "checkpoints"
+    best = os.readlink(folder / "best")
+    (folder / "best").unlink()
+    (folder / ".partial-step_00000099").mkdir()
+    train(config_of(steps=60, optim__lr=2e-3, resume=True))
+    assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
+
+
+@pytest.mark.parametrize("validation", [["2001-02"], []])
+@pytest.mark.parametrize("lost", ["links", "last"])
+def test_a_copy_without_links_goes_on(config_of, monkeypatch, caplog, validation, lost):
+    """As scp -r makes it, or a store that knows no links."""
+    plan = {"data__validation": validation, "validate_every": 3, "checkpoint_every": 3}
+    whole = train(config_of(run="whole", **plan))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(run="parts", **plan))
+    copy = whole.with_name("a")
+    shutil.copytree(whole.with_name("parts"), copy, symlinks=False)
+    if lost == "last":
+        for link in {"last", "best"} & {p.name for p in (copy / "checkpoints").iterdir()}:
+            shutil.rmtree(copy / "checkpoints" / link)
+    caplog.set_level(logging.INFO)
+    assert train(config_of(**plan, resume=True)) == copy
+    assert "resumed after step 5 of 12" in caplog.text
+    assert_equal_runs(whole, copy)
+    assert all(p.is_symlink() or p.name.startswith("step_") for p in (copy / "checkpoints").iterdir())
+
+
+def test_where_momenta_are_averaged_is_not_free_when_a_run_goes_on(config_of):
+    """Averaging happens at checkpoints, and changes what follows."""
+    run = train(config_of(steps=4, optim__momentum_kept=MomentumKept.mean))
+    checkpoint = load_checkpoint(run / "checkpoints" / "last")
+    other = config_of(steps=4, checkpoint_every=2, optim__momentum_kept=MomentumKept.mean)
+    with pytest.raises(UserError, match="checkpoint_every=2"):
+        refuse_other_settings(other, checkpoint)
+
+
+def test_who_computes_a_sample_is_not_free_when_a_run_goes_on(config_of):
+    """What a rank votes comes of its samples."""
+    checkpoint = load_checkpoint(train(config_of(steps=1)) / "checkpoints" / "last")
+    refuse_other_settings(config_of(steps=1, loading__ahead=1, loading__threads=1), checkpoint)
+    with pytest.raises(UserError, match=r"loading.assign=locality \(was fixed\)"):
+        refuse_other_settings(config_of(steps=1, loading__assign=Assign.locality), checkpoint)

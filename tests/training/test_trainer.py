@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,46 +11,21 @@ import pytest
 import torch
 import yaml
 from synthetic import make_store
+from training.running import assert_equal_runs, stop_at, weights
 
-from ensemble_ml.config import LoaderName, MomentumKept, Nonfinite, OptimName, Precision, PredictConfig
-from ensemble_ml.config.loading import Assign
+from ensemble_ml.config import LoaderName, Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel
-from ensemble_ml.training import load_checkpoint, load_model, train, trainer
+from ensemble_ml.training import load_model, train, trainer
 from ensemble_ml.training.checkpoint import load_weights
 from ensemble_ml.training.losses import Loss
-from ensemble_ml.training.setup import refuse_other_settings
 from ensemble_ml.training.tracking import Tracker, read_log
 from ensemble_ml.training.validation import validate
 
 GOLDEN = Path(__file__).with_name("golden.json")
-
-
-def weights(run, link="last"):
-    return load_checkpoint(run / "checkpoints" / link, training=True)
-
-
-def assert_equal_runs(a, b):
-    first, second = weights(a), weights(b)
-    assert first.meta["step"] == second.meta["step"]
-    for one, other in ((first.state_dict, second.state_dict), (first.training, second.training)):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(v, other[k]) for k, v in one.items())
-
-
-def stop_at(monkeypatch, step, number=signal.SIGTERM):
-    """Send a signal to this process when `step` is done."""
-    real = Tracker.step
-
-    def told(self, done, **values):
-        real(self, done, **values)
-        if done == step:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(Tracker, "step", told)
 
 
 def test_what_a_run_leaves(config_of, caplog):
@@ -142,27 +116,6 @@ def test_golden_run(config_of):
     if os.environ.get("ENSEMBLE_ML_WRITE_GOLDEN"):
         GOLDEN.write_text(json.dumps(losses, indent=0) + "\n")
     assert losses == pytest.approx(json.loads(GOLDEN.read_text()), rel=1e-5)
-
-
-@pytest.mark.parametrize("changes", [{}, {"average": 0.9, "optim__name": OptimName.adamw, "optim__clip": 0.5}])
-def test_resumed_equals_uninterrupted(config_of, monkeypatch, changes, caplog):
-    caplog.set_level(logging.INFO)
-    whole = train(config_of(run="whole", **changes))
-    config = config_of(run="parts", checkpoint_every=100, validate_every=100, **changes)
-    for step, number in ((5, signal.SIGTERM), (9, signal.SIGINT)):
-        with monkeypatch.context() as patch:
-            stop_at(patch, step, number)
-            with pytest.raises(KeyboardInterrupt):
-                train(config)
-        assert weights(whole.parent / "parts").meta["step"] == step
-        config = replace(config, resume=True)
-    assert "SIGTERM: stopped after step 5; go on with resume=true" in caplog.text
-    parts = train(config)
-    assert_equal_runs(whole, parts)
-    one, other = ([line for line in read_log(r / "log.jsonl") if "loss" in line] for r in (whole, parts))
-    assert [(a["step"], a["loss"]) for a in one] == [(b["step"], b["loss"]) for b in other]
-    train(config)  # a run that is done stays as it is
-    assert_equal_runs(whole, parts)
 
 
 def test_stopped_before_the_first_checkpoint_leaves_nothing(config_of, monkeypatch):
@@ -330,31 +283,6 @@ def test_an_existing_run_is_not_overwritten(config_of):
     assert weights(run).meta["step"] == 1
 
 
-def test_resume_needs_the_same_data(config_of, tmp_path, caplog):
-    train(config_of(steps=1))
-    with pytest.raises(UserError, match="the run began with"):
-        other = make_store(tmp_path / "b.zarr", dates=20, members=6, shape=(9, 16), seed=9)
-        train(config_of(steps=1, data__store=other.path, resume=True))
-    caplog.set_level(logging.INFO)
-    train(config_of(steps=1, threads=2, resume=True))
-    torch.set_num_threads(1)
-    assert "threads: 2 now, 1 before" in caplog.text
-
-
-def test_resume_without_a_checkpoint_begins(config_of, caplog):
-    caplog.set_level(logging.INFO)
-    run = train(config_of(steps=1, resume=True))
-    assert "starts anew" in caplog.text and weights(run).meta["step"] == 1
-
-
-def test_a_damaged_last_is_refused(config_of):
-    run = train(config_of(steps=1))
-    file = run / "checkpoints" / "last" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(UserError, match="damaged"):
-        train(config_of(steps=1, resume=True))
-
-
 @pytest.mark.parametrize(("where", "what"), [("loss", "loss nan"), ("gradient", "norm of the gradient nan")])
 def test_what_is_not_finite_stops_the_run(config_of, monkeypatch, where, what):
     real, calls = Loss.__call__, []
@@ -377,38 +305,6 @@ def test_what_is_not_finite_stops_the_run(config_of, monkeypatch, where, what):
     assert last.meta["step"] == 5 and all(torch.isfinite(v).all() for v in last.state_dict.values())
 
 
-def spoil(monkeypatch, step):
-    """Let the gradients of `step` be NaN, whenever it is taken."""
-    real, backward = trainer.Trainer._step, torch.Tensor.backward
-
-    def spoiled(self, batch, stop=None):
-        with monkeypatch.context() as patch:
-            if self.state.step + 1 == step:
-                patch.setattr(torch.Tensor, "backward", lambda loss, *args: backward(loss * torch.nan, *args))
-            return real(self, batch, stop)
-
-    monkeypatch.setattr(trainer.Trainer, "_step", spoiled)
-
-
-def test_a_run_that_a_step_has_ended_goes_on_without_it(config_of, monkeypatch):
-    """From the step before, whenever the last checkpoint was due; as if it had been left out at once."""
-    spoil(monkeypatch, 49)
-    plan = {"steps": 60, "validate_every": 50, "checkpoint_every": 50, "average": 0.9}
-    config = config_of(**plan)
-    with pytest.raises(UserError, match=r"last is the state before: go on .* by resume=true optim.nonfinite=skip"):
-        train(config)
-    assert weights(Path(config.output) / "a").meta["step"] == 48
-    with pytest.raises(UserError, match="step 49"):
-        train(replace(config, resume=True))
-    run = train(config_of(**plan, resume=True, optim__nonfinite=Nonfinite.skip))
-    whole = train(config_of(**plan, run="whole", optim__nonfinite=Nonfinite.skip))
-    assert weights(run).meta["step"] == 60
-    assert_equal_runs(run, whole)
-    lines = [line for line in read_log(run / "log.jsonl") if "loss" in line]
-    assert [line["step"] for line in lines] == list(range(1, 61))
-    assert [(line["step"], line["skipped"]) for line in lines if line["loss"] is None] == [(49, 1)]
-
-
 def test_weights_that_are_not_finite_replace_no_checkpoint(config_of, monkeypatch):
     real = Tracker.step
 
@@ -424,38 +320,6 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(config_of, monkeypatc
     with pytest.raises(UserError, match=r"step 7: .*weights are not finite before it, so checkpoints/last is older"):
         train(config)
     assert weights(Path(config.output) / "a").meta["step"] == 4
-
-
-def test_a_link_that_was_not_exchanged_is_mended(config_of):
-    run = train(config_of(steps=60, validate_every=30, checkpoint_every=30, optim__lr=2e-3))
-    folder = run / "checkpoints"
-    best = os.readlink(folder / "best")
-    (folder / "best").unlink()
-    (folder / ".partial-step_00000099").mkdir()
-    train(config_of(steps=60, optim__lr=2e-3, resume=True))
-    assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
-
-
-@pytest.mark.parametrize("validation", [["2001-02"], []])
-@pytest.mark.parametrize("lost", ["links", "last"])
-def test_a_copy_without_links_goes_on(config_of, monkeypatch, caplog, validation, lost):
-    """As scp -r makes it, or a store that knows no links."""
-    plan = {"data__validation": validation, "validate_every": 3, "checkpoint_every": 3}
-    whole = train(config_of(run="whole", **plan))
-    with monkeypatch.context() as patch:
-        stop_at(patch, 5)
-        with pytest.raises(KeyboardInterrupt):
-            train(config_of(run="parts", **plan))
-    copy = whole.with_name("a")
-    shutil.copytree(whole.with_name("parts"), copy, symlinks=False)
-    if lost == "last":
-        for link in {"last", "best"} & {p.name for p in (copy / "checkpoints").iterdir()}:
-            shutil.rmtree(copy / "checkpoints" / link)
-    caplog.set_level(logging.INFO)
-    assert train(config_of(**plan, resume=True)) == copy
-    assert "resumed after step 5 of 12" in caplog.text
-    assert_equal_runs(whole, copy)
-    assert all(p.is_symlink() or p.name.startswith("step_") for p in (copy / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("name", ["unet3d", "drn"])
@@ -474,20 +338,3 @@ def test_what_the_machine_cannot_do_is_refused_before_the_long_fits(config_of, m
     monkeypatch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
     with pytest.raises(UserError, match="bfloat16"):
         train(config_of(model__precision=Precision.bfloat16))
-
-
-def test_where_momenta_are_averaged_is_not_free_when_a_run_goes_on(config_of):
-    """Averaging happens at checkpoints, and changes what follows."""
-    run = train(config_of(steps=4, optim__momentum_kept=MomentumKept.mean))
-    checkpoint = load_checkpoint(run / "checkpoints" / "last")
-    other = config_of(steps=4, checkpoint_every=2, optim__momentum_kept=MomentumKept.mean)
-    with pytest.raises(UserError, match="checkpoint_every=2"):
-        refuse_other_settings(other, checkpoint)
-
-
-def test_who_computes_a_sample_is_not_free_when_a_run_goes_on(config_of):
-    """What a rank votes comes of its samples."""
-    checkpoint = load_checkpoint(train(config_of(steps=1)) / "checkpoints" / "last")
-    refuse_other_settings(config_of(steps=1, loading__ahead=1, loading__threads=1), checkpoint)
-    with pytest.raises(UserError, match=r"loading.assign=locality \(was fixed\)"):
-        refuse_other_settings(config_of(steps=1, loading__assign=Assign.locality), checkpoint)

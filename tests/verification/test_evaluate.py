@@ -12,7 +12,6 @@ import scoringrules
 from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
 from synthetic import make_store
 
-from ensemble_ml.errors import UserError
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.verification import evaluate
@@ -160,87 +159,6 @@ def test_a_calibrated_ensemble_has_spread_skill_one(tmp_path, plain):
     assert mean("raw_5", "crps") > mean("raw_10", "crps") > mean("raw_10", "crps_fair")
 
 
-def spread_only(name, members):
-    return {Kind.SPREAD: members[:5].std(0, ddof=1)}
-
-
-def test_spread_alone_at_lead_zero_with_one_date(tmp_path, caplog):
-    caplog.set_level("INFO")
-    store = make_store(tmp_path / "s.zarr", dates=4, members=10, leads=(0,), surface=(), truth=False, static=False)
-    folder = write_forecasts(tmp_path / "f", store, [3], spread_only, leads=(0,), train=[0, 1, 2])
-    evaluate(settings(folder, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert "There is no truth: spread alone is scored." in content["notes"]
-    assert [claim["unit"] for claim in content["claims"]] == ["ratio"] * 3
-    assert content["claims"][0]["value"] == pytest.approx(1, rel=1e-5) and content["claims"][0]["low"] is None
-    assert not any(claim["certain"] for claim in content["claims"])
-    assert "1 test date in 1 independent block: too few for any interval." in content["headline"]
-    assert "crps" not in entry(content, "raw_5", "t", 500, 0)
-    assert "too few for any interval" in caplog.text and "report.html" in caplog.text
-
-
-@pytest.mark.parametrize("members", [1, 5])
-def test_one_date_to_fit_on_makes_no_baseline_of_the_spread(tmp_path, plain, members):
-    """Fitted on itself it would be certain of its own spread, and any forecast better than that."""
-    store = make_store(tmp_path / "s.zarr", dates=4, leads=(0,), surface=(), truth=False, static=False)
-    folder = write_forecasts(tmp_path / "f", store, [2, 3], spread_only, leads=(0,))
-    evaluate(settings(folder, store, tmp_path / "r", fit=["2001-01-01"], members_in=members), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert set(content["entrants"]) == ({"f"} if members == 1 else {"f", "raw_5", "size_corrected_5"})
-    assert any(note.startswith("Fewer than 2 dates to fit on: neither regressions") for note in content["notes"])
-
-
-def test_a_field_of_one_fit_date_has_no_regression_of_its_spread(tmp_path, plain):
-    gone = [(Part.FORECAST, date, member, "t") for date in (1, 2) for member in range(6)]
-    store = make_store(tmp_path / "s.zarr", dates=5, leads=(24,), surface=(), truth=False, static=False, absent=gone)
-    folder = write_forecasts(tmp_path / "f", store, [3, 4], spread_only, leads=(24,), train=[0, 1, 2])
-    evaluate(settings(folder, store, tmp_path / "r", members_in=3), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    said = {row["variable"] for row in content["scores"] if row["entrant"] == "spread_regression_3"}
-    note = "spread_regression_3 is left out where fewer than 2 fit dates have a spread: t500 24 h, t850 24 h."
-    assert said == {"z"} and note in content["notes"]
-
-
-def test_a_field_of_few_truths_to_fit_on_is_told_to_have_no_corrections(tmp_path, plain):
-    gone = [(Part.TRUTH, date, 0, "t") for date in TRAIN[4:]]
-    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=(), absent=gone)
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    corrected_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "local_5"}
-    raw_fields = {row["variable"] for row in content["scores"] if row["entrant"] == "raw_5" and "crps_fair" in row}
-    note = (
-        "Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than 5 fit"
-        " dates have a truth: t500 24 h, t850 24 h."
-    )
-    assert (corrected_fields, raw_fields) == ({"z"}, {"z", "t"}) and note in content["notes"]
-
-
-def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
-    """A deterministic forecast: nothing tells its spread, and the fit dates tell its errors."""
-    one = make_store(tmp_path / "one.zarr", dates=DATES, members=1, variables=("t",), levels=(500,), surface=("t2m",))
-
-    def wide(name, members_m):
-        mean, scale = members_m[0], np.ones_like(members_m[0])
-        return {Kind.MEAN: mean, Kind.STDDEV: scale, Kind.LOCATION: mean, Kind.SCALE: scale}
-
-    made = write_forecasts(tmp_path / "f", one, TEST, wide, train=TRAIN)
-    evaluate(settings(made, one, tmp_path / "r", members_in=1), one)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    found = {row["entrant"] for row in content["scores"] if row["variable"] == "t2m" and row.get("crps") is not None}
-    assert {"local_1", "climatology"} <= found
-    assert not any("Nothing could be compared" in line for line in content["headline"])
-
-
-def test_one_member_has_no_raw_spread(store, forecast, tmp_path):
-    evaluate(settings(forecast, store, tmp_path / "r", members_in=1), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    assert "raw_1" in content["entrants"] and "size_corrected_1" not in content["entrants"]
-    assert "crps" not in entry(content, "raw_1", "t", 500) and "crps" in entry(content, "local_1", "t", 500)
-    references = [claim["reference"] for claim in content["claims"]]
-    assert references[0] == "spread_regression_1" and references[-1] == "raw_10"
-
-
 class Holes:
     """A source with a hole in the truth of one date, and no truth at all on another."""
 
@@ -281,35 +199,6 @@ def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tm
     rows = {row["entrant"]: row["spread_rmse"]["value"] for row in content["scores"] if "spread_rmse" in row}
     assert "climatology" in rows and not {"raw_10", "size_corrected_10", "spread_regression_10"} & rows.keys()
     assert all(abs(claim["value"]) < 1e3 for claim in content["claims"])
-
-
-@pytest.mark.parametrize("forecast", [[], None])
-def test_no_forecast_is_refused(store, tmp_path, forecast):
-    given = settings([], store, tmp_path / "r")
-    given.forecast = forecast
-    with pytest.raises(UserError, match=r"forecast=.*give a folder of forecasts"):
-        evaluate(given, store)
-
-
-def test_a_law_that_is_not_known_is_named(store, forecast, tmp_path):
-    (tmp_path / "f").mkdir()
-    for path in forecast.glob("*.nc"):
-        (tmp_path / "f" / path.name).write_bytes(path.read_bytes())
-        with netCDF4.Dataset(tmp_path / "f" / path.name, "a") as data:
-            data["t_location"].distribution_family = "weibull"
-    with pytest.raises(UserError, match="t_location: distribution_family 'weibull' is not known; known are normal"):
-        evaluate(settings(tmp_path / "f", store, tmp_path / "r"), store)
-
-
-def test_what_cannot_be_written_is_told_before_anything_is_read(store, forecast, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    for output in (tmp_path / "file", tmp_path / "file" / "r"):
-        with pytest.raises(UserError, match="file is a file; give a folder"):
-            evaluate(settings(forecast, store, output), None)
-    monkeypatch.setattr("os.access", lambda path, _: str(path) != str(tmp_path))
-    with pytest.raises(UserError, match="may not be written; choose another folder"):
-        evaluate(settings(forecast, store, tmp_path / "a" / "b"), None)
-    assert not (tmp_path / "a").exists()
 
 
 def test_validation_dates_are_not_scored(store, tmp_path, plain):
@@ -434,16 +323,6 @@ def test_strata_calibration_and_the_extreme_case_are_in_the_files(result):
     assert 0 < raw["brier"]["value"] < 0.25 and raw["spread_rmse_0"]["value"] > raw["spread_rmse"]["value"] * 0.8
 
 
-def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
-    (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(UserError, match=r"report\.html exists there; set overwrite=true"):
-        evaluate(settings(forecast, store, tmp_path), store)
-    assert (tmp_path / "report.html").read_text() == "mine"
-    evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
-
-
 def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(store, tmp_path, plain):
     folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
     with netCDF4.Dataset(max(folder.glob("*.nc")), "a") as data:
@@ -451,19 +330,6 @@ def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(sto
     evaluate(settings(folder, store, tmp_path / "r", fit=["2001"]), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[3:]]
-
-
-def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
-    gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[3:]]
-    made = make_store(
-        tmp_path / "s.zarr", dates=DATES, members=10, variables=("t",), surface=("tp",), bias=0.6, absent=gone
-    )
-    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), train=TRAIN)
-    evaluate(settings(folder, made, tmp_path / "r"), made)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
-    rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
-    assert entry(content, "f", "tp", None)["spread_rmse"]["low"] is not None  # which needs no truth
-    assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
 
 
 @pytest.mark.slow

@@ -79,3 +79,42 @@ def test_empty_or_doubled_folders_and_missing_variables(store, forecast, tmp_pat
 def test_a_box_may_not_take_the_name_of_a_weighting(store, forecast, tmp_path):
     with pytest.raises(UserError, match=r"area.*stands for something else"):
         evaluate(settings(forecast, store, tmp_path, regions={"area": [48, 5, 44, 16]}), store)
+
+
+@pytest.mark.parametrize("forecast", [[], None])
+def test_no_forecast_is_refused(store, tmp_path, forecast):
+    given = settings([], store, tmp_path / "r")
+    given.forecast = forecast
+    with pytest.raises(UserError, match=r"forecast=.*give a folder of forecasts"):
+        evaluate(given, store)
+
+
+def test_a_law_that_is_not_known_is_named(store, forecast, tmp_path):
+    (tmp_path / "f").mkdir()
+    for path in forecast.glob("*.nc"):
+        (tmp_path / "f" / path.name).write_bytes(path.read_bytes())
+        with netCDF4.Dataset(tmp_path / "f" / path.name, "a") as data:
+            data["t_location"].distribution_family = "weibull"
+    with pytest.raises(UserError, match="t_location: distribution_family 'weibull' is not known; known are normal"):
+        evaluate(settings(tmp_path / "f", store, tmp_path / "r"), store)
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_read(store, forecast, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "r"):
+        with pytest.raises(UserError, match="file is a file; give a folder"):
+            evaluate(settings(forecast, store, output), None)
+    monkeypatch.setattr("os.access", lambda path, _: str(path) != str(tmp_path))
+    with pytest.raises(UserError, match="may not be written; choose another folder"):
+        evaluate(settings(forecast, store, tmp_path / "a" / "b"), None)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(UserError, match=r"report\.html exists there; set overwrite=true"):
+        evaluate(settings(forecast, store, tmp_path), store)
+    assert (tmp_path / "report.html").read_text() == "mine"
+    evaluate(settings(forecast, store, tmp_path, overwrite=True, fit=["2001"]), store)
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "scores.json"]
