@@ -270,7 +270,7 @@ class ArchiveSource:
             pressure[tuple(self._places[here[~flat]].T)] = True
             surface[tuple(self._places[here[flat], :3].T)] = True
         if derived:
-            least = 2 if part is Part.SPREAD else 1
+            least = 2  # a mean of one member is none of an ensemble, and is NaN
             return pressure.sum(0, keepdims=True) >= least, surface.sum(0, keepdims=True) >= least
         return pressure, surface
 

@@ -52,7 +52,7 @@ def run(config: PrepareConfig, job: Job, build: Build) -> bool:
     left = build.missing()
     if todo or config.finalise:
         _say_what_is_superseded(job, build)
-    if left and config.parts is None:
+    if left and (config.parts is None or config.finalise):
         _check_still(build, () if config.finalise else left)
         build.discard()  # a folder in which nothing is built
         counts = f"{len(left)} of {build.dates}"

@@ -22,6 +22,7 @@ from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.grib_io import Stamp
+from data_prep.intervals import from_start
 from data_prep.records import IF_ABSENT, IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, covers, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
@@ -88,7 +89,10 @@ class Catalogue:
     def _check_unique(self, made: Aligned) -> None:
         """Raise a UserError where a field that `made` reads has the keys of another: what is not read may stand twice,
         as gusts of the moment do beside the largest."""
-        records = self.records
+        records, order = from_start(self.records), np.arange(len(self.records))
+        if (records["lead_start"] != self.records["lead_start"]).any():  # a sum with its interval, and one without
+            order = np.lexsort([records[name] for name in reversed(KEYS)])
+            records = records[order]
         same = np.ones(max(len(records) - 1, 0), bool)
         for name in KEYS:
             same &= records[name][1:] == records[name][:-1]
@@ -96,6 +100,7 @@ class Catalogue:
             return
         read = np.zeros(len(records), bool)
         read[made.rows()] = True
+        read = read[order]
         twice = np.flatnonzero(same & (read[1:] | read[:-1]))
         if len(twice):
             first, second = records[twice[0] :][:2]
@@ -222,11 +227,15 @@ class Catalogue:
 
     def _combined(self, target: Target, rows: slice) -> np.ndarray:
         records = self.records[list(target.rows)]
-        parts = [raw.decode().astype(np.float64) for raw in self.values(records)]
-        try:
+        parts = (raw.decode().astype(np.float64) for raw in self.values(records))  # a week of hours is too much at once
+        if target.combine is not Combine.DIFFERENCE:
             made = COMBINED[target.combine](parts)
-        except UserError as error:
-            raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
+        else:
+            both = list(parts)
+            try:
+                made = COMBINED[target.combine](both)
+            except UserError as error:
+                raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
         return self.geometry.floats(made.astype(np.float32))[rows]
 
     def methods(self, name: str) -> set[str]:
@@ -257,7 +266,7 @@ class Catalogue:
         digest = hashlib.sha256()
         for reader, (path, size, changed) in zip(self.readers, self.stamps, strict=True):
             time = "" if reader.keyed else f" {changed}"
-            digest.update(f"{os.path.basename(path)} {size}{time}\n".encode())
+            digest.update(os.fsencode(os.path.basename(path)) + f" {size}{time}\n".encode())
         for name in (*KEYS, "offset", "bits", "reference", "scale", "decimal"):
             digest.update(np.ascontiguousarray(self.records[name]).tobytes())
         return digest.hexdigest()[:16]

@@ -38,6 +38,8 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
         _as_values(array)
         packed = array.dtype.kind in "iu" and any(name in array.attrs for name in _PACKED)
         unsaid = not {"_FillValue", "missing_value"} & array.attrs.keys()
+        # Of integers to be taken as unsigned the library's fill value is one in the middle of the range.
+        unsaid &= str(array.attrs.get("_Unsigned", "")).lower() != "true"
         if packed and unsaid and array.dtype.itemsize > 1 and not written:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
             array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)

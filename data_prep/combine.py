@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from functools import partial, reduce
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Combine(Enum):
     SPEED = "speed"  # of a vector, from its two components
 
 
-def _difference(parts: list[np.ndarray]) -> np.ndarray:
+def _difference(parts: Iterable[np.ndarray]) -> np.ndarray:
     """What came to a sum that runs from the start.
 
     Packing rounds both sums, so that a dry interval may come out just below zero.
@@ -31,19 +32,25 @@ def _difference(parts: list[np.ndarray]) -> np.ndarray:
     Raises:
         UserError: the sum fell by more, over more of the field: it runs from somewhere else.
     """
-    now, before = (np.maximum(part, 0) for part in parts)
-    falls = now < before - _FALL * before.max() - _ROUNDING * now.max()
-    if falls.mean() > _FALLING:
+    first, second = parts
+    now, before = np.maximum(first, 0), np.maximum(second, 0)
+    falls = now < before - _FALL * _most(before) - _ROUNDING * _most(now)  # never at a point without a value
+    share = falls.sum() / max(1, np.isfinite(now + before).sum())
+    if share > _FALLING:
         raise UserError(
-            f"its sum is below that of the lead before at {falls.mean():.0%} of the points, so it does not run from the"
+            f"its sum is below that of the lead before at {share:.0%} of the points, so it does not run from the"
             " start; state the interval of each (time bounds in NetCDF, a step range in GRIB)"
         )
-    return np.maximum(parts[0] - parts[1], 0)
+    return np.maximum(first - second, 0)
 
 
-COMBINED: dict[Combine, Callable[[list[np.ndarray]], np.ndarray]] = {
+def _most(values: np.ndarray) -> float:
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+
+
+COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # of parts that may come one by one
     Combine.DIFFERENCE: _difference,
-    Combine.SUM: lambda parts: np.sum(parts, axis=0),
-    Combine.MAXIMUM: lambda parts: np.max(parts, axis=0),
+    Combine.SUM: partial(reduce, np.add),
+    Combine.MAXIMUM: partial(reduce, np.maximum),
     Combine.SPEED: lambda parts: np.hypot(*parts),
 }

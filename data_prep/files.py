@@ -68,9 +68,13 @@ def _folder(folder: Path, role: str) -> list[str]:
     for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]
         folders[:] = [name for name in folders if name not in zarrs and not name.startswith(".")]
-        places = {name: os.path.realpath(os.path.join(root, name)) for name in folders}
-        folders[:] = [name for name in folders if places[name] not in seen]  # links may lead round in a circle
-        seen |= set(places.values())
+        kept = []
+        for name in sorted(folders, key=lambda name: os.path.islink(os.path.join(root, name))):
+            place = os.path.realpath(os.path.join(root, name))
+            if place not in seen:  # links may lead round in a circle, or beside themselves
+                kept.append(name)
+            seen.add(place)
+        folders[:] = kept
         names += [os.path.join(root, name) for name in zarrs]
         names += [path for path in (os.path.join(root, name) for name in files) if _is_data(path)]
     if not names:
@@ -90,10 +94,10 @@ def _is_data(path: str) -> bool:
     Raises:
         UserError: it cannot be read, so that nobody knows.
     """
+    if os.path.basename(path).startswith("."):  # what other systems leave beside a file has its suffix
+        return False
     if path.lower().endswith(_SUFFIXES):
         return True
-    if os.path.basename(path).startswith("."):
-        return False
     try:
         with open(path, "rb") as file:  # ENS-10's own files have no suffix: output.pl.20180101
             head = file.read(4)

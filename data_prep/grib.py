@@ -165,6 +165,11 @@ class _Message:
             values[hidden] = 0
         if len(values) != self.points:
             raise UserError(f"{self._where()}: ecCodes finds {len(values)} values for {self.points} points")
+        if bad := int((~np.isfinite(values)).sum()):  # which no bitmap hides
+            raise UserError(
+                f"{self._where()}: {bad} of {self.points} values are NaN or infinite; hide them by a bitmap, or leave"
+                " it out"
+            )
         factor, shift = float(self.record["decimal"]), float(self.record["reference"])
         if (factor, shift) != (1.0, 0.0):  # else even the sign of a zero is kept
             values = values * factor + shift

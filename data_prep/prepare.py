@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +40,8 @@ def prepare(config: PrepareConfig) -> Path:
     config = _with_whole_paths(config)
     job = Job(config)
     path = Path(config.output)
-    if config.parts is not None and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
+    others = config.parts is not None or config.finalise
+    if others and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
         log.info("%s: is complete already", path)  # by another part
         return path
     _log_gaps(job)
@@ -54,11 +57,17 @@ def prepare(config: PrepareConfig) -> Path:
 
 def _with_whole_paths(config: PrepareConfig) -> PrepareConfig:
     """Paths that mean the same in whatever folder a worker stands, and whoever goes on."""
-    given, truth = ([str(Path(path).absolute()) for path in as_list(paths)] for paths in (config.input, config.truth))
+    given, truth = ([_whole(path) for path in as_list(paths)] for paths in (config.input, config.truth))
     static, index = (str(Path(path).absolute()) if path else path for path in (config.static, config.index))
     regrid = str(Path(config.regrid).absolute()) if isinstance(config.regrid, str) else config.regrid
     output = str(Path(config.output).absolute())
     return replace(config, input=given, truth=truth or None, static=static, index=index, regrid=regrid, output=output)
+
+
+def _whole(path: str) -> str:
+    """An absolute path, or pattern: the folder where we stand may have letters that mean something in patterns."""
+    pattern = glob.has_magic(path) and not os.path.exists(path) and not os.path.isabs(path)
+    return os.path.join(glob.escape(os.getcwd()), path) if pattern else str(Path(path).absolute())
 
 
 def _check_settings(config: PrepareConfig) -> None:
@@ -73,7 +82,8 @@ def _check_settings(config: PrepareConfig) -> None:
             if is_store(Path(path)):
                 raise UserError(f"{key}={path}: is a tensor store already; prepare reads archives (GRIB, NetCDF, Zarr)")
     output = Path(config.output).absolute()
-    known = Build.unfinished(output) or (config.parts is not None and is_store(output))
+    others = config.parts is not None or config.finalise
+    known = Build.unfinished(output) or (others and is_store(output))
     if output.exists() and not config.overwrite and not known:  # the build checks too, but hours of indexing later
         raise UserError(f"output={config.output}: exists already; choose another folder, or add overwrite=true")
 

@@ -4,6 +4,8 @@ Everything that a user can put right (a path, a key, a damaged file) is raised a
 its text as one line and exits with status 2. Anything else is a defect of the program and keeps its traceback.
 """
 
+import re
+
 STATUS_REQUEUE = 75  # stopped by SIGUSR1: start it again with resume=true, which goes on from what is kept
 
 
@@ -11,7 +13,7 @@ class UserError(ValueError):
     """A mistake that the user can mend: its text names the thing, its value, what is allowed, and the remedy."""
 
     def __init__(self, message: str):
-        super().__init__(" ".join(str(message).split()))
+        super().__init__(re.sub(r"\s*[\r\n]\s*", " ", str(message)).strip())  # a path may hold several blanks
 
 
 class Stopped(KeyboardInterrupt):

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
@@ -21,7 +21,8 @@ from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
 from ensemble_ml.store.finish import finish_store
 from ensemble_ml.store.folder import building_folder, check_target, give_name, make_folders, named_already
-from ensemble_ml.store.locks import claimed, exclusive, shared
+from ensemble_ml.store.locks import claimed, exclusive, leads_to, shared
+from ensemble_ml.store.metadata import plan_digest
 from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
 from ensemble_ml.store.sources import changed
 
@@ -76,11 +77,14 @@ class Build:
         while True:
             check_target(self.path, overwrite)
             make_folders(self.work, self.path)
-            try:
-                with exclusive(self.work / "lock"):
+            with suppress(FileNotFoundError), exclusive(self.work / "lock") as held:
+                if leads_to(self.work / "lock", held):
                     return self._agree()
-            except FileNotFoundError:
-                continue
+            # While we waited for it, another builder finished: it may have built what we were to.
+            if plan_digest(self.path) == self.plan.digest and not self.unfinished(self.path):
+                self.complete = True
+                self.remove()
+                return
 
     def _agree(self) -> None:
         """Write the plan down, or check that the one that stands there is ours."""
@@ -104,6 +108,13 @@ class Build:
     def unfinished(path: Path) -> bool:
         """Whether a build of the store at `path` has been begun."""
         return (building_folder(path) / "plan.json").exists()
+
+    @property
+    def _changed(self) -> str:
+        return (
+            f"output={self.path}: the archive has changed since this run began, and another builder goes on with it"
+            " as it is by now; run again"
+        )
 
     @property
     def dates(self) -> int:
@@ -151,10 +162,7 @@ class Build:
             return False
         plan_file = self.work / "plan.json"
         if plan_file.exists() and read_facts(plan_file).get(FINGERPRINT) != self.plan.facts.get(FINGERPRINT):
-            raise UserError(
-                f"output={self.path}: the archive has changed since this run began, and another builder goes on with it"
-                " as it is by now; run again"
-            )
+            raise UserError(self._changed)
         self.superseded.add(date)
         return True
 
@@ -210,6 +218,9 @@ class Build:
             with exclusive(self.work / "lock"):
                 if self.complete or self._finished_by_another():
                     return self.path
+                now = read_facts(self.work / "plan.json") if self.shared else self.plan.facts
+                if now.get(FINGERPRINT) != self.plan.facts.get(FINGERPRINT):
+                    raise UserError(self._changed)  # dates that are done for us may be another's to build again
                 self._finish()
                 give_name(self.work, self.path, self._overwrite)
                 self.complete = True
@@ -243,8 +254,16 @@ class Build:
 
     def _entries(self) -> Iterator[tuple[int, DateEntry]]:
         for date in range(self.dates):
-            if self.entry_file(date).exists():
-                yield date, DateEntry.load(self.entry_file(date))
+            file = self.entry_file(date)
+            if file.exists():
+                try:
+                    entry = DateEntry.load(file)
+                except UserError as error:
+                    if isinstance(error.__cause__, OSError):  # the system does not give it, which may pass
+                        raise
+                    file.unlink(missing_ok=True)
+                    raise UserError(f"{file}: damaged ({error.__cause__}); the same command makes it anew") from error
+                yield date, entry
 
     def discard(self) -> None:
         """Remove an unfinished build of which no start date is done, unless another builder is at work on it."""

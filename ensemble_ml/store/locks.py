@@ -96,7 +96,7 @@ def claimed_once(path: Path) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
                 raise
             # Whoever had it may have removed the file between our opening and locking it: then the lock is on nothing.
-            held = _leads_to(path, descriptor)
+            held = leads_to(path, descriptor)
         if not held:
             yield False
             return
@@ -109,7 +109,8 @@ def claimed_once(path: Path) -> Iterator[bool]:
                 path.unlink()
 
 
-def _leads_to(path: Path, descriptor: int) -> bool:
+def leads_to(path: Path, descriptor: int) -> bool:
+    """Whether a file that is open stands at `path`, and has not been removed meanwhile."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.schema import FORMAT, MANIFEST, SOURCES_FILE
-from ensemble_ml.store.shard import damaged, digest_shard
+from ensemble_ml.store.shard import damaged, digest_shard, unread
 
 CLIMATE = "climate_"  # before the names of arrays that follow from the fields
 
@@ -52,7 +52,9 @@ def read_manifest(root: Path) -> dict[str, Entry]:
         return {name: Entry(int(size), str(digest)) for name, (size, digest) in body["files"].items()}
     except FileNotFoundError as error:
         raise UserError(f"{root}: has no {MANIFEST}, so it is no complete tensor store; prepare it again") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise unread(root / MANIFEST, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(root / MANIFEST, str(error)) from error
 
 
@@ -94,7 +96,7 @@ def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
     try:
         found = hash_file(path) if chunks is None else digest_shard(path, chunks)
     except OSError as error:
-        raise damaged(path, error.strerror or str(error)) from error
+        raise unread(path, error) from error
     if found != entry.sha256:
         raise damaged(path, "its sha256 is not that of the manifest")
 

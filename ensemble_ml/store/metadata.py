@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,16 @@ from ensemble_ml.config import Packing
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
+from ensemble_ml.store.manifest import Entry, check_file
 from ensemble_ml.store.schema import FORMAT, FORMAT_KEY, PLAN_KEY, STATISTICS, ArraySpec, Kind
 from ensemble_ml.store.shard import LEVEL, damaged
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments
 
 _FORMULA = "((X * {0}_scale) + {0}_reference) * {0}_decimal in float64, where {0}_present"
+_COORDINATES = (
+    "init_time", "realization", "lead_time", "level", "latitude", "longitude", "variable", "surface_variable",
+)  # fmt: skip
 _VARIABLE = {Kind.PRESSURE: "variable", Kind.SURFACE: "surface_variable"}
 
 
@@ -183,20 +187,36 @@ def plan_digest(path: Path) -> str | None:
         return None
 
 
-def read_metadata(root: Path) -> Metadata:
-    """Read and check the root of a store.
+def check_root(root: Path) -> None:
+    """Check that a store of this format stands at `root`.
 
     Raises:
-        UserError: no store stands there, or one of another format number.
+        UserError: there is none, or one of another format number.
     """
     if not root.is_dir():
         raise UserError(f"store {root}: no such folder; make it with `ensemble-ml prepare output={root}`")
     if not is_store(root):
         raise UserError(f"store {root}: is no tensor store; make one with `ensemble-ml prepare`")
+    number = json.loads((root / "zarr.json").read_text())["attributes"][FORMAT_KEY]
+    if number != FORMAT:
+        raise UserError(f"store {root}: has format {number}, this version reads {FORMAT}; prepare it again")
+
+
+def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
+    """Read the root of a store that `check_root` has passed; what is read is held to its manifest, `files`.
+
+    Raises:
+        UserError: the root or a coordinate is damaged.
+    """
+    own = ("zarr.json", *(f"{name}/" for name in _COORDINATES))
+    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads, of which each mostly waits
+        list(
+            pool.map(
+                lambda name: check_file(root / name, files[name]), filter(lambda name: name.startswith(own), files)
+            )
+        )
     group = zarr.open_group(root, mode="r", use_consolidated=False)
     attrs: dict[str, Any] = dict(group.attrs)
-    if attrs[FORMAT_KEY] != FORMAT:
-        raise UserError(f"store {root}: has format {attrs[FORMAT_KEY]}, this version reads {FORMAT}; prepare it again")
     return Metadata(
         _read_layout(group),
         Packing(attrs["packing"]),
@@ -213,13 +233,11 @@ def read_metadata(root: Path) -> Metadata:
 
 
 def _read_layout(group: zarr.Group) -> Layout:
-    names = ("init_time", "realization", "lead_time", "level", "latitude", "longitude", "variable", "surface_variable")
-
     def read(name: str) -> list[Any]:
         return _get(group, name).tolist() if name in group else []
 
-    with ThreadPoolExecutor(len(names)) as pool:  # small reads, of which each mostly waits
-        found = dict(zip(names, pool.map(read, names), strict=True))
+    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # as above
+        found = dict(zip(_COORDINATES, pool.map(read, _COORDINATES), strict=True))
     return Layout(
         np.asarray(found["init_time"], "datetime64[s]").astype("datetime64[ns]"),
         tuple(found["realization"]),

@@ -18,6 +18,7 @@ from ensemble_ml.store.schema import DERIVED, FORMAT, WRITTEN, ArraySpec, Kind, 
 from ensemble_ml.store.source import Layout, Part
 
 FINGERPRINT = "fingerprint"  # of the source, in the provenance
+_CHANGING = (FINGERPRINT, "gaps")  # what the provenance says of files that may change while a store is built
 
 Reads = Callable[[int], dict[str, set[tuple[str, int, int]]]]  # date -> part -> path, offset, length of each field
 
@@ -105,15 +106,16 @@ class BuildPlan:
 
     @cached_property
     def _settled(self) -> str:
-        return json.dumps({key: value for key, value in self.facts.items() if key != FINGERPRINT}, sort_keys=True)
+        return json.dumps({key: value for key, value in self.facts.items() if key not in _CHANGING}, sort_keys=True)
 
     def differs(self, other: dict[str, Any]) -> str | None:
         """What differs from the plan whose `facts` are `other`, in words; None where nothing does.
 
-        The fingerprint does not count: files may change, and then the dates that were read from them are built again.
+        What hangs on the files alone does not count: they may change, and then the dates that were read from them, or
+        whose fields have come meanwhile, are built again.
         """
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
-            if key != FINGERPRINT and self.facts.get(key) != other.get(key):
+            if key not in _CHANGING and self.facts.get(key) != other.get(key):
                 return f"{key} {_short(other.get(key))}, now {_short(self.facts.get(key))}"
         return None
 

@@ -18,7 +18,7 @@ import zarr
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
 from ensemble_ml.store.manifest import Entry, check_contents, check_file, check_sizes, fingerprint, read_manifest
-from ensemble_ml.store.metadata import read_array, read_metadata, read_statistics
+from ensemble_ml.store.metadata import check_root, read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
 from ensemble_ml.store.schema import FACTORS, STATISTICS, ArraySpec, Kind, array_specs
 from ensemble_ml.store.selection import Wanted, position, resolve
@@ -40,7 +40,8 @@ def _folder(root: Path) -> tuple[int, int]:
 class TensorStore:
     """A tensor store opened for reading; implements `ensemble_ml.store.source.Source`.
 
-    Opening checks the format number and that all files are there with their sizes; `verify` checks their contents.
+    Opening checks the format number, that all files are there with their sizes, and the contents of the coordinates;
+    `verify` checks all contents.
 
     Raises:
         UserError: no store stands at `path`, one of another format, or one with files missing or cut short.
@@ -50,9 +51,10 @@ class TensorStore:
         self.path = str(path)
         self._root = Path(path).absolute()
         self._folder = _folder(self._root)
-        meta = read_metadata(self._root)
+        check_root(self._root)
         self._files = read_manifest(self._root)
         check_sizes(self._root, self._files)
+        meta = read_metadata(self._root, self._files)
         self.layout: Layout = meta.layout
         self.parts, self.packing, self.lead_bounds = meta.parts, meta.packing, meta.lead_bounds
         self.masked: tuple[str, ...] = meta.masked

@@ -8,6 +8,7 @@ they are written and read without it, because one `preadv` and one decompression
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -37,6 +38,16 @@ def checksum(data: bytes) -> bytes:
     return google_crc32c.value(data).to_bytes(CHECKSUM, "little")
 
 
+def unread(path: str | Path, error: OSError) -> UserError:
+    """What to say of a file that the system does not give: another copy helps only where it is gone or spoilt."""
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOENT, errno.EIO):
+        return damaged(path, why)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return UserError(f"{path}: cannot be opened ({why}); allow more (`ulimit -n`)")
+    return UserError(f"{path}: cannot be read ({why}); see that it may be, and that its file system is there")
+
+
 class ShardFile:
     """The bytes of one shard, on disk.
 
@@ -49,7 +60,7 @@ class ShardFile:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise damaged(path, error.strerror or str(error)) from error
+            raise unread(path, error) from error
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, start: int, size: int) -> np.ndarray:
@@ -69,7 +80,7 @@ class ShardFile:
             try:
                 count = os.preadv(self._descriptor, [out[done:]], start + done)
             except OSError as error:
-                raise damaged(self.path, error.strerror or str(error)) from error
+                raise unread(self.path, error) from error
             if count == 0:
                 raise damaged(self.path, "it is cut short")
             done += count

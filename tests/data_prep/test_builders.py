@@ -1,24 +1,29 @@
 """Builders that share a store, one after the other or at once: nothing is built twice, nothing mixed."""
 
 import errno
+import json
 import os
 import resource
 import threading
+import time
 
 import building
+import numpy as np
 import pytest
 from building import DATES, begin, config
+from gribfiles import ensemble
 
 import data_prep.build_run as building_run
 import data_prep.build_workers as workers
 from data_prep import prepare
 from data_prep.build_job import Job
-from ensemble_ml.config import Packing, PrepareConfig
+from ensemble_ml.config import Gaps, Packing, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.folder import building_folder
+from ensemble_ml.store.folder import building_folder, give_name
+from ensemble_ml.store.locks import exclusive
 
 
 @pytest.mark.parametrize(
@@ -181,3 +186,49 @@ def test_a_link_to_a_store_stays_one(archive, whole, tmp_path):
     (tmp_path / "s.zarr").symlink_to(tmp_path / "disk" / "s.zarr")
     prepare(config(archive, tmp_path / "s.zarr", overwrite=True))
     assert (tmp_path / "s.zarr").is_symlink() and building.contents(tmp_path / "disk" / "s.zarr") == whole
+
+
+def test_a_builder_that_waited_to_join_finds_the_store_done(archive, whole, tmp_path):
+    """The lock that it gets is on a file that has been removed."""
+    settings = config(archive, tmp_path / "s.zarr")
+    build, found = begin(settings, range(DATES)), []
+    with exclusive(build.work / "lock"):
+        waiting = threading.Thread(target=lambda: found.append(Build(settings.output, build.plan)))
+        waiting.start()
+        time.sleep(0.3)
+        assert waiting.is_alive()
+        build._finish()
+        give_name(build.work, build.path, False)
+        build.remove()
+    waiting.join(30)
+    assert [one.complete for one in found] == [True]
+    assert building.names(tmp_path) == ["s.zarr"] and building.contents(tmp_path / "s.zarr") == whole
+
+
+def test_a_builder_of_an_older_archive_does_not_finish_for_another(archive, tmp_path):
+    settings = config(archive, tmp_path / "s.zarr")
+    build = begin(settings, range(DATES))
+    plan = build.work / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"fingerprint": "0" * 16}))
+    with pytest.raises(UserError, match="the archive has changed since this run began, and another builder goes on"):
+        build.finalise()
+    assert not (tmp_path / "s.zarr").exists()
+
+
+def test_gaps_that_are_filled_meanwhile_cost_their_own_dates(tmp_path, caplog):
+    """What was built of complete dates stays, and the others are built anew."""
+    days = [20010101, 20010102, 20010103]
+    gone = [(20010103, 2, 24, "t", level) for level in (500, 850)]
+    path, late = tmp_path / "in" / "a.grib", {"members": (2,), "dates": (20010103,), "steps": (24,)}
+    ensemble(path, dates=days, leave_out=gone)
+    settings = config(path.parent, tmp_path / "s.zarr", gaps=Gaps.mask)
+    begin(settings, range(3))
+    ensemble(tmp_path / "in" / "b.grib", **late)
+    caplog.set_level("DEBUG")
+    store = open_store(prepare(settings))
+    assert store.present(Part.FORECAST, 2)[0].all()
+    assert "2 of 3 start dates are built already" in caplog.text
+    ensemble(tmp_path / "whole" / "a.grib", dates=days)
+    other = open_store(prepare(config(tmp_path / "whole", tmp_path / "w.zarr", gaps=Gaps.mask)))
+    for date in range(3):
+        assert np.array_equal(store.read(Part.FORECAST, date).pressure, other.read(Part.FORECAST, date).pressure)

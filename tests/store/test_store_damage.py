@@ -167,6 +167,54 @@ def test_any_wrong_bit_of_small_arrays_is_named(copy, name, read):
         read(store)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["init_time", "realization", "lead_time", "level", "latitude", "longitude", "variable", "surface_variable"],
+)
+def test_any_wrong_bit_of_coordinates_is_named_at_opening(copy, name):
+    """A start date, or a level, would be another, and nothing else would say so."""
+    for file in (*chunks(copy / name), copy / name / "zarr.json"):
+        whole = file.read_bytes()
+        data = bytearray(whole)
+        data[-4] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=f"{name}/.*: damaged file of a tensor store"):
+            open_store(copy)
+        file.write_bytes(whole)
+    open_store(copy)
+
+
+def test_a_wrong_bit_of_the_root_is_named_at_opening(copy):
+    text = (copy / "zarr.json").read_text()
+    (copy / "zarr.json").write_text(text.replace('"masked": []', '"masked":[ ]'))  # as long as before
+    assert text != (copy / "zarr.json").read_text()
+    with pytest.raises(UserError, match=r"zarr\.json: damaged"):
+        open_store(copy)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EMFILE, r"cannot be opened \(Too many open files\); allow more \(`ulimit -n`\)$"),
+        (errno.EACCES, r"cannot be read \(Permission denied\); see that it may be"),
+        (errno.ESTALE, r"cannot be read \(Stale file handle\); see that it may be"),
+        (errno.EIO, r"damaged file .*Input/output error"),
+    ],
+)
+def test_a_file_that_the_system_does_not_give_is_not_called_damaged(copy, monkeypatch, number, remedy):
+    """Preparing again, which may take days, helps only where a file is gone or spoilt."""
+    store, opened = open_store(copy), os.open
+
+    def refused(path, *rest):
+        if "forecast_surface" in str(path):
+            raise OSError(number, os.strerror(number))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(UserError, match=rf"forecast_surface/c\.0.*{remedy}"):
+        store.read(Part.FORECAST, 0)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_not_numbers_are_named_and_nothing_is_left(tmp_path, bad):
     layout = make_layout(dates=2, shape=(7, 12))

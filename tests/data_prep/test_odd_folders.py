@@ -1,0 +1,97 @@
+"""Folders as other systems leave them: hidden files, links, names of any bytes; and runs of shares in any order."""
+
+import os
+
+import numpy as np
+import pytest
+from building import archive as made_archive
+from building import config
+from gribfiles import ensemble, message, noise, write
+
+from data_prep import open_archive, prepare
+from data_prep.archive import ArchiveSource
+from data_prep.combine import COMBINED, Combine
+from ensemble_ml.config import PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part, open_store
+
+
+def test_hidden_files_are_none_of_the_archives(tmp_path):
+    ensemble(tmp_path / "a.grib")
+    (tmp_path / "._a.grib").write_bytes(b"\x00\x05\x16\x07 Mac OS X")
+    assert isinstance(open_archive(tmp_path), ArchiveSource)
+
+
+@pytest.mark.parametrize("name", ["latest", "aa"])
+def test_a_link_beside_its_folder_is_the_same_folder(tmp_path, name):
+    (tmp_path / "2018").mkdir()
+    ensemble(tmp_path / "2018" / "a.grib")
+    (tmp_path / name).symlink_to("2018")
+    source = open_archive(tmp_path)
+    assert [os.path.relpath(path, tmp_path) for path in source.catalogue.files] == ["2018/a.grib"]
+
+
+def test_a_name_that_is_no_utf8(tmp_path):
+    path = os.path.join(os.fsencode(tmp_path), b"donn\xe9es.grib")
+    ensemble(tmp_path / "a.grib").rename(os.fsdecode(path))
+    assert len(open_archive(tmp_path).fingerprint()) == 16
+
+
+def test_a_pattern_in_a_folder_whose_name_holds_its_letters(tmp_path, monkeypatch):
+    (tmp_path / "run[1]").mkdir()
+    ensemble(tmp_path / "run[1]" / "a.grib")
+    monkeypatch.chdir(tmp_path / "run[1]")
+    assert open_store(prepare(PrepareConfig(input="*.grib", output="s.zarr"))).layout.names
+
+
+def test_messages_keep_blanks_of_paths():
+    assert str(UserError("a  b/c.grib: no such\n  file")) == "a  b/c.grib: no such file"
+
+
+def test_a_value_that_is_no_number_is_named(tmp_path):
+    values = noise()
+    values[2, 3] = np.nan
+    write(tmp_path / "a.grib", [message("t2m", values, edition=2, packing="grid_ieee", precision=1)])
+    with pytest.raises(UserError, match=r"a\.grib.*: 1 of 84 values are NaN or infinite"):
+        open_archive(tmp_path / "a.grib").read(Part.FORECAST, 0)
+
+
+def test_one_sum_with_and_without_its_interval_stands_twice(tmp_path):
+    """The lead of one is taken to run from the start, and then is the other's."""
+    open_sum = message("tp", noise(mean=2, std=0.1), step=24)
+    with_range = message("tp", noise(mean=5, std=0.1), step="0-24")
+    write(tmp_path / "a.grib", [open_sum])
+    write(tmp_path / "b.grib", [with_range])
+    with pytest.raises(UserError, match=r"tp.*: stands twice in .*a\.grib and .*b\.grib"):
+        open_archive(tmp_path)
+
+
+def test_sums_that_do_not_run_from_the_start_are_seen_beside_masked_points():
+    before, now = np.full((4, 5), 3.0), np.full((4, 5), 1.0)
+    before[0, 0] = now[1, 1] = np.nan
+    with pytest.raises(UserError, match="below that of the lead before at 100% of the points"):
+        COMBINED[Combine.DIFFERENCE]([now, before])
+    found = COMBINED[Combine.DIFFERENCE]([before, now])
+    assert np.isnan(found[0, 0]) and np.isnan(found[1, 1]) and np.nansum(found) == 2.0 * 18
+
+
+def test_parts_that_come_one_by_one_give_numpys_bits():
+    parts = np.random.default_rng(0).lognormal(size=(24, 7, 12))
+    assert np.array_equal(COMBINED[Combine.SUM](iter(parts)), np.sum(list(parts), axis=0))
+    assert np.array_equal(COMBINED[Combine.MAXIMUM](iter(parts)), np.max(list(parts), axis=0))
+
+
+def test_finishing_what_the_last_share_has_finished(tmp_path):
+    given = made_archive(tmp_path / "archive", 2)
+    for part in ("1/2", "2/2"):
+        prepare(config(given, tmp_path / "s.zarr", parts=part))
+    before = (tmp_path / "s.zarr" / "manifest.json").stat().st_mtime_ns
+    prepare(config(given, tmp_path / "s.zarr", finalise=True))
+    assert (tmp_path / "s.zarr" / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_a_share_that_is_to_finish_says_what_is_missing(tmp_path):
+    given = made_archive(tmp_path / "archive", 4)
+    prepare(config(given, tmp_path / "s.zarr", parts="1/2"))
+    with pytest.raises(UserError, match="2 of 4 start dates are not built yet; run without finalise=true"):
+        prepare(config(given, tmp_path / "s.zarr", parts="1/2", finalise=True))
