@@ -6,7 +6,8 @@ this rank's part alone, keeps its shape, and would give other numbers than one p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +20,21 @@ from ensemble_ml.errors import UserError
 _KERNELS = {
     "unfold", "fold", "im2col", "col2im", "grid_sample", "batch_norm", "instance_norm", "group_norm", "pixel_shuffle",
     "pixel_unshuffle", "local_response_norm", "rot90", "dropout", "feature_dropout", "upsample",
+    "scaled_dot_product_attention",
     *(f"{kind}{n}d" for kind in ("conv", "conv_transpose", "avg_pool", "max_pool", "lp_pool") for n in (1, 2, 3)),
     *(f"adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
 }  # fmt: skip
 _ALONG = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "amax", "amin", "max", "min",
     "median", "nanmean", "nansum", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "argmax", "argmin",
-    "sort", "roll", "flip", "diff", "any", "all", "count_nonzero", "quantile", "fft", "ifft", "rfft", "fft2", "rfft2",
+    "sort", "roll", "flip", "diff", "any", "all", "count_nonzero", "quantile", "fft", "ifft", "rfft", "irfft",
+    "narrow", "select", "index_select", "chunk", "split",
 }  # fmt: skip
-_SECOND = {"roll", "quantile", "norm", "vector_norm", "fft", "ifft", "rfft", "fft2", "rfft2"}  # another number first
+_SECOND = {"roll", "quantile", "norm", "vector_norm", "fft", "ifft", "rfft", "irfft", "chunk", "split"}
+_LAST = {"fft": -1, "ifft": -1, "rfft": -1, "irfft": -1, "chunk": 0, "split": 0}  # the axis where none is given
+_PLANE = {f"{kind}{n}" for kind in ("fft", "ifft", "rfft", "irfft") for n in ("2", "n")}
+_JOINED = {"flatten", "reshape", "view", "view_as", "reshape_as"}
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "einsum", "tensordot", "linear"}
 
 
 def watch_first_pass(model: nn.Module, axes: tuple[int, int], layers: Iterable[nn.Module]) -> None:
@@ -44,7 +51,9 @@ def watch_first_pass(model: nn.Module, axes: tuple[int, int], layers: Iterable[n
     def leave(*_: Any) -> None:
         mode.inside -= 1
 
-    def begin(*_: Any) -> None:
+    def begin(_: nn.Module, given: tuple[Any, ...]) -> None:
+        fields = (value.ndim for value in given if isinstance(value, Tensor) and value.ndim > max(axes))
+        mode.ndim = next(fields, 0)
         mode.__enter__()
 
     def end(*_: Any) -> None:
@@ -65,19 +74,36 @@ class _Between(TorchFunctionMode):
     def __init__(self, axes: tuple[int, int]):
         super().__init__()
         self.axes, self.inside = axes, 0
+        self.ndim = 0  # of the model's input; zero where that is not known
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        name = getattr(function, "__name__", "")
-        field = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > max(self.axes)
-        if field and not self.inside and _crosses(name, args, given, self.axes):
+        name = getattr(function, "__name__", "").removeprefix("fft_").removeprefix("linalg_")
+        if not self.inside and self._together(name, args, given):
             raise UserError(
                 f"partition: {name}() between the layers of the model would see one rank's part of the field alone;"
                 " use a layer for it (nn.Upsample, nn.AvgPool2d, ...), or leave it out"
             )
         return function(*args, **given)
+
+    def _together(self, name: str, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+        """Whether a function takes points together along a split axis."""
+        if name in _PRODUCTS:
+            return _contracts(name, args, given, self._looks_whole, self.axes)
+        # A field is the first argument, or goes by its name.
+        args = (*args, *(given[key] for key in ("input", "self") if key in given and not args))
+        if not args or not isinstance(args[0], Tensor) or args[0].ndim <= max(self.axes):
+            return False
+        # A field in another shape has its axes elsewhere, so what changes shapes is judged while it has its own.
+        if (name == "__getitem__" or name in _JOINED) and not self._looks_whole(args[0]):
+            return False
+        return _crosses(name, args, given, self.axes)
+
+    def _looks_whole(self, value: Any) -> bool:
+        """Whether it is a field with its axes where the model's input has them."""
+        return isinstance(value, Tensor) and value.ndim > max(self.axes) and self.ndim in (0, value.ndim)
 
 
 def _crosses(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tuple[int, int]) -> bool:
@@ -91,16 +117,103 @@ def _crosses(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tup
     if name == "layer_norm":
         shape = args[1] if len(args) > 1 else given["normalized_shape"]
         return max(axes) >= x.ndim - len(shape)
+    if name == "__getitem__":
+        return _cuts(args[1], x.ndim, axes)
+    if name in _JOINED:
+        return _joins(name, args, given, axes)
+    if name == "normalize":
+        dim = given.get("dim", args[2] if len(args) > 2 else 1)
+        return any(one % x.ndim in axes for one in (dim if isinstance(dim, tuple | list) else (dim,)))
+    if name in _PLANE:
+        dims = given.get("dim", args[2] if len(args) > 2 else (-2, -1) if name.endswith("2") else None)
+        return dims is None or any(dim % x.ndim in axes for dim in dims)
     if name not in _ALONG:
         return name in _KERNELS
     at = 2 if name in _SECOND else 1
     dims = next((given[key] for key in ("dim", "dims", "axis") if key in given), args[at] if len(args) > at else None)
     if isinstance(dims, Tensor):  # the larger of two, at each point
         return False
+    dims = _LAST.get(name) if dims is None else dims
     if dims is None:
         return True
     listed = dims if isinstance(dims, tuple | list) else args[at:] if name == "flip" else (dims,)
     return any(isinstance(dim, int) and dim % x.ndim in axes for dim in listed)
+
+
+def _contracts(
+    name: str, args: Sequence[Any], given: Mapping[str, Any], whole: Callable[[Any], bool], axes: tuple[int, int]
+) -> bool:
+    """Whether a product sums over a split axis of one of its factors that `whole` says is a field."""
+    if name == "einsum":
+        inputs, arrow, out = str(args[0]).replace(" ", "").partition("->")
+        factors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+        for letters, factor in zip(inputs.split(","), factors, strict=False):
+            kept = out if arrow else "".join(one for one in letters if inputs.count(one) == 1)
+            if whole(factor) and "." not in letters and any(letters[axis] not in kept for axis in axes):
+                return True
+        return False
+    keys = ("input", "other", "tensor1", "tensor2", "weight")
+    first, second, *rest = [*args, *(given[key] for key in keys if key in given), None, None]
+    if name == "tensordot":
+        dims = given.get("dims", rest[0] if rest and rest[0] is not None else 2)
+        both = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+        pairs = zip((first, second), both, strict=True)
+        return any(whole(x) and any(dim % x.ndim in axes for dim in over) for x, over in pairs)
+    over = [(first, -1)] if name == "linear" else [(first, -1), (second, -2)]
+    over = [(second, -1), (first, -2)] if name == "__rmatmul__" else over
+    return any(whole(x) and dim % x.ndim in axes for x, dim in over)
+
+
+def _cuts(index: Any, ndim: int, axes: tuple[int, int]) -> bool:
+    """Whether an index takes a part of a split axis, which would be a part of each rank's part."""
+    places = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(place, Tensor | list) for place in places):
+        return False  # a choice by values: of points, or of the first axes
+    given = sum(place is not None and place is not Ellipsis for place in places)
+    axis = 0
+    for place in places:
+        if place is None:
+            continue
+        if place is Ellipsis:
+            axis += ndim - given
+            continue
+        if axis in axes and not _from_start(place):
+            return True
+        axis += 1
+    return False
+
+
+def _from_start(place: Any) -> bool:
+    """Whether it takes all, or the first so many: how an upsampled field is cut to the size of what it is added to."""
+    if not isinstance(place, slice):
+        return False
+    return place.start in (None, 0) and place.step in (None, 1) and (place.stop is None or place.stop >= 0)
+
+
+def _joins(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tuple[int, int]) -> bool:
+    """Whether a change of shape takes a split axis into another, so that later layers cannot know where it is."""
+    x = args[0]
+    if name == "flatten":
+        first = given.get("start_dim", args[1] if len(args) > 1 else 0) % x.ndim
+        last = given.get("end_dim", args[2] if len(args) > 2 else -1) % x.ndim
+        return first < last and any(first <= axis <= last for axis in axes)
+    if name.endswith("_as"):
+        shape: Any = args[1].shape if len(args) > 1 else given["other"].shape
+    else:
+        shape = given.get("shape", given.get("size", args[1] if len(args) == 2 else args[1:]))
+    if isinstance(shape, torch.dtype) or "dtype" in given:  # a view as another type
+        return False
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    if -1 in sizes:
+        known = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = x.numel() // max(known, 1)
+    return not all(_kept(axis, x.shape, sizes) for axis in axes)
+
+
+def _kept(axis: int, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether an axis of `shape` is one of `sizes`, with as much before it."""
+    before = math.prod(shape[:axis])
+    return any(math.prod(sizes[:i]) == before and size == shape[axis] for i, size in enumerate(sizes))
 
 
 def _repeats(x: Tensor, args: Sequence[Any], given: Mapping[str, Any], axes: tuple[int, int]) -> bool:

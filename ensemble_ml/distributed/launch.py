@@ -9,6 +9,7 @@ and in which the ranks watch over each other (`watch.py`).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -31,6 +32,7 @@ from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import Stopped, UserError
 
 T = TypeVar("T")
+_log = logging.getLogger("ensemble_ml")
 _LOOK = 0.02  # seconds between looks at the store
 
 
@@ -59,6 +61,7 @@ class Session:
         self.step = 0
         self.device = _device(world)
         self._watch: Watch | None = None
+        self._level: int | None = None  # of the log before
         self._store: Any = None
         self._once = 0
 
@@ -135,9 +138,14 @@ class Session:
                     " taken, set MASTER_PORT to a free one on all ranks"
                 ) from error
             raise
+        if not self.first:  # what all would say, one says; warnings come from all
+            self._level = _log.level
+            _log.setLevel(logging.WARNING)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._level is not None:
+            _log.setLevel(self._level)
         if self._watch is None:
             return
         if error is not None and not (isinstance(error, Stopped) and error.together):

@@ -20,12 +20,17 @@ def rank_memory(local_size: int, device: torch.device) -> int:
     return share if own == resource.RLIM_INFINITY else min(own, share)
 
 
-def in_use(device: torch.device) -> int:
-    """Bytes that a rank takes before it holds a model: the interpreter and its libraries, where they share memory."""
+def in_use(device: torch.device, memory: int) -> int:
+    """Bytes that a rank takes before it holds a model: the interpreter and its libraries, where they share memory.
+
+    Args:
+        memory: of `rank_memory`; where that is a limit on addresses (`ulimit -v`), those are what is counted.
+    """
     if device.type == "cuda":
         return 0
+    addresses = memory == resource.getrlimit(resource.RLIMIT_AS)[0]
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text().split()[0 if addresses else 1])
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")

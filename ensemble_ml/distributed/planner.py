@@ -41,8 +41,8 @@ class Candidate:
 
     def busiest(self, shard: Callable[[Topology], tuple[int, int]]) -> Topology:
         """Its mesh, seen from a rank that holds a largest part, between two neighbours where there is such a one."""
-        below, beside, last = min(1, self.lat - 1) * self.lon, min(1, self.lon - 1), (self.lat - 1) * self.lon
-        ranks = [self.topology.at(rank) for rank in (below + beside, below, 0, last)]  # see `bands`
+        rows, columns = ((min(1, n - 1), 0, n - 1) for n in (self.lat, self.lon))  # see `bands`; the first of equals
+        ranks = [self.topology.at(row * self.lon + column) for row in rows for column in columns]
         return max(ranks, key=lambda rank: math.prod(shard(rank)))
 
     @property

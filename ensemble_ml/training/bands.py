@@ -40,10 +40,9 @@ def on_first(session: Session, shard: Shard | None, reader: Reader, compute: Cal
 
     def together() -> T:
         source = BandSource(reader.source, shard.rows, lat)
-        try:
-            return compute(reader.over(source))
-        finally:
-            source.close()
+        found = compute(reader.over(source))
+        source.close()  # not after an error: the others may wait for a part of this rank's, and the session ends them
+        return found
 
     return session.once(together)
 

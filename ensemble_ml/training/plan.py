@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ensemble_ml.config import PlanConfig, PlanSettings, Precision, TrainConfig
+from ensemble_ml.config import LoaderName, PlanConfig, PlanSettings, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.costs import Link, Links, Piece, reckoned, step_cost
 from ensemble_ml.distributed.echo import Message
@@ -32,6 +32,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
 from ensemble_ml.machine import cores
 from ensemble_ml.models import ModelSpec, Speed
+from ensemble_ml.models.speed import candidates as candidate_speeds
 from ensemble_ml.store import open_store
 from ensemble_ml.training import scaling, setup
 from ensemble_ml.training.feed import describe
@@ -68,10 +69,14 @@ class Planner:
         self.busy = min(self.local, gpus or cores()) if started.size == 1 else started.size
         device = self.session.device
         # All ranks reckon with the first one's: they have to come to the same choice.
-        room = self.session.once(lambda: (in_use(device), int(_ROOM * rank_memory(self.local, device))))
+        own = rank_memory(self.local, device)
+        room = self.session.once(lambda: (in_use(device, own), int(_ROOM * own)))
         self.base, self.memory = room[0], int(1e9 * self.settings.memory_gb) or room[1]
-        low = self.config.model.precision
-        self.speed = Speed(Precision.float32 if low is Precision.auto else low)
+        # The likely fastest tells what is sent; float32, which is tried before it, how much memory is taken.
+        wanted = self.config.model.precision
+        self.speed = self.widest = Speed(Precision.float32 if wanted is Precision.auto else wanted)
+        if wanted is Precision.auto:
+            self.speed = self.session.once(lambda: candidate_speeds(device, wanted)[0])
 
     def shard(self, topology: Topology) -> tuple[int, int]:
         """(Y, X) of a rank."""
@@ -136,7 +141,10 @@ class Planner:
         # Ranks that train on other dates change nothing but whether there is an exchange at all.
         alike = (rank.lat, rank.lon, rank.place.lat, rank.place.lon, samples, rank.data > 1)
         if alike not in self.known:
-            self.known[alike] = trace(self.config, self.spec, rank, samples, self.speed)
+            found = trace(self.config, self.spec, rank, samples, self.widest)
+            if self.speed.precision is not self.widest.precision:
+                found = replace(found, traffic=trace(self.config, self.spec, rank, samples, self.speed).traffic)
+            self.known[alike] = found
         return self.known[alike]
 
     def _within_memory(self, c: Candidate, traced: dict[tuple[int, int, int], Tracing]) -> Candidate:
@@ -155,9 +163,12 @@ class Planner:
         told = f"{place}: {self.ranks} ranks need {(least.memory + self.base) / 1e9:.3g} GB each at the least" + (
             " (plan.ranks_per_node says how many share one)" if self.local > self.busy else ""
         )
-        fixed = least.resident + least.state + self.base
+        given = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
+        fixed = least.resident + least.state + self.base + (given or 0)
         if fixed >= self.memory:
-            return f"{told}, {fixed / 1e9:.3g} GB of it for weights, optimizer and libraries; use a smaller model"
+            more, less = (", and loading.ram", " or loading.ram") if given else ("", "")
+            fixed_for = f"{fixed / 1e9:.3g} GB of it for weights, optimizer and libraries{more}"
+            return f"{told}, {fixed_for}; use a smaller model{less}"
         cells = least.shape[0] * least.shape[1] * -(-self.config.batch_size // degrees[0])
         a_cell = (least.memory + self.base - fixed) / cells  # halos come on top of it
         for ranks in range(self.ranks + 1, 64 * self.ranks + 1):

@@ -267,7 +267,13 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
         command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
         environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
         started = [_start(command, environment) for environment in environments]
-        told = [process.communicate()[1] for process in started]
+        try:
+            told = [process.communicate()[1] for process in started]
+        finally:
+            for process in started:
+                if process.poll() is None:  # we were stopped
+                    process.kill()
+                    process.wait()
         for process, text in zip(started, told, strict=True):
             if process.returncode:
                 last = " | ".join(text.strip().splitlines()[-2:])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ensemble_ml.config import OptimName, Precision, TrainConfig
+from ensemble_ml.config import LoaderName, OptimName, Precision, TrainConfig
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
 from ensemble_ml.distributed.footprint import Footprint
@@ -79,7 +79,8 @@ class Tracing:
     """What a step of one rank takes: its shard (Y, X), floating point operations, messages, bytes of memory.
 
     `activations` is the most that forward and backward hold at once beyond weights, buffers and batch, gradients among
-    it; `resident` are weights and buffers; `state` is the optimizer's, the running average's and the exchange's.
+    it; `resident` are weights and buffers; `state` is the optimizer's, the running average's and the exchange's;
+    `loading` is what the loader is given, or the batch at work and those ahead of it.
     """
 
     shape: tuple[int, int]
@@ -88,15 +89,15 @@ class Tracing:
     activations: int
     resident: int
     state: int
-    batch: int
+    loading: int
     parameters: tuple[torch.Size, ...]
     parts: tuple[Shard | None, ...]  # of the parameters, `shard.own_part`
     late: tuple[bool, ...]  # of the parameters, in the order in which the optimizer has them
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank at the peak of a step; a second batch is being read."""
-        return self.activations + self.resident + self.state + 2 * self.batch
+        """Bytes of a rank at the peak of a step."""
+        return self.activations + self.resident + self.state + self.loading
 
 
 def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed) -> Tracing:
@@ -117,9 +118,16 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
     several = topology.data * topology.spatial > 1
     copies = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average) + several
     return Tracing(
-        rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident, copies * sum(values), held,
+        rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident, copies * sum(values),
+        _loading(config, held),
         shapes, parts, tuple(late for _, late in named),
     )  # fmt: skip
+
+
+def _loading(config: TrainConfig, batch: int) -> int:
+    """Bytes that the loader takes: what it is given, or the batch at work and those that it reads ahead."""
+    ours = config.loading.name is LoaderName.clairvoyant
+    return max(2 * batch, (config.loading.ram_bytes or (1 + config.loading.ahead) * batch) if ours else 0)
 
 
 def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Batch:

@@ -82,7 +82,7 @@ def _best(
         else:
             piece = reckoned(known, traced.flops)
         if traced.memory + planner.base <= planner.memory:
-            costed.append(planner.costed(replace(candidate, memory=traced.memory), piece, links, traced))
+            costed.append(planner.costed(replace(candidate, memory=traced.memory + planner.base), piece, links, traced))
     return pick(costed) if costed else None
 
 

@@ -1,5 +1,6 @@
 """How a job starts under each launcher, and how it ends when a rank fails."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -52,6 +53,20 @@ def test_under_slurm_variables():
     env = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost"}
     with start(ParallelConfig(), env) as session:
         assert session.topology.size == 1 and session.first
+
+
+def speaks(session):
+    log = logging.getLogger("ensemble_ml.training")
+    return log.isEnabledFor(logging.INFO), log.isEnabledFor(logging.WARNING)
+
+
+def test_what_all_ranks_would_say_one_says():
+    before = logging.getLogger("ensemble_ml").level
+    logging.getLogger("ensemble_ml").setLevel(logging.INFO)
+    try:
+        assert run_ranks(speaks, 3) == [(True, True), (False, True), (False, True)]
+    finally:
+        logging.getLogger("ensemble_ml").setLevel(before)
 
 
 def fails(session, how):

@@ -30,7 +30,7 @@ from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.store.read import TensorStore
-from ensemble_ml.training import assemble, load_checkpoint, train, trainer
+from ensemble_ml.training import assemble, bands, load_checkpoint, train, trainer
 from ensemble_ml.training.tracking import read_log
 
 
@@ -316,6 +316,26 @@ def test_a_run_that_goes_on_overlaps_as_it_did(store, tmp_path, monkeypatch):
     run_ranks(joined, 2, dataclasses.replace(config, resume=True), lat=2)
     assert load_checkpoint(last).meta["step"] == 4
     assert load_checkpoint(last).meta["overlap"] == kept
+
+
+def spoilt(session, config):
+    """Train with storage that gives the first rank no fifth read of the fits."""
+    reads, gathered = [], bands._gathered
+
+    def failing(source, request, rows, comm):
+        reads.append(request)
+        if session.first and len(reads) == 5:
+            raise UserError("store a.zarr: damaged file 000007")
+        return gathered(source, request, rows, comm)
+
+    bands._gathered = failing
+    joined(session, config)
+
+
+def test_a_fit_that_cannot_read_ends_all_ranks_and_says_why(store, tmp_path, own_fits):
+    found = run_ranks(spoilt, 2, config_of(store, tmp_path), lat=2, statuses=True)
+    assert all(status for status, *_ in found) and max(seconds for _, seconds, _ in found) < 60
+    assert "UserError: store a.zarr: damaged file 000007" in found[0][2]
 
 
 def refused(session, config):

@@ -10,6 +10,7 @@ from parallel.test_planner import half_degree
 from ensemble_ml.config import ParallelConfig, TrainConfig
 from ensemble_ml.distributed import Topology
 from ensemble_ml.distributed.planner import Candidate
+from ensemble_ml.models import Speed
 from ensemble_ml.training import plan
 from ensemble_ml.training.plan import Planner, shared_out
 
@@ -30,7 +31,8 @@ def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
 
     monkeypatch.setattr(plan, "trace", trace)
     planner = Planner.__new__(Planner)
-    planner.config = planner.spec = planner.speed = None
+    planner.config = planner.spec = None
+    planner.speed = planner.widest = Speed()
     planner.known, planner.shard = {}, half_degree
     found = planner.traced(Candidate(1, lat, 1))
     ranks = [Topology(lat=lat).at(rank) for rank in range(lat)]

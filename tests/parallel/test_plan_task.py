@@ -87,7 +87,7 @@ def test_simulated_scaling(store, tmp_path):
 )
 def test_bad_input_ends_in_one_line(store, tmp_path, capsys, monkeypatch, more, message):
     if "would do" in message:  # the interpreter itself is larger than this model
-        monkeypatch.setattr("ensemble_ml.training.plan.in_use", lambda device: 0)
+        monkeypatch.setattr("ensemble_ml.training.plan.in_use", lambda *_: 0)
     assert plan(store, tmp_path, *more) == 2
     text = capsys.readouterr().err.strip()
     assert message in text and len([line for line in text.splitlines() if line.startswith("ensemble-ml:")]) == 1

@@ -27,6 +27,7 @@ from ensemble_ml.distributed.costs import AT_ONCE, Cost, Link, Piece, exposed, h
 from ensemble_ml.distributed.echo import Message, Phase
 from ensemble_ml.distributed.echo_exchange import exchange_traffic
 from ensemble_ml.distributed.footprint import Footprint
+from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.ping import measured_links
 from ensemble_ml.distributed.planner import (
     Candidate,
@@ -202,6 +203,27 @@ def test_the_busiest_rank_has_two_neighbours_and_a_largest_part():
         assert half_degree(rank) == max(shapes)
         equal = [r.place.lat for r in map(rank.at, range(rank.size)) if half_degree(r) == max(shapes)]
         assert (0 < rank.place.lat < lat - 1) == any(0 < row < lat - 1 for row in equal if row == 1)
+
+
+@pytest.mark.parametrize(("lat", "lon"), [(1, 3), (2, 3), (3, 3)])
+def test_the_busiest_rank_may_be_the_last_of_its_row(lat, lon):
+    """60 columns in blocks of 16 are 16, 16 and 28."""
+
+    def shard(topology):
+        return make_shard(topology, (64, 60), 4).shape
+
+    rank = Candidate(1, lat, lon).busiest(shard)
+    assert math.prod(shard(rank)) == max(math.prod(shard(rank.at(r))) for r in range(rank.size))
+    assert shard(rank)[1] == 28
+
+
+def test_memory_is_counted_as_its_limit_is(monkeypatch):
+    sizes = [int(n) * os.sysconf("SC_PAGE_SIZE") for n in Path("/proc/self/statm").read_text().split()[:2]]
+    cpu = torch.device("cpu")
+    assert in_use(cpu, 10**9) == pytest.approx(sizes[1], rel=0.2)
+    monkeypatch.setattr("ensemble_ml.distributed.memory.resource.getrlimit", lambda _: (10**9, 10**9))
+    assert rank_memory(1, cpu) == 10**9  # `ulimit -v`: of addresses, of which torch takes many more
+    assert in_use(cpu, 10**9) == pytest.approx(sizes[0], rel=0.2) and sizes[0] > 1.5 * sizes[1]
 
 
 def test_footprint_by_hand():

@@ -116,3 +116,33 @@ def test_stopped_before_there_is_a_checkpoint(store, tmp_path, restarts, codes):
 def test_the_batch_script_is_sound():
     script = os.path.join(os.path.dirname(__file__), "..", "..", "scripts", "slurm", "train.sbatch")
     assert subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, False), (75, True), (2, False), (143, False)])
+def test_the_batch_script_starts_and_requeues(tmp_path, status, requeued):
+    """`srun` and `scontrol` are stand-ins that write down how they are called."""
+    said = tmp_path / "said"
+    for name, code in (("srun", status), ("scontrol", 0), ("scancel", 0)):
+        stand_in = tmp_path / name
+        stand_in.write_text(f'#!/bin/bash\necho {name} "$@" >> {said}\nexit {code}\n')
+        stand_in.chmod(0o755)
+    script = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_CPUS_PER_TASK": "3",
+    }
+    done = subprocess.run(["bash", script, "run=big one", "steps=5"], env=environment, timeout=60)
+    first, *others = said.read_text().splitlines()
+    for option in (
+        "--cpus-per-task=3",
+        "--kill-on-bad-exit=1",
+        "--cpu-bind=cores",
+        "resume=auto",
+        "run=big one",
+        "steps=5",
+    ):
+        assert option in first
+    assert first.startswith("srun") and (others == ["scontrol requeue 17"]) is requeued
+    assert done.returncode == (0 if requeued else status)
+    assert {"#SBATCH --requeue", "#SBATCH --signal=USR1@300"} <= set(script.read_text().splitlines())
