@@ -67,7 +67,7 @@ class ClairvoyantLoader:
     """The batches of one rank, from `start_step` to the end of the last epoch; used once, or closed by `with`.
 
     Args:
-        source: `Items`, or any map-style dataset of arrays or tensors of fixed shape.
+        source: `Items`, or any map-style dataset of arrays or tensors of fixed shape, as `DatasetItems` wants them.
         batch_size: of the global batch, shared by all ranks.
         epochs: how often every sample is used.
         seed: of the order.

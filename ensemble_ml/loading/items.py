@@ -98,7 +98,8 @@ class DatasetItems:
     its bytes, one array after another, so that cached samples need no unpickling.
 
     Args:
-        dataset: where samples come from; `[i]` is called from several threads.
+        dataset: where samples come from; `[i]` is called from several threads and has to give the same each time: what
+            is held is not asked for again, so draw random transforms after the loader.
         name: what stands for it in messages and fingerprints, of this content and no other: with a name, a cache on
             disk serves later runs; without one it serves the run that made it.
         first: the sample that says what all are like; it is kept until its first use, so that it is read once.

@@ -128,7 +128,10 @@ class PlannedLoader:
         if self._peers is not None:
             self._peers.close()
         self.cache.close()
-        self.timeline.draw()
+        try:
+            self.timeline.draw()
+        except UserError as error:  # a picture less is no reason to end a run otherwise
+            log.warning("%s", error)
 
 
 class TorchLoader:

@@ -92,8 +92,8 @@ class UnitCache:
         size = int(plan.sizes[unit])
         holder = int(plan.holder[use])
         if holder == self.rank:
-            data = self.own(use)
-            if plan.source[use] != use:
+            data, cached = self._own(use)
+            if cached and plan.source[use] != use:
                 self.counters.add(**{"ram" if plan.tier[use] == RAM else "disk": size})
             return data
         found = self.others.get(holder, use) if size else np.empty(0, np.uint8)
@@ -109,6 +109,10 @@ class UnitCache:
 
     def own(self, use: int) -> np.ndarray:
         """What a use of any rank needs, of which this one is the holder."""
+        return self._own(use)[0]
+
+    def _own(self, use: int) -> tuple[np.ndarray, bool]:
+        """That, and whether it was held, or on its way: not so where a full disk has kept nothing."""
         brought = int(self.plan.source[use])
         unit = int(self.plan.trace.unit[use])
         with self._lock:
@@ -120,14 +124,14 @@ class UnitCache:
             elif mine and self._shared(brought):
                 self._coming[brought] = Future()
         if place is not None:
-            return self.arenas[place[0]].get(place[1])
+            return self.arenas[place[0]].get(place[1]), True
         if coming is not None:
             data = coming.result()
         else:
             data = self.again(unit) if brought < 0 else self._bring(brought, unit)
         if brought == use and not self.plan.keep[use]:
             self._answered(use)
-        return data
+        return data, brought >= 0
 
     def _answered(self, use: int) -> None:
         """One more of its users has what a use reads. Turns of a validation pass together, and it may be large."""

@@ -7,6 +7,7 @@ bytes is a miss: the unit comes from slow storage, and is counted as such.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ class UnitPeers:
 
     def __init__(self, cache: UnitCache, gather: Gather, host: str | None = None, node: str | None = None):
         self._cache = cache
-        arenas = {str(tier): arena.address for tier, arena in cache.arenas.items()}
+        arenas = {str(tier): f"{arena.address}@{_identity(arena.fd)}" for tier, arena in cache.arenas.items()}
         self._wire = Wire(
             Server(_REQUEST, self._answer), cache.rank, arenas, cache.plan.hash, gather, host=host, node=node,
             seconds=_SECONDS,
@@ -107,8 +108,8 @@ class UnitPeers:
         with self._lock:
             if (holder, tier) not in self._files:
                 try:
-                    path = self._wire.addresses[holder].memory[str(tier)]
-                    self._files[holder, tier] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    path, _, known = self._wire.addresses[holder].memory[str(tier)].rpartition("@")
+                    self._files[holder, tier] = _opened(path, known)
                 except OSError as error:  # another user's, or /proc is closed: TCP works too
                     log.info("loading: memory of rank %d cannot be shared (%s): its units are sent", holder, error)
                     self._files[holder, tier] = -1
@@ -120,3 +121,22 @@ class UnitPeers:
             if file >= 0:
                 os.close(file)
         self._wire.close()
+
+
+def _identity(file: int) -> str:
+    """Device and inode of an open file: they differ where a path leads elsewhere, in a process space of its own."""
+    facts = os.fstat(file)
+    return f"{facts.st_dev}.{facts.st_ino}"
+
+
+def _opened(path: str, known: str) -> int:
+    """Open the file at `path`.
+
+    Raises:
+        OSError: it cannot be opened, or is another than the one with the identity `known`.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if _identity(file) != known:
+        os.close(file)
+        raise OSError(errno.ESTALE, f"{path} is another file here")
+    return file

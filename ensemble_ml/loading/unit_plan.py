@@ -210,10 +210,11 @@ def _replay(
     drops, gone, waiting = list(found.dropped), 0, []
     for here, (use, unit) in enumerate(zip(uses.tolist(), chunks.tolist(), strict=True)):
         while gone < len(drops) and drops[gone][0] <= here:
-            was = brought.pop(drops[gone][1], None)
+            dropped_unit = drops[gone][1]
+            was = brought.pop(dropped_unit, None)
             gone += 1
             if was is not None:
-                free[int(tier[was])] += int(pages[chunks_at(was, uses, chunks)])
+                free[int(tier[was])] += int(pages[dropped_unit])
                 waiting.append(was)
         if found.hit[here] and unit in brought:
             source[use], tier[use] = brought[unit], tier[brought[unit]]
@@ -227,8 +228,3 @@ def _replay(
         brought[unit], tier[use], keep[use] = use, where, True
         if waiting:
             dropped[use], waiting = waiting, []
-
-
-def chunks_at(use: int, uses: np.ndarray, chunks: np.ndarray) -> int:
-    """The unit of a use, by its number among all uses."""
-    return int(chunks[np.searchsorted(uses, use)])

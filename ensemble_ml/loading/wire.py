@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
+_AGAIN = 0.1  # seconds
 
 Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
 
@@ -55,6 +57,7 @@ class Server:
         self._listener = socket.create_server(("", 0), backlog=128)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._closing = False
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
 
@@ -69,12 +72,24 @@ class Server:
         thread.start()
 
     def _accept(self) -> None:
+        told = False
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closing:
+                    return
+                # Of one connection, or too many open files: what comes later may do.
+                if not told:
+                    log.warning("loading: a rank could not be let in (%s); it is tried again and again", error)
+                told = True
+                time.sleep(_AGAIN)
+                continue
+            told = False
             with self._lock:
+                if self._closing:
+                    connection.close()
+                    return
                 self._open.add(connection)
             self._start(self._serve, connection)
 
@@ -93,7 +108,10 @@ class Server:
 
     def close(self) -> None:
         """End all connections and threads."""
-        for end in (self._listener, *self._open.copy()):
+        with self._lock:
+            self._closing = True
+            ends = (self._listener, *self._open)
+        for end in ends:
             with suppress(OSError):  # not connected
                 end.shutdown(socket.SHUT_RDWR)
             end.close()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading import slab
+from ensemble_ml.loading import slab, wire
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.items import DatasetItems
 
@@ -268,6 +268,29 @@ def test_a_peer_that_answers_nonsense_is_a_miss():
         assert loader.tiers.counters.fallback > 0
         assert loader.tiers.counters.peers == 0
     meeting.server.close()
+
+
+def test_a_server_goes_on_after_connections_that_failed(monkeypatch, caplog):
+    """Too many open files for a moment, or a network's error, which accept(2) hands on."""
+    monkeypatch.setattr(wire, "_AGAIN", 0.01)
+    request = struct.Struct("!q")
+    server = wire.Server(request, lambda connection, value: connection.sendall(request.pack(value + 1)))
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EPROTO, "")]
+
+    def refused(listener):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", refused)
+        for value in (1, 2, 3):  # the first is let in by the call that waited already
+            with socket.create_connection(("localhost", server.port), 10) as connection:
+                connection.sendall(request.pack(value))
+                assert request.unpack(connection.recv(8, socket.MSG_WAITALL)) == (value + 1,)
+    assert not errors and caplog.text.count("is tried again") == 1
+    server.close()
+    assert not [thread for thread in server._threads if thread.is_alive()]
 
 
 def test_a_rank_may_be_asked_before_it_knows_the_others():

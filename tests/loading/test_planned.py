@@ -19,6 +19,7 @@ from ensemble_ml.loading import Reader
 from ensemble_ml.loading.batches import Draw, read_sample
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes
 from ensemble_ml.loading.unit_cache import UnitCache
+from ensemble_ml.loading.unit_peers import _identity, _opened
 from ensemble_ml.loading.unit_plan import PAGE
 from ensemble_ml.store import open_store
 
@@ -243,7 +244,39 @@ def test_a_full_disk_costs_reads_and_no_more(store, tmp_path, monkeypatch):
     ram = ram_for(schedule, reader, 0)
     with PlannedLoaderOf(config_of(ram=ram, disk="9MB", folder=str(tmp_path)), schedule, reader) as loader:
         assert_same(run(loader, schedule), plain(schedule, reader))
-        assert loader.counters.fallback > 0
+        found = loader.counters
+        assert found.fallback > 0
+        # What was not kept is no hit: all bytes that were used came from one place, what is read again from storage.
+        used = sum(int(loader.plan.sizes[unit]) for unit in loader.plan.trace.unit)
+        assert found.ram + found.disk + found.storage == used
+
+
+def test_a_picture_that_cannot_be_written_ends_no_run(store, tmp_path, caplog):
+    [reader] = readers_of(store, 1)
+    schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)
+    (tmp_path / "file").touch()
+    picture = tmp_path / "file" / "picture.png"
+    loader = PlannedLoader(config_of(ram="50MB"), schedule, reader, CPU, Lane(), timeline=picture)
+    with pytest.raises(ValueError, match="the run's own"), closing(loader):
+        list(loader.validation(0))
+        next(loader.train())
+        raise ValueError("the run's own")
+    assert "loading.timeline" in caplog.text and "cannot be written" in caplog.text
+
+
+def test_memory_of_another_process_under_the_same_path_is_not_taken(tmp_path):
+    """As in containers that share a host name and /dev/shm, but not their numbers of processes."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.write_text(path.name)
+    descriptor = os.open(one, os.O_RDONLY)
+    known = _identity(descriptor)
+    taken = _opened(str(one), known)
+    assert os.read(taken, 9) == b"one"
+    with pytest.raises(OSError, match="is another file here"):
+        _opened(str(other), known)
+    for file in (descriptor, taken):
+        os.close(file)
 
 
 def test_nothing_is_left_behind(store):
@@ -291,7 +324,7 @@ def test_validations_of_several_ranks_stay_within_memory(store, monkeypatch, par
     config = config_of(ram=0)
     batch, scratch = decoded_bytes(schedule, readers[0], lane)
     decoded = (config.ahead + 1) * batch + config.threads * scratch
-    own = UnitCache.own
+    own = UnitCache._own
 
     def look(cache):
         with cache._lock:
@@ -299,7 +332,7 @@ def test_validations_of_several_ranks_stay_within_memory(store, monkeypatch, par
             held = sum(int(cache.plan.sizes[cache.plan.trace.unit[use]]) for use in cache._resident)
         most.append(coming + held)
 
-    monkeypatch.setattr(UnitCache, "own", lambda cache, use: (own(cache, use), look(cache))[0])
+    monkeypatch.setattr(UnitCache, "_own", lambda cache, use: (own(cache, use), look(cache))[0])
     monkeypatch.setattr(UnitCache, "_keep", lambda cache, use, keep=UnitCache._keep: (keep(cache, use), look(cache)))
     ram = decoded + (config.ahead + 2) * packed // parts + int(share * whole)
     run_ranks(schedule, readers, parts=parts, columns=columns, config=replace(config, ram=ram))
