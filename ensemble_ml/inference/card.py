@@ -42,7 +42,8 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
     found["claims"] = [claim for claim in scores["claims"] if claim.get("forecast") in mine]
     found["strata"] = [row for row in scores.get("strata", ()) if row["forecast"] in mine]
     others = tuple(f"{label}, " for label in every if label not in mine)  # sentences begin with whom they are about
-    theirs = tuple(f"{label}{rest}" for label in every if label not in mine for rest in (": ", " was "))
+    labels = [one["label"] for one in scores["forecasts"] if one["label"] not in mine]  # baselines, too
+    theirs = tuple(f"{label}{rest}" for label in labels for rest in (": ", " was ", " does not state "))
     found["notes"] = [line for line in scores["notes"] if not line.startswith(theirs)]
     found["headline"] = [line for line in scores["headline"] if not line.startswith(others)]
     return found
@@ -57,11 +58,24 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
         ("start hours", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
-        ("calibration", _calibration(spec, meta.get("widths"), meta["config"]["data"]["validation_members"])),
+        (
+            "calibration",
+            _calibration(spec, meta.get("widths"), meta["config"]["data"]["validation_members"]) + _of(meta),
+        ),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
+
+
+def _of(meta: Mapping[str, Any]) -> str:
+    """Whose weights were calibrated, where they are not the checkpoint's own."""
+    step = meta.get("validated_step", meta["step"])
+    if not meta.get("widths") or step == meta["step"]:
+        return ""
+    if step is None:  # no validation date has changed what the run began with
+        return " (of the run that this one began from)"
+    return f" (of the weights of step {step}; these are of step {meta['step']})"
 
 
 def _channels(spec: ModelSpec) -> str:

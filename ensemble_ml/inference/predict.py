@@ -91,7 +91,10 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     shard = _shard(spec, session)
     wanted = wanted_outputs(config, spec)
     job = _Job(config, source, meta, spec, wanted, places, session, shard, identity(config, wanted, meta, source))
-    starts = plan_starts(source, spec, config, meta.get("training_dates", ()))
+    trained = (*meta.get("training_dates", ()), *meta.get("earlier_dates", {}).get("training", ()))
+    starts = plan_starts(source, spec, config, trained)
+    if session.first:
+        _tell_of_few(starts, meta)
     paths = targets(config, starts)
     made = made_already(starts, paths, job.same, source) if config.resume else set()
     session.mesh.world.barrier()  # nobody writes before all have looked
@@ -107,8 +110,24 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     return paths
 
 
+def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:
+    """Warn where forecasts come from fewer members than any that corrections were fitted to."""
+    sizes = meta["config"].get("data", {}).get("members", [])
+    fewest = min((len(start.positions) for start in starts), default=0)
+    if starts and sizes and fewest < min(sizes):
+        log.warning(
+            "members_in: %d, and the checkpoint was trained on %s: its corrections are extrapolated to so few; train"
+            " with data.members=[%d, ...]", fewest, ", ".join(map(str, sizes)), fewest,
+        )  # fmt: skip
+
+
 def _shard(spec: ModelSpec, session: Session) -> Shard:
-    topology = session.topology
+    topology, given = session.topology, session.config
+    if given.planned and any(degree not in ("auto", 1) for degree in (given.lat, given.lon)):
+        raise UserError(
+            f"parallel.lat={given.lat} parallel.lon={given.lon}: no partition is planned for a forecast; give both, or"
+            " neither (each rank then has start dates of its own)"
+        )
     if topology.trainer > 1:
         raise UserError(f"parallel.trainer={topology.trainer}: a forecast comes from one model; use trainer=1")
     if topology.spatial > 1 and spec.config.name != "unet3d":

@@ -31,7 +31,7 @@ from ensemble_ml.store.source import bounds_at
 from ensemble_ml.training import setup
 from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
-from ensemble_ml.training.climate_data import ranges, split
+from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
@@ -217,11 +217,14 @@ def _begin(
         load_weights(model, given)
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
         found["earlier_dates"] = earlier
+        found["input_range"] = widest(found["input_range"], given.meta.get("input_range"))
     steps = config.steps
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
         steps = 0
         found["emos"] = fit_emos_model(model, reader, train, validation, members, config.data.members)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
+    if given is not None:  # until validation dates say otherwise, sigma is as wide as before
+        state.widths = given.meta.get("widths")
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
         state.average = Average(model, config.average)  # in the type of weights that was chosen

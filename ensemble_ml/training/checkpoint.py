@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def mend_links(folder: Path) -> None:
             )
         point(folder, link, step.name)
         log.info("checkpoint %s: was a folder, as a copy without links leaves it; leads to %s again", copy, step.name)
-    steps = [] if (folder / "last").exists() else sorted(folder.glob(f"{STEP}*"), reverse=True)
+    steps = [] if (folder / "last").exists() else _steps(folder)
     newest = next(filter(_whole, steps), None)
     if newest is not None:
         point(folder, "last", newest.name)
@@ -202,7 +203,7 @@ def refuse_unread(folder: Path) -> None:
     Raises:
         UserError: there are steps; names the newest, and why it cannot be read.
     """
-    steps = sorted(folder.glob(f"{STEP}*"), reverse=True)
+    steps = _steps(folder)
     if not steps:
         return
     try:
@@ -216,10 +217,20 @@ def refuse_unread(folder: Path) -> None:
     )
 
 
+def _is_step(entry: Path) -> bool:
+    """Whether it is a step's own folder, and not a copy that somebody keeps (step_00000400_good)."""
+    return re.fullmatch(rf"{STEP}\d+", entry.name) is not None
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Folders of steps, the newest first."""
+    return sorted(filter(_is_step, folder.glob(f"{STEP}*")), reverse=True)
+
+
 def clean(folder: Path) -> None:
     """Remove what a killed run left half-written, and checkpoints that no link leads to."""
     for entry in list(folder.iterdir()) if folder.is_dir() else []:
-        if entry.name.startswith(PARTIAL) or (entry.name.startswith(STEP) and not is_target(folder, entry.name)):
+        if entry.name.startswith(PARTIAL) or (_is_step(entry) and not is_target(folder, entry.name)):
             if entry.is_symlink() or entry.is_file():
                 entry.unlink()
             else:

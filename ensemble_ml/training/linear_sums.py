@@ -133,7 +133,13 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
         torch.zeros(len(sizes), count, predictors, outputs, dtype=torch.float64),
         torch.zeros(len(sizes), count, dtype=torch.float64),
     )
-    absent = torch.zeros(len(sizes), count, outputs, dtype=torch.float64)
+    # Where a variable has no value, its predictors are zero and its target is absent: a product is taken for one of all
+    # points of the predictor by their share for which there is a target. (That of two predictors with each other is of
+    # the points of both: not exact for an absent target where a masked predictor and another hang together.)
+    masked = bool(rows.dates.spec.masked)
+    apart = predictors if masked else 1
+    absent = torch.zeros(len(sizes), count, apart, outputs, dtype=torch.float64)
+    seen = torch.zeros(len(sizes), count, apart, dtype=torch.float64)
     for date, (place, size) in product(train, enumerate(sizes)):
         choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
         for turn in range(choices):
@@ -147,11 +153,16 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
                 sums.right[place, band] += here @ aim.T
                 counts = (weights[points] * root).double() ** 2
                 sums.weight[place, band] += counts.sum()
-                if not whole:
-                    absent[place, band] += (~there[:, points]).double() @ counts
+                if masked:  # which all dates have to count
+                    some = (near[:, points] != 0).double() * counts
+                    seen[place, band] += some.sum(1)
+                    absent[place, band] += some @ (~there[:, points]).double().T
+                elif not whole:
+                    absent[place, band] += ((~there[:, points]).double() @ counts)[None]
     for gram in sums.gram.flatten(0, 1):
         gram.copy_(gram.tril() + gram.tril(-1).T)
-    sums.right /= (1 - absent / sums.weight[..., None].clamp(min=_TINY)).clamp(min=_TINY)[:, :, None]
+    seen = seen if masked else sums.weight[..., None]
+    sums.right /= (1 - absent / seen[..., None].clamp(min=_TINY)).clamp(min=_TINY)
     return sums
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ensemble_ml.config import DataConfig, MomentumKept, TrainConfig
+from ensemble_ml.config import DataConfig, LoaderName, MomentumKept, TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
@@ -107,8 +107,8 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     if not static:
         log.info("static fields: the store holds none, so the model sees no orography or land mask")
     if model.postprocess and not source.has(Part.TRUTH):
-        if not model.spread:
-            alone = ", or set model.spread=true" if model.name == "unet3d" else ""  # no rival has a spread head
+        if not model.spread or model.name == "emos":
+            alone = ", or set model.spread=true" if model.name != "emos" else ""  # which has no spread without it
             raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{alone}")
         log.info("truth: the store holds none, so the spread alone is learned")
         model = replace(model, postprocess=False)
@@ -234,6 +234,9 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     """
     if config.loading.disk_bytes and config.loading.folder:
         check_writable(config.loading.folder, "loading.folder")
+    planned = config.loading.name is LoaderName.clairvoyant
+    if planned and config.loading.timeline not in (None, "run"):  # written when the run ends
+        check_writable(Path(config.loading.timeline).parent, "loading.timeline")
     run = Path(config.output) / config.run
     if not _goes_on(config):
         if any((run / name).exists() for name in _TRACES):  # other files may lie there: a plan

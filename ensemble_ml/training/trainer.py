@@ -21,7 +21,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from ensemble_ml.config import MomentumKept, Nonfinite, TrainConfig
+from ensemble_ml.config import LoaderName, LoadingConfig, MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
 from ensemble_ml.distributed.gather import sharing_cores
@@ -172,13 +172,17 @@ class Trainer:
         exchange = run_exchange(self.config, self.session)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
-        times = []
-        for batch in self.setup.batches(0, _TIMED_STEPS + 1):
-            start = time.perf_counter()
+        times, reads, batches = [], [], iter(self.setup.batches(0, _TIMED_STEPS + 1))
+        start = time.perf_counter()
+        for batch in batches:
+            read = time.perf_counter()
             trial._step(self._moved(batch))
-            times.append(time.perf_counter() - start)
+            end = time.perf_counter()
+            reads.append(read - start)
+            times.append(end - read)
+            start = end
         exchange.close()
-        return float(np.median(times[1:]))
+        return beside(float(np.median(times[1:])), float(np.median(reads[1:])), self.config.loading)
 
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
         state = self.state
@@ -207,7 +211,8 @@ class Trainer:
                 stopped = stop.vote
             if stopped and state.step < state.steps:
                 # Momenta that were not to be averaged yet stay each rank's own: the run goes on as if unstopped.
-                self._save(tracker, best=False, kept=MomentumKept.ranks)
+                if self._kept != state.step or self.config.optim.momentum_kept is MomentumKept.mean:
+                    self._save(tracker, best=False, kept=MomentumKept.ranks)
                 self.keeper.finish()
                 who = stop.requested or "another rank"
                 tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
@@ -376,6 +381,13 @@ class Trainer:
             tracker.say(f"done: {why}, so {self.folder}/checkpoints/last is the model")
         else:
             tracker.say(f"done: best at step {best['step']}, score {best['score']:.4f}: {self.folder}/checkpoints/best")
+
+
+def beside(step: float, read: float, loading: LoadingConfig) -> float:
+    """Seconds from one step to the next where a batch takes `read` to be read and `step` to be stepped with: one after
+    the other where the training thread reads, else the longer of both, with as many readers as `loading` has."""
+    readers = loading.threads if loading.name is LoaderName.clairvoyant else loading.workers
+    return max(step, read / readers) if readers else read + step
 
 
 def _write_config(config: TrainConfig, folder: Path) -> None:

@@ -106,6 +106,16 @@ def test_a_card_claims_no_calibration_that_was_not_made(trained):
     assert "| calibration | scale of 2 of 4 fields times 0.900 to 1.250, by the validation dates with at most" in card
 
 
+def test_a_card_says_whose_weights_were_calibrated(trained):
+    checkpoint = load_checkpoint(trained[0])
+    card = model_card(checkpoint.spec, checkpoint.meta | {"step": 9, "validated_step": 4}, None)
+    assert "(of the weights of step 4; these are of step 9) |" in card
+    card = model_card(checkpoint.spec, checkpoint.meta | {"step": 9, "validated_step": 9}, None)
+    assert "of the weights of step" not in card
+    card = model_card(checkpoint.spec, checkpoint.meta | {"step": 9, "validated_step": None}, None)
+    assert "members (of the run that this one began from) |" in card
+
+
 def test_a_card_counts_test_dates_that_earlier_runs_have_seen(trained):
     checkpoint = load_checkpoint(trained[0])
     scores = SCORES | {"forecasts": [{"label": "forecast", "checkpoints": [checkpoint.sha256], "members_in": ["1"]}]}

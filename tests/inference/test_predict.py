@@ -8,7 +8,7 @@ import torch
 from forecasting import make_checkpoint, make_grid, make_source, make_spec, opened
 from scipy.stats import chisquare, gamma, norm, truncnorm
 
-from ensemble_ml.config import Precision, PredictConfig
+from ensemble_ml.config import ParallelConfig, Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
@@ -289,3 +289,28 @@ def test_dates_that_weights_had_seen_before_are_attributes(config, source, tmp_p
     given = make_checkpoint(tmp_path / "checkpoints", make_spec(source), earlier_dates=earlier)
     attrs = opened(predict(config(checkpoint=str(given)), source)[0]).attrs
     assert attrs["earlier_dates"] == "1999-01-02T12:00 1999-01-03T12:00 1999-01-04T12:00"
+
+
+def test_fewer_members_than_any_that_were_trained_with_are_told(config, source, tmp_path, caplog):
+    given = make_checkpoint(tmp_path / "checkpoints", make_spec(source), config={"data": {"members": [3, 5]}})
+    predict(config(checkpoint=str(given), members_in=3), source)
+    assert "extrapolated" not in caplog.text
+    predict(config(checkpoint=str(given), members_in=1, overwrite=True), source)
+    assert "members_in: 1, and the checkpoint was trained on 3, 5: its corrections are extrapolated" in caplog.text
+
+
+def test_seasons_that_earlier_runs_knew_are_no_news(config, source, tmp_path, caplog):
+    spec, winter = make_spec(source), {"training": ["1999-01-28T12:00"], "validation": []}
+    summer = ["2000-07-01T12:00"]
+    for number, more in enumerate(({}, {"earlier_dates": winter})):
+        given = make_checkpoint(tmp_path / str(number), spec, training_dates=summer, **more)
+        caplog.clear()
+        predict(config(checkpoint=str(given), overwrite=True), source)
+        assert ("in a season that training lacked" in caplog.text) is (number == 0)
+
+
+@pytest.mark.parametrize("degrees", [{"lat": "auto", "lon": 2}, {"lat": 2, "lon": "auto"}])
+def test_no_partition_is_planned_for_a_forecast(config, source, degrees):
+    with pytest.raises(UserError, match=r"^parallel.lat=.* parallel.lon=.*: no partition is planned for a forecast"):
+        predict(config(parallel=ParallelConfig(**degrees)), source)
+    assert predict(config(parallel=ParallelConfig(lat="auto", lon="auto")), source)

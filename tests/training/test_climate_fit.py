@@ -290,3 +290,17 @@ def test_moments_of_part_of_a_year_are_those_of_all_members_at_once(store, monke
     np.testing.assert_allclose(found.mean, together.mean(1), rtol=1e-6)
     np.testing.assert_allclose(found.std, together.std(1, correction=0), rtol=1e-6)
     np.testing.assert_array_equal(found.count, together.shape[1])
+
+
+def test_moments_of_many_dates_take_members_in_turn(store, monkeypatch):
+    grid = store.layout.grid
+    layout = store.layout.variables, store.layout.levels, store.layout.surface
+    spec = ModelSpec(ModelConfig(hidden=8, depth=1), *layout, (24, 48), (48,), grid.latitude, grid.longitude)
+    monkeypatch.setattr("ensemble_ml.training.climate_data._SINGLE_MEMBERS", 8)
+    found = Dates(Reader(store, spec), 3).input_moments(np.arange(4))  # of six members two on each of four dates
+    chosen = [Selection((n, n + 1), lead_hours=(24, 48)) for n in (1, 3, 5, 1)]
+    values = [join(store.read(Part.FORECAST, date, one)).double() for date, one in enumerate(chosen)]
+    together = torch.stack(values).movedim(-3, 0).flatten(1)
+    np.testing.assert_allclose(found.mean, together.mean(1), rtol=1e-6)
+    np.testing.assert_allclose(found.std, together.std(1, correction=0), rtol=1e-6)
+    np.testing.assert_array_equal(found.count, together.shape[1])

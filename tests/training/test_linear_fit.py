@@ -1,5 +1,7 @@
 """The linear correction: found again where errors are linear, absent where they are noise, and by hand at a point."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ensemble_ml.models.linear import NODES, bands_of, nested_bands
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.linear_fit import Linear, fit_linear, refuse_unfittable
+from ensemble_ml.training.linear_sums import sums_of
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +207,34 @@ def test_sums_that_no_memory_holds_are_refused_before_anything_is_read(dates, mo
     monkeypatch.setattr("ensemble_ml.training.linear_fit.memory_limit", lambda: 10_000)
     with pytest.raises(UserError, match=r"model.linear=true: its fit to 1 leads of 2 fields takes .* GB"):
         fit_climate(dates.reader, TRAIN, VALIDATION, 3)
+
+
+class Masked:
+    """Rows of a band where the second of two variables has no value at half of the points: as predictor it is zero
+    there, as target absent. Each target is two times its own predictor and three times the other's."""
+
+    rounded, choices, bands = False, 1, torch.ones(1, 1)
+
+    def __init__(self, masked):
+        predictors, outputs = 9, 2  # one channel a predictor; the first two are the variables
+        self.linear = SimpleNamespace(module=SimpleNamespace(weight=torch.zeros(1, 1, outputs, predictors // 9, 3, 3)))
+        self.dates = SimpleNamespace(spec=SimpleNamespace(masked=masked), reader=SimpleNamespace(full_size=9))
+
+    def __call__(self, date, members, chosen):
+        draw = torch.Generator().manual_seed(int(date))
+        near = torch.randn(9, 40_000, generator=draw)
+        sea = torch.arange(40_000) % 2 == 0
+        wanted = torch.stack([2 * near[0] + 3 * near[1] * sea, 2 * near[1] + 3 * near[0]])
+        there = torch.stack([torch.ones_like(sea), sea])
+        return torch.where(torch.arange(9)[:, None] == 1, near * sea, near), wanted * there, there, torch.ones(40_000)
+
+    def shares(self, date, groups):
+        return [(slice(None), torch.ones(40_000)) for _ in groups]
+
+
+def test_a_masked_variable_keeps_its_own_slope():
+    sums = sums_of(Masked(("sst",)), np.arange(3), [3], 1 / 3)
+    [(gram, right, outputs)] = list(sums.of([0]))
+    first = torch.linalg.solve(gram[:9, :9], right[:9])
+    assert outputs.all()
+    np.testing.assert_allclose(first[:2], [[2.0, 3.0], [3.0, 2.0]], atol=0.1)

@@ -172,9 +172,16 @@ def test_one_member_is_compared_with_the_climate():
     prediction, batch = case(count=(1.0, 1.0, 1.0))
     batch.inputs.spread_p.zero_()
     batch.inputs.spread_s.zero_()
-    found = validate(Fixed(prediction), [batch], full_size=10, area=AREA).scores
-    ours = ((prediction.spread_p - batch.target_spread_p) ** 2 * AREA).mean((0, -2, -1))
-    assert found["spread_ratio"] > 0 and torch.isfinite(ours).all() and np.isfinite(found["crps_ratio"])
+    model = Fixed(prediction)
+    logs = []
+    for part, suffix in ((model.pressure, "p"), (model.surface, "s")):
+        part.heads.climatology.copy_(rand(*part.heads.climatology.shape))
+        target, ours = getattr(batch, f"target_spread_{suffix}"), getattr(prediction, f"spread_{suffix}")
+        squares = [((spread - target) ** 2 * AREA).mean((0, -2, -1)) for spread in (ours, part.heads.climatology)]
+        logs.append((squares[0] / squares[1]).log().flatten() / 2)
+    found = validate(model, [batch], full_size=10, area=AREA).scores
+    assert found["spread_ratio"] == pytest.approx(torch.cat(logs).mean().exp().item(), rel=1e-4)
+    assert np.isfinite(found["crps_ratio"])
 
 
 def test_no_target_gives_no_score():

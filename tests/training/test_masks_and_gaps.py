@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scoringrules
 import torch
 from synthetic import land, make_store
 
@@ -110,6 +111,18 @@ def test_masked_points_weigh_nothing_in_the_loss(settings, stores):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
     sea = prediction.location_s[:, :, 1].grad_fn is not None
     assert sea and torch.isfinite(prediction.location_s).all()
+    total = weight = 0.0
+    for suffix in ("p", "s"):
+        names = f"location_{suffix}", f"scale_{suffix}"
+        mu, sigma = (getattr(prediction, name).detach().double().numpy() for name in names)
+        truth = getattr(batch, f"truth_{suffix}").double().numpy()
+        known = np.isfinite(truth)
+        w = np.broadcast_to(spec.grid.area_weights(), known.shape)[known]
+        total += (w * scoringrules.crps_normal(truth[known], mu[known], sigma[known])).sum()
+        weight += w.sum()
+    assert found["crps"].item() == pytest.approx(total / weight, rel=1e-4)
+    changed = replace(prediction, location_s=torch.where(torch.isnan(batch.truth_s), 1e3, prediction.location_s))
+    assert loss(changed, batch)["loss"].item() == found["loss"].item()  # what is said of land counts for nothing
 
 
 def test_a_mask_in_the_input_hides_the_target_there(settings, stores):

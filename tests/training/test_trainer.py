@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,18 @@ import yaml
 from synthetic import make_store
 from training.running import assert_equal_runs, stop_at, weights
 
-from ensemble_ml.config import LoaderName, Precision, PredictConfig
+from ensemble_ml.config import LoaderName, LoadingConfig, Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training import load_model, train, trainer
-from ensemble_ml.training.checkpoint import load_weights
+from ensemble_ml.training.checkpoint import clean, load_weights, mend_links
 from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.state import Average
 from ensemble_ml.training.tracking import Tracker, read_log
+from ensemble_ml.training.trainer import beside
 from ensemble_ml.training.validation import validate
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -135,6 +138,47 @@ def test_average_is_what_predicts(config_of):
     assert len(moved) > len(raw) / 2
 
 
+def test_the_running_average_has_a_short_memory_at_first():
+    model = torch.nn.Linear(1, 1, bias=False)
+    values, decays = [1.0, 4.0, -2.0, 3.0], [2 / 11, 3 / 12, 0.3]  # (1 + n) / (10 + n), 0.3 at most
+    model.weight.data.fill_(values[0])
+    average, expected = Average(model, 0.3), values[0]
+    for step, (value, decay) in enumerate(zip(values[1:], decays, strict=True), 1):
+        model.weight.data.fill_(value)
+        average.update(model, step)
+        expected = decay * expected + (1 - decay) * value
+    with average.in_place(model):
+        assert model.weight.item() == pytest.approx(expected, rel=1e-6)
+    assert model.weight.item() == values[-1]
+
+
+@pytest.mark.parametrize(
+    ("loading", "seconds"),
+    [
+        ({"name": LoaderName.torch}, 5.0),  # read, then stepped with
+        ({"name": LoaderName.torch, "workers": 2}, 3.0),
+        ({"name": LoaderName.torch, "workers": 1}, 3.0),
+        ({"threads": 2}, 3.0),
+        ({"threads": 1}, 3.0),
+    ],
+)
+def test_time_is_planned_with_what_reading_takes(loading, seconds):
+    assert beside(3.0, 2.0, LoadingConfig(**loading)) == seconds
+    assert beside(1.0, 8.0, LoadingConfig(threads=4)) == 2.0
+
+
+def test_a_copy_that_somebody_keeps_of_a_step_is_left_alone(config_of):
+    checkpoints = train(config_of(steps=2, checkpoint_every=1)) / "checkpoints"
+    kept, old = checkpoints / "step_00000009_good", checkpoints / "step_00000009"
+    for copy in (kept, old):
+        shutil.copytree((checkpoints / "last").resolve(), copy)
+    clean(checkpoints)
+    assert kept.is_dir() and not old.exists()
+    (checkpoints / "last").unlink()
+    mend_links(checkpoints)
+    assert (checkpoints / "last").resolve().name == "step_00000002"  # never a copy
+
+
 def test_init_from_takes_the_weights(config_of, monkeypatch):
     first = train(config_of(run="first", optim__lr=1e-2))
     given = weights(first)
@@ -182,6 +226,25 @@ def test_dates_that_weights_have_seen_stay_known_through_chains_of_init_from(con
     both = sorted({*weights(first).meta["training_dates"], *weights(second).meta["training_dates"]})
     assert third["earlier_dates"]["training"] == both and len(third["training_dates"]) == 2
     assert third["earlier_dates"]["validation"] == ["2001-01-31T00:00", *weights(second).meta["validation_dates"]]
+
+
+def test_weights_that_go_on_keep_their_ranges_and_widths(config_of):
+    """A model that learns on from one month has not forgotten the others, and its sigma is as wide as it was."""
+    first = train(config_of(run="first", steps=1, data__train=["2001-01-01/2001-01-21"]))
+    begin = {"init_from": str(first / "checkpoints" / "last"), "optim__lr": 1e-30, "optim__weight_decay": 0.0}
+    rest = {"data__train": ["2001-01-25/2001-01-31"], "data__validation": []}
+    alone, second = (
+        weights(train(config_of(run=run, steps=1, **rest, **more))).meta
+        for run, more in (("alone", {}), ("second", begin))
+    )
+    before = weights(first).meta
+    for name in ("t", "z"):
+        for level, (low, high) in second["input_range"][name].items():
+            each = [meta["input_range"][name][level] for meta in (before, alone)]
+            assert [low, high] == [min(one[0] for one in each), max(one[1] for one in each)]
+    each = [meta["input_range"]["t2m"] for meta in (before, alone)]
+    assert second["input_range"]["t2m"] == [min(one[0] for one in each), max(one[1] for one in each)]
+    assert alone["widths"] is None and before["widths"] is not None and second["widths"] == before["widths"]
 
 
 def test_planned_by_time(config_of, monkeypatch):

@@ -55,9 +55,9 @@ class EmosModel(Rival):
         rows = [nearest_size(float(count)) for count in x.count]
         season = seasonal_terms(x.day_of_year)
         found: dict[str, Tensor | None] = {}
-        for (suffix, fields), chosen in zip(
-            ((k, self.reduced(x).get(k)) for k in "ps"), self.split(self.coefficients[rows], 3), strict=True
-        ):
+        reduced = self.reduced(x)
+        for suffix, chosen in zip("ps", self.split(self.coefficients[rows], 3), strict=True):
+            fields = reduced.get(suffix)
             if fields is None:
                 continue
             a, slope, sine, cosine, c, d = chosen.unbind(1)

@@ -141,7 +141,7 @@ class Rival(nn.Module):
         return (upper.unflatten(axis, shape) if upper.shape[axis] else upper), flat
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters for an optimizer: matrices decay, all else does not."""
+        """Parameters for an optimizer: what has two axes or more decays, features of places too; all else does not."""
         groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": []}
         for parameter in self.parameters():
             groups["plain" if parameter.ndim < 2 else "weights"].append(parameter)
