@@ -291,9 +291,12 @@ def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:
 
 
 def everywhere(mean: np.ndarray, deviation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A climatology (Z, Y, X) as a forecast: cells of which nothing is known (NaN) may be like any of the others."""
+    """A climatology (Z, Y, X) as a forecast: cells of which nothing is known (NaN) may be like any of the others, and
+    stay NaN where no other of their level is known."""
     known = np.isfinite(deviation)
     centre, variance = np.where(known, mean, 0.0), np.where(known, deviation, 0.0) ** 2
     mean_all = _mean(centre, known.astype(float))
     variance_all = _mean(variance + (centre - mean_all) ** 2, known.astype(float))
+    none = ~known.any((-2, -1), keepdims=True)
+    mean_all, variance_all = (np.where(none, np.nan, values) for values in (mean_all, variance_all))
     return np.where(known, mean, mean_all), np.where(known, deviation, np.sqrt(variance_all))

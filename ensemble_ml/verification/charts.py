@@ -65,7 +65,7 @@ def curves(scores: Scores) -> str:
             known = [(lead, point) for lead, point in points if point is not None]
             if known:
                 curves[short_name(entrant)] = known
-        if curves:
+        if any(short_name(label) in curves for label in scores.forecasts):
             panels[title] = curves
     if not panels:
         return ""

@@ -59,7 +59,7 @@ from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
 from ensemble_ml.verification.samples import Group, Setting, check_members
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
-from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, Tables, climate_note, score_group
+from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, OF_THE_LIMIT, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
@@ -184,12 +184,17 @@ def _content(
     numbers = [int(number) for number in layout.realization]
     left_out = _left_out(scores)
     notes = plan.notes + _unfitted(scores)
-    if left_out:
-        most = 100 * max(entry["area_share"] for entry in left_out)
-        notes.append(
-            f"{len(left_out)} scores leave points out that miss a value, up to {most:.3g} % of the area: see left_out "
-            "in scores.json."
-        )
+    limits = {statistic.value for statistic in OF_THE_LIMIT}
+    for words, which in (
+        ("scores leave points out that miss a value", [one for one in left_out if one["statistic"] not in limits]),
+        (
+            "Brier scores leave points out where the limit says nothing",
+            [x for x in left_out if x["statistic"] in limits],
+        ),
+    ):
+        if which:
+            most = 100 * max(entry["area_share"] for entry in which)
+            notes.append(f"{len(which)} {words}, up to {most:.3g} % of the area: see left_out in scores.json.")
     return {
         "format": FORMAT,
         "headline": summary.headline(scores, len(plan.test)),

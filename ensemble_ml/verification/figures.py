@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification.bootstrap import Interval
 from ensemble_ml.verification.case import Case
-from ensemble_ml.verification.plots import BLUE, COLOURS, GREY, draw_map, in_legend, new_figure
+from ensemble_ml.verification.plots import BLUE, GREY, draw_map, in_legend, look_of, new_figure
 from ensemble_ml.verification.probability import Reliability
 from ensemble_ml.verification.summary import short_name
 
@@ -41,14 +42,17 @@ def reliability(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
     for (top, axis), (title, curves) in zip(axes.T, panels.items(), strict=True):
         for number, (name, table) in enumerate(curves.items()):
             forecast, event, count = table.curve()
-            colour = COLOURS[number % len(COLOURS)]
-            axis.plot(forecast, event, "o-", ms=4, lw=1.4, color=colour, label=in_legend(name))
-            top.plot(forecast, count, "o-", ms=3, lw=1.2, color=colour)
+            look = look_of(number)
+            axis.plot(forecast, event, marker="o", ms=4, lw=1.4, label=in_legend(name), **look)
+            top.plot(forecast, count, marker="o", ms=3, lw=1.2, **look)
         axis.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
         axis.set_xlabel("forecast probability")
         axis.set_ylabel("observed frequency")
         axis.legend(frameon=False, fontsize=7.5)
         top.set_yscale("log")
+        # Plain numbers: texts are not parsed (`plots.data_uri`), and 10^3 would be written in TeX.
+        top.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        top.yaxis.set_minor_formatter(NullFormatter())
         top.set_ylabel("points")
         top.set_xlim(axis.get_xlim())
         top.set_title(title, fontsize=9.5, loc="left")

@@ -5,7 +5,7 @@ Memory is bounded by one date, plus the sums of the fit at each cell. Axes: Z le
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -81,4 +81,18 @@ def _solve(
                 alone = spread.total("ff") / np.maximum(spread.count.sum(0), 1) if spread.sums else alone
             if size > 1 or alone is not None:
                 found.corrections[size] = base.fit_corrections(sums, area, alone)
+        _forget(found, truth.count.sum(0).max((-2, -1)) < base.FEWEST_DATES)
     return found
+
+
+def _forget(found: Fit, few: np.ndarray) -> None:
+    """Let there be no climatology and no correction of levels (Z,) of which too few fit dates have a truth."""
+    if not few.any():
+        return
+    assert found.climatology is not None
+    for values in found.climatology:
+        values[few] = np.nan
+    for corrections in found.corrections.values():
+        for name, one in corrections.items():
+            bias = np.where(few[:, None, None], np.nan, one.bias)
+            corrections[name] = replace(one, bias=bias, constant=np.where(few[:, None, None], np.nan, one.constant))

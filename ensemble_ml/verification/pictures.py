@@ -145,7 +145,7 @@ class Pictures:
         for key, value in values.items():
             if key.statistic in _CRPS:
                 self.maps[column, key] = self.maps.get((column, key), 0) + np.where(mask, value, 0.0)
-        for entrant in {key.entrant for key in values}:
+        for entrant in dict.fromkeys(key.entrant for key in values):  # the first sets the bins of all
             variance = values.get(Key(entrant, Statistic.VARIANCE))
             squared = values.get(Key(entrant, Statistic.SQUARED_ERROR))
             if variance is not None and squared is not None:

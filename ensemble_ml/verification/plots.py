@@ -44,6 +44,12 @@ def in_legend(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
+def look_of(number: int) -> dict[str, Any]:
+    """Colour and line of a curve among others: no two of the first 28 look alike."""
+    lines = ("-", "--", ":", "-.")
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": lines[number // len(COLOURS) % len(lines)]}
+
+
 def new_figure(
     width: float, height: float, rows: int = 1, columns: int = 1, heights: Sequence[float] | None = None
 ) -> tuple[Figure, np.ndarray]:
@@ -87,7 +93,7 @@ def by_lead(panels: Mapping[str, Mapping[str, Sequence[tuple[int, Interval]]]]) 
             shift = (number - (len(curves) - 1) / 2) * 0.012 * max(np.ptp(hours), 24)
             axis.errorbar(
                 hours + shift, values, yerr=np.nan_to_num(np.maximum(ends, 0)), label=in_legend(name), marker="o", ms=4,
-                color=COLOURS[number % len(COLOURS)], lw=2.4 if number == 0 else 1.2, elinewidth=1, capsize=2,
+                lw=2.4 if number == 0 else 1.2, elinewidth=1, capsize=2, **look_of(number),
             )  # fmt: skip
         axis.set_xticks(sorted({lead for points in curves.values() for lead, _ in points}))
         axis.set_xlabel("lead time, h")
@@ -104,7 +110,8 @@ def gain_maps(maps: Sequence[tuple[str, np.ndarray, np.ndarray]], grid: Grid, la
     limit = float(np.clip(np.percentile(sizes, 98) if sizes.size else 1.0, 1.0, 30.0))
     figure, axes = _map_axes(len(maps), grid)
     for axis, (title, values, dotted) in zip(axes, maps, strict=True):
-        mesh = draw_map(axis, values, grid, land, title, cmap=_GAIN_MAP, vmin=-limit, vmax=limit)
+        shown = np.where(np.isneginf(values), -limit, values)  # where the reference is perfect, and ours is not
+        mesh = draw_map(axis, shown, grid, land, title, cmap=_GAIN_MAP, vmin=-limit, vmax=limit)
         step = max(1, round(max(dotted.shape) / 120))  # every point on a coarse grid, fewer on a fine one
         rows, columns = np.nonzero(dotted[::step, ::step])
         axis.scatter(
@@ -156,9 +163,9 @@ def binned(panels: Mapping[str, Mapping[str, Bins]], units: Sequence[str], y_lab
         top = 0.0
         for number, (name, bins) in enumerate(curves.items()):
             predicted, actual, share = bins.curve()
-            colour = COLOURS[number % len(COLOURS)]
-            axis.plot(predicted, actual, "-", color=colour, lw=1.6, label=in_legend(name))
-            axis.scatter(predicted, actual, s=8 + 160 * share, color=colour, alpha=0.75, lw=0)
+            look = look_of(number)
+            axis.plot(predicted, actual, lw=1.6, label=in_legend(name), **look)
+            axis.scatter(predicted, actual, s=8 + 160 * share, color=look["color"], alpha=0.75, lw=0)
             top = max([top, *predicted, *actual])
         axis.plot([0, top], [0, top], color=GREY, lw=0.8, ls="--")
         axis.set_xlabel(f"predicted standard deviation, {unit}")

@@ -26,7 +26,7 @@ from ensemble_ml.verification.vectors import Vectors
 
 EXTREME, EFI_WEIGHTED = "|EFI| > 0.7", "weighted by |EFI|"  # weightings of the strata
 _EXTREME_ABOVE = 0.7
-_OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)
+OF_THE_LIMIT = (Statistic.BRIER, Statistic.BRIER_NORMAL, Statistic.BRIER_FAMILY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
             verified = sample.verified & _finite(x for one in said.values() for x in (one.location, one.scale))
             family = registered(group.variable).family
             values = truth_values(setting, fit, sample, said, family)
-            unusual = {key: value for key, value in values.items() if key.statistic in _OF_THE_LIMIT}
+            unusual = {key: value for key, value in values.items() if key.statistic in OF_THE_LIMIT}
             rest = {key: value for key, value in values.items() if key not in unusual}
             state.record(position, group.columns, rest, verified, setting.weights, strata)
             told = verified & _telling(fit, group)

@@ -116,7 +116,7 @@ def _sentence(claim: Claim, scores: Scores) -> str:
 def _where(scores: Scores, label: str) -> str:
     """In how many fields a forecast is better, against the best correction, or the spread regression without truth."""
     lead = scores.headline_lead
-    best = scores.best_baseline(lead)
+    best = scores.best_baseline(lead) if scores.score("crps", label) is not None else None
     metric, other = ("crps", best) if best else ("spread_rmse", f"spread_regression_{scores.reduced}")
     pairs = scores.difference(metric, label, other)
     found = {scores.columns[c].name: pairs[c] for c in scores.at_lead(lead) if pairs and np.isfinite(pairs[c][1].value)}

@@ -9,6 +9,7 @@ from synthetic import make_store
 
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Part
+from ensemble_ml.store.source import Fields
 from ensemble_ml.verification import evaluate
 
 
@@ -104,3 +105,47 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
     assert entry(content, "f", "tp", None)["spread_rmse"]["low"] is not None  # which needs no truth
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
+
+
+class OneLevelShort:
+    """A source whose truth lacks a level on all dates to fit on."""
+
+    def __init__(self, store):
+        self._store, self.path, self.layout = store, store.path, store.layout
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def read(self, part, date, selection):
+        found = self._store.read(part, date, selection)
+        if part is not Part.TRUTH or date not in TRAIN:
+            return found
+        pressure = found.pressure.copy()
+        pressure[..., list(selection.levels or self.layout.levels).index(500), :, :] = np.nan
+        return Fields(pressure, found.surface)
+
+
+def test_a_level_of_no_truth_to_fit_on_has_no_climatology_of_zero(tmp_path, plain):
+    """Corrections were forecasts of one value without width, the climatology one of 0 K, and no word was said."""
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), variables=("t",), surface=())
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), OneLevelShort(made))
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    note = (
+        "Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than 5 fit"
+        " dates have a truth: t500 24 h."
+    )
+    assert note in content["notes"]
+    for entrant in ("local_5", "climatology"):
+        scored = {row["level"] for row in content["scores"] if row["entrant"] == entrant and row.get("crps")}
+        assert scored == {850}
+    assert {row["level"] for row in content["scores"] if row["entrant"] == "raw_5" and row.get("crps")} == {500, 850}
+
+
+def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, leads=(24,), surface=())
+    folder = write_forecasts(tmp_path / "f", made, TEST, spread_only, leads=(24,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    [said] = [line for line in content["headline"] if line.startswith("At 24 h: spread RMSE against")]
+    assert "surely better in" in said and "of 4 fields" in said

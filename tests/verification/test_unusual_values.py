@@ -1,15 +1,22 @@
 """Scores of unusual values, and the case that shows them, where the truth or the variable has limits of its own."""
 
+import hashlib
 import json
+import os
+import subprocess
 import sys
 
+import numpy as np
 import pytest
 from fakes import DATES, TEST, TRAIN, corrected, entry, write_forecasts
 from fakes import settings as settings_of
+from matplotlib.text import Text
 from synthetic import make_store
 
+from ensemble_ml.grid import Grid
 from ensemble_ml.store import Part
-from ensemble_ml.verification import evaluate
+from ensemble_ml.verification import evaluate, figures, plots
+from ensemble_ml.verification.probability import Reliability
 
 
 def test_the_brier_score_leaves_out_what_reliability_does(tmp_path, monkeypatch):
@@ -47,3 +54,64 @@ def test_a_case_without_a_truth_is_placed_by_its_index(tmp_path, plain):
     assert [cases[0][key] for key in ("date", "latitude", "longitude", "efi")] == [
         cases[1][key] for key in ("date", "latitude", "longitude", "efi")
     ]
+
+
+def test_cells_whose_limit_says_nothing_are_not_said_to_miss_a_value(tmp_path, plain):
+    store = make_store(
+        tmp_path / "a.zarr", dates=DATES, members=10, variables=("t",), levels=(850,), surface=("tcc",), leads=(0, 48),
+        bias=0.3,
+    )  # fmt: skip
+    forecast = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(48,), train=TRAIN)
+    evaluate(settings_of(forecast, store, tmp_path / "r"), store)
+    notes = json.loads((tmp_path / "r" / "scores.json").read_text())["notes"]
+    assert any("Brier scores leave points out where the limit says nothing" in note for note in notes)
+    assert not any("miss a value" in note for note in notes)
+
+
+def test_counts_are_written_as_numbers():
+    """Texts are not parsed, because a folder's name may hold $: 10^3 would stand there in TeX."""
+    table = Reliability.zeros(10)
+    said = np.repeat((np.arange(10) + 0.5) / 10, np.geomspace(10, 1e5, 10).astype(int))
+    table.record(said, said > 0.5, np.ones_like(said), np.ones(said.shape, bool))
+    figure = figures.reliability({"t2m": {"ours": table}})
+    plots.data_uri(figure)
+    said = [text.get_text() for text in figure.findobj(Text)]
+    assert "1000" in said or "1e+03" in said or "10000" in said
+    assert not any("mathdefault" in text or "$" in text for text in said)
+
+
+def test_no_two_curves_look_alike():
+    looks = [tuple(plots.look_of(number).values()) for number in range(28)]
+    assert len(set(looks)) == 28
+
+
+def test_where_the_reference_is_perfect_a_worse_forecast_is_not_left_out(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        plots, "draw_map", lambda axis, values, *_, **__: drawn.append(values) or axis.pcolormesh(values)
+    )
+    grid = Grid(np.linspace(80, -80, 5), np.arange(8) * 45.0)
+    gain = np.full((5, 8), 10.0)
+    gain[0, 0], gain[1, 1] = -np.inf, np.nan
+    plots.gain_maps([("tp", gain, np.zeros((5, 8), bool))], grid, None)
+    assert drawn[0][0, 0] == -10 and np.isnan(drawn[0][1, 1])
+
+
+def test_bins_of_spread_and_error_do_not_hang_on_the_order_of_names(tmp_path, plain):
+    """Edges are those of the raw ensemble, which comes first, in every process."""
+    store = make_store(tmp_path / "a.zarr", dates=DATES, members=10, leads=(48,), surface=())
+    forecast = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(48,), train=TRAIN)
+    found = []
+    code = "import sys; from ensemble_ml.cli import main; sys.exit(main(sys.argv[1:]))"
+    for seed in "123":
+        folder = tmp_path / seed
+        command = [
+            sys.executable, "-c", code, "evaluate", f"forecast={forecast}", f"ensemble={store.path}",
+            f"truth={store.path}", "members_in=5", "output=r", "bootstrap=100",
+        ]  # fmt: skip
+        folder.mkdir()
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(hashlib.sha256((folder / "r" / "report.html").read_bytes()).hexdigest())
+    assert len(set(found)) == 1
