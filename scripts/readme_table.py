@@ -27,13 +27,17 @@ def row(claim: dict) -> str:
     value, target = shown(claim["value"]), "above 0" if claim["target"] == POSITIVE else shown(claim["target"])
     if value == target and claim["value"] != claim["target"]:
         value = f"{claim['value']:.5g}"
-    said = claim["claim"].replace("|", "\\|")
-    return f"| {said} | {value} {claim['unit']} | {target} | {'yes' if claim['holds'] else '**no**'} |"
+    said, unit = claim["claim"].replace("|", "\\|"), claim["unit"]
+    if unit in ("yes", "true"):  # of what is or is not
+        value, target, unit = "yes" if claim["value"] else "no", "yes", ""
+    return f"| {said} | {f'{value} {unit}'.rstrip()} | {target} | {'yes' if claim['holds'] else '**no**'} |"
 
 
 def shown(value: float | str) -> str:
     """A number as the table has it."""
-    return f"{value:.3g}" if isinstance(value, int | float) else str(value)
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def command(name: str, content: dict) -> str:

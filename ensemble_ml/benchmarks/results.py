@@ -172,7 +172,8 @@ def _page(content: Mapping[str, Any]) -> str:
     about = [[k, str(v)] for k, v in content["machine"].items()] + [["commit", content["commit"]]]
     parts = [
         f"<h1>{html.escape(content['title'])}</h1>",
-        f"<p>Median and range of {content['runs']} runs{_SMALLER[content['size'] != 'full']}.</p>",
+        f"<p>Median and range of {content['runs']} runs{_SMALLER[content['size'] != 'full']}; where least and most are"
+        " equal, of one run or a count. Notes say what other ranges are.</p>",
         _table(["claim", "value", "target", "unit", "holds"], claims),
         _table(["figure", "median", "least", "most", "unit"], figures),
         *(f"<p>{html.escape(note)}</p>" for note in content["notes"]),

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from ensemble_ml.benchmarks.common.sections import chosen
-from ensemble_ml.benchmarks.results import Figure, summary, write_results
+from ensemble_ml.benchmarks.results import Figure, commit, summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
 from ensemble_ml.benchmarks.skilling.entrants import (
     Dates,
     Trained,
     fit_seconds,
     forecast,
+    made_at,
     split,
     start_of_ours,
     train_entrant,
@@ -61,6 +62,10 @@ def run(config: BenchmarkConfig) -> Path:
     figures[told] = Figure.of([fit_seconds(start)], "s")
     print(summary(figures, claims, config.size))
     trials = [row for one in trained for row in one.trials]
+    made = [run for one in trained for run in one.runs]
+    made += [path for sizes in forecasts.values() for labels in sizes.values() for path in labels.values()]
+    if others := made_at(made) - {commit()}:
+        notes.append(f"Trainings or forecasts of an earlier run were taken, made at {', '.join(sorted(others))}.")
     return write_results(
         folder,
         title="Forecast skill on the embedded archive (simulated): ours and published methods",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 from pathlib import Path
 
@@ -53,15 +54,18 @@ def run(config: BenchmarkConfig) -> Path:
     """Run the sections whose files are in `config.files` and write OUTPUT/stations/results.json.
 
     Raises:
-        UserError: there is no such file at all.
+        UserError: there is no such file at all, or no folder is named.
     """
     figures: dict[str, Figure] = {}
     claims: list[Claim] = []
     notes: list[str] = []
     sections = {"innsbruck": (STATION, innsbruck), "era5": (ERA5, era5)}
-    for name in chosen(config.only, sections):
+    wanted, folder = chosen(config.only, sections), config.files or os.environ.get("ENSEMBLE_ML_REAL_DATA")
+    if not folder:
+        raise UserError(f"files: name the folder with {STATION} or {ERA5} (or set ENSEMBLE_ML_REAL_DATA)")
+    for name in wanted:
         file, section = sections[name]
-        path = Path(config.files) / file
+        path = Path(folder) / file
         if not path.is_file():
             notes.append(f"{name}: skipped, {path} is not there; say with files=FOLDER where it is")
             log.warning(notes[-1])
@@ -69,11 +73,12 @@ def run(config: BenchmarkConfig) -> Path:
         found = section(config, path)
         figures, claims, notes = figures | found[0], claims + found[1], notes + found[2]
     if not figures:
-        raise UserError(f"files={config.files}: holds none of {', '.join(file for file, _ in sections.values())}")
-    print(summary(figures, claims))
+        raise UserError(f"files={folder}: holds none of {', '.join(file for file, _ in sections.values())}")
+    print(summary(figures, claims, config.size))
     return write_results(
-        Path(config.output) / "stations", title="Real ensembles", runs=1, figures=figures, claims=claims, notes=notes
-    )
+        Path(config.output) / "stations", title="Real ensembles", runs=1, figures=figures, claims=claims, notes=notes,
+        size=config.size,
+    )  # fmt: skip
 
 
 def innsbruck(config: BenchmarkConfig, path: Path) -> Result:

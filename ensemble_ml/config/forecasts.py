@@ -115,13 +115,13 @@ class BenchmarkSize(Enum):
 class BenchmarkConfig:
     """Run one benchmark against its peers and write results.json."""
 
-    benchmark: str = opt(MISSING, "name of the benchmark")
+    benchmark: str = opt(MISSING, "lion | loading | planner | prepare | quickstart | skill | spatial | stations | step | verification")
     output: str = opt("runs/benchmark", "results go to OUTPUT/NAME")
     repeats: int = opt(5, "counted runs of each entrant")
     size: BenchmarkSize = opt(BenchmarkSize.full, "full | small | tiny: how much data; claims are made at full size")
     only: list[str] | None = opt(None, "sections to run, where a benchmark has several; null runs all")
     workspace: str | None = opt(None, "folder for the data that a benchmark makes for itself, kept and used again; null takes a temporary one")
-    files: str = opt("../shared/data", "for benchmark=stations: folder with the real files; sections whose file is absent are skipped")
+    files: str | None = opt(None, "for benchmark=stations: folder with the real files, null takes $ENSEMBLE_ML_REAL_DATA; sections whose file is absent are skipped")
     run: str = opt("runs/quickstart", "for benchmark=quickstart: the folder that holds scores.json")
 
     lion: CompressionConfig = part(CompressionConfig, "for benchmark=lion: hosts, links, quality")

@@ -100,3 +100,17 @@ def test_every_variant_is_one_that_the_program_takes():
         wanted = build_config("train", compose_config("train", overrides))
         assert all(getattr(wanted.optim, k) == v for k, v in quality.VARIANTS[name].items())
         assert wanted.loading.assign is quality.assigned(name)
+
+
+@pytest.mark.parametrize(("rate", "over"), [("100mbit", "fp32 Lion under DDP"), ("1gbit", "the best rival")])
+def test_ratios_over_links_are_theirs_over_ours_round_by_round(tmp_path, rate, over):
+    names = [lion.DDP, lion._VOTE, *lion._RIVALS]
+    found = {name: {"seconds": [4.0, 9.0], "bytes": [64.0]} for name in names}
+    found[lion._VOTE] = {"seconds": [1.0, 3.0], "bytes": [2.0]}
+    found[lion._RIVALS[0]] = {"seconds": [2.0, 9.0], "bytes": [2.0]}  # the best: 2 and 3 times, not 5.5 over 2
+    bench = lion.LionBench(BenchmarkConfig(benchmark="lion", output=str(tmp_path)), tmp_path)
+    lion._step_claims(bench, Hosts(4, rate), found)
+    claims = {claim.claim.rpartition(": steps a second over ")[2]: claim.value for claim in bench.claims[1:]}
+    assert bench.claims[0].value == 32.0
+    assert claims[over] == (3.5 if rate == "100mbit" else 2.5)
+    assert len(claims) == (1 + len(lion._RIVALS) if rate == "100mbit" else 1)

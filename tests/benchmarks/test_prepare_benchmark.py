@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import eccodes
 import numpy as np
@@ -12,10 +14,12 @@ import xarray as xr
 import zarr
 
 from ensemble_ml.benchmarks import prepare
-from ensemble_ml.benchmarks.preparing import conversion, data, decoding, process, reading, reduction
+from ensemble_ml.benchmarks.preparing import conversion, data, decoding, process, reading, reduction, robustness
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
+from ensemble_ml.store.entry import DateEntry
+from ensemble_ml.store.manifest import Entry
 
 SHAPE = data.Shape(17, 32, (500, 850), 4, (0, 24), 2, ("t", "q", "z"))
 
@@ -114,3 +118,50 @@ def test_run_writes_results_of_the_sections_asked_for(tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["prepare"]  # the archive was temporary
     with pytest.raises(UserError, match="only=nothing"):
         prepare.run(BenchmarkConfig("prepare", str(tmp_path), only=["nothing"]))
+
+
+@pytest.mark.slow
+def test_every_other_section_in_small(tmp_path):
+    sections = ["conversion", "memory", "decoding", "reading", "kills", "workers"]
+    config = BenchmarkConfig("prepare", str(tmp_path / "out"), 1, BenchmarkSize.tiny, sections)
+    results = json.loads(prepare.run(config).read_text())
+    claims = {claim["claim"]: claim for claim in results["claims"]}
+    for words in ("equals an uninterrupted one", "made twice", "different stores"):
+        [claim] = [claim for text, claim in claims.items() if words in text]
+        assert claim["holds"], claim
+    assert {"kills of a build", "build by 2 processes"} <= results["figures"].keys()
+
+
+def test_a_file_that_is_made_again_is_seen(tmp_path):
+    """Of an unfinished build, and of the store that it becomes."""
+    store, building = tmp_path / "a.zarr", tmp_path / "a.zarr.building"
+    entry = DateEntry({name: Entry(1, "") for name in ("one", "two")})
+    (building / "entries").mkdir(parents=True)
+    (building / "store").mkdir()
+    entry.save(building / "entries" / "000000.npz")
+    for name in ("one", "two", "three"):
+        (building / "store" / name).write_text("a")
+    done = robustness.finished(store)
+    assert done.keys() == {"one", "two"} and robustness.made_again(store, done) == 0
+    (building / "store" / "two").unlink()
+    assert robustness.made_again(store, done) == 1
+    (building / "store" / "two").write_text("a")
+    os.utime(building / "store" / "two", ns=(1, 1))  # the file system may give the same inode within a tick
+    assert robustness.made_again(store, done) == 1
+    (building / "store").rename(store)
+    assert robustness.made_again(store, done) == 1
+
+
+def test_a_field_that_is_not_the_archives_is_counted(files, store, tmp_path):
+    file, folder = files.years, Path(store.path)
+    fields, different = robustness.compared(file, folder)
+    assert fields > 0 and different == 0
+    read = type(store).read
+
+    def shifted(self, part, date, *selection):
+        found = read(self, part, date, *selection)
+        return replace(found, pressure=found.pressure + 1) if date == 0 else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), "read", shifted)
+        assert robustness.compared(file, folder)[1] == fields // 2

@@ -35,6 +35,18 @@ def test_claims_hold_as_the_scores_say(tmp_path, ratio, gain, holds):
     assert {"machine", "commit", "runs"} <= results.keys() and "better" in results["notes"]
 
 
+@pytest.mark.parametrize(("high", "low", "sure"), [(0.95, 1.9, [True, True]), (1.02, -0.1, [False, False])])
+def test_intervals_that_hold_no_difference_are_claims_of_their_own(tmp_path, high, low, sure):
+    found = scores(0.9, 2.5)
+    found["claims"][0] |= {"low": 0.8, "high": high}
+    found["claims"][1] |= {"low": low, "high": 3.0}
+    (tmp_path / "scores.json").write_text(json.dumps(found))
+    path = quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
+    claims = {claim["claim"]: claim["holds"] for claim in json.loads(path.read_text())["claims"]}
+    ends = "spread: upper end of the interval", "crps: lower end of the interval"
+    assert claims == {"spread": True, "crps": True, **dict(zip(ends, sure, strict=True))}
+
+
 def test_without_scores_it_says_what_to_run(tmp_path):
     with pytest.raises(UserError, match="holds no scores"):
         quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path), run=str(tmp_path)))

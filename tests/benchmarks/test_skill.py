@@ -11,6 +11,7 @@ from synthetic import make_store
 
 from ensemble_ml.benchmarks import skill
 from ensemble_ml.benchmarks.skilling import entrants
+from ensemble_ml.benchmarks.skilling.claims import Contest, report
 from ensemble_ml.benchmarks.skilling.scoring import Data, fit, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board, Table
 from ensemble_ml.cli import conf_folder
@@ -105,6 +106,69 @@ def test_the_others_have_the_time_of_our_fits_and_steps_for_it(monkeypatch, tmp_
             "drn": (pytest.approx(longer), steps),
             "emos": (pytest.approx(longer), 200),
         }
+
+
+def contest():
+    """Twenty dates in as many blocks, two fields, ours and two rivals from one and five members; steady scores."""
+    scores = {
+        "crps": {
+            "raw_10": 2.0, "fair_10": 2.1, "raw_5": 2.2, "debiased_5": 2.0, "corrected_5": 1.9, "own_law_5": 1.85,
+            "unet3d-from5": 1.6, "unet3d-from1": 1.9, "start-from5": 1.65,
+            "emos-from5": 1.7, "emos-from1": 1.95, "drn-from5": 1.75, "drn-from1": 2.0,
+        },
+        "crps_extreme": {"raw_10": 4.0, "unet3d-from5": 3.0, "emos-from5": 3.3, "drn-from5": 3.2},
+        "spread": {
+            "unet3d-from5": 0.64, "unet3d-from1": 1.44, "raw_4": 1.0, "spread_regression_5": 1.0,
+            "size_corrected_5": 1.21,
+        },
+        "held_out": {
+            "unet3d-from5": 0.81, "spread_regression_5": 1.0, "held_out_regression_5": 0.9025, "size_corrected_5": 1.44,
+        },
+        "square": {"unet3d-from5": 1.0},
+    }  # fmt: skip
+    table, ones = Table(20, 2), np.ones((20, 2))
+    for statistic, entrants_ in scores.items():
+        for name, value in entrants_.items():
+            table.total[statistic, name], table.weight[statistic, name] = value * ones, ones
+    columns = {"variance": (1.0, 1.3)} | {f"bin_{n}": (0.1, 0.1) for n in range(1, 9)}
+    columns |= {"bin_0": (0.08, 0.1), "bin_9": (0.13, 0.09)}
+    for statistic, values in columns.items():
+        key = statistic, "unet3d-from5"
+        table.total[key], table.weight[key] = values * ones, ones
+    board = Board(table, np.ones((9, 20)), np.arange(2), 0.95, np.arange(20))
+    labels = {name: {n: (f"{name}-from{n}",) for n in (1, 5)} for name in ("unet3d", "emos", "drn")}
+    return Contest(board, labels | {"start": {5: ("start-from5",)}}, 5, 10, 48, 40)
+
+
+def test_claims_are_the_scores_worked_out_by_hand():
+    figures, claims, _ = report(contest())
+    where = "from 5 of 10 members at 48 h, 40 training dates"
+    best = (
+        f"{where}, geometric mean over variables and levels, test years: CRPS below the best of EMOS, DRN (here EMOS)"
+    )
+    extreme = "in the stratum |EFI| > 0.7 (EFI of the raw ten): CRPS below the best baseline"
+    one = "one trajectory through the net: RMSE against the full ensemble's spread below that of four raw members'"
+    five = "5 members through the net: spread RMSE below spread regression's"
+    held_out = f"{five}, against the 5 held-out members, the better of two"
+    ends = {f"{text}: lower end of the interval": value for text, value in (
+        (best, 100 / 17), (extreme, 6.25), (one, -20.0), (five, 20.0), (held_out, 100 * (1 - 0.9 / 0.95)),
+    )}  # fmt: skip
+    expected = {name.removesuffix(": lower end of the interval"): value for name, value in ends.items()} | ends
+    expected |= {
+        f"{where}: CRPS below the raw full ensemble's N(m, (1+1/M) s^2)": 20.0,
+        "sqrt(mean sigma^2) / RMSE of every variable and level has a 95 % interval that meets 0.95-1.05: share of them":
+            50.0,
+        "ten PIT bins between 0.08 and 0.12, all fields together: the smallest": 0.09,
+        "ten PIT bins between 0.08 and 0.12, all fields together: the largest": 0.11,
+        "1, 5 members in: CRPS over raw improves monotonically; the largest step (negative is better)": -0.15,
+        "1, 5 members in: none but 1 is worse than the best baseline with as many members; the smallest gain": 100 / 17,
+    }  # fmt: skip
+    assert {claim.claim: claim.value for claim in claims} == pytest.approx(expected, abs=1e-9)
+    shares = {name.rpartition(": ")[2]: f.median for name, f in figures.items() if name.startswith("share of the gain")}
+    parts = {"fewer members (a loss)": -10, "bias": 10, "dispersion": 5, "a law that cannot be negative": 2.5}
+    assert shares == pytest.approx(parts | {"flow-dependence": 12.5})
+    each = figures["share in a PIT bin, over ten bins of each field"]
+    assert (each.min, each.max) == pytest.approx((0.08, 0.13))
 
 
 @pytest.mark.slow

@@ -15,12 +15,24 @@ REAL = Path(os.environ.get("ENSEMBLE_ML_REAL_DATA", Path(__file__).parents[3] / 
 
 def ran(tmp_path, *sections, data=REAL):
     config = BenchmarkConfig("stations", str(tmp_path), size=BenchmarkSize.tiny, only=sections, files=str(data))
-    return json.loads(run(config).read_text())
+    found = json.loads(run(config).read_text())
+    assert found["size"] == "tiny"  # so that nothing of it can be published
+    return found
 
 
 def test_absent_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=f"^files={tmp_path}: holds none of {STATION}, {ERA5}$"):
         ran(tmp_path, "innsbruck", "era5", data=tmp_path)
+
+
+def test_a_folder_has_to_be_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("ENSEMBLE_ML_REAL_DATA", raising=False)
+    config = BenchmarkConfig("stations", str(tmp_path), size=BenchmarkSize.tiny)
+    with pytest.raises(UserError, match=r"^files: name the folder with"):
+        run(config)
+    monkeypatch.setenv("ENSEMBLE_ML_REAL_DATA", str(tmp_path))
+    with pytest.raises(UserError, match=f"^files={tmp_path}: holds none of"):
+        run(config)
 
 
 @pytest.mark.skipif(not (REAL / STATION).is_file(), reason=f"{STATION} is not there; set ENSEMBLE_ML_REAL_DATA")

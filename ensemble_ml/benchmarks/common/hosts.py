@@ -88,8 +88,12 @@ def _control_groups(root: Path = Path("/sys/fs/cgroup")) -> bool:
 @contextmanager
 def linked(count: int, rate: str, cores: float | None = None) -> Iterator[Hosts]:
     """Hosts joined by links of `rate`, gone at the end."""
-    subprocess.run(["bash", str(LINKS), "up", str(count), rate], check=True, capture_output=True)
     try:
+        made = subprocess.run(["bash", str(LINKS), "up", str(count), rate], check=False, capture_output=True, text=True)
+        if made.returncode:
+            raise UserError(
+                f"links of {rate} between {count} hosts: {' | '.join(made.stderr.strip().splitlines()[-2:])}"
+            )
         yield Hosts(count, rate, cores)
     finally:
         subprocess.run(["bash", str(LINKS), "down", str(count)], check=False, capture_output=True)

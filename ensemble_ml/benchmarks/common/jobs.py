@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ensemble_ml.benchmarks.common.hosts import Hosts, python
-from ensemble_ml.config import ParallelConfig
+from ensemble_ml.config import Launcher, ParallelConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.machine import keep_freed_memory
 
@@ -36,7 +36,7 @@ def hand_out(hosts: Hosts, module: str, job: Mapping[str, Any], folder: Path, *,
 
 def take_part(
     work: Callable[[Session, dict[str, Any]], Any],
-    config: Callable[[dict[str, Any]], ParallelConfig] = lambda job: ParallelConfig(),
+    config: Callable[[dict[str, Any]], ParallelConfig] = lambda job: ParallelConfig(launcher=Launcher.torchrun),
 ) -> None:
     """Do this rank's part of the job on the command line, on one thread; rank 0 writes what `work` found."""
     job, folder = json.loads(sys.argv[1]), Path(sys.argv[2])

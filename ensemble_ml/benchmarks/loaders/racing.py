@@ -78,7 +78,7 @@ def lost(one: Track) -> list[str]:
         if who not in ("ours", "") and f"{place}: ours" in one.outcomes:
             ratio = one.seconds(f"{place}: ours").median / one.seconds(name).median
             if ratio > 1:
-                lines.append(f"Lost: {place}: {who} is {ratio:.2f} times as fast as ours.")
+                lines.append(f"Lost: {place}: {who} is {ratio:.3f} times as fast as ours.")
     return lines
 
 

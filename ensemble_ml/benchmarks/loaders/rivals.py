@@ -98,7 +98,7 @@ def write_shards(packages: Path, data: Path, size: Size, compression: str | None
         packages=str(packages), out=str(data / name), raw=str(data / "raw"), samples=size.samples,
         limit=size.bytes + 4096, code=compression,
     )  # fmt: skip
-    return _write([sys.executable, "-c", text], data / name)
+    return _write([sys.executable, "-c", text], data / name, size)
 
 
 def write_zarr(python: Path, data: Path, size: Size, *, compress: bool) -> str:
@@ -107,16 +107,17 @@ def write_zarr(python: Path, data: Path, size: Size, *, compress: bool) -> str:
     text = _WRITE_ZARR.format(
         shape=size.shape, compress=compress, out=str(data / name), samples=size.samples, raw=str(data / "raw")
     )
-    return _write([str(python), "-c", text], data / name)
+    return _write([str(python), "-c", text], data / name, size)
 
 
-def _write(command: list[str], folder: Path) -> str:
-    """Run a writer of `folder` once."""
-    done = folder.with_suffix(folder.suffix + ".complete")
-    if not done.exists():
+def _write(command: list[str], folder: Path, size: Size) -> str:
+    """Run a writer of `folder` once for samples of a size."""
+    done, told_size = folder.with_suffix(folder.suffix + ".complete"), repr(size)
+    if not done.exists() or done.read_text() != told_size:
+        done.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         told = subprocess.run(command, capture_output=True, text=True, check=False)
         if told.returncode:
             raise UserError(f"{folder}: {(told.stderr.strip().splitlines() or ['was not written'])[-1]}")
-        done.touch()
+        done.write_text(told_size)
     return folder.name

@@ -1,4 +1,4 @@
-"""The rival that always works: every convolution gathers the whole field, pads it, and keeps its own rows."""
+"""The rival that always works: every convolution gathers the whole field and takes its own rows and those beside."""
 
 from __future__ import annotations
 
@@ -27,14 +27,21 @@ def gather_the_rows(model: EnsembleModel, mesh: Mesh) -> Shard:
 
 
 class GatherPadder(PartPadder):
-    """One row and column on each side, cut from the whole padded field."""
+    """One row and column on each side, of the whole field that every rank gathers; only the own rows are padded."""
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
         shard = self.part_shard
         whole = _Gather.apply(x_BCYXZ, shard, self.part_mesh.spatial)
-        padded = Padder.forward(self, whole)
         (top, bottom), (left, right) = shard.own_rows, shard.own_columns
-        return padded[:, :, top : bottom + 2, left : right + 2]
+        # The rows at a pole are continued by the padder; where there are more rows, what it pads beyond them is cut.
+        first, last = max(0, top - 1), min(whole.shape[2], bottom + 1)
+        padded = Padder.forward(self, _dense(whole[:, :, first:last]))
+        start = top - first
+        return padded[:, :, start : start + bottom - top + 2, left : right + 2]
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)
 
 
 class _Gather(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ensemble_ml.benchmarks.common.jobs import take_part
 from ensemble_ml.benchmarks.partitioning import exactness, memory, periodic, rivals, steps
-from ensemble_ml.config import Backend, ParallelConfig
+from ensemble_ml.config import Backend, Launcher, ParallelConfig
 from ensemble_ml.distributed import Session
 
 WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
@@ -26,7 +26,10 @@ WORK: dict[str, Callable[[Session, dict[str, Any]], Any]] = {
 
 
 def _config(job: dict[str, Any]) -> ParallelConfig:
-    return ParallelConfig(lat=job["lat"], lon=job["lon"], backend=Backend.gloo, timeout=600.0, silence=60.0)
+    # The variables are those that `hosts` sets, whatever a launcher above has left.
+    return ParallelConfig(
+        lat=job["lat"], lon=job["lon"], launcher=Launcher.torchrun, backend=Backend.gloo, timeout=600.0, silence=60.0
+    )
 
 
 if __name__ == "__main__":

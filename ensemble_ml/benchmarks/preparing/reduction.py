@@ -63,5 +63,5 @@ def _two_reductions(values: np.ndarray, chunks: tuple[int, ...]) -> tuple[np.nda
     import dask
     import dask.array as da
 
-    lazy = da.from_array(values, chunks=chunks)
+    lazy = da.from_array(values, chunks=chunks, name=False)  # else it hashes all values for a name
     return dask.compute(lazy.mean(0), lazy.std(0, ddof=1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import netCDF4
 import numpy as np
 
+from ensemble_ml.benchmarks.results import commit
 from ensemble_ml.config import (
     BenchmarkSize,
     DataConfig,
@@ -59,6 +61,7 @@ TRIALS: tuple[dict[str, Any], ...] = (
     {"lr": 3e-4, "weight_decay": 0.05},
     {"lr": 1e-3, "weight_decay": 0.5},
 )
+_COMMIT = "commit.txt"
 _NO_STEP = {"lr": 1e-12, "weight_decay": 0.0}
 _TINY = {"hidden": 8, "max_hidden": 8, "depth": 1, "surroundings": 16, "residuals": 16}
 
@@ -180,7 +183,7 @@ def _train(
             members=sorted({*config.sizes, 8}),
         ),
         model=ModelConfig(name=network, **(NETS[network] | (_TINY if tiny else {}))),
-        # A step too far must not end the night: it is cut or left out, for everyone alike.
+        # A step too far must not end the benchmark: it is cut or left out, for everyone alike.
         optim=OptimConfig(name=OptimName.adamw, beta2=0.999, clip=1.0, nonfinite=Nonfinite.skip, **optimizer),
         tracking=TrackingConfig(tensorboard=False, log_every=50),
     )  # fmt: skip
@@ -191,7 +194,7 @@ def _train(
         if checkpoint.meta["step"] >= checkpoint.meta["steps"]:
             return folder / run
     log.info("skill: training %s", run)
-    return train(settings)
+    return _marked(train(settings))
 
 
 def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: TensorStore, folder: Path) -> Path:
@@ -209,7 +212,19 @@ def forecast(run: Path, members: int, config: SkillConfig, dates: Dates, store: 
             ),
             store,
         )  # fmt: skip
+        _marked(output)
     return output
+
+
+def _marked(folder: Path) -> Path:
+    """The same, with the commit at which its contents were made."""
+    (folder / _COMMIT).write_text(commit() + "\n")
+    return folder
+
+
+def made_at(folders: Iterable[Path]) -> set[str]:
+    """The commits at which trainings or forecasts were made, of those that say so."""
+    return {file.read_text().strip() for folder in folders if (file := folder / _COMMIT).is_file()}
 
 
 def _made_by(path: Path, sha256: str) -> bool:
