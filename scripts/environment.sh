@@ -2,8 +2,8 @@
 #
 #   . scripts/environment.sh EXTRAS      e.g. simulate,tracking
 #
-# ENSEMBLE_ML_VENV names another place than .venv. A finished installation is recognised by a stamp, so that a second
-# call costs nothing until pyproject.toml, constraints.txt or native.c change.
+# ENSEMBLE_ML_VENV names another place than .venv. A finished installation is recognised by a stamp for its extras, so
+# that a second call costs nothing until pyproject.toml, constraints.txt, native.c or how that is compiled change.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${ENSEMBLE_ML_VENV:-$root/.venv}
@@ -19,14 +19,19 @@ find_python() {
   return 1
 }
 
-stamp=$venv/.ensemble-ml-$(cat "$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" <(echo "$extras") | cksum | cut -d' ' -f1)
+sources=("$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" "$root/scripts/hatch_build.py")
+digest=$(cat "${sources[@]}" | cksum | cut -d' ' -f1)
+stamp=$venv/.ensemble-ml-$digest-$extras
 if [ ! -e "$stamp" ]; then
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
-  [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
+  if [ ! -x "$venv/bin/python" ]; then
+    python=$(find_python) && "$python" -m venv "$venv" || return 1
+  fi
   # torch first and alone: a package that depends on it would otherwise choose its build.
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")"
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]"
-  rm -f "$venv"/.ensemble-ml-*
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")" || return 1
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extras]" || return 1
+  find "$venv" -maxdepth 1 -name '.ensemble-ml-*' ! -name ".ensemble-ml-$digest-*" -delete
   touch "$stamp"
 fi
 export PATH=$venv/bin:$PATH
+unset python sources digest stamp extras

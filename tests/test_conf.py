@@ -1,5 +1,6 @@
 """Every file of conf/ composes over the schema and builds what it configures."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from hydra import compose, initialize_config_dir
 from synthetic import make_store
 
 from ensemble_ml import cli
-from ensemble_ml.config import SimulateConfig, TrainConfig
+from ensemble_ml.config import BenchmarkConfig, SimulateConfig, TrainConfig
 from ensemble_ml.models import Climate, ModelSpec, build_model
 from ensemble_ml.optim import build
+from ensemble_ml.tasks import benchmark_names
 from ensemble_ml.training import load_checkpoint
 
 CONF = cli.conf_folder()
@@ -117,3 +119,8 @@ def test_a_job_of_a_sweep_that_fails_says_so(tmp_path):
     assert done.stderr.count("ensemble-ml: store=nothing: no such folder") == 1
     assert "has not produced any output" in done.stderr  # submitit's word for a process that failed
     assert len(list((tmp_path / "sweep" / ".submitit").glob("*/*_result.pkl"))) == 1
+
+
+def test_help_names_every_benchmark():
+    [known] = [field.metadata["doc"] for field in dataclasses.fields(BenchmarkConfig) if field.name == "benchmark"]
+    assert known.split(" | ") == benchmark_names()
