@@ -48,8 +48,9 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._answered, self._gone = self._looked, threading.Event()
         self._thread.start()
+        self._answers = threading.Thread(target=self._find_frozen, name="answers", daemon=True)
         if self._rank > 0:
-            threading.Thread(target=self._find_frozen, name="answers", daemon=True).start()
+            self._answers.start()
 
     def report(self, error: BaseException) -> None:
         """Write the cause; what may be the echo of another rank's failure waits for `fail`."""
@@ -78,7 +79,7 @@ class Watch:
                 time.sleep(_FAREWELL)
         except dist.DistError:
             pass  # the store is gone, and with it rank 0: nobody is left to be told
-        self._gone.set()
+        self._let_go()
 
     def leave(self) -> None:
         """Clean end: rank 0, which serves the store, leaves last; the others may be at work for as long as they like
@@ -86,7 +87,13 @@ class Watch:
         self._leaving = True
         self._end.set()
         self._thread.join()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End the second thread: one that is left when the interpreter ends may take the process down with it."""
         self._gone.set()
+        if self._answers.is_alive():
+            self._answers.join()
 
     def _run(self) -> None:
         beat = 0
