@@ -22,7 +22,7 @@ from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.grib_io import Stamp
-from data_prep.intervals import from_start
+from data_prep.intervals import starts
 from data_prep.records import IF_ABSENT, IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, covers, describe, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
@@ -89,18 +89,20 @@ class Catalogue:
     def _check_unique(self, made: Aligned) -> None:
         """Raise a UserError where a field that `made` reads has the keys of another: what is not read may stand twice,
         as gusts of the moment do beside the largest."""
-        records, order = from_start(self.records), np.arange(len(self.records))
-        if (records["lead_start"] != self.records["lead_start"]).any():  # a sum with its interval, and one without
-            order = np.lexsort([records[name] for name in reversed(KEYS)])
-            records = records[order]
+        records, order, begin = self.records, None, starts(self.records)
+        keys = [begin if name == "lead_start" else records[name] for name in KEYS]  # there may be millions: no copies
+        if (begin != records["lead_start"]).any():  # a sum may stand there with its interval, and without
+            order = np.lexsort(keys[::-1])
+            keys = [values[order] for values in keys]
         same = np.ones(max(len(records) - 1, 0), bool)
-        for name in KEYS:
-            same &= records[name][1:] == records[name][:-1]
+        for values in keys:
+            same &= values[1:] == values[:-1]
         if not same.any():
             return
         read = np.zeros(len(records), bool)
         read[made.rows()] = True
-        read = read[order]
+        if order is not None:
+            records, read = records[order], read[order]
         twice = np.flatnonzero(same & (read[1:] | read[:-1]))
         if len(twice):
             first, second = records[twice[0] :][:2]

@@ -47,9 +47,15 @@ def at_lead_zero_alone(records: np.ndarray) -> tuple[str, ...]:
 def from_start(records: np.ndarray) -> np.ndarray:
     """Let sums whose file states no range of steps run from the start of the forecast."""
     records = records.copy()
-    open_sums = IS_ACCUMULATED[records["field"]] & ~(records["bounded"] & (records["lead_start"] < records["lead"]))
-    records["lead_start"][open_sums] = 0
+    records["lead_start"] = starts(records)
     return records
+
+
+def starts(records: np.ndarray) -> np.ndarray:
+    """Where the range of each record begins, (N,): that of sums whose file states none at the start of the forecast."""
+    begin = records["lead_start"]
+    open_sums = IS_ACCUMULATED[records["field"]] & ~(records["bounded"] & (begin < records["lead"]))
+    return np.where(open_sums, begin.dtype.type(0), begin)
 
 
 def intervals(records: np.ndarray) -> dict[int, dict[int, Interval]]:

@@ -40,8 +40,7 @@ def prepare(config: PrepareConfig) -> Path:
     config = _with_whole_paths(config)
     job = Job(config)
     path = Path(config.output)
-    others = config.parts is not None or config.finalise
-    if others and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
+    if _may_be_done(config) and plan_digest(path) == job.plan.digest and not Build.unfinished(path):
         log.info("%s: is complete already", path)  # by another part
         return path
     _log_gaps(job)
@@ -70,6 +69,11 @@ def _whole(path: str) -> str:
     return os.path.join(glob.escape(os.getcwd()), path) if pattern else str(Path(path).absolute())
 
 
+def _may_be_done(config: PrepareConfig) -> bool:
+    """Whether others may have completed the store, which then is no mistake."""
+    return config.parts is not None or config.finalise
+
+
 def _check_settings(config: PrepareConfig) -> None:
     for key in ("input", "output"):
         if getattr(config, key) in (MISSING, None, "", []):
@@ -82,8 +86,7 @@ def _check_settings(config: PrepareConfig) -> None:
             if is_store(Path(path)):
                 raise UserError(f"{key}={path}: is a tensor store already; prepare reads archives (GRIB, NetCDF, Zarr)")
     output = Path(config.output).absolute()
-    others = config.parts is not None or config.finalise
-    known = Build.unfinished(output) or (others and is_store(output))
+    known = Build.unfinished(output) or (_may_be_done(config) and is_store(output))
     if output.exists() and not config.overwrite and not known:  # the build checks too, but hours of indexing later
         raise UserError(f"output={config.output}: exists already; choose another folder, or add overwrite=true")
 

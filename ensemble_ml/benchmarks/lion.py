@@ -11,7 +11,7 @@ machine's cores.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
 from ensemble_ml.benchmarks.common.jobs import hand_out
 from ensemble_ml.benchmarks.common.sections import Bench, run_sections
-from ensemble_ml.benchmarks.results import Figure
+from ensemble_ml.benchmarks.results import Figure, times_as_long
 from ensemble_ml.benchmarks.voting import packing, quality, simulation
 from ensemble_ml.benchmarks.voting.worker import BALLOTS, DDP, ENTRANTS
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
@@ -150,27 +150,21 @@ def _steps(bench: LionBench) -> None:
 
 
 def _step_claims(bench: LionBench, hosts: Hosts, found: dict[str, dict[str, list[float]]]) -> None:
-    seconds = {name: statistics.median(values["seconds"]) for name, values in found.items()}
+    rounds = {name: values["seconds"] for name, values in found.items()}
     sent = {name: statistics.median(values["bytes"]) for name, values in found.items()}
     where, count = hosts.where, hosts.count
     words = f"bytes a step by the kernel's counters, {count} ranks at {where}, p = 1: fewer than fp32 DDP"
     bench.claim(words, sent[DDP] / sent[_VOTE], "times", 28.0)
     if hosts.rate == "100mbit":
         words = f"end to end, {count} hosts at {where}: steps a second over fp32 Lion under DDP"
-        bench.claim(words, _times(found, DDP), "times", 5.0)
+        bench.claim(words, times_as_long(rounds[DDP], rounds[_VOTE]), "times", 5.0)
         for rival in _RIVALS:
             words = f"end to end, {count} hosts at {where}: steps a second over {rival}"
-            bench.claim(words, _times(found, rival), "times", 1.0)
+            bench.claim(words, times_as_long(rounds[rival], rounds[_VOTE]), "times", 1.0)
     else:
-        best = min((DDP, *_RIVALS), key=lambda rival: seconds[rival])
+        best = min((DDP, *_RIVALS), key=lambda rival: statistics.median(rounds[rival]))
         words = f"end to end, {count} hosts at {where}: steps a second over the best rival"
-        bench.claim(words, _times(found, best), "times", 1.0)
-
-
-def _times(found: Mapping[str, Mapping[str, Sequence[float]]], rival: str) -> float:
-    """How many times as long a step of `rival` takes; median over rounds, in which entrants take turns."""
-    pairs = zip(found[rival]["seconds"], found[_VOTE]["seconds"], strict=True)
-    return statistics.median(theirs / ours for theirs, ours in pairs)
+        bench.claim(words, times_as_long(rounds[best], rounds[_VOTE]), "times", 1.0)
 
 
 def _replicas(bench: LionBench) -> None:

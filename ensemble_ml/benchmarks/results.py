@@ -43,6 +43,11 @@ class Figure:
         return cls(float(statistics.median(values)), float(min(values)), float(max(values)), unit)
 
 
+def times_as_long(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """How many times as long theirs takes, the median of rounds: entrants take turns, so one round shares its noise."""
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+
+
 @dataclass(frozen=True)
 class Claim:
     """One promise in its own words; `target` is the least value that keeps it, the most where `at_most`."""

@@ -21,7 +21,7 @@ from ensemble_ml.benchmarks.common.hosts import Hosts, available, linked
 from ensemble_ml.benchmarks.common.jobs import hand_out
 from ensemble_ml.benchmarks.common.sections import Bench, run_sections
 from ensemble_ml.benchmarks.partitioning.steps import GATHER, HALVES, ONE, OURS, OVERLAP
-from ensemble_ml.benchmarks.results import Figure
+from ensemble_ml.benchmarks.results import Figure, times_as_long
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
 _EXACT = 1e-12
@@ -153,23 +153,18 @@ def _scaling(bench: SpatialBench) -> None:
             ours, name = _best(seconds)
             where = f"1 -> 2 ranks ({mesh[0]}x{mesh[1]}), {precision}"
             words = f"strong scaling of one sample, {where}: of the speed-up of two halves without communication"
-            bench.claim(words, 100 * _times(seconds[HALVES], ours), "%", 90.0)
+            bench.claim(words, 100 * times_as_long(seconds[HALVES], ours), "%", 90.0)
             bench.figures[words] = Figure.of([100 * h / o for h, o in zip(seconds[HALVES], ours, strict=True)], "%")
             words = f"{where}: steps a second over gathering the rows"
-            bench.claim(words, _times(seconds[GATHER], ours), "times", 1.0)
+            bench.claim(words, times_as_long(seconds[GATHER], ours), "times", 1.0)
             for one in (name, HALVES):
-                bench.notes.append(f"{where}: speed-up {_times(seconds[ONE], seconds[one]):.3f}, {one}.")
+                bench.notes.append(f"{where}: speed-up {times_as_long(seconds[ONE], seconds[one]):.3f}, {one}.")
 
 
 def _best(seconds: dict[str, list[float]]) -> tuple[list[float], str]:
     """Ours, with or without overlap: the one whose median is lower, as `parallel.overlap=auto` chooses."""
     name = min((OURS, OVERLAP), key=lambda name: statistics.median(seconds[name]))
     return seconds[name], name
-
-
-def _times(theirs: list[float], ours: list[float]) -> float:
-    """Median over rounds of how many times as long theirs takes: entrants take turns, so a round's share its noise."""
-    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
 def _gpu(bench: SpatialBench) -> None:
@@ -224,11 +219,11 @@ def _on_links(bench: SpatialBench, hosts: Hosts, mesh: tuple[int, int], precisio
     found = bench.job("steps", mesh, hosts, entrants=entrants, precision=precision, **bench.network)
     _tell_steps(bench, found, where)
     seconds = found["seconds"]
-    gain = _times(seconds[OURS], seconds[OVERLAP])
+    gain = times_as_long(seconds[OURS], seconds[OVERLAP])
     bench.notes.append(f"{where}: overlap makes a step {gain:.2f} times as fast.")
     if gathering:
         words = f"{where}: steps a second over gathering the rows, the best rival that is right"
-        bench.claim(words, _times(seconds[GATHER], _best(seconds)[0]), "times", 3.0)
+        bench.claim(words, times_as_long(seconds[GATHER], _best(seconds)[0]), "times", 3.0)
 
 
 SECTIONS: dict[str, Callable[[SpatialBench], None]] = {

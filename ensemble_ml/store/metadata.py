@@ -173,18 +173,20 @@ def cf_attributes(name: str) -> dict[str, Any]:
 
 def is_store(path: Path) -> bool:
     """Whether a tensor store, of any format number, stands at `path`."""
-    try:
-        return FORMAT_KEY in json.loads((path / "zarr.json").read_text())["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return FORMAT_KEY in _attributes(path)
 
 
 def plan_digest(path: Path) -> str | None:
     """The digest of the plan by which the store at `path` was built; None where no store stands there."""
+    return _attributes(path).get(PLAN_KEY)
+
+
+def _attributes(path: Path) -> dict[str, Any]:
+    """Those of a group's root; none where no group stands there."""
     try:
-        return json.loads((path / "zarr.json").read_text())["attributes"][PLAN_KEY]
+        return dict(json.loads((path / "zarr.json").read_text())["attributes"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 def check_root(root: Path) -> None:
@@ -195,9 +197,10 @@ def check_root(root: Path) -> None:
     """
     if not root.is_dir():
         raise UserError(f"store {root}: no such folder; make it with `ensemble-ml prepare output={root}`")
-    if not is_store(root):
+    attributes = _attributes(root)
+    if FORMAT_KEY not in attributes:
         raise UserError(f"store {root}: is no tensor store; make one with `ensemble-ml prepare`")
-    number = json.loads((root / "zarr.json").read_text())["attributes"][FORMAT_KEY]
+    number = attributes[FORMAT_KEY]
     if number != FORMAT:
         raise UserError(f"store {root}: has format {number}, this version reads {FORMAT}; prepare it again")
 
@@ -209,12 +212,9 @@ def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
         UserError: the root or a coordinate is damaged.
     """
     own = ("zarr.json", *(f"{name}/" for name in _COORDINATES))
+    small = [name for name in files if name.startswith(own)]
     with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads, of which each mostly waits
-        list(
-            pool.map(
-                lambda name: check_file(root / name, files[name]), filter(lambda name: name.startswith(own), files)
-            )
-        )
+        list(pool.map(lambda name: check_file(root / name, files[name]), small))
     group = zarr.open_group(root, mode="r", use_consolidated=False)
     attrs: dict[str, Any] = dict(group.attrs)
     return Metadata(

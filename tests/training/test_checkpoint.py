@@ -14,6 +14,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training import checkpoint as module
+from ensemble_ml.training import train
 from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights, mend_links, point
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
@@ -222,3 +223,15 @@ def test_an_orphan_of_the_same_step_is_replaced(folder):
     (folder / "step_00000008" / module.MODEL).write_bytes(b"rubbish")
     save(folder, 8)
     assert load_checkpoint(folder / "last").meta["step"] == 8
+
+
+def test_a_copy_that_somebody_keeps_of_a_step_is_left_alone(config_of):
+    checkpoints = train(config_of(steps=2, checkpoint_every=1)) / "checkpoints"
+    kept, old = checkpoints / "step_00000009_good", checkpoints / "step_00000009"
+    for copy in (kept, old):
+        shutil.copytree((checkpoints / "last").resolve(), copy)
+    clean(checkpoints)
+    assert kept.is_dir() and not old.exists()
+    (checkpoints / "last").unlink()
+    mend_links(checkpoints)
+    assert (checkpoints / "last").resolve().name == "step_00000002"  # never a copy

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training import load_model, train, trainer
-from ensemble_ml.training.checkpoint import clean, load_weights, mend_links
+from ensemble_ml.training.checkpoint import load_weights
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.state import Average
 from ensemble_ml.training.tracking import Tracker, read_log
@@ -165,18 +164,6 @@ def test_the_running_average_has_a_short_memory_at_first():
 def test_time_is_planned_with_what_reading_takes(loading, seconds):
     assert beside(3.0, 2.0, LoadingConfig(**loading)) == seconds
     assert beside(1.0, 8.0, LoadingConfig(threads=4)) == 2.0
-
-
-def test_a_copy_that_somebody_keeps_of_a_step_is_left_alone(config_of):
-    checkpoints = train(config_of(steps=2, checkpoint_every=1)) / "checkpoints"
-    kept, old = checkpoints / "step_00000009_good", checkpoints / "step_00000009"
-    for copy in (kept, old):
-        shutil.copytree((checkpoints / "last").resolve(), copy)
-    clean(checkpoints)
-    assert kept.is_dir() and not old.exists()
-    (checkpoints / "last").unlink()
-    mend_links(checkpoints)
-    assert (checkpoints / "last").resolve().name == "step_00000002"  # never a copy
 
 
 def test_init_from_takes_the_weights(config_of, monkeypatch):

@@ -19,18 +19,23 @@ from ensemble_ml.verification import evaluate, figures, plots
 from ensemble_ml.verification.probability import Reliability
 
 
+def overcast(folder):
+    """scores.json of a temperature, and of a cloud cover that is mostly whole."""
+    store = make_store(
+        folder / "a.zarr", dates=DATES, members=10, variables=("t",), levels=(850,), surface=("tcc",), leads=(0, 48),
+        bias=0.3,
+    )  # fmt: skip
+    forecast = write_forecasts(folder / "f", store, TEST, corrected(), leads=(48,), train=TRAIN)
+    evaluate(settings_of(forecast, store, folder / "r"), store)
+    return json.loads((folder / "r" / "scores.json").read_text())
+
+
 def test_the_brier_score_leaves_out_what_reliability_does(tmp_path, monkeypatch):
     """Where a limit cannot be exceeded (a sky that is mostly overcast) a forecast of never is no skill."""
     kept = {}
     module = sys.modules[evaluate.__module__]
     monkeypatch.setattr(module, "write_report", lambda content, scores, tables, *_: kept.update(tables=tables) or "")
-    store = make_store(
-        tmp_path / "a.zarr", dates=DATES, members=10, variables=("t",), levels=(850,), surface=("tcc",), leads=(0, 48),
-        bias=0.3,
-    )  # fmt: skip
-    forecast = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(48,), train=TRAIN)
-    evaluate(settings_of(forecast, store, tmp_path / "r"), store)
-    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    content = overcast(tmp_path)
     reliability = kept["tables"].calibration.reliability
     points = []
     for column, (variable, level) in enumerate((("t", 850), ("tcc", None))):
@@ -57,13 +62,7 @@ def test_a_case_without_a_truth_is_placed_by_its_index(tmp_path, plain):
 
 
 def test_cells_whose_limit_says_nothing_are_not_said_to_miss_a_value(tmp_path, plain):
-    store = make_store(
-        tmp_path / "a.zarr", dates=DATES, members=10, variables=("t",), levels=(850,), surface=("tcc",), leads=(0, 48),
-        bias=0.3,
-    )  # fmt: skip
-    forecast = write_forecasts(tmp_path / "f", store, TEST, corrected(), leads=(48,), train=TRAIN)
-    evaluate(settings_of(forecast, store, tmp_path / "r"), store)
-    notes = json.loads((tmp_path / "r" / "scores.json").read_text())["notes"]
+    notes = overcast(tmp_path)["notes"]
     assert any("Brier scores leave points out where the limit says nothing" in note for note in notes)
     assert not any("miss a value" in note for note in notes)
 
