@@ -35,6 +35,7 @@ _FAR = 30.0  # scales beyond zero where quantiles of the truncated normal are th
 _SERIES = 100.0  # scales beyond zero where two terms give the moments of the truncated normal to seven digits
 _NOTHING = 40.0  # scales beyond which no float64 is left of a normal law
 _TINY = 1e-290
+_LEAST_SLOPE = 1e-6  # of a mean by its location, that its gradient is divided by
 _NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
 
 
@@ -208,17 +209,16 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     The truncated normal law, whose mean is near zero only far below it, is given means from `_LEAST_MEAN` scales up.
 
     Read off a table (1 % of a scale apart, far below zero 1 % of the location; linear between), because no closed form
-    exists; carries no gradient. Between two bounds the table is of one scale alone: Newton's steps start there.
+    exists. Between two bounds the table is of one scale alone: Newton's steps start there. The gradient is that of the
+    table, or of the last step; where the mean is near a bound, it is as large as the location moves.
     """
     if family is Family.NORMAL:
         return mean
     if family is Family.DOUBLY_CENSORED_NORMAL:
-        with torch.no_grad():
-            return _location_between(mean.double(), scale.double()).to(mean.dtype)
-    with torch.no_grad():
-        if family is Family.TRUNCATED_NORMAL:
-            mean = torch.maximum(mean, (_LEAST_MEAN * scale).to(mean.dtype))
-        return _tabulated(family, mean, scale)
+        return _location_between(mean.double(), scale.double()).to(mean.dtype)
+    if family is Family.TRUNCATED_NORMAL:
+        mean = torch.maximum(mean, (_LEAST_MEAN * scale).to(mean.dtype))
+    return _tabulated(family, mean, scale)
 
 
 def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
@@ -240,15 +240,24 @@ def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
     half. The root lies between the roots of these two, and steps that stay there come to it from above.
     """
     near = torch.where(mean > 0.5, 1 - mean, mean)
-    least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
-    most = 0.5 + scale * ndtri(near.clamp(min=0))
-    found = least
-    for _ in range(_NEWTON):
-        lower, upper = -found / scale, (1 - found) / scale
-        excess = scale * _excess(lower, upper)[0] - near
-        slope = (ndtr(-lower) - ndtr(-upper)).clamp(min=_TINY)
-        found = torch.maximum(torch.minimum(found - excess / slope, most), least)
+    with torch.no_grad():
+        least = location_of_mean(Family.CENSORED_NORMAL, near, scale)
+        most = 0.5 + scale * ndtri(near.clamp(min=0))
+        found = least
+        for _ in range(_NEWTON):
+            excess, slope = _excess_between(found, near, scale)
+            found = torch.maximum(torch.minimum(found - excess / slope, most), least)
+    if near.requires_grad or scale.requires_grad:
+        excess, slope = _excess_between(found, near, scale)
+        step = excess / slope.detach().clamp(min=_LEAST_SLOPE)
+        found = found - (step - step.detach())  # the value stays, its gradient is that of the implicit function
     return torch.where(mean > 0.5, 1 - found, found)
+
+
+def _excess_between(location: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much the mean of the law between zero and one is above `mean`, and how fast that grows with location."""
+    lower, upper = -location / scale, (1 - location) / scale
+    return scale * _excess(lower, upper)[0] - mean, (ndtr(-lower) - ndtr(-upper)).clamp(min=_TINY)
 
 
 def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:

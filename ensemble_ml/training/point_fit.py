@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 _ROWS = 1_000_000  # points, at most
 _LEAST_STEPS = 500
-_BATCH = 4096
+_BATCH = 2048
 _CHOICES, _EACH = 4, 500  # choices of members a date, at most; points of each, at least
-_RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 0.1, 0.3, 0.1
+_RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 0.3, 0.3, 0.1
 _PASSES = 4
 _LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
 _SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable

@@ -5,9 +5,10 @@ With e what is left of an error once mean and bias are corrected, sigma0 = s0 ex
     v, w = argmin CRPS of N(v sigma0, [sigma0 exp(w)]^2) at e
 
 over single points of training dates, e and sigma0 in typical spreads. Mean and width are fitted at once: an error
-counts by how large errors are where it stands, so less of the mean is fitted to chance than by squared errors. The
-normal law stands for all families here: `truth_fit` takes shares of v and w by the CRPS of the variable's own law on
-the validation dates. Axes: as in `point_fit`.
+counts by how large errors are where it stands, so less of the mean is fitted to chance than by squared errors. A
+variable that has bounds is scored by its own law, with the mean y - e + v sigma0: most of what can be known of rain is
+whether there is any, and no normal law asks that. `truth_fit` takes shares of v and w by the same CRPS on the
+validation dates. Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from ensemble_ml.models import distributions
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, widened
 from ensemble_ml.models.linear import KINDS
-from ensemble_ml.training.climate_data import Dates, Sample
+from ensemble_ml.store.source import Part
+from ensemble_ml.training.climate_data import Dates, Sample, families
 from ensemble_ml.training.linear_fit import FEWEST_DATES
 from ensemble_ml.training.linear_sums import Targets
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
 
 log = logging.getLogger(__name__)
 
+_LEAST_MEAN = 0.01  # scales, of a law with bounds: where it is nearer to zero its location moves too fast to be fitted
 _TINY = 1e-12
 
 
@@ -60,28 +63,73 @@ def fit_residuals(
         log.info("residuals: %d dates are too few, so nothing is added", len(train))
         return False
     points = Points(correction, dates, targets)
-    before = _Before(points, s1, shrink, inflation)
-    pool = gather("residuals", network, points, train, sizes, before.take, arrays=2, seed=1)
+    score = _Score(correction, dates)
+    before = _Before(points, s1, shrink, inflation, truth=bool(score.bounded))
+    pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, seed=1)
     if pool is None:
         return False
-    error, scale = pool.given
-    typical = _typical_cost(pool)
+    typical = score.typical(pool)
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
-        sigma0 = scale[chosen].clamp(min=_TINY)
-        v, w = bounded(found).chunk(2, 1)
-        return distributions.crps(Family.NORMAL, v * sigma0, sigma0 * w.exp(), error[chosen]) / typical
+        return score(found, [values[chosen] for values in pool.given]) / typical
 
     learn(network, pool, cost, torch.ones(len(network.second)), dates)
     log.info("residuals: fitted to %d points", len(pool.inputs))
     return True
 
 
-class _Before:
-    """Errors and sigma of single points without the network."""
+class _Score:
+    """CRPS of single points, each field by its own law.
 
-    def __init__(self, points: Points, s1: Callable[[Sample, int], Tensor], shrink: Tensor, inflation: Tensor):
-        self.points, self.s1 = points, s1
+    `bounded`: families that are not normal, and their places among the fields.
+    """
+
+    def __init__(self, correction: Correction, dates: Dates):
+        linear = correction.linear
+        laws = families(dates.spec)
+        kinds = list(dict.fromkeys(law for law in laws if law is not Family.NORMAL))
+        codes = torch.tensor([kinds.index(law) if law in kinds else -1 for law in laws])
+        places = linear.ordered(codes.expand(1, *dates.shape)[..., None, None]).flatten()
+        self.normal = torch.nonzero(places < 0).flatten()
+        self.bounded = {kind: torch.nonzero(places == code).flatten() for code, kind in enumerate(kinds)}
+        self.unit = linear.ordered(linear.typical[None]).flatten()  # a law between two bounds has no other
+        self.back = torch.argsort(torch.cat([self.normal, *self.bounded.values()]))
+
+    def __call__(self, found: Tensor, given: Sequence[Tensor]) -> Tensor:
+        """(P, T F) in typical spreads.
+
+        Args:
+            found: v and w, (P, 2 T F), before they are bounded.
+            given: error, sigma0 and, where a field has bounds, truth of `_Before`.
+        """
+        error, sigma0 = given[0], given[1].clamp(min=_TINY)
+        v, w = bounded(found).chunk(2, 1)
+        shift, sigma = v * sigma0, sigma0 * w.exp()
+        normal = (values[:, self.normal] for values in (shift, sigma, error))
+        costs = [distributions.crps(Family.NORMAL, *normal)]
+        for law, at in self.bounded.items():
+            truth, unit = given[2][:, at], self.unit[at]
+            wide = sigma[:, at] * unit
+            mean = truth + (shift - error)[:, at] * unit
+            location = distributions.location_of_mean(law, torch.maximum(mean, _LEAST_MEAN * wide), wide)
+            costs.append(distributions.crps(law, location, wide, truth) / unit)
+        return torch.cat(costs, 1)[:, self.back]
+
+    def typical(self, pool: Pool) -> Tensor:
+        """Mean CRPS of each field without the network, (T F,)."""
+        some = slice(None, None, max(1, len(pool.inputs) // 50_000))
+        weight = pool.weight[some]
+        costs = self(weight.new_zeros(len(weight), 2 * weight.shape[1]), [values[some] for values in pool.given])
+        return ((costs * weight).sum(0) / weight.sum(0).clamp(min=_TINY)).clamp(min=_TINY)
+
+
+class _Before:
+    """Errors and sigma of single points without the network, and the truth itself where that is asked for."""
+
+    def __init__(
+        self, points: Points, s1: Callable[[Sample, int], Tensor], shrink: Tensor, inflation: Tensor, *, truth: bool
+    ):
+        self.points, self.s1, self.arrays = points, s1, 3 if truth else 2
         linear = points.correction.linear
         self.climatology = linear.relative_climatology.flatten(1)
         self.inflation = linear.ordered(inflation[None]).flatten(1)
@@ -89,7 +137,7 @@ class _Before:
         self.typical = linear.ordered(linear.typical[None]).flatten(1)
 
     def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """x (K, P); error and sigma0 (T F, P) in typical spreads."""
+        """x (K, P); error and sigma0 (T F, P) in typical spreads, and the truth in its own units."""
         correction = self.points.correction
         assert correction.surroundings is not None
         inputs, wanted, done = self.points.at(date, sample, members, at)
@@ -99,12 +147,8 @@ class _Before:
         climatology, inflation = self.climatology[:, at], self.inflation[:, at]
         scale = shrunk_spread(followed[None], torch.tensor([float(FOLLOWED)]), climatology, self.shrink)[0]
         left = correction.linear.module.in_mirror(wanted - done, at // self.points.columns)
-        return inputs, [left.chunk(KINDS)[0], scale * inflation.exp()]
-
-
-def _typical_cost(pool: Pool) -> Tensor:
-    """Mean CRPS of each field without the network, (T F,)."""
-    some = slice(None, None, max(1, len(pool.inputs) // 50_000))
-    error, scale, weight = pool.given[0][some], pool.given[1][some].clamp(min=_TINY), pool.weight[some]
-    costs = distributions.crps(Family.NORMAL, torch.zeros(()), scale, error) * weight
-    return (costs.sum(0) / weight.sum(0).clamp(min=_TINY)).clamp(min=_TINY)
+        given = [left.chunk(KINDS)[0], scale * inflation.exp()]
+        if self.arrays > len(given):
+            truth = self.points.dates.target(Part.TRUTH, date)
+            given.append(correction.linear.ordered(truth[None]).flatten(1)[:, at])
+        return inputs, given

@@ -314,3 +314,17 @@ def test_moments_of_the_skewed_laws_are_those_of_the_textbook():
     tail = [integrate.quad(lambda x, p=p: p * x ** (p - 1) * law.sf(x + shift), 0, 30)[0] for p in (1, 2)]
     mean, deviation = moments(GAMMA, mu, sigma)
     assert (mean.item(), deviation.item()) == pytest.approx((tail[0], np.sqrt(tail[1] - tail[0] ** 2)), rel=1e-7)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family is not NORMAL])
+def test_location_of_mean_has_the_slopes_of_its_own_values(family):
+    """By mean and by scale, as the values a step away have them, near a bound and far from it."""
+    mean, scale = (values.ravel() for values in np.meshgrid([0.05, 0.2, 0.35, 0.6, 0.85], [0.12, 0.3, 0.7]))
+    given = [torch.from_numpy(values).requires_grad_() for values in (mean, scale)]
+    location_of_mean(family, *given).sum().backward()
+    for position, values in enumerate(given):
+        ways = []
+        for step in (-1e-2, 1e-2):  # wider than an entry of the table, whose slope jumps from one to the next
+            ways.append(location_of_mean(family, *(g.detach() + step * (g is values) for g in given)))
+        slope = (ways[1] - ways[0]) / 2e-2
+        torch.testing.assert_close(values.grad, slope, rtol=0.08, atol=0.08, msg=lambda m, p=position: f"{p}: {m}")

@@ -6,16 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from synthetic import make_store
 from training.fitting import SIZES, TRAIN, VALIDATION, missing_often, nothing
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import ModelSpec, distributions
-from ensemble_ml.models.heads import bounded
-from ensemble_ml.training.climate_data import Dates
+from ensemble_ml.models.features import shrunk_spread
+from ensemble_ml.models.heads import FOLLOWED, bounded, informed
+from ensemble_ml.store.source import Part
+from ensemble_ml.training.climate_data import Dates, families
 from ensemble_ml.training.point_fit import Points
-from ensemble_ml.training.residual_fit import _Before, fit_residuals
+from ensemble_ml.training.residual_fit import _Before, _Score, fit_residuals
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread
 from ensemble_ml.training.truth_fit import Truth
@@ -180,7 +183,8 @@ def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
         sample = Dates(dates.reader, members).sample(5)
         at = torch.randperm(shape[-2] * shape[-1], generator=draw)[:40]
         points = Points(correction, dates, errors)
-        inputs, (error, scale) = _Before(points, s1, shrink, inflation).take(5, sample, members, at)
+        before = _Before(points, s1, shrink, inflation, truth=False)
+        inputs, (error, scale) = before.take(5, sample, members, at)
         shift, more = one.correction(sample)
         sigma = one.s0(one.followed(sample, more)) * inflation.exp()
         linear = correction.linear
@@ -189,6 +193,48 @@ def test_sigma_without_it_is_that_of_the_model_at_all_sizes(store):
         torch.testing.assert_close(scale, sigmas, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(error, left, rtol=1e-4, atol=1e-4)
         assert len(inputs) == correction.surroundings.first.shape[1] - 1
+
+
+def test_single_points_are_scored_by_the_law_of_their_variable(tmp_path):
+    """No bound, one and two, at two leads: the CRPS of the law that the model would forecast there."""
+    names = {"variables": ("t", "q"), "levels": (500, 850), "surface": ("t2m", "tp", "tcc")}
+    store = make_store(tmp_path / "a.zarr", dates=16, shape=(9, 16), **names)
+    leads, grid = tuple(store.layout.lead_hours[-2:]), store.layout.grid
+    config = ModelConfig(hidden=8, depth=1, surroundings=8, residuals=8)
+    spec = ModelSpec(config, *names.values(), leads, leads, grid.latitude, grid.longitude)
+    dates, draw = Dates(Reader(store, spec), 3), torch.Generator().manual_seed(1)
+    correction, sample, truth = nothing(dates), dates.sample(2), dates.target(Part.TRUTH, 2)
+    linear, shape = correction.linear, correction.linear.anchor.shape
+    linear.climatology.copy_(sample.full_spread.mean((-2, -1), keepdim=True).expand(shape))
+    linear.__post_init__()
+    shrink, inflation = torch.full(shape[:2], 2.0), 0.3 * torch.randn(shape, generator=draw)
+
+    def errors(_date, sample, _members):
+        return truth - sample.mean, torch.zeros_like(sample.mean)
+
+    at = torch.randperm(9 * 16, generator=draw)
+    points = Points(correction, dates, errors)
+    before = _Before(points, lambda sample, _members: sample.full_spread, shrink, inflation, truth=True)
+    given = [values.T for values in before.take(2, sample, 3, at)[1]]
+    found = torch.randn(len(at), 2 * shape[0] * shape[1], generator=draw)
+    score = _Score(correction, dates)
+    costs = score(found, given)
+
+    said = torch.empty(2, shape[0] * shape[1], len(at))
+    said[:, :, at] = found.T.unflatten(0, (2, -1))
+    said = linear.unordered(said.unflatten(-1, shape[2:]))
+    followed = torch.tensor([float(FOLLOWED)])
+    s0 = shrunk_spread(sample.full_spread[None], followed, linear.climatology, shrink[..., None, None])[0]
+    mean, wide = informed(sample.mean, s0, inflation, said)
+    scale, wanted = s0 * wide.exp(), torch.empty(shape)
+    for field, law in enumerate(families(spec)):
+        centre, sigma = torch.maximum(mean[:, field], 0.01 * scale[:, field]), scale[:, field]
+        centre = mean[:, field] if law is Family.NORMAL else centre
+        location = distributions.location_of_mean(law, centre, sigma)
+        wanted[:, field] = distributions.crps(law, location, sigma, truth[:, field])
+    wanted = linear.ordered((wanted / linear.typical)[None]).flatten(1)[:, at].T
+    assert {len(at) for at in (score.normal, *score.bounded.values())} == {6, 4, 2}
+    torch.testing.assert_close(costs, wanted, rtol=2e-3, atol=2e-4)
 
 
 def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):
