@@ -210,7 +210,7 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
 
     Read off a table (1 % of a scale apart, far below zero 1 % of the location; linear between), because no closed form
     exists. Between two bounds the table is of one scale alone: Newton's steps start there. The gradient is that of the
-    table, or of the last step; where the mean is near a bound, it is as large as the location moves.
+    table, or of the implicit function, large where the mean is near a bound; at one the location does not move.
     """
     if family is Family.NORMAL:
         return mean
@@ -268,11 +268,11 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     wider = width * scale
     if family is Family.NORMAL:
         return location, wider
-    mean = moments(family, location, scale)[0]
-    if family is Family.TRUNCATED_NORMAL:
-        with torch.no_grad():
+    with torch.no_grad():
+        mean = moments(family, location, scale)[0]
+        if family is Family.TRUNCATED_NORMAL:
             return _tabulated(family, mean, wider), wider  # however far below zero, its mean is not quite there
-    same = location_of_mean(family, mean, wider)
+        same = location_of_mean(family, mean, wider)
     same = torch.where(location > _GRID[0] * scale, same, width * location)
     if family is Family.DOUBLY_CENSORED_NORMAL:
         same = torch.where(1 - location > _GRID[0] * scale, same, 1 - width * (1 - location))

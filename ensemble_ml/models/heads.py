@@ -138,7 +138,7 @@ class Heads(nn.Module):
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:
                 scale = spread0[:, :, index] * torch.exp(inflation[:, :, index])
-                base[:, :, index] = distributions.location_of_mean(family, base[:, :, index], scale)
+                base[:, :, index] = distributions.location_of_mean(family, base[:, :, index].clone(), scale)
         return base
 
 

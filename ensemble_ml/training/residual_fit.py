@@ -6,9 +6,9 @@ With e what is left of an error once mean and bias are corrected, sigma0 = s0 ex
 
 over single points of training dates, e and sigma0 in typical spreads. Mean and width are fitted at once: an error
 counts by how large errors are where it stands, so less of the mean is fitted to chance than by squared errors. A
-variable that has bounds is scored by its own law, with the mean y - e + v sigma0: most of what can be known of rain is
-whether there is any, and no normal law asks that. `truth_fit` takes shares of v and w by the same CRPS on the
-validation dates. Axes: as in `point_fit`.
+variable that has bounds is scored by its own law, with the mean y - e + v sigma0, held a little off the bounds: most of
+what can be known of rain is whether there is any, and no normal law asks that. `truth_fit` takes shares of v and w by
+the CRPS of the validation dates. Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, lea
 
 log = logging.getLogger(__name__)
 
-_LEAST_MEAN = 0.01  # scales, of a law with bounds: where it is nearer to zero its location moves too fast to be fitted
+_LEAST_MEAN = 0.01  # scales from a bound: where a mean is nearer, its location moves too fast to be fitted
+_LEAST_COST = 0.02  # typical spreads: of a field that is dry nearly everywhere a few wet points would outweigh all else
 _TINY = 1e-12
 
 
@@ -110,8 +111,8 @@ class _Score:
         for law, at in self.bounded.items():
             truth, unit = given[2][:, at], self.unit[at]
             wide = sigma[:, at] * unit
-            mean = truth + (shift - error)[:, at] * unit
-            location = distributions.location_of_mean(law, torch.maximum(mean, _LEAST_MEAN * wide), wide)
+            mean = _within(truth + (shift - error)[:, at] * unit, law, _LEAST_MEAN * wide)
+            location = distributions.location_of_mean(law, mean, wide)
             costs.append(distributions.crps(law, location, wide, truth) / unit)
         return torch.cat(costs, 1)[:, self.back]
 
@@ -120,11 +121,19 @@ class _Score:
         some = slice(None, None, max(1, len(pool.inputs) // 50_000))
         weight = pool.weight[some]
         costs = self(weight.new_zeros(len(weight), 2 * weight.shape[1]), [values[some] for values in pool.given])
-        return ((costs * weight).sum(0) / weight.sum(0).clamp(min=_TINY)).clamp(min=_TINY)
+        return ((costs * weight).sum(0) / weight.sum(0).clamp(min=_TINY)).clamp(min=_LEAST_COST)
+
+
+def _within(mean: Tensor, law: Family, least: Tensor) -> Tensor:
+    """The mean, not nearer to a bound than `least`; its gradient is as without, or what is dry would never be wet."""
+    lower, upper = law.bounds
+    return mean + (lower + least - mean).clamp(min=0).detach() - (mean - upper + least).clamp(min=0).detach()
 
 
 class _Before:
     """Errors and sigma of single points without the network, and the truth itself where that is asked for."""
+
+    _date, _latest = -1, torch.empty(0)  # a date and its truth: other choices of its members follow
 
     def __init__(
         self, points: Points, s1: Callable[[Sample, int], Tensor], shrink: Tensor, inflation: Tensor, *, truth: bool
@@ -149,6 +158,12 @@ class _Before:
         left = correction.linear.module.in_mirror(wanted - done, at // self.points.columns)
         given = [left.chunk(KINDS)[0], scale * inflation.exp()]
         if self.arrays > len(given):
-            truth = self.points.dates.target(Part.TRUTH, date)
-            given.append(correction.linear.ordered(truth[None]).flatten(1)[:, at])
+            given.append(self._truth(date)[:, at])
         return inputs, given
+
+    def _truth(self, date: int) -> Tensor:
+        """(T F, Y X)"""
+        if date != self._date:
+            truth = self.points.dates.target(Part.TRUTH, date)
+            self._date, self._latest = date, self.points.correction.linear.ordered(truth[None]).flatten(1)
+        return self._latest

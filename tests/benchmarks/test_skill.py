@@ -12,7 +12,7 @@ from synthetic import make_store
 from ensemble_ml.benchmarks import skill
 from ensemble_ml.benchmarks.skilling import entrants
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
-from ensemble_ml.benchmarks.skilling.scoring import Data, fit, groups_of, score
+from ensemble_ml.benchmarks.skilling.scoring import CHANCE, Data, _Scorer, fit, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board, Table
 from ensemble_ml.cli import conf_folder
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, SkillConfig
@@ -21,6 +21,8 @@ from ensemble_ml.store.climate import PROBABILITIES
 from ensemble_ml.store.source import Part
 from ensemble_ml.verification.bootstrap import draw_dates
 from ensemble_ml.verification.extremes import efi
+from ensemble_ml.verification.samples import Group
+from ensemble_ml.verification.statistics import c4
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,7 @@ def contest():
         },
         "held_out": {
             "unet3d-from5": 0.81, "spread_regression_5": 1.0, "held_out_regression_5": 0.9025, "size_corrected_5": 1.44,
+            "chance": 0.7225,
         },
         "square": {"unet3d-from5": 1.0},
     }  # fmt: skip
@@ -164,6 +167,8 @@ def test_claims_are_the_scores_worked_out_by_hand():
         "1, 5 members in: none but 1 is worse than the best baseline with as many members; the smallest gain": 100 / 17,
     }  # fmt: skip
     assert {claim.claim: claim.value for claim in claims} == pytest.approx(expected, abs=1e-9)
+    chance = figures["held_out RMSE: chance alone (normal members whose law is known) below held_out_regression_5"]
+    assert chance.median == pytest.approx(100 * (1 - 0.85 / 0.95))
     shares = {name.rpartition(": ")[2]: f.median for name, f in figures.items() if name.startswith("share of the gain")}
     parts = {"fewer members (a loss)": -10, "bias": 10, "dispersion": 5, "a law that cannot be negative": 2.5}
     assert shares == pytest.approx(parts | {"flow-dependence": 12.5})
@@ -201,6 +206,22 @@ def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
     # bias and dispersion each help, on dates that they were not fitted on
     steps = [board.score("crps", [name])[0].mean() for name in ("raw_3", "debiased_3", "corrected_3")]
     assert steps[0] > steps[1] > steps[2]
+
+
+def test_a_forecast_that_knows_the_law_errs_by_chance_alone():
+    """Against the spread of five normal members held out of ten: the spread that is expected of them, of all sizes."""
+    rng, table, few = np.random.default_rng(0), Table(1, 1), 5
+    sigma = np.exp(rng.normal(0, 0.5, (1, 300, 400)))
+    members = sigma * rng.normal(size=(10, *sigma.shape))
+    group = Group("t2m", 48, (None,), slice(0, 1))
+    nothing = SimpleNamespace(spread=lambda given: given, held_out=lambda _given: c4(10) * sigma)
+    data = SimpleNamespace(members=few, full=10, store=SimpleNamespace(layout=SimpleNamespace(grid=SimpleNamespace(
+        area_weights=lambda: np.ones(sigma.shape[1:])
+    ))))  # fmt: skip
+    _Scorer(data, table, 0, group, nothing)._spreads(members, {})
+    best, chance = (table.total["held_out", name].item() for name in ("held_out_regression_5", CHANCE))
+    assert chance == pytest.approx(best, rel=0.02)
+    assert table.total["held_out", "size_corrected_5"].item() > 1.5 * best
 
 
 def test_extremes_are_measured_against_other_years(store):

@@ -228,13 +228,52 @@ def test_single_points_are_scored_by_the_law_of_their_variable(tmp_path):
     mean, wide = informed(sample.mean, s0, inflation, said)
     scale, wanted = s0 * wide.exp(), torch.empty(shape)
     for field, law in enumerate(families(spec)):
-        centre, sigma = torch.maximum(mean[:, field], 0.01 * scale[:, field]), scale[:, field]
-        centre = mean[:, field] if law is Family.NORMAL else centre
+        centre, sigma = mean[:, field], scale[:, field]
+        if law is not Family.NORMAL:  # a little off the bounds
+            lower, upper = law.bounds
+            centre = torch.minimum(torch.maximum(centre, lower + 0.01 * sigma), upper - 0.01 * sigma)
         location = distributions.location_of_mean(law, centre, sigma)
         wanted[:, field] = distributions.crps(law, location, sigma, truth[:, field])
     wanted = linear.ordered((wanted / linear.typical)[None]).flatten(1)[:, at].T
     assert {len(at) for at in (score.normal, *score.bounded.values())} == {6, 4, 2}
     torch.testing.assert_close(costs, wanted, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["tp", "tcc"])
+def test_what_is_fitted_to_a_variable_with_bounds_is_better_for_it(tmp_path, name):
+    """Sure of its bounds on half of the globe, where the truth is not at them: v learns so, however dry it began. Dates
+    without a truth teach nothing and harm nothing."""
+    store = make_store(
+        tmp_path / "a.zarr", dates=20, members=6, shape=(9, 16), variables=(), levels=(), surface=(name,)
+    )
+    lead, grid = store.layout.lead_hours[-1:], store.layout.grid
+    config = ModelConfig(hidden=8, depth=1, surroundings=32, residuals=32)
+    spec = ModelSpec(config, (), (), (name,), lead, lead, grid.latitude, grid.longitude)
+    dates = Dates(Reader(store, spec), 3)
+    correction = nothing(dates)
+    draw, east = torch.Generator().manual_seed(0), (torch.arange(16) < 8).expand(9, 16)
+    truths = [torch.where(east, torch.rand(1, 1, 9, 16, generator=draw), 0.0) * 0.5 for _ in range(20)]
+    dates.target = lambda _part, date: truths[date] if date % 2 else torch.full_like(truths[date], torch.nan)
+
+    def errors(date, sample, _members):
+        return dates.target(None, date), torch.zeros_like(sample.mean)  # all forecasts are nothing
+
+    def s1(sample, _members):
+        return torch.full_like(sample.mean, 0.1)
+
+    flat = torch.full((1, 1), NO_SHRINK), torch.zeros(1, 1, 9, 16)
+    assert fit_residuals(correction, dates, np.arange(20), SIZES, errors, s1, *flat)
+    assert torch.isfinite(correction.residuals.second).all()
+    v, w = bounded(correction.expected_errors(dates.sample(19), 3))
+    shift, sigma = 0.1 * v, 0.1 * w.exp()
+    assert float(shift[..., east].mean()) > 0.15 > 0.06 > float(shift[..., ~east].mean())
+    law = spec.families[1][0]
+
+    def cost(mean, scale):
+        location = distributions.location_of_mean(law, mean.clamp(min=0.01 * scale), scale)
+        return float(distributions.crps(law, location, scale, truths[19]).mean())
+
+    assert cost(shift, sigma) < 0.75 * cost(torch.zeros_like(shift), torch.full_like(sigma, 0.1))
 
 
 def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):

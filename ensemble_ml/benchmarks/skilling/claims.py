@@ -13,7 +13,7 @@ import numpy as np
 
 from ensemble_ml.benchmarks.results import Claim, Figure
 from ensemble_ml.benchmarks.skilling.entrants import OURS, START
-from ensemble_ml.benchmarks.skilling.scoring import BINS
+from ensemble_ml.benchmarks.skilling.scoring import BINS, CHANCE
 from ensemble_ml.benchmarks.skilling.table import Board
 from ensemble_ml.verification.bootstrap import Interval
 
@@ -128,9 +128,13 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
     if ("held_out", ours[0]) in board.table.total:
         # The regression may be fitted to all members' spread, as ours is, or to that of those held out.
         kinds = f"spread_regression_{m}", f"held_out_regression_{m}"
-        found = min((gain("held_out", ours, kind) for kind in kinds), key=lambda one: one.value)
+        gains = {kind: gain("held_out", ours, kind) for kind in kinds}
+        better = min(gains, key=lambda kind: gains[kind].value)
+        found = gains[better]
         _two(claims, f"{text}, against the {contest.full - m} held-out members, the better of two", found, 5.0)
         gain("held_out", ours, f"size_corrected_{m}")
+        told = f"held_out RMSE: chance alone (normal members whose law is known) below {better}"
+        _put(figures, told, board.gain("held_out", [CHANCE], [better], power=0.5))
 
 
 def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:

@@ -26,10 +26,11 @@ from ensemble_ml.verification.families import location_of_mean
 from ensemble_ml.verification.probability import bin_of, pit
 from ensemble_ml.verification.samples import Group, held_out_spread
 from ensemble_ml.verification.scoring import extreme_forecast_index
-from ensemble_ml.verification.statistics import crps, crps_members, ensemble_moments
+from ensemble_ml.verification.statistics import c4, crps, crps_members, ensemble_moments
 
 EXTREME = 0.7  # |EFI| beyond which a forecast counts as extreme
 BINS = 10
+CHANCE = "chance"  # as an entrant: what is left to it where the law of the members is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +166,8 @@ class _Scorer:
 
     def _spreads(self, members: np.ndarray, files: Mapping[str, netCDF4.Dataset]) -> None:
         few, full = self.data.members, self.data.full
-        actual = np.sqrt(ensemble_moments(members)[1])
-        held = held_out_spread(members, few)
+        variance = ensemble_moments(members)[1]
+        actual, held = np.sqrt(variance), held_out_spread(members, few)
         four, given = (np.sqrt(ensemble_moments(members[:size])[1]) for size in (4, few))
         said = {"raw_4": four, f"raw_{few}": given, f"size_corrected_{few}": base.size_corrected(given, few, full)}
         said[f"spread_regression_{few}"] = self.fitted.spread(given)
@@ -180,6 +181,9 @@ class _Scorer:
                 self._put("held_out", label, (spread - held) ** 2, everywhere)
         if held is not None and self.fitted.held_out is not None:
             self._put("held_out", f"held_out_regression_{few}", (self.fitted.held_out(given) - held) ** 2, everywhere)
+            # Variance of `held` where its members are normal draws and their law is known: no forecast errs by less.
+            known = c4(full - few)
+            self._put("held_out", CHANCE, (c4(full) / known) ** 2 * (1 - known**2) * variance, everywhere)
 
     def _forecast(
         self, label: str, file: netCDF4.Dataset, truth: np.ndarray, weight: np.ndarray, extreme: np.ndarray,
