@@ -206,7 +206,7 @@ def _begin(
     members = config.data.validation_members
     fit = on_first(
         session, shard, reader,
-        lambda whole: kept_fit(config.output, whole, train, validation, members, config.data.members),
+        lambda whole: kept_fit(config.output, whole, train, validation, members, config.data.members, config.seed),
     )  # fmt: skip
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)

@@ -67,10 +67,11 @@ class _Latest:
 
 
 class Dates:
-    """Reads single start dates of a store; `members` is M, the number of first members of a `Sample`."""
+    """Reads single start dates of a store; `members` is M, the number of first members of a `Sample`; `seed` of what
+    fits draw by chance."""
 
-    def __init__(self, reader: Reader, members: int):
-        self.reader, self.spec = reader, reader.spec
+    def __init__(self, reader: Reader, members: int, seed: int = 0):
+        self.reader, self.spec, self.seed = reader, reader.spec, seed
         self.members = min(members, reader.full_size)
         self._latest = _Latest(reader)
 

@@ -73,6 +73,7 @@ def fit_climate(
     validation: Sequence[int] | np.ndarray,
     members: int,
     sizes: Sequence[int] = (),
+    seed: int = 0,
 ) -> Fit:
     """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty, the shares of the
     small networks and the width of sigma on `validation`.
@@ -82,6 +83,7 @@ def fit_climate(
         train, validation: indices of start dates.
         members: M, the number of first members at which spread and residuals are compared.
         sizes: numbers of members that the training will show.
+        seed: of the small networks and of the points that they are fitted to.
 
     Raises:
         UserError: a field is missing on all training dates, none has `members` whole ones, or the linear correction's
@@ -89,7 +91,7 @@ def fit_climate(
     """
     refuse_unfittable(reader.spec)
     began = time.monotonic()
-    dates, scales = Dates(reader, members), Scales(reader.spec.grid)
+    dates, scales = Dates(reader, members, seed), Scales(reader.spec.grid)
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), most_dates(reader.spec))
     if not any(len(reader.available(int(date))) >= dates.members for date in chosen):
         raise UserError(

@@ -1,10 +1,10 @@
-"""Keeps what `climate_fit` found, so that the seeds and trials of one output folder fit it once.
+"""Keeps what `climate_fit` found, so that the trials of one output folder fit it once for each seed.
 
     OUTPUT/.fits/KEY.fit      sha256 of what follows, then arrays as safetensors
 
 KEY is a hash of all that a fit depends on: the store's fingerprint, the spec but for the U-Net's own settings, the
-dates, the numbers of members, the code, and of the machine what decides how much is fitted and to which last bit. A
-file is whole or not there; one that cannot be read is made anew.
+dates, the numbers of members, the seed where small networks are fitted, the code, and of the machine what decides how
+much is fitted and to which last bit. A file is whole or not there; one that cannot be read is made anew.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import Climate
 from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.training.checkpoint import sync
 from ensemble_ml.training.climate_fit import Fit, fit_climate
 from ensemble_ml.training.code import hash_of
@@ -43,8 +44,9 @@ _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_
 
 
 def kept_fit(
-    output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int]
-) -> Fit:
+    output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
+    seed: int,
+) -> Fit:  # fmt: skip
     """What `fit_climate` finds, from `output`/.fits where it has been found before.
 
     Args:
@@ -53,16 +55,18 @@ def kept_fit(
     Raises:
         UserError: as `fit_climate`.
     """
-    path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes)}{_SUFFIX}"
+    path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes, seed)}{_SUFFIX}"
     found = _read(path)
     if found is not None:
         return found
-    fit = fit_climate(reader, train, validation, members, sizes)
+    fit = fit_climate(reader, train, validation, members, sizes, seed)
     _write(path, fit)
     return fit
 
 
-def _key(reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int]) -> str:
+def _key(
+    reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int], seed: int
+) -> str:
     spec = reader.spec.to_json()
     spec["config"] = {k: v for k, v in spec["config"].items() if k not in _OF_THE_NETWORK}
     given: dict[str, Any] = {
@@ -70,6 +74,7 @@ def _key(reader: Reader, train: np.ndarray, validation: np.ndarray, members: int
         "spec": spec,
         "dates": [np.asarray(dates).tolist() for dates in (train, validation)],
         "members": [members, *sorted(set(sizes))],
+        "seed": seed if any(units for units, _ in surroundings_shapes(reader.spec).values()) else 0,
         "code": _CODE,
         "machine": [memory_limit(), has_bfloat16(torch.device("cpu")), torch.get_num_threads(), torch.__version__],
     }

@@ -119,7 +119,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # (P, T F), of outputs (P, U) and the
 
 def gather(
     name: str, network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take,
-    arrays: int, seed: int,
+    arrays: int, stream: int,
 ) -> Pool | None:  # fmt: skip
     """Random points of all dates, each as a few random choices of members see it; none where memory holds too few,
     which is told.
@@ -130,7 +130,7 @@ def gather(
         sizes: numbers of members that the training will show.
         take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (T F, P), NaN
             where absent; what lacks one counts for nothing.
-        seed: of the choices of points and members.
+        stream: 0 or 1: the two networks see other points, and choices of members, of the dates' seed.
     """
     dates, inputs = points.dates, network.first.shape[1] - 1
     fields = len(points.correction.linear.relative_climatology)
@@ -148,7 +148,7 @@ def gather(
         [torch.empty(rows, fields) for _ in range(arrays)],
         torch.empty(rows, fields),
     )
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(2 * dates.seed + stream)
     for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw)):
         sample, members = dates.sample(date, chosen), len(chosen)
         at = torch.from_numpy(np.sort(draw.choice(cells, each, replace=False)))  # as `at_points` has them soonest
@@ -181,9 +181,9 @@ def choices_of(
 class _Dropout(nn.Module):
     """Dropout that draws a byte, not a float, for each unit: torch's takes as long as both layers on a processor."""
 
-    def __init__(self, share: float):
+    def __init__(self, share: float, seed: int):
         super().__init__()
-        self.least, self.draw = round(256 * share), np.random.default_rng(0)
+        self.least, self.draw = round(256 * share), np.random.default_rng(seed)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training:
@@ -197,7 +197,7 @@ def learn(network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Da
 
     Args:
         loss: of outputs (P, U) in `unit`s (U,).
-        dates: that the pool is from, told every few seconds that the fit goes on.
+        dates: that the pool is from, told every few seconds that the fit goes on; their seed is that of the weights.
     """
     common = plane_count(dates.spec)  # of the inputs, the last ones: place, season and size
     some = pool.inputs[:: max(1, len(pool.inputs) // 50_000)].float()
@@ -209,11 +209,11 @@ def learn(network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Da
     low = has_bfloat16(torch.device("cpu"))
     state = torch.get_rng_state()
     try:
-        torch.default_generator.manual_seed(0)  # of the CPU alone
+        torch.default_generator.manual_seed(dates.seed)  # of the CPU alone
         first, second = nn.Linear(len(middle), hidden), nn.Linear(hidden, outputs)
         nn.init.zeros_(second.weight)
         nn.init.zeros_(second.bias)
-        layers = nn.Sequential(first, nn.GELU(), _Dropout(_DROPOUT), second)
+        layers = nn.Sequential(first, nn.GELU(), _Dropout(_DROPOUT, dates.seed), second)
         batch = min(_BATCH, max(256, len(pool.inputs) // 64), len(pool.inputs))
         a_pass = len(pool.inputs) // batch
         passes = max(_PASSES, -(-_LEAST_STEPS // a_pass))

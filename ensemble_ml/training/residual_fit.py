@@ -66,7 +66,7 @@ def fit_residuals(
     points = Points(correction, dates, targets)
     score = _Score(correction, dates)
     before = _Before(points, s1, shrink, inflation, truth=bool(score.bounded))
-    pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, seed=1)
+    pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, stream=1)
     if pool is None:
         return False
     typical = score.typical(pool)

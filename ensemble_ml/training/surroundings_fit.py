@@ -54,7 +54,7 @@ def fit_surroundings(
         inputs, wanted, done = points.at(date, sample, members, at)
         return inputs, [(wanted - done).chunk(KINDS)[1]]
 
-    pool = gather("surroundings", network, points, train, sizes, take, arrays=1, seed=0)
+    pool = gather("surroundings", network, points, train, sizes, take, arrays=1, stream=0)
     if pool is None:
         return
     (wanted,), unit = pool.given, _sizes(pool)

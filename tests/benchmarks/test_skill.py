@@ -55,7 +55,8 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
         mine = {r for r in runs if r.startswith(name)}
         assert len(mine) == 3 and {f"{name}-trial0-seed0", f"{name}-trial1-seed0"} < mine
     assert {r for r in runs if r.startswith("emos")} == {"emos-trial0-seed0"}
-    assert {r for r in runs if r.startswith("start")} == {"start-trial0-seed0"}
+    assert {r for r in runs if r.startswith("start")} == {"start-trial0-seed0", "start-trial0-seed1"}
+    assert any(note.startswith("Best on the validation dates at steps, by seed: ") for note in content["notes"])
     rows = content["tables"]["Trials, on the validation dates"]
     assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
     assert next(row for row in rows if row["model"] == "emos")["emos"]["form"]

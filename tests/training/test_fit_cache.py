@@ -1,4 +1,4 @@
-"""Fits that are kept: the same for all seeds of an output folder, made anew where what they depend on differs."""
+"""Fits that are kept: the same for all trials of a seed, made anew where what they depend on differs."""
 
 import logging
 from dataclasses import fields
@@ -30,16 +30,36 @@ def files(config):
     return sorted((Path(config.output) / ".fits").iterdir())
 
 
-def test_another_seed_takes_the_same_fit(config_of, counted, caplog):
+def test_another_trial_takes_the_same_fit(config_of, counted, caplog):
     whole = {"steps": 2, "model__linear": True}
     with caplog.at_level(logging.INFO):
-        first, second = (train(config_of(run=f"seed{seed}", seed=seed, **whole)) for seed in (0, 1))
+        first, second = (train(config_of(run=f"rate{rate}", optim__lr=rate, **whole)) for rate in (1e-3, 1e-4))
     assert len(counted) == 1
     assert "climate: as fitted before" in caplog.text
     one, other = (load_checkpoint(run / "checkpoints" / "last") for run in (first, second))
     same = [k for k in one.state_dict if "surroundings" in k or "residuals" in k or k.endswith("inflation")]
     assert len(same) >= 6 and all((one.state_dict[k] == other.state_dict[k]).all() for k in same)
     assert one.meta["fit_seconds"] == pytest.approx(other.meta["fit_seconds"], abs=0.1)
+
+
+def test_another_seed_has_small_networks_of_its_own(config_of, counted):
+    """Fitted to other points from other weights; what has no chance in it is the same."""
+    found = []
+    for seed in (0, 1, 0):
+        run = train(config_of(run=f"run{len(found)}", seed=seed, steps=1, model__linear=True))
+        found.append(load_checkpoint(run / "checkpoints" / "best").state_dict)
+    assert len(counted) == 2
+    for network in ("surroundings", "residuals"):
+        first, second, again = (state[f"{network}.first"] for state in found)
+        assert (first != second).float().mean() > 0.9
+        assert (first == again).all()
+    assert (found[0]["linear.weight"] == found[1]["linear.weight"]).all()
+
+
+def test_without_small_networks_seeds_share_a_fit(config_of, counted):
+    for seed in (0, 1):
+        train(config_of(run=f"seed{seed}", seed=seed, steps=1))
+    assert len(counted) == 1
 
 
 def test_a_kept_fit_is_the_fit_itself(config_of, counted):

@@ -68,7 +68,7 @@ def test_the_fit_is_the_same_each_time_and_leaves_the_random_state_alone(point_d
 
 
 def test_dropout_keeps_the_mean_and_draws_anew():
-    drop, ones = _Dropout(0.3), torch.ones(200, 1000)
+    drop, ones = _Dropout(0.3, 0), torch.ones(200, 1000)
     once, again = drop(ones), drop(ones)
     assert float((once == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
     assert float(once.mean()) == pytest.approx(1, abs=0.01)

@@ -1,7 +1,7 @@
 """Trains everyone alike: the same dates, inputs, trials, seeds, time of steps and early stopping by validation dates.
 
-What ours fits to its training dates before a first step (`START`) is made once; every training of the others may take
-as much time more, and steps in proportion.
+What ours fits to its training dates before a first step (`START`) is made once a seed; every training of the others may
+take as much time more, and steps in proportion.
 
 A trial is a setting of the optimizer; the one with the lowest CRPS on the validation dates goes on with more seeds. A
 training or a forecast that is whole is not made again, and one that was broken off goes on.
@@ -122,7 +122,7 @@ def train_entrant(
     """
     count = 1 if name in CLOSED_FORM else config.trials
     if name != OURS and config.minutes:
-        minutes = config.minutes + _tenths(fit_seconds(start) / 60)
+        minutes = config.minutes + _tenths(max(fit_seconds(start)) / 60)
         steps = config.steps if name in CLOSED_FORM else math.ceil(config.steps * minutes / config.minutes)
         config = replace(config, minutes=minutes, steps=steps)
     rows = []
@@ -142,19 +142,25 @@ def train_entrant(
 
 
 def start_of_ours(config: SkillConfig, dates: Dates, store: TensorStore, folder: Path, size: BenchmarkSize) -> Trained:
-    """Our network as its fits leave it, which tells what training adds; all its trials and seeds take these fits.
+    """Our network as its fits leave it, which tells what training adds; all trainings of a seed take the seed's fits.
 
     Raises:
         UserError: more trials than there are settings.
     """
     if config.trials > len(TRIALS):
         raise UserError(f"skill.trials={config.trials}: there are {len(TRIALS)} settings to try; give {len(TRIALS)}")
-    return Trained(START, (_train(START, 0, 0, config, dates, store, folder, size),), ())
+    runs = (_train(START, 0, seed, config, dates, store, folder, size) for seed in range(config.seeds))
+    return Trained(START, tuple(runs), ())
 
 
-def fit_seconds(start: Trained) -> float:
-    """What our fits took, whenever they were made."""
-    return float(load_checkpoint(start.runs[0] / "checkpoints" / "last").meta["fit_seconds"])
+def fit_seconds(start: Trained) -> list[float]:
+    """What the fits of each seed took, whenever they were made."""
+    return [float(load_checkpoint(run / "checkpoints" / "last").meta["fit_seconds"]) for run in start.runs]
+
+
+def steps_taken(trained: Trained) -> list[int]:
+    """The step at which each seed was best on the validation dates."""
+    return [int(load_checkpoint(run / "checkpoints" / "best").meta["step"]) for run in trained.runs]
 
 
 def _tenths(minutes: float) -> float:
