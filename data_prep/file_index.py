@@ -15,7 +15,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from data_prep.grib_keys import Scan
 from data_prep.records import RECORD
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.folders import user_cache
+from ensemble_ml.store.locks import NoLocks, claimed_once
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ UNKNOWN, FILLED, EMPTY = 0, 1, 2  # of a field: not looked at, holds a value, is
 
 Found = TypeVar("Found")
 _FORMAT = 3
+_LOOK = 0.2  # seconds between looks at a file that another process scans
 # What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
 
@@ -88,6 +91,23 @@ class FileIndex:
                 return _belongs(json.loads(file.readline()), path, Stamp.of(path))
         except (OSError, ValueError, KeyError, TypeError):
             return False
+
+    @contextlib.contextmanager
+    def alone(self, path: str) -> Iterator[None]:
+        """Hold the place of `path`'s table, so that of many builders that begin at once one scans the file; where there
+        are no locks, or nothing can be kept, each of them does."""
+        place = self.place(path)
+        with contextlib.ExitStack() as stack:
+            if place is not None:
+                with contextlib.suppress(OSError, NoLocks):
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    lock = place.with_name(f".{place.name}.lock")
+                    if not stack.enter_context(claimed_once(lock)):
+                        log.info("%s: another process scans it, and its table is waited for", path)
+                        while not (self.holds(path) or stack.enter_context(claimed_once(lock))):
+                            stack.close()
+                            time.sleep(_LOOK)
+            yield
 
     def save(self, path: str, stamp: Stamp, table: Table) -> None:
         """Keep a table, by rename, so that no reader meets half of it."""

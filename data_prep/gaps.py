@@ -137,16 +137,42 @@ def by_date(gaps: Sequence[Gap]) -> dict[str, list[str]]:
 
 
 def holes(init_time: np.ndarray) -> list[np.datetime64]:
-    """Start dates that a regular series lacks: where most dates are one step apart, those within a few steps more."""
+    """Start dates that a regular series lacks: where most dates are one step apart, or two steps take turns (Mondays
+    and Thursdays), those within a few steps more."""
     steps = np.diff(init_time)
     if len(steps) < 3:
         return []
     kinds, counts = np.unique(steps, return_counts=True)
-    step = kinds[counts.argmax()]
-    if counts.max() < _USUAL * len(steps):
+    usual = kinds[np.argsort(-counts, kind="stable")[:2]]
+    if counts.max() >= _USUAL * len(steps):
+        usual = usual[:1]
+    elif len(usual) < 2 or np.mean(_in_turn(steps, usual)) < _USUAL:
         return []
     found: list[np.datetime64] = []
-    for first, gap in zip(init_time, steps, strict=False):
-        if step < gap <= _MOST_STEPS * step and gap % step == np.timedelta64(0):
-            found += [first + step * number for number in range(1, int(gap / step))]
+    before: np.timedelta64 | None = None
+    for first, gap, after in zip(init_time, steps, [*steps[1:], None], strict=False):
+        hole = gap not in usual and gap <= _MOST_STEPS * usual.min()
+        dates = _between(first, gap, usual, (before, after)) if hole else []
+        found += dates
+        before = first + gap - dates[-1] if dates else gap
     return found
+
+
+def _in_turn(steps: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    """Of each step and the next whether they are the two usual ones, either first."""
+    pairs = np.sort(np.stack([steps[:-1], steps[1:]]), 0)
+    return (pairs == np.sort(usual)[:, None]).all(0)
+
+
+def _between(
+    first: np.datetime64, gap: np.timedelta64, usual: np.ndarray, around: tuple[np.timedelta64 | None, ...]
+) -> list[np.datetime64]:
+    """Dates within a gap, by the usual steps in turn with those `around` it; none where no such steps fill it."""
+    for start in range(len(usual)):
+        steps = [usual[start]]
+        while sum(steps, np.timedelta64(0)) < gap:
+            steps.append(usual[(start + len(steps)) % len(usual)])
+        turns = len(usual) == 1 or (steps[0] != around[0] and steps[-1] != around[1])
+        if turns and sum(steps, np.timedelta64(0)) == gap:
+            return [first + sum(steps[:count], np.timedelta64(0)) for count in range(1, len(steps))]
+    return []

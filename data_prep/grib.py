@@ -45,12 +45,20 @@ class GribFile:
         self._stamp = _stamp(path)
         table = index.load(path, self._stamp) if index else None
         if table is None:
-            table = _Indexer(path, self._stamp).table()
-            if index:
-                index.save(path, self._stamp, table)
+            table = self._scanned(index)
         self.records, self.skipped = table.records, table.skipped
         self._scans = table.scans
         self.grid: Grid | None = self._places()[0].grid if table.scans else None
+
+    def _scanned(self, index: FileIndex | None) -> Table:
+        if index is None:
+            return _Indexer(self.path, self._stamp).table()
+        with index.alone(self.path):
+            table = index.load(self.path, self._stamp)  # another may have made it meanwhile
+            if table is None:
+                table = _Indexer(self.path, self._stamp).table()
+                index.save(self.path, self._stamp, table)
+        return table
 
     def _places(self) -> list[Place]:
         return [place_of(scan) for scan in self._scans]

@@ -33,8 +33,10 @@ def row(claim: dict) -> str:
     return f"| {said} | {f'{value} {unit}'.rstrip()} | {target} | {'yes' if claim['holds'] else '**no**'} |"
 
 
-def shown(value: float | str) -> str:
+def shown(value: float | str | None) -> str:
     """A number as the table has it."""
+    if value is None:
+        return "none"
     if not isinstance(value, int | float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -18,6 +18,7 @@ from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Figure, commit, summary, write_results
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
 from ensemble_ml.benchmarks.skilling.entrants import (
+    OURS,
     Dates,
     Trained,
     fit_seconds,
@@ -129,13 +130,14 @@ def _contest(
     groups, columns = groups_of(store, (lead,))
     data = Data(store, train, test, skill.members)
     folders = {label: path for sizes in forecasts.values() for part in sizes.values() for label, path in part.items()}
-    detailed = frozenset(label for sizes in forecasts.values() for label in sizes[skill.members])
-    table = score(data, groups, len(columns), folders, detailed)
+    extremes = {label for sizes in forecasts.values() for label in sizes[skill.members]}
+    calibration = {label for labels in forecasts[OURS].values() for label in labels}
+    table = score(data, groups, len(columns), folders, extremes, calibration)
     blocks = blocks_of(times[test], skill.block_days)
     counts = np.vstack([np.ones(len(test)), draw_dates(blocks, skill.bootstrap, 0)])
     board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, blocks)
     labels = {name: {size: tuple(part) for size, part in sizes.items()} for name, sizes in forecasts.items()}
-    return Contest(board, labels, skill.members, data.full, lead, len(train))
+    return Contest(board, labels, skill.members, data.full, lead, len(train), tuple(c.name for c in columns))
 
 
 def _split_in_words(dates: Dates, store: TensorStore) -> str:

@@ -55,7 +55,7 @@ class TrainConfig:
 
     run: str = opt(MISSING, "name of the run: results go to OUTPUT/RUN")
     output: str = opt("runs", "folder of all runs")
-    seed: int = opt(0, "seed of weights, order of dates and member subsets")
+    seed: int = opt(0, "seed of weights, of the small networks and the points they are fitted to, order of dates and member subsets")
     steps: int = opt(1000, "optimizer steps")
     batch_size: int = opt(4, "start dates a step, over all ranks; one at least for each of parallel.data")
     validate_every: int = opt(100, "steps between validations")

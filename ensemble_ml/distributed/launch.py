@@ -33,7 +33,7 @@ from ensemble_ml.errors import Stopped, UserError
 
 T = TypeVar("T")
 _log = logging.getLogger("ensemble_ml")
-_LOOK = 0.02  # seconds between looks at the store
+_LOOK, _RARELY = 0.02, 0.5  # seconds between looks at the store, at first and in the end: rank 0 serves it to all ranks
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
@@ -208,11 +208,12 @@ def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
 
     Signals are heard meanwhile, as they are not within a call of the store.
     """
-    latest = time.monotonic() + seconds
+    latest, wait = time.monotonic() + seconds, _LOOK
     while not done():
         if time.monotonic() > latest:
             return False
-        time.sleep(_LOOK)
+        time.sleep(wait)
+        wait = min(1.2 * wait, _RARELY)
     return True
 
 

@@ -32,6 +32,8 @@ from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
 from ensemble_ml.models.surroundings import Surroundings
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
+_BY_POINT = (nn.Linear, nn.ModuleList, nn.ModuleDict, nn.Sequential)  # a part of these is what the whole has there
+_OURS = EnsembleModel.__module__.rpartition(".")[0]  # layers of this package: by point, or changed below
 
 
 def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = None) -> Shard:
@@ -44,11 +46,13 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
     Raises:
         UserError: the grid does not have a block of 2^depth rows or columns for every rank, or a rank's part is so thin
             at some level that the row beyond the pole would come from its neighbour.
+        TypeError: the model has a layer of which nobody knows whether it looks beyond a point.
     """
     grid, depth = model.spec.grid, model.spec.config.depth
     shard = make_shard(mesh.topology, grid.shape, depth)
     if mesh.topology.spatial == 1:
         return shard
+    _refuse_unknown(model)
     for module in model.modules():
         if isinstance(module, Padder):
             _swap(module, PartPadder, mesh=mesh, shard=_level_of(module, shard, depth))
@@ -56,8 +60,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartConvolution, overlap=overlap or Overlap())
         elif isinstance(module, Heads):
             _swap(module, PartHeads, shard=shard)
-            for name, p in module.named_parameters(recurse=False):
-                if isinstance(vars(PartHeads).get(name), property):
+            for term, p in module.named_parameters(recurse=False):
+                if isinstance(vars(PartHeads).get(term), property):
                     mark_own(p, shard)
         elif isinstance(module, Features):
             _swap(module, PartFeatures, shard=shard)
@@ -67,6 +71,15 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartSurroundings, shard=shard)
     _swap(model, PartModel, shard=shard)
     return shard
+
+
+def _refuse_unknown(model: EnsembleModel) -> None:
+    """Raise a TypeError where a layer is neither ours, nor by point, nor part of a `Convolution`, which pads for it."""
+    inner = {part for module in model.modules() if isinstance(module, Convolution) for part in module.modules()}
+    for name, module in model.named_modules():
+        ours = type(module).__module__.startswith(_OURS)
+        if not (ours or module in inner or isinstance(module, _BY_POINT)):
+            raise TypeError(f"layer {name} ({type(module).__name__}): of such layers nobody knows what a part computes")
 
 
 def _swap(module: nn.Module, kind: type[nn.Module], **values: Any) -> None:

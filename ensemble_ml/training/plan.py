@@ -188,6 +188,11 @@ class Planner:
         given: Links = {(): Link(settings.alpha or 0.0, settings.beta or 0.0)}
         ask = settings.alpha is None and self.ranks > 1
         job = Job(self.config, self.spec, shapes, settings.seconds, cache_folder(settings.cache), settings.gflops, ask)
+        if settings.simulate and settings.alpha is None and not ask:
+            raise UserError(
+                "plan.simulate=true: one rank has no link to time, and links that cost nothing would be assumed;"
+                " give seconds a message and seconds a byte (plan.alpha=2e-5 plan.beta=1e-9), or plan.ranks=2 or more"
+            )
         everywhere = dict.fromkeys(range(len(fitting)), given)
         if settings.gflops and not ask:
             return Found({}, everywhere)

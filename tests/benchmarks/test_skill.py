@@ -1,6 +1,7 @@
 """benchmark=skill in small: every stage, what it leaves, nothing done twice; its sums against brute force."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,9 +62,12 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
     assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
     assert next(row for row in rows if row["model"] == "emos")["emos"]["form"]
     claims = {claim["claim"]: claim for claim in content["claims"]}
-    assert len(claims) == len(content["claims"]) == 16
-    # What is extreme here lies in one block for some fields: no interval.
-    assert all(np.isfinite(claim["value"]) for text, claim in claims.items() if "|EFI| > 0.7" not in text)
+    assert len(claims) == len(content["claims"]) == 17
+    # What is extreme here lies in one block for some fields: no interval. Of two blocks none is sure.
+    ends = [claim for text, claim in claims.items() if text.endswith("lower end of the interval")]
+    assert len(ends) == 6 and all(end["value"] is None and not end["holds"] for end in ends)
+    others = {text: claim for text, claim in claims.items() if claim not in ends and "|EFI| > 0.7" not in text}
+    assert others and all(np.isfinite(claim["value"]) for claim in others.values())
     figures = {name: figure["median"] for name, figure in content["figures"].items()}
     whole = figures["CRPS from 3 of 6 members at 48 h, 10 training dates: emos below raw 6"]
     assert whole > 5  # the ensemble is biased and under-dispersive
@@ -128,7 +132,7 @@ def contest():
             "unet3d-from5": 0.81, "spread_regression_5": 1.0, "held_out_regression_5": 0.9025, "size_corrected_5": 1.44,
             "chance": 0.7225,
         },
-        "square": {"unet3d-from5": 1.0},
+        "square": {"unet3d-from5": 1.0, "unet3d-from1": 4.0},
     }  # fmt: skip
     table, ones = Table(20, 2), np.ones((20, 2))
     for statistic, entrants_ in scores.items():
@@ -137,15 +141,16 @@ def contest():
     columns = {"variance": (1.0, 1.3)} | {f"bin_{n}": (0.1, 0.1) for n in range(1, 9)}
     columns |= {"bin_0": (0.08, 0.1), "bin_9": (0.13, 0.09)}
     for statistic, values in columns.items():
-        key = statistic, "unet3d-from5"
-        table.total[key], table.weight[key] = values * ones, ones
+        for size in (1, 5):
+            key = statistic, f"unet3d-from{size}"
+            table.total[key], table.weight[key] = values * ones, ones
     board = Board(table, np.ones((9, 20)), np.arange(2), 0.95, np.arange(20))
     labels = {name: {n: (f"{name}-from{n}",) for n in (1, 5)} for name in ("unet3d", "emos", "drn")}
-    return Contest(board, labels | {"start": {5: ("start-from5",)}}, 5, 10, 48, 40)
+    return Contest(board, labels | {"start": {5: ("start-from5",)}}, 5, 10, 48, 40, ("t850", "tp"))
 
 
 def test_claims_are_the_scores_worked_out_by_hand():
-    figures, claims, _ = report(contest())
+    figures, claims, notes = report(contest())
     where = "from 5 of 10 members at 48 h, 40 training dates"
     best = (
         f"{where}, geometric mean over variables and levels, test years: CRPS below the best of EMOS, DRN (here EMOS)"
@@ -154,6 +159,7 @@ def test_claims_are_the_scores_worked_out_by_hand():
     one = "one trajectory through the net: RMSE against the full ensemble's spread below that of four raw members'"
     five = "5 members through the net: spread RMSE below spread regression's"
     held_out = f"{five}, against the 5 held-out members, the better of two"
+    sizes = "1, 5 members in: none but 1 is worse than the best baseline with as many members; the smallest gain"
     ends = {f"{text}: lower end of the interval": value for text, value in (
         (best, 100 / 17), (extreme, 6.25), (one, -20.0), (five, 20.0), (held_out, 100 * (1 - 0.9 / 0.95)),
     )}  # fmt: skip
@@ -165,7 +171,7 @@ def test_claims_are_the_scores_worked_out_by_hand():
         "ten PIT bins between 0.08 and 0.12, all fields together: the smallest": 0.09,
         "ten PIT bins between 0.08 and 0.12, all fields together: the largest": 0.11,
         "1, 5 members in: CRPS over raw improves monotonically; the largest step (negative is better)": -0.15,
-        "1, 5 members in: none but 1 is worse than the best baseline with as many members; the smallest gain": 100 / 17,
+        sizes: 100 / 17, f"{sizes}: lower end of the interval": 100 / 17,
     }  # fmt: skip
     assert {claim.claim: claim.value for claim in claims} == pytest.approx(expected, abs=1e-9)
     chance = figures["held_out RMSE: chance alone (normal members whose law is known) below held_out_regression_5"]
@@ -175,6 +181,19 @@ def test_claims_are_the_scores_worked_out_by_hand():
     assert shares == pytest.approx(parts | {"flow-dependence": 12.5})
     each = figures["share in a PIT bin, over ten bins of each field"]
     assert (each.min, each.max) == pytest.approx((0.08, 0.13))
+    assert figures["CRPS from 1: ours below emos"].median == pytest.approx(100 * (1 - 1.9 / 1.95))
+    assert figures["sqrt(mean sigma^2) / RMSE from 1, over fields"].min == pytest.approx(0.5)
+    assert figures["share in a PIT bin from 1, over ten bins"].max == pytest.approx(0.11)
+    told = "PIT bins of single fields: 1 of 2 have one outside 0.08-0.12; furthest from a tenth: t850 0.080 to 0.130,"
+    assert any(note.startswith(told) for note in notes)
+
+
+def test_of_few_blocks_nothing_is_sure():
+    few = contest()
+    blocks = np.arange(20) // 5  # four of them
+    few = replace(few, board=replace(few.board, block=blocks))
+    ends = {claim.claim: claim for claim in report(few)[1] if "lower end of the interval" in claim.claim}
+    assert len(ends) == 6 and all(np.isnan(end.value) and not end.holds for end in ends.values())
 
 
 @pytest.mark.slow
@@ -190,7 +209,7 @@ def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
     groups, columns = groups_of(store, (48,))
     assert [c.name for c in columns] == ["t500", "t850", "t2m", "tp"]
     test = np.arange(13, 19)
-    table = score(Data(store, np.arange(10), test, 3), groups, len(columns), {}, frozenset())
+    table = score(Data(store, np.arange(10), test, 3), groups, len(columns), {}, set(), set())
     area = store.layout.grid.area_weights()
     group, wanted, four = groups[0], [], []
     for date in test:

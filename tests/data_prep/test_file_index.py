@@ -3,6 +3,8 @@
 import logging
 import os
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from data_prep.grib_io import Stamp, Windows
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
+from ensemble_ml.store.locks import NoLocks
 
 
 @pytest.fixture
@@ -56,6 +59,29 @@ def test_prepare_scans_no_file_twice(config, tmp_path, scanned, monkeypatch):
     again = open_store(prepare(config))
     assert scanned == [] and opened == []  # not even to see what kind of file it is
     assert again.fingerprint() == first.fingerprint()
+
+
+def test_of_many_that_begin_at_once_one_scans(tmp_path, scanned, monkeypatch):
+    """Shares of a build that a batch queue starts together, here as threads: locks are between files that are open."""
+    path = ensemble(tmp_path / "a.grib", dates=(20010101,))
+    indexer = grib._Indexer.table
+    monkeypatch.setattr(grib._Indexer, "table", lambda self: (time.sleep(0.5), indexer(self))[1])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: GribFile(str(path), FileIndex(tmp_path / "index")), range(4)))
+    assert scanned == ["a.grib"]
+    assert all(len(one.records) == len(found[0].records) > 0 for one in found)
+    assert [p.name.startswith("a.grib") for p in (tmp_path / "index").iterdir()] == [True]  # and no lock is left
+
+
+def test_without_locks_each_scans(tmp_path, scanned, monkeypatch):
+    path = ensemble(tmp_path / "a.grib", dates=(20010101,))
+
+    def none(_path):
+        raise NoLocks("there are none")
+
+    monkeypatch.setattr("data_prep.file_index.claimed_once", none)
+    assert len(GribFile(str(path), FileIndex(tmp_path / "index")).records) > 0
+    assert scanned == ["a.grib"] and FileIndex(tmp_path / "index").holds(str(path))
 
 
 def test_only_what_changed_is_scanned_again(config, tmp_path, scanned):

@@ -14,9 +14,11 @@ from gribfiles import dataset, ensemble, message, write
 from data_prep import open_pair, prepare, xarray_files
 from data_prep.file_index import FileIndex
 from data_prep.gaps import find_gaps, find_truth_gaps, holes, listed
-from ensemble_ml.config import Executor, Gaps, PrepareConfig
+from ensemble_ml.config import Executor, Gaps, InspectConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
+from ensemble_ml.store.inspect import inspect
+from ensemble_ml.store.inspect_text import as_text
 
 DATES = (20010101, 20010102, 20010103, 20010104)
 GONE = [(20010102, 2, 24, "t", 500), *((20010103, 3, step, "t", level) for step in (0, 24) for level in (500, 850))]
@@ -118,6 +120,11 @@ def test_a_regular_series_without_a_date(tmp_path, caplog):
     assert any(
         "regular series but for 1 start dates: 2001-01-07T00" in record.getMessage() for record in caplog.records
     )
+    store = open_store(tmp_path / "s.zarr")
+    assert store.provenance["gaps"] == {"policy": "error", "dates": {}, "starts": ["2001-01-07T00"]}
+    assert "A regular series but for 1 start date: 2001-01-07T00" in as_text(
+        inspect(InspectConfig(store=store.path, speed=False))
+    )
 
 
 def test_twice_a_week_and_years_apart_are_no_holes():
@@ -125,6 +132,21 @@ def test_twice_a_week_and_years_apart_are_no_holes():
     assert holes(np.sort(np.concatenate([mondays, mondays + np.timedelta64(3, "D")]))) == []
     assert holes(np.concatenate([mondays, mondays + np.timedelta64(364 * 24, "h")])) == []
     assert holes(mondays[[0, 1, 2, 3, 5, 6, 7, 8]]) == [mondays[4]]
+
+
+@pytest.mark.parametrize("lacking", [[4], [5], [4, 5, 6], [1], [4, 11], [24], [4, 6, 8, 10]])
+def test_a_date_that_a_series_of_two_steps_lacks(lacking):
+    """Mondays and Thursdays of two years, as hindcasts have them: one is named in each year that lacks it."""
+    mondays = np.datetime64("2001-01-01", "ns") + np.arange(10) * np.timedelta64(7, "D")
+    year = np.sort(np.concatenate([mondays, mondays + np.timedelta64(3, "D")]))
+    whole = np.concatenate([year, year + np.timedelta64(365, "D")])
+    assert holes(whole) == []
+    assert holes(np.delete(whole, lacking)) == [whole[place] for place in lacking]
+
+
+def test_a_series_without_steps_in_turn_has_no_holes():
+    days = np.cumsum([0, 3, 5, 3, 3, 5, 5, 7, 3, 5, 8, 3, 3, 5])
+    assert holes(np.datetime64("2001-01-01", "ns") + days * np.timedelta64(1, "D")) == []
 
 
 class TestHypercubes:

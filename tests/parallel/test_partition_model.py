@@ -10,12 +10,21 @@ from parallel.ranks import run_ranks
 
 from ensemble_ml.config import OptimConfig, OptimName, Pole, Vertical
 from ensemble_ml.distributed import Mesh, Topology
+from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed, surroundings
 from ensemble_ml.optim import build
+
+
+def test_a_layer_that_nobody_knows_is_refused():
+    """A norm over the grid would train wrong on two ranks without a word."""
+    model = make_model(make_spec(17, 16))
+    model.unet.norm = torch.nn.GroupNorm(1, 8)
+    with pytest.raises(TypeError, match=r"layer unet.norm \(GroupNorm\)"):
+        partition_model(model, echo_mesh(Topology(lat=2), Traffic()))
 
 
 def cut_input(shard, x):

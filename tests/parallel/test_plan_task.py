@@ -69,6 +69,13 @@ def test_simulated_scaling(store, tmp_path):
     assert "base64" in (tmp_path / "plan" / "report.html").read_text()
 
 
+def test_scaling_without_links_is_refused(store, tmp_path, capsys):
+    """One rank can time none, and links that cost nothing would scale for ever."""
+    assert plan(store, tmp_path, "plan.ranks=1", "plan.simulate=true", "plan.alpha=null", "plan.beta=null") == 2
+    assert "one rank has no link to time" in capsys.readouterr().err
+    assert not (tmp_path / "plan").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -6,6 +6,7 @@ lowest score on the test dates themselves, which favours it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,14 @@ from ensemble_ml.benchmarks.skilling.scoring import BINS, CHANCE
 from ensemble_ml.benchmarks.skilling.table import Board
 from ensemble_ml.verification.bootstrap import Interval
 
+_OUTSIDE, _SHOWN = 0.02, 3  # of a PIT bin from a tenth; fields that a note names
 _NAMES = {"emos": "EMOS", "drn": "DRN", "ens10_unet": "ENS-10's U-Net", "poet": "the PoET-like net"}
 
 
 @dataclass(frozen=True, eq=False)
 class Contest:
     """Who was scored: labels of each model by ensemble size (all seeds at `members`, the first one elsewhere); `dates`
-    that all were trained on."""
+    that all were trained on; names of the `fields` in the order of columns."""
 
     board: Board
     labels: dict[str, dict[int, tuple[str, ...]]]
@@ -31,6 +33,7 @@ class Contest:
     full: int
     lead: int
     dates: int
+    fields: tuple[str, ...]
 
     def of(self, name: str, members: int | None = None) -> tuple[str, ...]:
         """Labels of one model."""
@@ -64,7 +67,12 @@ def _put(figures: dict[str, Figure], name: str, found: Interval, unit: str = "%"
 def _two(claims: list[Claim], text: str, found: Interval, target: float) -> None:
     """A gain that must reach a target, and whose interval must exclude zero."""
     claims.append(Claim(text, found.value, "%", target))
-    claims.append(Claim(f"{text}: lower end of the interval", found.low, "%", 1e-9))
+    claims.append(Claim(f"{text}: lower end of the interval", _sure(found), "%", 1e-9))
+
+
+def _sure(found: Interval) -> float:
+    """The lower end; of too few blocks nothing is sure."""
+    return found.low if found.enough else math.nan
 
 
 def _crps(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
@@ -139,7 +147,15 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
 
 def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
     board, ours = contest.board, contest.of(OURS)
-    ratios = np.sqrt(board.score("variance", ours) / board.score("square", ours))
+    for size in sorted(contest.labels[OURS]):
+        if size != contest.members:
+            some = contest.of(OURS, size)
+            figures[f"sqrt(mean sigma^2) / RMSE from {size}, over fields"] = Figure.of(
+                _dispersion(board, some)[0].tolist(), "ratio"
+            )
+            shares = [float(np.nanmean(share)) for share in _bins(board, some)]
+            figures[f"share in a PIT bin from {size}, over ten bins"] = Figure.of(shares, "share")
+    ratios = _dispersion(board, ours)
     ends = [board.interval(ratios[:, c]) for c in range(ratios.shape[1])]
     meets = [end.low <= 1.05 and end.high >= 0.95 for end in ends]
     figures["sqrt(mean sigma^2) / RMSE, over fields"] = Figure.of([end.value for end in ends], "ratio")
@@ -148,14 +164,24 @@ def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Clai
         "sqrt(mean sigma^2) / RMSE of every variable and level has a 95 % interval that meets 0.95-1.05: share of them"
     )
     claims.append(Claim(text, 100 * float(np.mean(meets)), "%", 100.0))
-    shares = [float(np.nanmean(board.score(f"bin_{number}", ours)[0])) for number in range(BINS)]
+    each = _bins(board, ours)
+    shares = [float(np.nanmean(share)) for share in each]
     figures["share in a PIT bin, over ten bins"] = Figure.of(shares, "share")
     text = "ten PIT bins between 0.08 and 0.12, all fields together: the "
     claims.append(Claim(f"{text}smallest", min(shares), "share", 0.08))
     claims.append(Claim(f"{text}largest", max(shares), "share", 0.12, at_most=True))
     # Together, a field that is too warm makes up for one that is too cold; each on its own:
-    each = np.array([board.score(f"bin_{number}", ours)[0] for number in range(BINS)])
     figures["share in a PIT bin, over ten bins of each field"] = Figure.of(each[np.isfinite(each)].tolist(), "share")
+
+
+def _dispersion(board: Board, labels: Sequence[str]) -> np.ndarray:
+    """sqrt(mean sigma^2) / RMSE, (B, C)."""
+    return np.sqrt(board.score("variance", labels) / board.score("square", labels))
+
+
+def _bins(board: Board, labels: Sequence[str]) -> np.ndarray:
+    """Shares in the bins of the PIT, (bin, C)."""
+    return np.array([board.score(f"bin_{number}", labels)[0] for number in range(BINS)])
 
 
 def _sizes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
@@ -169,16 +195,18 @@ def _sizes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) ->
     if len(sizes) > 1:
         text = f"{told} members in: CRPS over raw improves monotonically; the largest step (negative is better)"
         claims.append(Claim(text, float(np.max(np.diff(ratios))), "ratio", 0.0, at_most=True))
-    gains = {}
-    for size in (size for size in sizes if size > 1):
+    gains = []
+    for size in sizes:
         best = contest.best(size)
-        other = contest.of(best, size)[:1]
-        gains[size] = _put(
-            figures, f"CRPS from {size}: ours below {best}", board.gain("crps", first[size], other)
-        ).value
+        gain = board.gain("crps", first[size], contest.of(best, size)[:1])
+        _put(figures, f"CRPS from {size}: ours below {best}", gain)
+        gains += [gain] * (size > 1)
     if gains:
         text = f"{told} members in: none but 1 is worse than the best baseline with as many members; the smallest gain"
-        claims.append(Claim(text, min(gains.values()), "%", 0.0))
+        claims.append(Claim(text, min(gain.value for gain in gains), "%", 0.0))
+        claims.append(
+            Claim(f"{text}: lower end of the interval", float(np.min([_sure(gain) for gain in gains])), "%", 0.0)
+        )
 
 
 def _notes(contest: Contest) -> list[str]:
@@ -189,4 +217,19 @@ def _notes(contest: Contest) -> list[str]:
         "The best baseline is taken on the test dates themselves, which favours it.",
         "Bias and dispersion are those per grid point, shrunk to the global ones, fitted on the training dates.",
         "Ensembles are simulated by the embedded archive; figures hold for it alone.",
+        _worst_bins(contest),
     ]
+
+
+def _worst_bins(contest: Contest) -> str:
+    shares = _bins(contest.board, contest.of(OURS))
+    furthest = np.nan_to_num(np.abs(shares - 1 / BINS).max(0))
+    outside = int(np.sum(furthest > _OUTSIDE))
+    shown = [
+        f"{contest.fields[c]} {shares[:, c].min():.3f} to {shares[:, c].max():.3f}"
+        for c in np.argsort(-furthest, kind="stable")[:_SHOWN]
+    ]
+    told = (
+        f"PIT bins of single fields: {outside} of {len(furthest)} have one outside 0.08-0.12; furthest from a tenth: "
+    )
+    return f"{told}{', '.join(shown)}."

@@ -5,7 +5,7 @@ Axes: D start date, M member, T lead, Z level, Y latitude, X longitude.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,9 +112,11 @@ def _extremes(data: Data, group: Group) -> np.ndarray:
 
 
 def score(
-    data: Data, groups: tuple[Group, ...], columns: int, forecasts: Mapping[str, Path], detailed: frozenset[str]
-) -> Table:
-    """Score `forecasts` (folders by label) on all test dates; those of `detailed` in the extremes and in bins too."""
+    data: Data, groups: tuple[Group, ...], columns: int, forecasts: Mapping[str, Path], extremes: Set[str],
+    calibration: Set[str],
+) -> Table:  # fmt: skip
+    """Score `forecasts` (folders by label) on all test dates; those of `extremes` where it is extreme, and of those of
+    `calibration` their dispersion and PIT."""
     table = Table(len(data.test), columns)
     fitted = [fit(data, group) for group in groups]
     for position, date in enumerate(data.test):
@@ -122,7 +124,7 @@ def score(
         files = {label: netCDF4.Dataset(folder / name) for label, folder in forecasts.items()}
         try:
             for group, known in zip(groups, fitted, strict=True):
-                _Scorer(data, table, position, group, known).run(int(date), files, detailed)
+                _Scorer(data, table, position, group, known).run(int(date), files, extremes, calibration)
         finally:
             for file in files.values():
                 file.close()
@@ -136,7 +138,9 @@ class _Scorer:
         self.data, self.table, self.position, self.group, self.fitted = data, table, position, group, fitted
         self.area = data.store.layout.grid.area_weights()
 
-    def run(self, date: int, files: Mapping[str, netCDF4.Dataset], detailed: frozenset[str]) -> None:
+    def run(
+        self, date: int, files: Mapping[str, netCDF4.Dataset], extremes: Set[str], calibration: Set[str]
+    ) -> None:  # fmt: skip
         members = self.data.read(Part.FORECAST, date, self.group)
         truth = self.data.read(Part.TRUTH, date, self.group)[0]
         weight = np.where(np.isfinite(truth), self.area, 0.0)
@@ -149,7 +153,9 @@ class _Scorer:
         self._put("crps", f"fair_{self.data.full}", crps_members(members, truth, fair=True), weight)
         self._spreads(members, files)
         for label, file in files.items():
-            self._forecast(label, file, truth, weight, extreme, label in detailed, date)
+            law = self._forecast(label, file, truth, weight, extreme if label in extremes else None)
+            if label in calibration:
+                self._calibration(label, file, truth, weight, law, date)
 
     def _raw(self, members: np.ndarray) -> Iterator[tuple[str, Family, np.ndarray, np.ndarray]]:
         """N(m, (1 + 1/M) s^2) of all and of few members, the latter without bias, with dispersion put right too, and
@@ -186,20 +192,25 @@ class _Scorer:
             self._put("held_out", CHANCE, (c4(full) / known) ** 2 * (1 - known**2) * variance, everywhere)
 
     def _forecast(
-        self, label: str, file: netCDF4.Dataset, truth: np.ndarray, weight: np.ndarray, extreme: np.ndarray,
-        detailed: bool, date: int,
-    ) -> None:  # fmt: skip
+        self, label: str, file: netCDF4.Dataset, truth: np.ndarray, weight: np.ndarray, extreme: np.ndarray | None
+    ) -> tuple[Family, np.ndarray, np.ndarray]:
+        """Put the CRPS; return the law."""
         location, scale = self._read(file, "location"), self._read(file, "scale")
         family = Family(file.variables[f"{self.group.variable}_location"].distribution_family)
         score = crps(family, location, scale, truth)
         self._put("crps", label, score, weight)
-        if not detailed:
-            return
-        self._put("crps_extreme", label, score, extreme)
+        if extreme is not None:
+            self._put("crps_extreme", label, score, extreme)
+        return family, location, scale
+
+    def _calibration(
+        self, label: str, file: netCDF4.Dataset, truth: np.ndarray, weight: np.ndarray,
+        law: tuple[Family, np.ndarray, np.ndarray], date: int,
+    ) -> None:  # fmt: skip
         self._put("square", label, (self._read(file, "mean") - truth) ** 2, weight)
         self._put("variance", label, self._read(file, "stddev") ** 2, weight)
         uniform = np.random.default_rng([date, self.group.columns.start]).random(truth.shape)
-        bins = bin_of(pit(family, location, scale, truth, uniform), BINS)
+        bins = bin_of(pit(*law, truth, uniform), BINS)
         for number in range(BINS):
             self._put(f"bin_{number}", label, (bins == number).astype(float), weight)
 
