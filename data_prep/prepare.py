@@ -13,9 +13,9 @@ import numpy as np
 from data_prep.archive import ArchiveSource
 from data_prep.build_job import Job
 from data_prep.build_run import run
-from data_prep.gaps import holes, listed
+from data_prep.gaps import listed
 from data_prep.pairs import Pair
-from data_prep.records import IS_ACCUMULATED, hour_text
+from data_prep.records import IS_ACCUMULATED
 from ensemble_ml.config import MISSING, Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
@@ -100,9 +100,9 @@ def _log_gaps(job: Job) -> None:
     if job.gaps:
         done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
         log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)
-    missing = holes(job.both.layout.init_time)
+    missing = job.plan.provenance.get("gaps", {}).get("starts", [])
     if missing:
-        shown = ", ".join(hour_text(date) for date in missing[:10]) + (", ..." if len(missing) > 10 else "")
+        shown = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
         log.warning("%s: a regular series but for %d start dates: %s", job.source.path, len(missing), shown)
 
 

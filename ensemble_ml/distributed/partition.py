@@ -60,8 +60,8 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
             _swap(module, PartConvolution, overlap=overlap or Overlap())
         elif isinstance(module, Heads):
             _swap(module, PartHeads, shard=shard)
-            for term, p in module.named_parameters(recurse=False):
-                if isinstance(vars(PartHeads).get(term), property):
+            for name, p in module.named_parameters(recurse=False):
+                if isinstance(vars(PartHeads).get(name), property):
                     mark_own(p, shard)
         elif isinstance(module, Features):
             _swap(module, PartFeatures, shard=shard)

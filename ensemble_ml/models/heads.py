@@ -138,7 +138,8 @@ class Heads(nn.Module):
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:
                 scale = spread0[:, :, index] * torch.exp(inflation[:, :, index])
-                base[:, :, index] = distributions.location_of_mean(family, base[:, :, index].clone(), scale)
+                mean = base[:, :, index].clone()  # or a gradient by the inputs would find it overwritten
+                base[:, :, index] = distributions.location_of_mean(family, mean, scale)
         return base
 
 

@@ -142,6 +142,15 @@ def test_gradients_reach_what_the_members_say():
     assert x.mean_p.grad is not None and float(x.mean_p.grad.abs().max()) > 0
 
 
+def test_gradients_of_a_law_with_bounds_reach_the_mean():
+    spec = make_spec()
+    assert "q" in spec.variables  # whose location is that of a mean
+    model, x = EnsembleModel(spec, make_climate(spec)), make_input(spec)
+    x = replace(x, mean_p=x.mean_p.clone().requires_grad_())
+    model(x).location_p[:, :, spec.variables.index("q")].sum().backward()
+    assert torch.isfinite(x.mean_p.grad).all() and float(x.mean_p.grad.abs().max()) > 0
+
+
 def test_a_climate_without_its_weights_adds_nothing():
     spec = make_spec()
     climate = make_climate(spec)
