@@ -110,7 +110,7 @@ def test_a_sweep_trains_one_run_a_seed(road, own_fits, tmp_path):
     command = [sys.executable, "-m", "ensemble_ml", "train", "-m", *arguments, "run=seed${seed}", "seed=0,1"]
     subprocess.run(command, check=True, cwd=tmp_path)
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == [".fits", "seed0", "seed1"]
-    assert len(list((tmp_path / "runs" / ".fits").iterdir())) == 1  # one fit for both
+    assert len(list((tmp_path / "runs" / ".fits").iterdir())) == 2  # each seed has its own
 
 
 def test_predict_from_store_equals_predict_from_archive(road):
