@@ -29,6 +29,7 @@ from ensemble_ml.benchmarks.skilling.entrants import (
     steps_taken,
     train_entrant,
 )
+from ensemble_ml.benchmarks.skilling.realistic import realism_of
 from ensemble_ml.benchmarks.skilling.scoring import Data, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board
 from ensemble_ml.config import BenchmarkConfig, SkillConfig
@@ -137,7 +138,8 @@ def _contest(
     counts = np.vstack([np.ones(len(test)), draw_dates(blocks, skill.bootstrap, 0)])
     board = Board(table, counts, np.arange(len(columns)), _CONFIDENCE, blocks)
     labels = {name: {size: tuple(part) for size, part in sizes.items()} for name, sizes in forecasts.items()}
-    return Contest(board, labels, skill.members, data.full, lead, len(train), tuple(c.name for c in columns))
+    fields = tuple(column.name for column in columns)
+    return Contest(board, labels, skill.members, data.full, lead, len(train), fields, realism_of(data, groups))
 
 
 def _split_in_words(dates: Dates, store: TensorStore) -> str:

@@ -13,6 +13,7 @@ from synthetic import make_store
 from ensemble_ml.benchmarks import skill
 from ensemble_ml.benchmarks.skilling import entrants
 from ensemble_ml.benchmarks.skilling.claims import Contest, report
+from ensemble_ml.benchmarks.skilling.realistic import realism_of
 from ensemble_ml.benchmarks.skilling.scoring import CHANCE, Data, _Scorer, fit, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board, Table
 from ensemble_ml.cli import conf_folder
@@ -62,7 +63,7 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
     assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
     assert next(row for row in rows if row["model"] == "emos")["emos"]["form"]
     claims = {claim["claim"]: claim for claim in content["claims"]}
-    assert len(claims) == len(content["claims"]) == 17
+    assert len(claims) == len(content["claims"]) == 18
     # What is extreme here lies in one block for some fields: no interval. Of two blocks none is sure.
     ends = [claim for text, claim in claims.items() if text.endswith("lower end of the interval")]
     assert len(ends) == 6 and all(end["value"] is None and not end["holds"] for end in ends)
@@ -146,7 +147,7 @@ def contest():
             table.total[key], table.weight[key] = values * ones, ones
     board = Board(table, np.ones((9, 20)), np.arange(2), 0.95, np.arange(20))
     labels = {name: {n: (f"{name}-from{n}",) for n in (1, 5)} for name in ("unet3d", "emos", "drn")}
-    return Contest(board, labels | {"start": {5: ("start-from5",)}}, 5, 10, 48, 40, ("t850", "tp"))
+    return Contest(board, labels | {"start": {5: ("start-from5",)}}, 5, 10, 48, 40, ("t850", "tp"), {})
 
 
 def test_claims_are_the_scores_worked_out_by_hand():
@@ -226,6 +227,27 @@ def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):
     # bias and dispersion each help, on dates that they were not fitted on
     steps = [board.score("crps", [name])[0].mean() for name in ("raw_3", "debiased_3", "corrected_3")]
     assert steps[0] > steps[1] > steps[2]
+
+
+def test_the_ensemble_that_is_scored_is_held_to_the_check_of_the_archive(store):
+    """Which looks at t850 alone here; errors by brute force, and what is biased and narrow misses."""
+    groups, _ = groups_of(store, (48,))
+    data = Data(store, np.arange(10), np.arange(13, 19), 3)
+    found = realism_of(data, groups)
+    assert set(found) == {"t850"}
+    area = store.layout.grid.area_weights() / (9 * 16)
+    squares, variances = [], []
+    for date in data.test:
+        x, y = (data.read(part, date, groups[0])[:, 1] for part in (Part.FORECAST, Part.TRUTH))
+        squares.append(((x.mean(0) - y[0]) ** 2 * area).sum())
+        variances.append((x.var(0, ddof=1) * area).sum() * 7 / 6)
+    ratio = np.sqrt(np.mean(variances) / np.mean(squares))
+    assert (found["t850"].dates, found["t850"].members) == (6, 6)
+    assert found["t850"].spread_skill == pytest.approx(ratio)
+    figures, claims, _ = report(replace(contest(), realism=found))
+    missed = next(claim for claim in claims if "realistic" in claim.claim)
+    assert (missed.value, missed.holds) == (float(bool(found["t850"].misses)), not found["t850"].misses)
+    assert figures["t850 of the raw 10 at 48 h, test dates: spread/skill"].median == pytest.approx(ratio)
 
 
 def test_a_forecast_that_knows_the_law_errs_by_chance_alone():

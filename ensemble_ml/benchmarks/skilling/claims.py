@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data_prep.simulate.realism import Realism
 from ensemble_ml.benchmarks.results import Claim, Figure
 from ensemble_ml.benchmarks.skilling.entrants import OURS, START
 from ensemble_ml.benchmarks.skilling.scoring import BINS, CHANCE
@@ -25,7 +26,7 @@ _NAMES = {"emos": "EMOS", "drn": "DRN", "ens10_unet": "ENS-10's U-Net", "poet": 
 @dataclass(frozen=True, eq=False)
 class Contest:
     """Who was scored: labels of each model by ensemble size (all seeds at `members`, the first one elsewhere); `dates`
-    that all were trained on; names of the `fields` in the order of columns."""
+    that all were trained on; names of the `fields` in the order of columns; `realism` of the ensemble by field."""
 
     board: Board
     labels: dict[str, dict[int, tuple[str, ...]]]
@@ -34,6 +35,7 @@ class Contest:
     lead: int
     dates: int
     fields: tuple[str, ...]
+    realism: dict[str, Realism]
 
     def of(self, name: str, members: int | None = None) -> tuple[str, ...]:
         """Labels of one model."""
@@ -54,7 +56,7 @@ def report(contest: Contest) -> tuple[dict[str, Figure], list[Claim], list[str]]
     """Figures, claims and notes."""
     figures: dict[str, Figure] = {}
     claims: list[Claim] = []
-    for part in (_crps, _extremes, _spread, _calibration, _sizes):
+    for part in (_crps, _extremes, _spread, _calibration, _sizes, _realism):
         part(contest, figures, claims)
     return figures, claims, _notes(contest)
 
@@ -207,6 +209,19 @@ def _sizes(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) ->
         claims.append(
             Claim(f"{text}: lower end of the interval", float(np.min([_sure(gain) for gain in gains])), "%", 0.0)
         )
+
+
+def _realism(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -> None:
+    if not contest.realism:
+        return  # the store has none of the fields that are looked at
+    for name, found in contest.realism.items():
+        told = f"{name} of the raw {contest.full} at {contest.lead} h, test dates"
+        figures[f"{told}: spread/skill"] = Figure.of([found.spread_skill], "ratio")
+        figures[f"{told}: bias^2 in the mean square error"] = Figure.of([100 * found.raw_bias_share], "%")
+        figures[f"{told}: correlation of spread and absolute error"] = Figure.of([found.correlation], "1")
+    missing = sum(bool(found.misses) for found in contest.realism.values())
+    text = f"the ensemble is realistic by the archive's own check, on the test dates: of {', '.join(contest.realism)}"
+    claims.append(Claim(f"{text}, fields that miss it", float(missing), "fields", 0.0, at_most=True))
 
 
 def _notes(contest: Contest) -> list[str]:

@@ -24,7 +24,7 @@ from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import blocks_of
 from ensemble_ml.verification.families import location_of_mean
 from ensemble_ml.verification.probability import bin_of, pit
-from ensemble_ml.verification.samples import Group, held_out_spread
+from ensemble_ml.verification.samples import Group, held_out_spread, read_group
 from ensemble_ml.verification.scoring import extreme_forecast_index
 from ensemble_ml.verification.statistics import c4, crps, crps_members, ensemble_moments
 
@@ -49,9 +49,7 @@ class Data:
 
     def read(self, part: Part, date: int, group: Group) -> np.ndarray:
         """(M, Z, Y, X) float64; truth has M = 1."""
-        fields = self.store.read(part, int(date), group.selection)
-        values = fields.surface[:, 0, 0, None] if group.levels == (None,) else fields.pressure[:, 0, 0]
-        return np.asarray(values, np.float64)
+        return read_group(self.store, part, int(date), group)
 
 
 @dataclass(frozen=True, eq=False)
