@@ -28,7 +28,8 @@ def note(number: int, _: object) -> None:
 
 
 class StopRequest:
-    """While armed, a first signal is noted in `requested`, and a second raises KeyboardInterrupt at once.
+    """While armed, a first signal is noted in `requested`, and a second, but for those ahead of the time limit, raises
+    KeyboardInterrupt at once.
 
     So does one before, but for those ahead of the time limit: they raise Stopped, which asks for a restart.
 
@@ -73,8 +74,10 @@ class StopRequest:
     def _on_signal(self, number: int, _: object) -> None:
         if self._armed and self.requested is None:
             self.requested = signal.Signals(number).name
-        elif self._armed or number not in _AHEAD:
+        elif number not in _AHEAD:
             raise KeyboardInterrupt
+        elif self._armed:
+            pass  # asked already: a batch script and its tasks may both be sent one
         elif self.requested is None:  # of several, the first unwinds the stack
             self.requested = signal.Signals(number).name
             raise self._early()

@@ -260,3 +260,14 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
     monkeypatch.setitem(TASKS, "prepare", Task(task.config, lacks, task.example, task.leaves))
     status, _, err = run(capsys, "prepare", "input=a", "output=b")
     assert status == cli.STATUS_USER and "pip install 'ensemble-ml[grib]'" in err
+
+
+def test_a_signal_ahead_of_the_time_limit_may_come_twice():
+    """A batch script passes on what SLURM has sent to its tasks, too; Ctrl-C then still ends the run at once."""
+    with StopRequest() as stop:
+        stop.arm()
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        assert stop.requested == "SIGUSR1" and stop.requeue(stop.vote)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

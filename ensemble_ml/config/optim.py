@@ -88,8 +88,13 @@ class OptimConfig:
     hierarchical: bool = opt(False, "average in full precision inside a node and vote between nodes")
     momentum_sync: MomentumSync = opt(MomentumSync.never, "never | every | growing | selective: when the momenta of voting ranks are averaged")
     momentum_every: int = opt(100, "steps between averagings; the first interval where they grow")
-    momentum_mb: float = opt(1.0, "bytes that a selective averaging may send, 1e6 bytes a rank")
+    momentum_mb: float = opt(1.0, "bytes that a selective averaging may send, 1e6 bytes a rank; a layer that needs more is never averaged")
     momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first")
+
+    @property
+    def votes(self) -> bool:
+        """Whether ranks vote on signs."""
+        return self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
 
     def __post_init__(self) -> None:
         require("optim.lr", self.lr, self.lr > 0, "must be above 0")
@@ -100,10 +105,16 @@ class OptimConfig:
         require("optim.bits", self.bits, self.bits in (1, 2, 4, 8), "1, 2, 4 or 8 bits are allowed")
         cub = self.exchange is not ExchangeName.lion_cub or self.bits in (1, 8)
         require("optim.bits", self.bits, cub, "lion_cub takes 1 or 8 bits; exchange=vote takes 1, 2, 4 or 8")
-        signs = self.exchange in (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
-        require("optim.exchange", self.exchange.value, not signs or self.name is OptimName.lion, "ranks vote on signs, which only optim=lion takes")
-        by = self.clip_by is ClipBy.total or signs
+        require("optim.exchange", self.exchange.value, not self.votes or self.name is OptimName.lion, "ranks vote on signs, which only optim=lion takes")
+        by = self.clip_by is ClipBy.total or self.votes
         require("optim.clip_by", self.clip_by.value, by, f"exchange={self.exchange.value} averages gradients, so clip holds their total; use clip_by=total, or exchange=vote")
+        ballots = self.votes and self.exchange is not ExchangeName.distributed_lion
+        for key, usual, taken in (
+            ("bits", 1, ballots), ("scale", VoteScale.l1, ballots), ("hierarchical", False, self.votes),
+            ("momentum_sync", MomentumSync.never, self.votes),
+        ):  # fmt: skip
+            value = getattr(self, key)
+            require(f"optim.{key}", getattr(value, "value", value), taken or value == usual, f"exchange={self.exchange.value} takes no notice of it; leave it out, or use exchange=vote")
         require("optim.bucket_mb", self.bucket_mb, self.bucket_mb > 0, "must be above 0")
         at_least(self, 1, "rank", "momentum_every", group="optim.")
         require("optim.momentum_mb", self.momentum_mb, self.momentum_mb > 0, "must be above 0")

@@ -23,9 +23,6 @@ from ensemble_ml.optim.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
-_VOTES = (ExchangeName.vote, ExchangeName.lion_cub, ExchangeName.distributed_lion)
-
-
 Connect = Callable[[tuple[int, ...], Topology], Communicator | None]
 
 
@@ -60,7 +57,7 @@ def make_exchange(
     name = config.exchange
     if name is ExchangeName.none:
         raise UserError(f"optim.exchange=none: {ranks} ranks would train apart; use allreduce or vote")
-    if name in _VOTES:
+    if config.votes:
         outer, inner = _groups(topology, _inner_size(config, topology, local_size), connect)
         return exchange_between(config, outer, inner, reduction)
     return exchange_between(config, _groups(topology, 1, connect)[0], NullCommunicator(), reduction)
@@ -71,10 +68,10 @@ def exchange_between(
 ) -> Exchange:
     """The exchange of `config` over communicators that nothing else uses: `inner` averages before `outer` votes."""
     name = config.exchange
-    if name in _VOTES and outer.size > 1:
+    if config.votes and outer.size > 1:
         return _vote(config, outer, inner, reduction)
     common: dict[str, Any] = {"reduction": reduction, "clip": config.clip, "bucket_mb": config.bucket_mb}
-    if name in _VOTES:
+    if config.votes:
         log.info("optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision", name.value)
         return GradientAverage(inner, **common)
     if name is ExchangeName.powersgd:

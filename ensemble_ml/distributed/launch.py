@@ -9,13 +9,14 @@ and in which the ranks watch over each other (`watch.py`).
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -94,6 +95,32 @@ class Session:
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
+    def agree(self, what: Mapping[str, Any]) -> None:
+        """Let all ranks come with the same values, by name; every rank calls this.
+
+        Raises:
+            UserError: this rank's differ from those of rank 0; names the first.
+        """
+        if self.world.size == 1:
+            return
+        self._once += 1
+        key, mine = f"once/{self._once}", {name: str(value) for name, value in what.items()}
+        if self.first:
+            self._store.set(key, json.dumps(mine))
+        _until(lambda: self._store.check([key]))
+        theirs = json.loads(self._store.get(key))
+        for name in sorted({*mine, *theirs}):
+            if mine.get(name) != theirs.get(name):
+                raise UserError(
+                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; give"
+                    " every rank the same settings"
+                )
+
+    def on_one_host(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` run where this one does."""
+        own = socket.gethostname().encode()
+        return self.world.size == 1 or all(self._store.get(f"host/{rank}") == own for rank in ranks)
+
     def meet(self) -> None:
         """Return when all ranks have come here; like `once`, it may take any time."""
         if self.world.size == 1:
@@ -111,6 +138,7 @@ class Session:
             meeting = meet(self.world)
             host, port = meeting.host, meeting.port
             store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
+            _come(store, self.world)
             self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
             _all_come(store, self.world)
             _check_agreement(store, self.topology)
@@ -217,15 +245,27 @@ def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
     return True
 
 
+def _come(store: Any, world: World) -> None:
+    """Say that this rank is here.
+
+    Raises:
+        UserError: all are here already. They are another job's, and must not hear of this one's failure.
+    """
+    if store.add("come", 1) > world.size:
+        raise UserError(
+            f"rank {world.rank}: {world.size} ranks have met at {world.host}:{world.port} already, of another job; set"
+            " MASTER_PORT to a free port on all ranks"
+        )
+    store.set(f"host/{world.rank}", socket.gethostname())
+
+
 def _all_come(store: Any, world: World) -> None:
     """Wait for the other ranks.
 
     Raises:
         UserError: some do not come; says which.
     """
-    store.set(f"host/{world.rank}", socket.gethostname())
-    store.add("come", 1)
-    if not _until(lambda: store.add("come", 0) == world.size, MEETING.total_seconds()):
+    if not _until(lambda: store.add("come", 0) >= world.size, MEETING.total_seconds()):
         absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
         raise UserError(
             f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"

@@ -165,11 +165,12 @@ class Vote(BucketExchange):
         for view, grad in zip(views, self._grads(bucket), strict=True):
             view.copy_(grad) if grad is not None else view.zero_()
         counts = torch.tensor([float(u) for u in used], device=flat.device)
-        joined = torch.cat([flat[: bucket.elements], counts])
+        share = flat.new_zeros(1) if self.share is None else self.share.to(flat.dtype).reshape(1)
+        joined = torch.cat([flat[: bucket.elements], counts, share])
         self.inner.all_reduce(joined, async_op=True).wait()
         flat[: bucket.elements] = joined[: bucket.elements]
-        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else float(self.group.size)
-        found = [bool(c) for c in joined[bucket.elements :]]
+        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(joined[-1])
+        found = [bool(c) for c in joined[bucket.elements : -1]]
         for slot, view, there in zip(bucket.slots, views, found, strict=True):
             p = self.params[slot.index]
             if there:
@@ -178,11 +179,18 @@ class Vote(BucketExchange):
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
-        """Make a share of the batch's gradient an estimate of the whole, whatever the number of ranks."""
+        """Make a share of the batch's gradient an estimate of the whole, whatever the share; nothing stays nothing."""
         if self.reduction is Reduction.sum and self.inner.size == 1:
+            whole = self._whole(self.share)
             for p in params:
                 if p.grad is not None:
-                    p.grad *= float(self.group.size)
+                    p.grad *= whole
+
+    def _whole(self, share: Tensor | None) -> Tensor | float:
+        """What a sum over `share` of the batch's weight is taken times to be as large as one over all of it."""
+        if self.share is None or share is None:
+            return float(self.group.size)
+        return torch.where(share > 0, 1 / share, torch.zeros_like(share))
 
     def _clip_bucket(self, bucket: Bucket) -> None:
         if not self.clip or self.clip_by is ClipBy.total:

@@ -137,11 +137,9 @@ def _meeting(env: Mapping[str, str], launcher: Launcher) -> tuple[str | None, in
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[007-012,020]` is gpu007, `a1,b2` is a1."""
-    inside = re.match(r"([^\[,]*)\[([^\]]+)\]([^,\[]*)", nodes)
-    if not inside:
-        return nodes.split(",")[0]
-    return inside.group(1) + re.split(r"[,-]", inside.group(2))[0] + inside.group(3)
+    """The first name of a SLURM node list: `gpu[007-012,020]` is gpu007, `a1,b2` is a1, `r[0-1]n[3-4]` is r0n3."""
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
 
 def free_port() -> int:

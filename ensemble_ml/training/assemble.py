@@ -65,7 +65,7 @@ class Run:
 
     def batches(self, start_step: int, steps: int) -> Batches:
         """Training batches of global steps start_step to steps."""
-        return _batches(self.config, self.reader, self.train_dates, start_step, steps, self.share)
+        return batches_of(self.config, self.reader, self.train_dates, start_step, steps, self.share)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -92,6 +92,7 @@ def assemble(
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
     torch.backends.cudnn.deterministic = True
     train, validation = whole_dates(config, reader, train, validation)
+    _refuse_idle_voters(config, session, len(train))
     shard = _shard(reader.spec, session)
     own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:
@@ -197,7 +198,7 @@ def _begin(
 ) -> tuple[State, dict[str, Any]]:  # fmt: skip
     exchange = run_exchange(config, session)  # settings that no rank can follow are refused before the long fits
     candidates(session.device, config.model.precision)
-    first = _batches(config, own, train, 0, 1, _share(session))
+    first = batches_of(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(config.init_from) if config.init_from is not None else None
     if given is not None:
         setup.refuse_other_layout(reader.spec, given)
@@ -244,9 +245,11 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
     return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
 
 
-def _batches(
-    config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int, share: tuple[int, int]
-) -> Batches:
+def batches_of(
+    config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int,
+    share: tuple[int, int] = (0, 1),
+) -> Batches:  # fmt: skip
+    """The batches of steps `start_step` to `steps`, of which a rank takes its share (which, of how many)."""
     return Batches(
         reader,
         dates,
@@ -286,6 +289,26 @@ def _refuse_uneven_nodes(session: Session) -> None:
         raise UserError(
             f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
             f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"
+        )
+    first = session.topology.rank // own * own
+    apart = torch.tensor(float(not session.on_one_host([first])), device=session.device)
+    session.mesh.world.all_reduce(apart)
+    if apart:
+        raise UserError(
+            f"optim.hierarchical=true: of {own} ranks in a row, said to be of one node, some are on another; set"
+            " hierarchical=false, or let the launcher fill node by node and say how many ranks are on each"
+            " (LOCAL_WORLD_SIZE)"
+        )
+
+
+def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:
+    """Raise a UserError where ranks would vote that never have a date: with a mask of ties, which may outvote."""
+    parts, most = session.topology.data, min(config.batch_size, dates)
+    if config.optim.votes and not config.optim.hierarchical and parts > most:
+        raise UserError(
+            f"optim.exchange={config.optim.exchange.value}: parallel.data={parts} ranks vote, and a step has {most} of"
+            f" the {dates} training dates (batch_size={config.batch_size}); give parallel.data={most}, or"
+            " exchange=allreduce"
         )
 
 

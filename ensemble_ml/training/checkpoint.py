@@ -85,8 +85,17 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
         UserError: there is none, it is damaged, or it is of another format.
     """
     path = Path(path)
-    meta = _read_meta(path)
-    folder = path.resolve()
+    folder = path.resolve()  # a training that goes on may let the link point elsewhere at any moment
+    try:
+        return _load(path, folder, training)
+    except UserError:
+        if path.resolve() == folder:
+            raise
+        return _load(path, path.resolve(), training)
+
+
+def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
+    meta = _read_meta(path, folder)
     state_dict = _read_tensors(path, folder / MODEL, meta)
     extra = _read_tensors(path, folder / TRAINING, meta) if training else {}
     return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
@@ -256,15 +265,17 @@ def _whole(path: Path) -> bool:
     return all((path / name).is_file() and hash_file(path / name) == found for name, found in files.items())
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    if not path.exists():
+def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
+    """What the checkpoint in `folder`, which messages name as `path`, says of itself."""
+    folder = folder or path
+    if not folder.exists():
         raise UserError(f"checkpoint {path}: no such folder; give one like runs/NAME/checkpoints/best or .../last")
-    if not (path / META).is_file():
+    if not (folder / META).is_file():
         raise UserError(
             f"checkpoint {path}: holds no {META}; give a folder like runs/NAME/checkpoints/best or .../last"
         )
     try:
-        meta = json.loads((path / META).read_bytes())
+        meta = json.loads((folder / META).read_bytes())
         number = meta["format"]
     except (ValueError, TypeError, KeyError) as error:
         raise _damaged(path, META) from error

@@ -11,7 +11,7 @@ from ensemble_ml.config import LoaderName, TrainConfig
 from ensemble_ml.distributed import Session, Topology
 from ensemble_ml.distributed.gather import gather_bytes
 from ensemble_ml.distributed.shard import make_shard
-from ensemble_ml.loading import Batches, Reader
+from ensemble_ml.loading import Reader
 from ensemble_ml.loading.batches import Draw, fixed_draws
 from ensemble_ml.loading.device import Device
 from ensemble_ml.loading.explain import explain
@@ -19,7 +19,7 @@ from ensemble_ml.loading.run_loader import Lane, PlannedLoader, RunLoader, Torch
 from ensemble_ml.loading.schedule import Schedule
 from ensemble_ml.store import TensorStore
 from ensemble_ml.training import setup
-from ensemble_ml.training.assemble import Run, whole_dates
+from ensemble_ml.training.assemble import Run, batches_of, whole_dates
 
 ONE = Topology()
 
@@ -97,9 +97,7 @@ def describe(config: TrainConfig, store: TensorStore, topology: Topology = ONE, 
         window = shard.own_rows, shard.own_columns
     reader = Reader(store, spec, window=window)
     schedule = Schedule(
-        Batches(
-            reader, train, batch_size=config.batch_size, seed=config.seed, sizes=config.data.members, steps=config.steps
-        ),
+        batches_of(config, reader, train, 0, config.steps),
         _validation_draws(config, reader, validation, topology.data),
         config.validate_every,
         True,

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import fields
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 FOLDER = ".fits"
 _SUFFIX, _DIGEST = ".fit", 32  # bytes of a sha256
 _KEPT = 8  # files, the latest
+_DAY = 86400  # seconds
 _CODE = hash_of("training", "models", "loading", "store")
 _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision"
 
@@ -121,3 +123,6 @@ def _write(path: Path, fit: Fit) -> None:
     with contextlib.suppress(OSError):  # other runs clear away, too
         for old in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)[:-_KEPT]:
             old.unlink()
+        for draft in path.parent.glob(f".*{_SUFFIX}.*"):  # of runs that were killed
+            if time.time() - draft.stat().st_mtime > _DAY:
+                draft.unlink(missing_ok=True)

@@ -112,6 +112,8 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
             raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{alone}")
         log.info("truth: the store holds none, so the spread alone is learned")
         model = replace(model, postprocess=False)
+    if not model.postprocess and not config.spread_weight:
+        raise UserError("spread_weight=0: the spread alone is learned, so nothing would be; give a weight above 0")
     if len(layout.realization) < 2:
         raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
     upper = _chosen("data.variables", data.variables, layout.variables)
@@ -252,12 +254,20 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     checkpoint = load_checkpoint(checkpoints / "last", training=True)
     refuse_other_settings(config, checkpoint)
     best = checkpoint.meta["best"]
+    if best is not None and not (checkpoints / (kept := f"step_{best['step']:08d}")).exists():
+        log.warning("resume: %s is not there, so the next validation begins to look for the best again", kept)
+        checkpoint.meta["best"] = best = None
     if not tidy:
         return run, checkpoint
     if best is not None:  # the run may have died between the exchange of the two links
-        point(checkpoints, "best", f"step_{best['step']:08d}")
+        point(checkpoints, "best", kept)
     clean(checkpoints)
     return run, checkpoint
+
+
+def common_settings(config: TrainConfig) -> dict[str, Any]:
+    """Settings that have to be the same on all ranks; where caches lie, and threads, may differ between hosts."""
+    return {k: v for k, v in flat(plain_config(config)).items() if not k.startswith("loading.") and k != "threads"}
 
 
 def refuse_trainers(count: int) -> None:

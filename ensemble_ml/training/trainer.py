@@ -69,6 +69,7 @@ def train(config: TrainConfig) -> Path:
         Stopped: the same of SIGUSR1 or SIGUSR2, which may have come before the first step.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
+        session.agree(setup.common_settings(config))
         return _train(config, session)
 
 
@@ -229,6 +230,7 @@ class Trainer:
         running = Running(state.model)  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
             losses = self.setup.loss(state.model(batch.inputs), batch)
+            state.exchange.share = self.setup.loss.share
             losses["loss"].backward()
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)

@@ -229,3 +229,45 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
     }
     with pytest.raises(UserError, match=r"rank 0: 2 of 3 ranks \(first \[1, 2\]\) have not come in 1 s"):
         start(ParallelConfig(data=3), env).__enter__()
+
+
+def agrees(session, mine):
+    try:
+        session.agree({"lr": mine[session.topology.rank], "steps": 7})
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_other_settings_are_told_which():
+    assert run_ranks(agrees, 3, [1e-3] * 3) == [""] * 3
+    told = run_ranks(agrees, 3, [1e-3, 1e-3, 1e-4])
+    assert told == ["", "", "rank 2: lr=0.0001, on rank 0 lr=0.001; give every rank the same settings"]
+
+
+def comes(session, port, job):
+    """While two ranks run, another job's rank 1 comes to the same port, and goes."""
+    session.meet()
+    if session.first:
+        code = (
+            "from ensemble_ml.config import ParallelConfig\nfrom ensemble_ml.distributed import start, launch\n"
+            "from datetime import timedelta\nlaunch.MEETING = timedelta(seconds=2)\n"
+            f"env = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}')\n"
+            "with start(ParallelConfig(), env): pass"
+        )
+        env = {**os.environ, "SLURM_JOB_ID": job, "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=80)
+        assert done.returncode != 0
+        return done.stderr
+    time.sleep(3)  # heartbeats, in which a failure would be heard of
+    return ""
+
+
+@pytest.mark.parametrize(("job", "text"), [("", "have met at"), ("8", "1 of 2 ranks")])
+def test_a_rank_of_another_job_at_the_same_port_does_no_harm(job, text, monkeypatch):
+    port = free_port()
+    monkeypatch.setattr("parallel.ranks.free_port", lambda: port)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    told = run_ranks(comes, 2, port, job, data=2)
+    assert text in told[0]

@@ -103,7 +103,8 @@ def test_meeting_points():
 
 
 @pytest.mark.parametrize(("nodes", "first"), [("a", "a"), ("a1,b2", "a1"), ("gpu[007-012,020]", "gpu007"),
-                                              ("r[3,5]n", "r3n"), ("x2,gpu[1-4]", "x2")])  # fmt: skip
+                                              ("r[3,5]n", "r3n"), ("x2,gpu[1-4]", "x2"),
+                                              ("r[0-1]n[3,4],b7", "r0n3")])  # fmt: skip
 def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 

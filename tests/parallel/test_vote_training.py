@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from parallel.ranks import run_ranks
+from parallel.simulated import on_ranks
 from parallel.test_parallel_training import config_of, joined, stopped_at
 from synthetic import make_store
 
@@ -25,7 +26,8 @@ from ensemble_ml.config import (
 )
 from ensemble_ml.distributed import NullCommunicator
 from ensemble_ml.distributed.choice import restore_state
-from ensemble_ml.distributed.exchange import BucketExchange
+from ensemble_ml.distributed.exchange import BucketExchange, Reduction
+from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Exchange
 from ensemble_ml.training import load_checkpoint, trainer
@@ -315,3 +317,53 @@ def _poisoned(session, config, rank=1, step=4):
     finally:
         torch.Tensor.backward = backward
     return ""
+
+
+def _elsewhere(session, hosts):
+    session.world = replace(session.world, local_size=2)
+    session._store.set(f"host/{session.topology.rank}", hosts[session.topology.rank])
+    session.meet()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("socket.gethostname", lambda: hosts[session.topology.rank])
+    config = TrainConfig(optim=OptimConfig(name=OptimName.lion, exchange=ExchangeName.vote, hierarchical=True))
+    try:
+        run_exchange(config, session)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_in_a_row_have_to_be_of_one_node():
+    told = run_ranks(_elsewhere, 4, ["a", "b", "a", "b"], data=4)
+    assert all("of 2 ranks in a row, said to be of one node, some are on another" in text for text in told)
+    assert run_ranks(_elsewhere, 4, ["a", "a", "b", "b"], data=4) == [""] * 4
+
+
+def test_ranks_that_never_have_a_date_do_not_vote(store, tmp_path):
+    config = voting(store, tmp_path)
+    config.batch_size = 1
+    told = run_ranks(joined_or_told, 2, config, data=2)
+    assert all("parallel.data=2 ranks vote, and a step has 1 of the" in text for text in told)
+
+
+def joined_or_told(session, config):
+    try:
+        joined(session, config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_with_more_of_a_batch_does_not_speak_louder():
+    """Gradients of a rank's share are brought to the whole batch's by that share, whatever it is; nothing stays."""
+
+    def scaled(group, shares):
+        exchange = Vote(group, reduction=Reduction.sum)
+        p = torch.nn.Parameter(torch.zeros(3))
+        p.grad = torch.full((3,), shares[group.rank])
+        exchange.share = torch.tensor(shares[group.rank])
+        exchange._scale([p])
+        return p.grad[0].item()
+
+    assert on_ranks(3, lambda group: scaled(group, [0.5, 0.25, 0.25])) == pytest.approx([1.0, 1.0, 1.0])
+    assert on_ranks(3, lambda group: scaled(group, [1.0, 0.0, 0.0])) == [1.0, 0.0, 0.0]

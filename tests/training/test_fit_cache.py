@@ -1,6 +1,7 @@
 """Fits that are kept: the same for all trials of a seed, made anew where what they depend on differs."""
 
 import logging
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -162,3 +163,14 @@ def test_the_oldest_are_cleared_away(config_of, monkeypatch):
 def test_everything_of_a_fit_is_kept():
     names = {field.name for field in fields(fit_cache.Fit)}
     assert names == {"climate", "spread_error", "input_range", "seconds"}, "a new field must be written and read, too"
+
+
+def test_what_a_killed_run_left_behind_is_cleared_away_a_day_later(config_of):
+    folder = Path(config_of().output) / ".fits"
+    folder.mkdir(parents=True)
+    old, new = (folder / f".{name}.fit.{name}" for name in ("old", "new"))
+    for draft in (old, new):
+        draft.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    train(config_of(steps=1))
+    assert not old.exists() and new.exists()

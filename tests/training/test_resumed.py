@@ -202,3 +202,24 @@ def test_who_computes_a_sample_is_not_free_when_a_run_goes_on(config_of):
     refuse_other_settings(config_of(steps=1, loading__ahead=1, loading__threads=1), checkpoint)
     with pytest.raises(UserError, match=r"loading.assign=locality \(was fixed\)"):
         refuse_other_settings(config_of(steps=1, loading__assign=Assign.locality), checkpoint)
+
+
+def test_a_copy_of_the_last_checkpoint_alone_looks_for_the_best_again(config_of, monkeypatch, caplog):
+    """Its folder says which step was the best; a link to nothing would be made."""
+    plan = {"steps": 60, "validate_every": 30, "checkpoint_every": 30, "optim__lr": 2e-3}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 45)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(**plan))
+    checkpoints = Path(config_of().output) / config_of().run / "checkpoints"
+    last = (checkpoints / "last").resolve()
+    meta = load_checkpoint(last).meta
+    assert meta["best"]["step"] != meta["step"]
+    for path in checkpoints.iterdir():
+        if path.is_symlink():
+            path.unlink()
+        elif path != last:
+            shutil.rmtree(path)
+    run = train(config_of(**plan, resume=True))
+    assert "is not there, so the next validation begins to look for the best again" in caplog.text
+    assert load_checkpoint(run / "checkpoints" / "best").meta["step"] == 60
