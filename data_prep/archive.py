@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,6 @@ from data_prep.selecting import (
     layout_of,
     narrow,
     positions,
-    slices_of,
     translation,
     without_members,
 )
@@ -219,19 +218,13 @@ class ArchiveSource:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         room: Room = zeros,
     ) -> Gathered:
-        """Read one start date of the forecast or the control into blocks (see `data_prep.catalogue.Gathered`)."""
+        """Read one start date of the forecast or the control into blocks (see `data_prep.gathered.Gathered`).
+
+        It costs what it reads: a date may as well be gathered in pieces (`data_prep.selecting.slices_of`).
+        """
         narrowed = narrow(self.layout, selection, self.path)
         count = len(narrowed.realization) if part is Part.FORECAST else 1
         return self.catalogue.gather(self._targets(part, date, narrowed), narrowed, count, selection.rows, room)
-
-    def slices(self, part: Part, date: int, room: Room = zeros) -> Iterator[tuple[Selection, Gathered]]:
-        """Yield a start date in pieces of one lead and one variable with all members and levels: bounded memory.
-
-        `gather` costs what it reads, so that the pieces may as well be gathered by threads, in any order, from
-        `data_prep.selecting.slices_of(source.layout)`.
-        """
-        for selection in slices_of(self.layout):
-            yield selection, self.gather(part, date, selection, room)
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
         """Read one start date: see `ensemble_ml.store.source.Source`.

@@ -9,6 +9,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import AXIS_NAMES
 
 # Names under which the axes of archives are met; standard names are looked up in the attributes as well.
 ALIASES = {
@@ -17,10 +18,10 @@ ALIASES = {
         "time", "valid_time",
     ),
     "lead": ("lead_time", "prediction_timedelta", "forecast_period", "step", "lead", "leadtime", "fhour"),
-    "member": ("realization", "number", "member", "ensemble", "ensemble_member", "ens", "sample"),
-    "level": ("level", "isobaricInhPa", "plev", "pressure_level", "pressure", "air_pressure", "isobaric", "lev"),
-    "latitude": ("latitude", "lat"),
-    "longitude": ("longitude", "lon"),
+    "member": AXIS_NAMES["realization"],
+    "level": AXIS_NAMES["level"],
+    "latitude": AXIS_NAMES["latitude"],
+    "longitude": AXIS_NAMES["longitude"],
 }  # fmt: skip
 _STANDARD = {
     "init": "forecast_reference_time",

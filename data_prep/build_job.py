@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, by_date, holes, settle
-from data_prep.gathered import Gathered
 from data_prep.geometry import GridChange, as_change
 from data_prep.pairs import Pair, pair
-from data_prep.records import hour_text
+from data_prep.selecting import slices_of
 from data_prep.truth import ArchiveTruth
 from ensemble_ml.config import Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.store import Part, Selection, is_store, open_store
@@ -28,6 +27,7 @@ from ensemble_ml.store.date import AHEAD, DateWriter
 from ensemble_ml.store.plan import BuildPlan, plan_of
 from ensemble_ml.store.schema import Kind
 from ensemble_ml.store.sources import Sources
+from ensemble_ml.wording import hour_text
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +117,13 @@ class Job:
         return True
 
     def _part(self, writer: DateWriter, part: Part, date: int, stopped: Callable[[], bool]) -> None:
-        for selection, gathered in self._slices(part, date):
+        for selection in slices_of(self.plan.layout):
             if stopped():
                 raise Stopped
+            if part is Part.TRUTH and self.truth is not None:
+                gathered = self.truth.gather(date, selection, _room)
+            else:
+                gathered = self.source.gather(part, date, selection, _room)
             if self.config.packing is Packing.float32:
                 pressure, surface = gathered.plain()
             else:
@@ -140,11 +144,6 @@ class Job:
             else:
                 found[part.value] = self.source.catalogue.fields(self.source.rows_of(part, date))
         return found
-
-    def _slices(self, part: Part, date: int) -> Iterator[tuple[Selection, Gathered]]:
-        if part is Part.TRUTH and self.truth is not None:
-            return self.truth.slices(date, _room)
-        return self.source.slices(part, date, _room)
 
     def _place(self, selection: Selection) -> tuple[Kind, int, int]:
         """Kind of variable, and positions of the one lead and the one variable of a slice."""

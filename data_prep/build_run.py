@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from data_prep.build_job import Job, Stopped
 from data_prep.build_workers import Workers, workers_of
-from data_prep.records import hour_text
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.build import Build
+from ensemble_ml.wording import hour_text
 
 log = logging.getLogger(__name__)
 

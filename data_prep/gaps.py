@@ -13,12 +13,13 @@ import numpy as np
 
 from data_prep.archive import ArchiveSource
 from data_prep.pairs import Pair
-from data_prep.records import hour_text, variable_text
+from data_prep.records import variable_text
 from data_prep.truth import ArchiveTruth
 from ensemble_ml.config import Gaps
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store.source import Layout, Part
+from ensemble_ml.wording import hour_text
 
 _SHOWN = 10
 _USUAL = 0.75  # share of the steps between start dates that makes a series regular

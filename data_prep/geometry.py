@@ -42,19 +42,11 @@ class GridChange:
     coarsen: tuple[int, int] | None = None
     regrid: float | Grid | None = None
 
-    def target(self, grid: Grid) -> Grid:
-        """The grid that is asked for, of data on `grid`.
-
-        Raises:
-            UserError: it does not fit to `grid`.
-        """
-        return self.of(grid).target
-
     def of(self, source: Grid) -> Geometry:
         """The way from data on `source` to the grid that is asked for.
 
         Raises:
-            UserError: as `target`, or as `Geometry`.
+            UserError: it does not fit to the grid of the data, or as `Geometry`.
         """
         whole = source
         if isinstance(self.regrid, Grid):

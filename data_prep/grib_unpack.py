@@ -39,13 +39,13 @@ def unpack(octets: np.ndarray, bits: int, points: int) -> np.ndarray:
     padded[: len(octets)] = octets
     if bits <= 16:
         out = np.empty((groups, members), np.uint16)
-        window, span = np.uint32, 3
+        span = 3
     else:
         out = np.empty((groups, members), np.uint32)
-        window, span = np.uint32, 4
+        span = 4
     for place in range(members):
         first, shift = divmod(place * bits, 8)
-        value = np.zeros(groups, window)
+        value = np.zeros(groups, np.uint32)
         used = min(span, (shift + bits + 7) // 8)
         for octet in range(used):
             value <<= 8

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,14 @@ class Pair:
         """Variables that have points without a value, in forecast or truth."""
         of_truth = getattr(self.truth, "masked", ())
         return tuple(name for name in self.layout.names if name in (*self.forecast.masked, *of_truth))
+
+    def notes(self) -> list[str]:
+        """Sentences on what of the forecast the truth cannot verify.
+
+        Raises:
+            UserError: the truth has a variable, but its intervals do not fill those of the forecast.
+        """
+        return self.truth.notes() if isinstance(self.truth, ArchiveTruth) else []
 
     def has(self, part: Part) -> bool:
         """Whether any field of `part` is there."""
@@ -238,16 +246,10 @@ def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> Non
 
 def _store(path: Any) -> TensorStore | None:
     paths = as_list(path)
-    stores = [one for one in paths if is_store(_as_path(one))]
+    stores = [one for one in paths if is_store(Path(one))]
     if stores and len(paths) > 1:
         raise UserError(f"{stores[0]}: is a tensor store among {len(paths)} paths; give it alone")
     return open_store(stores[0]) if stores else None
-
-
-def _as_path(path: str) -> Any:
-    from pathlib import Path
-
-    return Path(os.fspath(path))
 
 
 def _wanted(source: Source) -> tuple[np.ndarray, np.ndarray]:

@@ -93,10 +93,8 @@ def _check_settings(config: PrepareConfig) -> None:
 
 def _log_gaps(job: Job) -> None:
     if job.truth is not None:
-        for name, reason in job.truth.unmatched().items():
-            log.warning("truth %s: %s stays without truth: %s", job.truth.path, name, reason)
-        for name, leads in job.truth.partly().items():
-            log.warning("truth %s: %s stays without truth at these leads: %s", job.truth.path, name, leads)
+        for note in job.truth.notes():
+            log.warning("%s", note)
     if job.gaps:
         done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
         log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)

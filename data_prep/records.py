@@ -18,6 +18,7 @@ from ensemble_ml.fields import FIELDS, Field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import native
 from ensemble_ml.store.packing import dequantise
+from ensemble_ml.wording import hour_text
 
 if TYPE_CHECKING:
     from data_prep.file_index import FileIndex
@@ -162,11 +163,6 @@ def covers(rows: slice | None, grid: Grid | None) -> bool:
 def field_of(record: np.void) -> Field:
     """The registry's entry of a record."""
     return FIELDS[int(record["field"])]
-
-
-def hour_text(time: np.datetime64) -> str:
-    """A start or valid time as messages show it, e.g. 2001-01-31T12."""
-    return str(time.astype("datetime64[h]"))
 
 
 def variable_text(field: Field, level: int) -> str:

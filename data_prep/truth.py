@@ -21,7 +21,7 @@ from data_prep.combine import Combine
 from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
 from data_prep.records import FIELD_INDEX, GUST, IS_ACCUMULATED
-from data_prep.selecting import narrow, slices_of, translation
+from data_prep.selecting import narrow, translation
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
@@ -184,14 +184,9 @@ class ArchiveTruth:
         selection: Selection = Selection(),  # noqa: B008 - frozen
         room: Room = zeros,
     ) -> Gathered:
-        """Read one start date into blocks (see `data_prep.catalogue.Gathered`)."""
+        """Read one start date into blocks (see `data_prep.gathered.Gathered`)."""
         narrowed = narrow(self.layout, selection, self.path)
         return self.catalogue.gather(self._targets(date, narrowed), narrowed, 1, selection.rows, room)
-
-    def slices(self, date: int, room: Room = zeros) -> Iterator[tuple[Selection, Gathered]]:
-        """Yield a start date in pieces of one lead and one variable with all levels (see `ArchiveSource.slices`)."""
-        for selection in slices_of(self.layout):
-            yield selection, self.gather(date, selection, room)
 
     def read(self, date: int, selection: Selection) -> Fields:
         """Read one start date."""
@@ -247,6 +242,18 @@ class ArchiveTruth:
                     if name in self._over_intervals:
                         reasons[name] = "the truth has it over intervals, the forecast at moments"
         return reasons
+
+    def notes(self) -> list[str]:
+        """Sentences on what cannot be verified at any date.
+
+        Raises:
+            UserError: as `unmatched`.
+        """
+        found = [f"truth {self.path}: {name} stays without truth: {why}" for name, why in self.unmatched().items()]
+        some = self.partly().items()
+        return found + [
+            f"truth {self.path}: {name} stays without truth at these leads: {leads}" for name, leads in some
+        ]
 
     def partly(self) -> dict[str, str]:
         """Where variables that are verified cannot be, at any date: name -> leads, and levels where it is some."""

@@ -33,6 +33,12 @@ class Family(Enum):
         return 0.0, 1.0 if self is Family.DOUBLY_CENSORED_NORMAL else math.inf
 
 
+AXIS_NAMES = {  # under which the axes of archives and forecasts are met, ours first
+    "realization": ("realization", "number", "member", "ensemble", "ensemble_member", "ens", "sample"),
+    "level": ("level", "isobaricInhPa", "plev", "pressure_level", "pressure", "air_pressure", "isobaric", "lev"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon"),
+}
 GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
 
 

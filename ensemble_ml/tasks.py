@@ -62,7 +62,8 @@ def _predict(config: schema.PredictConfig) -> object:
     from ensemble_ml.training import load_spec
 
     grid = load_spec(config.checkpoint).grid if config.regrid else None
-    return predict(config, open_pair(config.input, None, config.static, grid=grid, index=user_index()))
+    both = open_pair(config.input, None, config.static, control=config.control, grid=grid, index=user_index())
+    return predict(config, both)
 
 
 def _export(config: schema.ExportConfig) -> object:
@@ -76,7 +77,8 @@ def _evaluate(config: schema.EvaluateConfig) -> object:
     from ensemble_ml.verification import evaluate, open_forecasts
 
     grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
-    return evaluate(config, open_pair(config.ensemble, config.truth, None, grid=grid, index=user_index()))
+    both = open_pair(config.ensemble, config.truth, None, control=config.control, grid=grid, index=user_index())
+    return evaluate(config, both, both.notes())
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:
@@ -106,7 +108,7 @@ TASKS: dict[str, Task] = {
         "can be scored",
     ),
     "plan": Task(
-        schema.PlanConfig, _plan, "experiment=quickstart data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
+        schema.PlanConfig, _plan, "experiment=quickstart run=plan data.store=store.zarr plan.ranks=8 plan.memory_gb=16",
         "what it prints, and OUTPUT/RUN/plan.json (and scaling.png and report.html where plan.simulate=true)",
     ),
     "predict": Task(

@@ -39,9 +39,10 @@ from ensemble_ml.inference import predict
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.store import TensorStore
 from ensemble_ml.training import train
-from ensemble_ml.verification import crps_members, evaluate
+from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.bootstrap import Interval, blocks_of, draw_dates, interval
 from ensemble_ml.verification.families import crps
+from ensemble_ml.verification.statistics import crps_members
 
 log = logging.getLogger(__name__)
 STATION, ERA5 = "gefs_innsbruck_temperature.nc", "era5-levels-members.grib"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ensemble_ml.config.archives import Control
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.model import Precision
@@ -27,6 +28,7 @@ class PredictConfig:
 
     checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
     input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble")
+    control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
     static: str | None = opt(None, "file with orography and land mask; null takes the checkpoint's")
     regrid: bool = opt(False, "bring an archive on another grid to the checkpoint's, as prepare did: a crop or conservative means")
     output: str = opt(MISSING, "folder for forecast_YYYYMMDDHH.nc")
@@ -74,6 +76,7 @@ class EvaluateConfig:
     forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders")
     baselines: Any = opt(None, "folder, or a list of them, of forecasts by statistics (train model=emos) that stand among the baselines")
     ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
+    control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
     truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none")
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     members_in: Any = opt(None, "number of first members of the raw reduced ensemble that forecasts are compared with; null takes as many as the first forecast was made from (5 where it does not say)")

@@ -25,6 +25,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ensemble_ml import __version__
 from ensemble_ml.config import Precision, PredictConfig
 from ensemble_ml.distributed import Session, start
+from ensemble_ml.distributed.fingerprint import check_same_model
 from ensemble_ml.distributed.gather import agreed_extremes, gather, sharing_cores
 from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
@@ -103,6 +104,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     ranks = sharing_cores(session.mesh.world, session.device)
     with _threads(config.threads or (0 if ranks == 1 else max(1, cores() // ranks))), torch.inference_mode():
         device = _place(model, meta, config, session.device)
+        check_same_model(list(model.state_dict().values()), session.mesh.world)  # `best` may move while ranks read it
         if isinstance(model, EnsembleModel):
             partition_model(model, session.mesh, Overlap(config.parallel.overlap is True))
         wanted_paths = [None if path in made else path for path in paths]

@@ -31,7 +31,7 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         "region": config.region,
         "points": None if config.points is None else np.asarray(config.points, np.float64).tolist(),
         "precision": config.precision.value,
-        "static": config.static,
+        "static": None if config.static is None else _digest(source.static()),
         "regrid": config.regrid,
     }
     return {
@@ -39,6 +39,13 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         "data_fingerprint": source.fingerprint(),
         "settings_digest": hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16],
     }
+
+
+def _digest(fields: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(fields):
+        found.update(f"{name} {fields[name].shape}".encode() + np.ascontiguousarray(fields[name]).tobytes())
+    return found.hexdigest()
 
 
 def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:

@@ -22,6 +22,7 @@ from ensemble_ml.store.manifest import CLIMATE
 from ensemble_ml.store.schema import FORMAT, Kind
 from ensemble_ml.store.source import Part, Selection
 from ensemble_ml.store.sources import stamp
+from ensemble_ml.wording import hour_text, shortened
 
 _FLOAT32 = 4
 _GAPS_LISTED = 20
@@ -126,7 +127,7 @@ class Presences:
             gone = [w & ~t for w, t in zip(anywhere, self.contents.present(part, date), strict=True)]
             total = int(sum(one.sum() for one in gone))
             if total:
-                when = str(self.contents.layout.init_time[date].astype("datetime64[h]"))
+                when = hour_text(self.contents.layout.init_time[date])
                 yield when, total, self._phrase(part, gone, total)
 
     def _phrase(self, part: Part, gone: list[np.ndarray], total: int) -> str:
@@ -136,16 +137,11 @@ class Presences:
         names += [lay.surface[v] for v in np.flatnonzero(gone[1].any((0, 1)))]
         leads = np.flatnonzero(gone[0].any((0, 2, 3)) | gone[1].any((0, 2)))
         levels = np.flatnonzero(gone[0].any((0, 1, 2)))
-        who = "" if part is not Part.FORECAST else f"member {_some([lay.realization[m] for m in members])} "
-        where = f" at {_some([lay.levels[z] for z in levels])} hPa" if 0 < len(levels) < len(lay.levels) else ""
-        when = f", lead {_some([lay.lead_hours[t] for t in leads])} h" if len(leads) < len(lay.lead_hours) else ""
+        who = "" if part is not Part.FORECAST else f"member {shortened([lay.realization[m] for m in members])} "
+        where = f" at {shortened([lay.levels[z] for z in levels])} hPa" if 0 < len(levels) < len(lay.levels) else ""
+        when = f", lead {shortened([lay.lead_hours[t] for t in leads])} h" if len(leads) < len(lay.lead_hours) else ""
         plural = "" if total == 1 else "s"
-        return f"{who}lacks {_some(names)}{where}{when} ({total} field{plural})"
-
-
-def _some(values: list[Any], most: int = 6) -> str:
-    text = ", ".join(map(str, values[:most]))
-    return text + (f" and {len(values) - most} more" if len(values) > most else "")
+        return f"{who}lacks {shortened(names)}{where}{when} ({total} field{plural})"
 
 
 def _masked(contents: Contents, presence: Presences) -> dict[str, float]:

@@ -120,18 +120,38 @@ def crps_ensemble(
 
 
 def crps_distribution(
-    location: xr.DataArray, scale: xr.DataArray, observed: xr.DataArray, *, family: Family | str, **reduction: Any
+    location: xr.DataArray,
+    scale: xr.DataArray,
+    observed: xr.DataArray,
+    *,
+    family: Family | str,
+    lower: float = -np.inf,
+    **reduction: Any,
 ) -> xr.DataArray:
-    """CRPS of a parametric forecast in closed form; `family` as the attribute `distribution_family` names it."""
+    """CRPS of a parametric forecast; `family` as the attribute `distribution_family` names it.
+
+    In closed form, or threshold-weighted to what lies above `lower` (`families.crps_above`: Gneiting & Ranjan 2011,
+    doi:10.1198/jbes.2010.08110).
+
+    Raises:
+        ValueError: a family that is not known.
+    """
     law = Family(family)
-    score = _pointwise(lambda *a: families.crps(law, *a), location, scale, observed)
-    return weighted_mean(_in_units_of(observed, score), **reduction)
+
+    def score(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray) -> np.ndarray:
+        whole = np.isneginf(lower)
+        return families.crps(law, mu, sigma, y) if whole else families.crps_above(law, mu, sigma, y, lower)
+
+    return weighted_mean(_in_units_of(observed, _pointwise(score, location, scale, observed)), **reduction)
 
 
 def log_score(
     location: xr.DataArray, scale: xr.DataArray, observed: xr.DataArray, *, family: Family | str, **reduction: Any
 ) -> xr.DataArray:
-    """Minus the log of the predicted density, or of the mass at a bound of a censored law; nats."""
+    """Minus the log of the predicted density, or of the mass at a bound of a censored law; nats.
+
+    Good (1952); Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 9.
+    """
     law = Family(family)
     return weighted_mean(_pointwise(lambda *a: families.log_score(law, *a), location, scale, observed), **reduction)
 
@@ -192,7 +212,7 @@ def pit_histogram(
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
-    """Mean squared difference of a probability and what happened (0 or 1)."""
+    """Mean squared difference of a probability and what happened (0 or 1). Brier (1950)."""
     forecast, event = _aligned(forecast, event)
     return weighted_mean(_bare((forecast - event) ** 2), **reduction)
 
@@ -251,7 +271,10 @@ def efi(
 
 
 def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.DataArray:
-    """Extreme event CRPS: mean of |EFI| CRPS, from both at each point."""
+    """Extreme event CRPS: mean of |EFI| CRPS, from both at each point.
+
+    Grönquist et al. (2021), doi:10.1098/rsta.2020.0092.
+    """
     index, crps = _aligned(index, crps)
     return weighted_mean(_in_units_of(crps, _bare(abs(index) * crps)), **reduction)
 

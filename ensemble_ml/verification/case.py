@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ensemble_ml.verification.pictures import Pictures
-from ensemble_ml.verification.plan import Plan, iso
+from ensemble_ml.verification.plan import Plan
 from ensemble_ml.verification.samples import Setting, predictions, read_sample
 from ensemble_ml.verification.scoring import extreme_forecast_index, model_climate
 from ensemble_ml.verification.statistics import ensemble_moments
+from ensemble_ml.wording import hour_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
         name=plan.columns[column].name,
         variable=plan.columns[column].variable,
         lead_hours=plan.columns[column].lead_hours,
-        date=iso(setting.source.layout.init_time[date]),
+        date=hour_text(setting.source.layout.init_time[date]),
         mean_index=known[position],
         place=(float(grid.latitude[y]), float(grid.longitude[x])),
         index=index[z],

@@ -33,6 +33,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
-from ensemble_ml.verification.plan import Plan, iso, make_plan, shortened
+from ensemble_ml.verification.plan import Plan, make_plan
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
 from ensemble_ml.verification.samples import Group, Setting, check_members
@@ -65,6 +66,7 @@ from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
+from ensemble_ml.wording import hour_text, shortened
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +74,13 @@ FORMAT = 1
 FILES = ("scores.json", "report.html")
 
 
-def evaluate(config: EvaluateConfig, source: Source) -> Path:
+def evaluate(config: EvaluateConfig, source: Source, notes: Sequence[str] = ()) -> Path:
     """Score the forecasts of `config` against `source` and return the folder with scores.json and report.html.
 
     Args:
         config: settings.
         source: the full ensemble, and the truth where there is one.
+        notes: sentences about the source that a reader of the report should know.
 
     Raises:
         UserError: a report exists, or cannot be written; forecasts cannot be read or have another grid, no date is
@@ -96,6 +99,7 @@ def evaluate(config: EvaluateConfig, source: Source) -> Path:
     ours = forecasts[: len(as_list(config.forecast))]
     try:
         plan = make_plan(config, source, forecasts)
+        plan.notes[:0] = notes
         for note in plan.notes:
             log.info("%s", note)
         setting, regions = _setting(config, source, forecasts, plan)
@@ -183,7 +187,7 @@ def _content(
     times = layout.init_time
     numbers = [int(number) for number in layout.realization]
     left_out = _left_out(scores)
-    notes = plan.notes + _unfitted(scores)
+    notes = plan.notes + _unfitted(scores, len(plan.fit))
     limits = {statistic.value for statistic in OF_THE_LIMIT}
     for words, which in (
         ("scores leave points out that miss a value", [one for one in left_out if one["statistic"] not in limits]),
@@ -203,8 +207,8 @@ def _content(
         "settings": asdict(config),
         "definitions": {name: " ".join(text.split()) for name, text in DEFINITIONS.items()},
         "dates": {
-            "test": [iso(t) for t in times[plan.test]],
-            "fit": [iso(t) for t in times[plan.fit]],
+            "test": [hour_text(t) for t in times[plan.test]],
+            "fit": [hour_text(t) for t in times[plan.fit]],
             "dropped": plan.dropped,
             "blocks": scores.blocks,
             "block_days": config.block_days,
@@ -243,7 +247,7 @@ _LACKING = {  # why a regression of the spread has no value for a field that is 
 }
 
 
-def _unfitted(scores: Scores) -> list[str]:
+def _unfitted(scores: Scores, dates: int) -> list[str]:
     """Of which fields baselines are left out, that others have: one value that is missing makes their mean NaN."""
     found, state = [], scores.state
 
@@ -257,11 +261,17 @@ def _unfitted(scores: Scores) -> list[str]:
     raw, corrected = (
         Key(f"{name}_{scores.reduced}", Statistic.SQUARED_ERROR) for name in ("raw", next(iter(CORRECTIONS)))
     )
-    if corrected in state.total and (lacking := _names(scores, scored(raw) & ~np.isfinite(state.mean(corrected)))):
-        found.append(
-            f"Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than"
-            f" {FEWEST_DATES} fit dates have a truth: {lacking}."
-        )
+    if raw in state.total and dates >= FEWEST_DATES:  # of fewer the plan has told
+        if corrected not in state.total:
+            found.append(
+                f"No correction of the raw ensemble is shown: of the {dates} fit dates fewer than {FEWEST_DATES} have a"
+                f" truth and all {scores.full} members of a field."
+            )
+        elif lacking := _names(scores, scored(raw) & ~np.isfinite(state.mean(corrected))):
+            found.append(
+                f"Corrections of the raw ensemble, and what is compared with them, leave out fields of which fewer than"
+                f" {FEWEST_DATES} fit dates have a truth: {lacking}."
+            )
     return found
 
 

@@ -1,4 +1,4 @@
-"""How unusual a forecast is against the model's own climate, and scores that look there.
+"""How unusual a forecast is against the model's own climate.
 
 Lalaurie (2003), doi:10.1256/qj.02.152; Zsoter (2006). Axes: M member, K quantile of the climate.
 """
@@ -68,8 +68,3 @@ def _integral(p: np.ndarray) -> np.ndarray:
     """Of arccos(1 - 2 p) from zero."""
     u = np.clip(1 - 2 * p, -1, 1)
     return (np.sqrt(1 - u * u) - u * np.arccos(u)) / 2
-
-
-def eecrps(index: np.ndarray, crps: np.ndarray) -> np.ndarray:
-    """Extreme event CRPS: |EFI| times CRPS. Grönquist et al. (2021), doi:10.1098/rsta.2020.0092."""
-    return np.abs(index) * crps

@@ -3,12 +3,13 @@
 A field NAME is scored through NAME_location and NAME_scale (parameters of the law that the attribute
 `distribution_family` names), or through NAME_mean and NAME_stddev as a normal law where a file has only these; a mean
 and standard deviation that it lacks are those of the law. Its predicted spread of the full ensemble is
-NAME_ensemble_spread. Axes: Z level, Y latitude, X longitude.
+NAME_ensemble_spread. Axes are known by CF standard names, or by usual ones. Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Family, unit_conversion
+from ensemble_ml.fields import AXIS_NAMES, FIELDS, Family, unit_conversion
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.verification.baselines import CORRECTIONS
@@ -59,7 +60,8 @@ class ForecastSet:
     validation_dates: np.ndarray  # they chose the checkpoint
     earlier_dates: np.ndarray  # they trained or chose the weights that training began from
     checkpoints: tuple[str, ...]  # sha256 of those that made the files
-    lead_hours: tuple[int, ...]
+    lead_hours: tuple[int, ...]  # of all files
+    uneven_leads: tuple[int, ...]  # those that some files lack
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
     grid: Grid
     seen: frozenset[str]  # members that any of its dates was made from
@@ -180,7 +182,10 @@ _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
+_STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
+_READ = tuple(f"_{part}" for part in (*_PARTS, "member"))
+_HIGHEST = 1100  # hPa: levels without units that go beyond it are in Pa
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _DIFFERENCES = ("scale", "stddev", "ensemble_spread")
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
@@ -215,12 +220,16 @@ def _open_folder(folder: Path) -> ForecastSet:
     made_of: dict[tuple[str, str], None] = {}  # in the order of the files
     axes: dict[str, np.ndarray] = {}
     known: dict[str, set[np.datetime64]] = {name: set() for name in _SEEN}  # of all checkpoints
+    leads: dict[Path, list[int]] = {}
+    held: dict[Path, set[str]] = {}
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
             made_of[str(data.attrs.get("members_in", "")), str(data.attrs.get("checkpoint_sha256"))] = None
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
+            leads[path] = _lead_hours(data, path)
+            held[path] = {str(name) for name in data.data_vars if str(name).endswith(_READ)}
             found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
             found |= {"level": np.atleast_1d(data["level"].values)} if "level" in data.coords else {}
         axes = axes or found
@@ -230,19 +239,29 @@ def _open_folder(folder: Path) -> ForecastSet:
         if start in files:
             raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
         files[start] = path
+    names = frozenset[str]().union(*held.values())
+    for path, some in held.items():
+        if lacking := sorted(names - some, key=_place):
+            raise UserError(f"{path}: lacks {lacking[0]}, which other files hold; make it again")
+    shared = set(leads[paths[0]]).intersection(*leads.values())
+    if not shared:
+        raise UserError(
+            f"{folder}: no lead is in all of its {len(paths)} files; keep forecasts of one kind in a folder"
+        )
     with _open_file(paths[0]) as first:
         grid, rows, columns = _grid(first, paths[0])
         return ForecastSet(
             label=folder.stem if folder.is_file() else folder.resolve().name,
             path=str(folder),
             files=files,
-            names=frozenset(str(name) for name in first.data_vars),
+            names=names,
             members_in=max((tuple(members.split()) for members, _ in made_of), key=len),
             training_dates=np.array(sorted(known["training_dates"]), "datetime64[ns]"),
             validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
             earlier_dates=np.array(sorted(known["earlier_dates"]), "datetime64[ns]"),
             checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),
-            lead_hours=tuple(_lead_hours(first, paths[0])),
+            lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
+            uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),
             variables=_variables(first),
             grid=grid,
             seen=frozenset(number for members, _ in made_of for number in members.split()),
@@ -252,11 +271,29 @@ def _open_folder(folder: Path) -> ForecastSet:
         )
 
 
+def _place(name: str) -> tuple[int, str]:
+    return [name.endswith(part) for part in _READ].index(True), name
+
+
 def _open_file(path: Path) -> xr.Dataset:
     try:
-        return xr.open_dataset(path, decode_timedelta=False, cache=False)
+        return _with_our_axes(xr.open_dataset(path, decode_timedelta=False, cache=False))
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: not a readable NetCDF file ({error}); make the forecast again") from error
+
+
+def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
+    """The same with axes under our names."""
+    found: dict[Hashable, str] = {}
+    for name, usual in AXIS_NAMES.items():
+        standard = _STANDARD.get(name, name)
+        lines = [axis for axis, values in data.coords.items() if values.ndim < 2]
+        told = [axis for axis in lines if data[axis].attrs.get("standard_name") == standard]
+        if name not in data.variables and name not in data.dims:
+            found |= {axis: name for axis in [*told, *(x for x in usual if x in lines or x in data.dims)][:1]}
+    data = data.rename(found)
+    along = {data[name].dims[0]: name for name in found.values() if name in data.coords and data[name].ndim}
+    return data.swap_dims({axis: name for axis, name in along.items() if axis != name})
 
 
 def _conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:
@@ -265,9 +302,12 @@ def _conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:
     Raises:
         UserError: none is known, or the array holds parameters of a law that goes by the registry's units.
     """
-    known = registered(variable)
+    known, path = registered(variable), array.encoding.get("source")
+    if "units" not in array.attrs and known.units != "1":
+        raise UserError(
+            f"{path}: {array.name}: has no units; set its attribute units (here they would be {known.units})"
+        )
     units = str(array.attrs.get("units", known.units)).strip()
-    path = array.encoding.get("source")
     try:
         found = unit_conversion(units, known.units)
     except UserError as error:
@@ -313,8 +353,9 @@ def _hours(times: np.ndarray, data: xr.Dataset, path: Path) -> list[Any]:
 def _levels(data: xr.Dataset) -> list[int]:
     if "level" not in data.variables:
         return []
-    scale = 0.01 if data["level"].attrs.get("units") == "Pa" else 1.0
-    return [round(float(level) * scale) for level in np.atleast_1d(data["level"].values)]
+    values, units = np.atleast_1d(data["level"].values).astype(np.float64), data["level"].attrs.get("units")
+    pascal = values.max() > _HIGHEST if units is None else units in ("Pa", "pascal")
+    return [round(level) for level in (values * (0.01 if pascal else 1.0)).tolist()]
 
 
 def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
@@ -331,7 +372,10 @@ def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
 def _grid(data: xr.Dataset, path: Path) -> tuple[Grid, np.ndarray, np.ndarray]:
     missing = [name for name in ("latitude", "longitude") if name not in data.dims]
     if missing:
-        raise UserError(f"{path}: not on a grid (no dimension {missing[0]}); evaluate needs forecasts without points=")
+        has = ", ".join(map(str, data.dims))
+        raise UserError(
+            f"{path}: not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
+        )
     return canonical(data["latitude"].values, data["longitude"].values)
 
 

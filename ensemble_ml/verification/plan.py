@@ -13,6 +13,7 @@ from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.baselines import FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.forecasts import ForecastSet
 from ensemble_ml.verification.samples import Group
+from ensemble_ml.wording import hour_text, shortened
 
 _USUAL = 5  # members of a reduced ensemble, where a forecast does not say what it was made from
 
@@ -37,7 +38,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     Raises:
         UserError: another grid, sums over other hours, no common date, or fit dates that the source lacks.
     """
-    layout = source.layout
+    layout, notes = source.layout, list[str]()
     for forecast in forecasts:
         if not forecast.grid.same_as(layout.grid):
             raise UserError(
@@ -45,10 +46,17 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
                 f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
                 "regrid=true brings archives to the forecasts' grid"
             )
-        _check_intervals(source, forecast)
+        notes += _check_intervals(source, forecast)
     truth = source.has(Part.TRUTH)
-    notes: list[str] = [] if truth else ["There is no truth: spread alone is scored."]
+    if not truth and config.truth is not None:
+        given = ", ".join(as_list(config.truth))
+        raise UserError(
+            f"truth={given}: holds nothing at any valid time of {source.path}; give another, or none to score the"
+            " spread alone"
+        )
+    notes += [] if truth else ["There is no truth: spread alone is scored."]
     fit = _fit_dates(config, source, forecasts, notes)
+    notes += _hour_notes(layout.init_time[fit])
     test, dropped = _test_dates(source, forecasts, fit, truth)
     if dropped:
         reasons = sorted({d["reason"] for d in dropped})
@@ -63,6 +71,18 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     reduced = _reduced(config, source, forecasts[0])
     notes += _member_notes(config, reduced, source, forecasts)
     for forecast in forecasts:
+        if forecast.uneven_leads:
+            few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
+            notes.append(f"{forecast.label}: {few}.")
+        width = {name: {f"{name}_scale", f"{name}_stddev"} & forecast.names for name in forecast.variables}
+        if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
+            few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
+            notes.append(f"{forecast.label} gives {few}.")
+        if not len(forecast.training_dates):
+            notes.append(
+                f"{forecast.label} does not state the dates that it was trained on (attribute training_dates), if any;"
+                " test dates may be among them."
+            )
         if more := len(np.setdiff1d(forecast.earlier_dates, source.layout.init_time[fit])):
             notes.append(
                 f"{forecast.label}: training began from weights that had seen {more} dates which baselines are not"
@@ -71,18 +91,43 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     return Plan(test, fit, columns, groups, dropped, notes, truth, reduced)
 
 
-def _check_intervals(source: Source, forecast: ForecastSet) -> None:
-    """Raise a UserError where a variable is over other hours in a forecast than in the source."""
+def _hour_notes(times: np.ndarray) -> list[str]:
+    hours = np.unique((times - times.astype("datetime64[D]")) // np.timedelta64(1, "h"))
+    if len(hours) < 2:
+        return []
+    every = ", ".join(f"{hour:02}" for hour in hours.astype(int))
+    return [
+        f"Baselines and climatology are fitted to starts at {every} UTC together, which errors that follow the sun make"
+        " worse: evaluate the forecasts of each hour alone, in a folder of their own, for baselines of that hour."
+    ]
+
+
+def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
+    """Sentences on variables of which one side does not say what hours they are over.
+
+    Raises:
+        UserError: a variable is over other hours in a forecast than in the source.
+    """
     leads = [lead for lead in source.layout.lead_hours if lead in forecast.lead_hours]
+    unstated: dict[str, list[str]] = {forecast.label: [], source.path: []}
     for name, pairs in bounds_at(source, source.layout.names, leads).items():
-        theirs = forecast.intervals(name) if name in forecast.variables else {}
+        if name not in forecast.variables:
+            continue
+        theirs = forecast.intervals(name)
         for lead, pair in zip(leads, pairs, strict=True):
+            if (pair is None) != (lead not in theirs) and lead:
+                unstated[source.path if pair is None else forecast.label].append(f"{name} {lead} h")
             if pair is not None and theirs.get(lead, tuple(pair)) != tuple(pair):
                 first, last = theirs[lead]
                 raise UserError(
                     f"{forecast.path}: {name} at {lead} h is over {first}-{last} h, in {source.path} over"
                     f" {pair[0]}-{pair[1]} h; give the data that it was made from"
                 )
+    return [
+        f"{who} does not state the hours that sums or extremes are over, taken for the other's: {shortened(what)}."
+        for who, what in unstated.items()
+        if what
+    ]
 
 
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
@@ -127,7 +172,7 @@ def _test_dates(
         if reason is None:
             test.append(int(found[0]))
         else:
-            dropped.append({"date": iso(start), "reason": reason})
+            dropped.append({"date": hour_text(start), "reason": reason})
     if not test:
         why = ", ".join(sorted({d["reason"] for d in dropped}))
         counted = f"none of {len(offered)} start dates can be scored ({why})"
@@ -143,8 +188,11 @@ def _why_not(
         return f"missing from {lacking[0]}"
     if not len(found):
         return "not in the ensemble"
-    if not any(part.any() for part in source.present(Part.FORECAST, int(found[0]))):
+    there = source.present(Part.FORECAST, int(found[0]))
+    if not any(part.any() for part in there):
         return "without members"
+    if not any(part.all(0).any() for part in there):
+        return "with some members missing of every field"
     if truth and not any(part.any() for part in source.present(Part.TRUTH, int(found[0]))):
         return "without truth"
     return None
@@ -205,13 +253,3 @@ def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: 
     if len(held) == size:
         notes.append("The reduced ensemble is the full one: its spread is both input and target.")
     return notes
-
-
-def iso(time: np.datetime64) -> str:
-    """YYYY-MM-DDTHH."""
-    return str(time.astype("datetime64[h]"))
-
-
-def shortened(names: list[str], most: int = 6) -> str:
-    """The first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -50,11 +50,6 @@ def flatness(counts: np.ndarray) -> np.ndarray:
     return np.abs(shares(counts) - 1 / counts.shape[-1]).sum(-1)
 
 
-def brier(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
-    """(p - o)^2 at each point."""
-    return (np.asarray(probability, np.float64) - event) ** 2
-
-
 def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndarray:
     """Pinball loss (1{y < q} - level) (q - y); twice its mean over all levels is the CRPS.
 

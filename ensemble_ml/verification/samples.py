@@ -63,9 +63,9 @@ class Setting:
 
     @cached_property
     def informed(self) -> frozenset[str]:
-        """Labels of forecasts that were made from members which are held out from the reduced ensemble."""
+        """Labels of forecasts that were, or may have been, made from members held out from the reduced ensemble."""
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
-        return frozenset(one.label for one in self.forecasts if held & one.seen)
+        return frozenset(one.label for one in self.forecasts if held & one.seen or not one.seen)
 
 
 @dataclass(frozen=True, eq=False)

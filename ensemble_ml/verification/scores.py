@@ -71,6 +71,8 @@ class Scores:
 
     def advantage(self, metric: str, entrant: str, other: str) -> str:
         """What a forecast goes by that `other` does not, in words: with it, better by `metric` is not sure. Else ""."""
+        if entrant in self.forecasts and entrant not in self.given:
+            return f"made from {self.made_from(entrant)}"
         mine = self.given.get(entrant, 0)
         if metric in _OF_THE_FULL_SPREAD and mine >= self.full:
             return f"all {self.full} members, whose spread it is scored against, are its input"

@@ -53,7 +53,9 @@ def score_group(setting: Setting, group: Group, fit: Fit, dates: np.ndarray, tab
         state.record(position, group.columns, spread, mask, setting.weights, strata)
         verified, values = np.zeros_like(mask), {}
         if sample.truth is not None:
-            verified = sample.verified & _finite(x for one in said.values() for x in (one.location, one.scale))
+            verified = sample.verified & _finite(
+                x for one in said.values() for x in (one.location, one.scale, one.mean)
+            )
             family = registered(group.variable).family
             values = truth_values(setting, fit, sample, said, family)
             unusual = {key: value for key, value in values.items() if key.statistic in OF_THE_LIMIT}

@@ -93,10 +93,12 @@ def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pre
     if fit.climate is not None:
         _put(found, CLIMATOLOGY, _baseline(*fit.climate, truth, family, limit, least))
     for label, one in said.items():
+        if one.mean is not None:
+            error = one.mean - truth
+            _put(found, label, {Statistic.ERROR: error, Statistic.SQUARED_ERROR: error**2})
         if one.location is not None and one.scale is not None:
-            error = np.asarray(one.mean) - truth
-            scores = {Statistic.CRPS: crps(one.family, one.location, one.scale, truth), Statistic.ERROR: error}
-            scores |= {Statistic.SQUARED_ERROR: error**2, Statistic.VARIANCE: np.asarray(one.stddev) ** 2}
+            scores = {Statistic.CRPS: crps(one.family, one.location, one.scale, truth)}
+            scores |= {Statistic.VARIANCE: np.asarray(one.stddev) ** 2}
             scores |= _probabilities(one.family, one.location, one.scale, truth, limit)
             _put(found, label, scores)
     return found

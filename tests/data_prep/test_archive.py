@@ -2,12 +2,14 @@
 
 import json
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
 from gribfiles import REGION, decoded, ensemble, message, noise, write
 
 from data_prep import find_gaps, open_archive, open_pair
+from data_prep.selecting import slices_of
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
@@ -326,10 +328,11 @@ class TestSlices:
             tmp_path / "t.grib", [message(n, date=20010102, level=z, member=None) for n in "tz" for z in (500, 850)]
         )
         pair = open_pair(path, truth)
-        pieces = (pair.forecast.slices(Part.FORECAST, 0), pair.truth.slices(0))
-        for part, slices in zip((Part.FORECAST, Part.TRUTH), pieces, strict=True):
+        ways = partial(pair.forecast.gather, Part.FORECAST), pair.truth.gather
+        for part, gather in zip((Part.FORECAST, Part.TRUTH), ways, strict=True):
             whole, seen = pair.read(part, 0), 0
-            for selection, gathered in slices:
+            for selection in slices_of(pair.layout):
+                gathered = gather(0, selection)
                 lead = pair.layout.lead_hours.index(*selection.lead_hours)
                 found = gathered.decoded()[bool(selection.surface)]
                 if selection.surface:

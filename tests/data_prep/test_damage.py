@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from data_prep import open_archive
 from data_prep.grib import GribFile
-from data_prep.records import hour_text
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import by_param_id, field
 from ensemble_ml.store import Part
+from ensemble_ml.wording import hour_text
 
 HIDDEN = noise(GLOBE, 1, 0, 1) > 1
 MESSAGES = [

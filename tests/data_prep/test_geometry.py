@@ -43,14 +43,14 @@ def noise(grid: Grid, seed=0) -> np.ndarray:
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("grid", [QUARTER, BETWEEN], ids=["rows on the poles", "rows between"])
 def test_means_are_conserved(grid, change):
-    geometry = Geometry(grid, change.target(grid))
+    geometry = Geometry(grid, change.of(grid).target)
     values = noise(grid)
     assert mean(geometry.target, geometry.means(values)) == pytest.approx(mean(grid, values), rel=1e-12)
 
 
 def test_means_are_conserved_on_ens10s_grid():
     for change in (GridChange(coarsen=(2, 2)), GridChange(regrid=1.5), GridChange(coarsen=(9, 8))):
-        geometry = Geometry(HALF, change.target(HALF))
+        geometry = Geometry(HALF, change.of(HALF).target)
         assert mean(geometry.target, geometry.means(noise(HALF))) == pytest.approx(mean(HALF, noise(HALF)), rel=1e-12)
 
 
@@ -65,7 +65,7 @@ def test_means_are_conserved_on_ens10s_grid():
 def test_any_global_grid_keeps_means_constants_and_cells(rows, columns, pole, degrees, first):
     latitude = np.linspace(90, -90, rows) if pole else 90 - 180 / rows * (np.arange(rows) + 0.5)
     grid = Grid(latitude, min(first, 350 / columns) + np.arange(columns) * 360 / columns)
-    geometry = Geometry(grid, GridChange(regrid=degrees).target(grid))
+    geometry = Geometry(grid, GridChange(regrid=degrees).of(grid).target)
     values = noise(grid)
     assert mean(geometry.target, geometry.means(values)) == pytest.approx(mean(grid, values), rel=1e-12)
     assert np.array_equal(geometry.means(np.full(grid.shape, 0.1)), np.full(geometry.target.shape, 0.1))
@@ -95,12 +95,12 @@ def brute_force(geometry: Geometry, values: np.ndarray, row: int, column: int) -
 def test_a_field_linear_in_sine_and_longitude_keeps_its_value_at_the_middle_of_each_cell():
     """The mean of a + b sin(lat) over a cell is its value at the mean sine: an answer in closed form."""
     grid = Grid(np.linspace(60, 30, 61), np.linspace(-20, 19.5, 80))
-    geometry = Geometry(grid, GridChange(coarsen=(1, 4)).target(grid))
+    geometry = Geometry(grid, GridChange(coarsen=(1, 4)).of(grid).target)
     values = 3 + 0.25 * grid.longitude + 0 * grid.latitude[:, None]
     wanted = 3 + 0.25 * geometry.target.longitude + 0 * grid.latitude[:, None]
     np.testing.assert_allclose(geometry.means(values), wanted)
     fine = Grid(89.75 - np.arange(360) * 0.5, 22.5 + np.arange(8) * 45.0)
-    both = Geometry(fine, GridChange(coarsen=(4, 1)).target(fine))
+    both = Geometry(fine, GridChange(coarsen=(4, 1)).of(fine).target)
     found = both.means(np.broadcast_to(middle_sine(fine)[:, None], fine.shape))
     np.testing.assert_allclose(found, np.broadcast_to(middle_sine(both.target)[:, None], found.shape), atol=1e-14)
 
@@ -125,7 +125,7 @@ def test_agrees_with_xarray_regrid_away_from_poles(degrees, close):
 
 
 def test_coarsening_ens10_keeps_the_poles():
-    target = GridChange(coarsen=(2, 2)).target(HALF)
+    target = GridChange(coarsen=(2, 2)).of(HALF).target
     assert target.same_as(Grid(np.linspace(90, -90, 181), np.arange(360.0)))
     rows, _ = Geometry(HALF, target).weights
     np.testing.assert_allclose(rows.toarray()[0, :3], rows.toarray()[-1, :-4:-1])
@@ -135,7 +135,7 @@ def test_coarsening_ens10_keeps_the_poles():
 
 def test_masked_points_count_for_nothing_and_half_a_cell_decides():
     grid = Grid(np.linspace(1.5, -1.5, 4), np.linspace(0, 3, 4))
-    geometry = Geometry(grid, GridChange(coarsen=(2, 2)).target(grid))
+    geometry = Geometry(grid, GridChange(coarsen=(2, 2)).of(grid).target)
     values = np.arange(16.0).reshape(4, 4)
     values[0, 0] = values[0, 1] = np.nan  # the smaller half of the first block: rows nearer the equator are larger
     values[:2, 2] = np.nan  # one half of the second, to the west
@@ -151,7 +151,7 @@ def test_masked_points_count_for_nothing_and_half_a_cell_decides():
 
 def test_a_crop_keeps_packed_integers_and_crosses_greenwich():
     change = GridChange(region=(60, -20, 40, 20))
-    geometry = Geometry(HALF, change.target(HALF))
+    geometry = Geometry(HALF, change.of(HALF).target)
     assert not geometry.target.wraps and geometry.target.longitude[0] == -20 and geometry.target.shape == (41, 81)
     codes = np.arange(361 * 720).reshape(361, 720).astype(np.uint16)
     raw = geometry.field(RawField(codes, 250.0, 0.25, 1.0))
@@ -162,9 +162,9 @@ def test_a_crop_keeps_packed_integers_and_crosses_greenwich():
 
 def test_a_region_is_cut_from_the_coarser_grid():
     change = GridChange(region=(60, 350, 40, 10), coarsen=(4, 4))
-    target = change.target(HALF)
+    target = change.of(HALF).target
     assert target.same_as(Grid(np.arange(60, 39, -2.0), np.arange(-10, 11, 2.0)))
-    whole = Geometry(HALF, GridChange(coarsen=(4, 4)).target(HALF)).means(noise(HALF))
+    whole = Geometry(HALF, GridChange(coarsen=(4, 4)).of(HALF).target).means(noise(HALF))
     part = Geometry(HALF, target).means(noise(HALF))
     assert np.array_equal(part, whole[15:26][:, np.r_[175:180, 0:6]])
     assert np.array_equal(change.of(HALF).means(noise(HALF)), part)
@@ -173,7 +173,7 @@ def test_a_region_is_cut_from_the_coarser_grid():
 @pytest.mark.parametrize("region", [(41, 9, 39, 11), (40, 8, 39, 12), (41, 9, 36, 11), (41, 9, 39, 14)])
 def test_cells_of_one_row_or_column_are_as_large_as_those_of_their_grid(region):
     """A single row does not say how far apart rows are, nor a single point whether it is one of the archive's."""
-    values, coarse = noise(HALF), GridChange(coarsen=(4, 4)).target(HALF)
+    values, coarse = noise(HALF), GridChange(coarsen=(4, 4)).of(HALF).target
     found = GridChange(region=region, coarsen=(4, 4)).of(HALF)
     whole = Geometry(HALF, coarse).means(values)
     rows, columns = np.isin(coarse.latitude, found.target.latitude), np.isin(coarse.longitude, found.target.longitude)
@@ -193,7 +193,7 @@ def test_cells_of_one_row_or_column_are_as_large_as_those_of_their_grid(region):
     ],
 )
 def test_a_part_of_a_grid_is_cut_where_its_points_are_those_asked_for(source, region):
-    target = GridChange(region=region).target(QUARTER)
+    target = GridChange(region=region).of(QUARTER).target
     found = Geometry(source, target, QUARTER)
     assert found.crop is not None
     rows, columns = np.isin(source.latitude, target.latitude), np.isin(source.longitude, target.longitude)
@@ -202,9 +202,9 @@ def test_a_part_of_a_grid_is_cut_where_its_points_are_those_asked_for(source, re
 
 
 def test_regional_grids_are_joined_in_blocks_and_regridded_within_their_cells():
-    blocks = GridChange(coarsen=(3, 2)).target(LOCAL)
+    blocks = GridChange(coarsen=(3, 2)).of(LOCAL).target
     assert blocks.shape == (4, 9) and blocks.latitude[0] == 65 and blocks.longitude[0] == -11.5
-    even = GridChange(regrid=2.0).target(LOCAL)
+    even = GridChange(regrid=2.0).of(LOCAL).target
     np.testing.assert_allclose(even.latitude, np.arange(64, 55, -2.0))
     np.testing.assert_allclose(even.longitude, np.arange(-10, 5, 2.0))
     Geometry(LOCAL, even)
@@ -221,7 +221,7 @@ def test_regional_grids_are_joined_in_blocks_and_regridded_within_their_cells():
 )
 def test_what_does_not_fit_is_refused(change, message):
     with pytest.raises(UserError, match=message):
-        change.target(QUARTER)
+        change.of(QUARTER)
 
 
 def test_a_target_beyond_the_data_is_refused():
@@ -241,14 +241,14 @@ def test_a_target_beyond_the_data_is_refused():
     ids=str,
 )
 def test_settings_are_found_from_two_grids(change):
-    target = change.target(HALF)
+    target = change.of(HALF).target
     said = dict(part.split("=") for part in settings_for(HALF, target).split())
     again = GridChange(
         tuple(map(float, said["region"][1:-1].split(","))) if "region" in said else None,
         pair(said["coarsen"]) if "coarsen" in said else None,
         float(said["regrid"]) if "regrid" in said else None,
     )
-    assert again.target(HALF).same_as(target)
+    assert again.of(HALF).target.same_as(target)
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -279,7 +279,7 @@ def test_prepare_brings_forecast_truth_and_static_to_one_grid(archive):
     plain = make(archive, "plain.zarr", static=str(archive / "static.grib"))
     store = make(archive, coarsen=2, packing=Packing.float32, static=str(archive / "static.grib"))
     grid = Grid(*GLOBE)
-    geometry = Geometry(grid, GridChange(coarsen=(2, 2)).target(grid))
+    geometry = Geometry(grid, GridChange(coarsen=(2, 2)).of(grid).target)
     assert store.layout.grid.same_as(geometry.target) and store.layout.grid.shape == (4, 6)
     assert store.provenance["coarsen"] == 2
     for part in (Part.FORECAST, Part.TRUTH):

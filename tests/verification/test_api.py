@@ -7,8 +7,9 @@ import xarray as xr
 from scores.continuous import rmse
 from scores.probability import brier_score, crps_for_ensemble, rank_histogram
 
+from ensemble_ml.fields import Family
 from ensemble_ml.grid import Grid
-from ensemble_ml.verification import api
+from ensemble_ml.verification import api, families
 from ensemble_ml.verification.extremes import efi
 
 GRID = Grid(np.linspace(90, -90, 13), np.arange(0, 360, 30.0))
@@ -330,3 +331,16 @@ def test_dimensions_of_masks_and_weights_alone_are_averaged_over_too(lazy):
     expected = np.broadcast_to(values, mask.shape)[mask.values].mean()
     assert float(api.weighted_mean(given, mask=mask)) == pytest.approx(expected, rel=1e-12)
     assert api.weighted_mean(given, mask=mask, preserve_dims=["t"]).dims == ("t",)
+
+
+@pytest.mark.parametrize("family", ["normal", "csgamma"])
+def test_crps_of_a_law_above_a_threshold_counts_what_lies_there(family):
+    """Against the members' score weighted so, of many members; without a threshold it is the whole."""
+    levels = (np.arange(4000) + 0.5) / 4000
+    location, scale, y = (xr.DataArray(np.array(v), dims="x") for v in ([0.3, 1.0], [1.0, 0.5], [2.0, 0.1]))
+    members = families.quantile(Family(family), location.values, scale.values, levels[:, None])
+    drawn = xr.DataArray(members, dims=("realization", "x"))
+    for lower in (-np.inf, 0.8):
+        law = api.crps_distribution(location, scale, y, family=family, lower=lower, preserve_dims="all")
+        many = api.crps_ensemble(drawn, y, fair=False, lower=lower, preserve_dims="all")
+        np.testing.assert_allclose(law, many, atol=2e-3)

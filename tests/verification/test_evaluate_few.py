@@ -7,6 +7,7 @@ import pytest
 from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecasts
 from synthetic import make_store
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Part
 from ensemble_ml.store.source import Fields
@@ -149,3 +150,40 @@ def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     [said] = [line for line in content["headline"] if line.startswith("At 24 h: spread RMSE against")]
     assert "surely better in" in said and "of 4 fields" in said
+
+
+def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path, plain):
+    gone = [(Part.FORECAST, date, 2, name) for date in TEST[:4] for name in ("t", "z")]
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), absent=gone)
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(24,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert len(content["dates"]["test"]) == len(TEST) - 4
+    assert {one["reason"] for one in content["dates"]["dropped"]} == {"with some members missing of every field"}
+
+
+def test_where_no_fit_date_has_all_members_the_report_says_that_corrections_are_not_there(tmp_path, plain):
+    gone = [(Part.FORECAST, date, 2, name) for date in TRAIN for name in ("t", "z")]
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), absent=gone)
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(24,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    told = "No correction of the raw ensemble is shown: of the 12 fit dates fewer than 5 have a truth and all 6 members"
+    assert any(note.startswith(told) for note in content["notes"]) and "local_2" not in content["entrants"]
+
+
+def test_baselines_of_several_start_hours_are_told_of(tmp_path, plain):
+    dates = [f"{day}T{hour:02}" for day, hour in zip(DATES, [0, 12] * 15, strict=True)]
+    made = make_store(tmp_path / "s.zarr", dates=dates, members=6, leads=(24,), surface=())
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(24,), train=TRAIN)
+    content = json.loads((evaluate(settings(folder, made, tmp_path / "r"), made) / "scores.json").read_text())
+    assert any(
+        note.startswith("Baselines and climatology are fitted to starts at 00, 12 UTC") for note in content["notes"]
+    )
+
+
+def test_a_truth_that_verifies_nothing_is_refused(tmp_path):
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), truth=False)
+    folder = write_forecasts(tmp_path / "f", made, TEST, spread_only, leads=(24,), train=TRAIN)
+    with pytest.raises(UserError, match=r"truth=other: holds nothing at any valid time of .*s.zarr"):
+        evaluate(settings(folder, made, tmp_path / "r", truth="other"), made)

@@ -200,3 +200,97 @@ def test_members_that_a_forecast_does_not_state_are_not_made_up(store, tmp_path,
     assert content["claims"]
     assert all(one["claim"].startswith("from members that it does not state at 48 h") for one in content["claims"])
     assert any(note.startswith("f does not state the members that it was made from") for note in content["notes"])
+
+
+def content_of(forecasts, store, folder, **changes):
+    evaluate(settings(forecasts, store, folder, **changes), store)
+    return json.loads((folder / "scores.json").read_text())
+
+
+@pytest.mark.parametrize("known_by", ["usual names", "standard names"])
+def test_axes_go_by_usual_or_standard_names(store, forecast, tmp_path, plain, known_by):
+    """Levels without units beyond a thousand are in Pa."""
+
+    def renamed(data):
+        names = {"latitude": "lat", "longitude": "lon", "level": "plev"}
+        if known_by == "standard names":
+            names = {"latitude": "y", "longitude": "x", "level": "pfull"}
+        for name, standard in (("latitude", "latitude"), ("longitude", "longitude"), ("level", "air_pressure")):
+            data[name].attrs = {"standard_name": standard} if known_by == "standard names" else {}
+        return data.assign_coords(level=data.level * 100).rename(names)
+
+    other = rewritten(forecast, tmp_path / "f", renamed)
+    content = content_of([str(forecast), str(other)], store, tmp_path / "r")
+    for name, level in (("t", 500), ("t", 850), ("tp", None)):
+        ours, theirs = (entry(content, label, name, level)["bias"]["value"] for label in ("forecast", "f"))
+        assert theirs == pytest.approx(ours, rel=1e-9)
+
+
+def test_a_forecast_that_is_on_no_grid_says_what_it_has(store, forecast, tmp_path):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data.rename(latitude="rlat").drop_vars("rlat"))
+    with pytest.raises(UserError, match=r"no dimension latitude; it has .*rlat"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+def test_a_mean_without_a_width_has_errors_and_no_crps(store, forecast, tmp_path, plain):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data, parts=("mean",))
+    content = content_of([str(forecast), str(other)], store, tmp_path / "r")
+    ours, theirs = (entry(content, label, "t", 850) for label in ("forecast", "f"))
+    assert theirs["rmse"]["value"] == pytest.approx(ours["rmse"]["value"], rel=1e-9) and "crps" not in theirs
+    told = "f gives no width (stddev, or location and scale) of t, tp: no CRPS, errors of the mean alone."
+    assert told in content["notes"]
+
+
+def test_fields_without_units_are_refused(store, forecast, tmp_path):
+    def bare(data):
+        del data.t_mean.attrs["units"]
+        return data
+
+    other = rewritten(forecast, tmp_path / "f", bare)
+    with pytest.raises(UserError, match=r"t_mean: has no units; set its attribute units \(here they would be K\)"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
+    """Whichever file comes first."""
+    for first in (0, -1):
+        folder = write_forecasts(tmp_path / f"f{first}", store, TEST, corrected(), train=TRAIN)
+        one = sorted(folder.glob("*.nc"))[first]
+        with xr.open_dataset(one, decode_timedelta=False) as data:
+            short = data.isel(time=[0]).load()
+        short.to_netcdf(one)
+        content = content_of(str(folder), store, tmp_path / f"r{first}")
+        assert {row["lead_hours"] for row in content["scores"]} == {24}
+        assert f"f{first}: leads 48 h are not in all of its files, and not scored." in content["notes"]
+
+
+def test_members_that_some_files_lack_are_told_before_scoring(store, forecast, tmp_path):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data)
+    one = min(other.glob("*.nc"))
+    with xr.open_dataset(one, decode_timedelta=False) as data:
+        more = data.assign(t_member=data.t_mean.expand_dims(realization=[1, 2])).load()
+    more.to_netcdf(one)
+    with pytest.raises(UserError, match="lacks t_member, which other files hold"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast, tmp_path, plain, monkeypatch):
+    monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
+    other = rewritten(forecast, tmp_path / "f", lambda data: data)
+    content = content_of(str(other), store, tmp_path / "r")
+    told = "f does not state the hours that sums or extremes are over, taken for the other's: tp 24 h, tp 48 h."
+    assert told in content["notes"]
+
+
+def test_what_a_forecast_does_not_state_makes_nothing_sure(store, tmp_path, plain):
+    """The same forecast is surely better where it says what it was made from."""
+    found = {}
+    for name, members in (("silent", ""), ("stated", "1 2 3 4 5")):
+        made = write_forecasts(tmp_path / name, store, TEST, corrected(inflate=1 / 0.7), members_in=members)
+        found[name] = content_of(str(made), store, tmp_path / f"r{name}", fit=["2001"], block_days=3)
+    crps = {name: [one for one in content["claims"] if one["unit"] == "%"] for name, content in found.items()}
+    assert any(one["certain"] for one in crps["stated"]) and not any(one["certain"] for one in crps["silent"])
+    assert all(one["advantage"] == "made from members that it does not state" for one in crps["silent"])
+    assert "held_out_rmse" in entry(found["stated"], "stated", "t", 850)
+    assert "held_out_rmse" not in entry(found["silent"], "silent", "t", 850)
+    assert any(note.startswith("silent does not state the dates that it was tr") for note in found["silent"]["notes"])

@@ -47,7 +47,8 @@ def make_scores(dates=24):
         state.record(date, slice(0, 1), values, np.ones_like(theirs, bool), weights, strata)
     times = np.datetime64("2001-01-01", "ns") + np.arange(dates) * np.timedelta64(15, "D")
     counts = draw_dates(np.arange(dates), 200, seed=0)
-    return Scores(state, (Column(48, "t", 850),), counts, dates, 0.95, ("ours",), 5, 10), times, tuple(masks)
+    scores = Scores(state, (Column(48, "t", 850),), counts, dates, 0.95, ("ours",), 5, 10, given={"ours": 5})
+    return scores, times, tuple(masks)
 
 
 def test_strata_find_where_the_gain_is():
