@@ -15,7 +15,7 @@ MISSING = "???"  # OmegaConf's mark of a mandatory value
 
 def opt(default: Any, doc: str) -> Any:
     """A dataclass field with a default (or a factory of one) and the line that `--help` prints for it."""
-    if (callable(default) and not isinstance(default, type | Enum)) or default in (list, dict):
+    if callable(default):
         return field(default_factory=default, metadata={"doc": doc})
     return field(default=default, metadata={"doc": doc})
 

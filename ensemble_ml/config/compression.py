@@ -18,7 +18,7 @@ class CompressionConfig:
     quality_rate: str | None = opt(None, "rate of the links of the quality section, between processes; null trains over ranks that are threads of one process, whose wall times are predicted")
     quality_ranks: int = opt(4, "ranks of the quality section")
     quality_steps: int = opt(150, "steps of each training")
-    variants: list[str] | None = opt(lambda: ["allreduce", "vote", "lion_cub"], "exchanges that the quality section compares with allreduce, one of them; null takes all that it knows")
+    variants: list[str] | None = opt(lambda: ["allreduce", "vote", "lion_cub"], "exchanges of the quality section, which compares them with allreduce (it must be among them); null takes all that it knows")
     seeds: int = opt(3, "trainings of allreduce, vote and lion_cub; the other exchanges are trained once")
     minutes: float = opt(60.0, "budget of the quality section; trainings that it does not reach are told")
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ensemble_ml.distributed.strips import Across, Opposite, Side, Swap, strips
-from ensemble_ml.models.padding import Beyond
+from ensemble_ml.models.padding import Beyond, empty_in_order_of
 
 __all__ = ["Across", "Filling", "Folding", "Side", "halo"]
 
@@ -91,7 +91,7 @@ def begin_padding(
     for side in (rows, columns):
         if side is not None:
             pads[side.dim] = side.pads
-    padded = _empty_like(x, [n + sum(pad) for n, pad in zip(x.shape, pads, strict=True)])
+    padded = empty_in_order_of(x, [n + sum(pad) for n, pad in zip(x.shape, pads, strict=True)])
     inner = padded
     for dim, (left, _) in enumerate(pads):
         inner = inner.narrow(dim, left, x.shape[dim])
@@ -299,12 +299,3 @@ def _mirrored(inner: Tensor, side: Side, is_first: bool, rule: Any, width: int) 
 def _is_dense(x: Tensor) -> bool:
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
     return x.is_contiguous() or x.is_contiguous(memory_format=last)
-
-
-def _empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor in the memory order of `x`."""
-    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
-        return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 4, 1, 2, 3)
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
-    return x.new_empty(shape)

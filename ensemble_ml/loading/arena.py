@@ -60,7 +60,7 @@ class Arena:
         try:
             for offset, size in taken:
                 part = data[done : done + size]
-                _write_all(self.fd, part.data, offset)
+                write_all(self.fd, part.data, offset)
                 found.append((offset, len(part)))
                 done += len(part)
         except OSError as error:
@@ -149,7 +149,8 @@ def _on_disk(folder: Path) -> int:
         ) from error
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at `offset`; a single write may stop early."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)

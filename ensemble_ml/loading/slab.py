@@ -22,6 +22,7 @@ import google_crc32c
 import numpy as np
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.arena import write_all
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class Slab:
         place = self.shape.find(sample)
         assert place >= 0 and len(data) == self.shape.size[place], (sample, len(data))
         try:
-            _write_all(self.fd, data, self.shape.header + int(self.shape.offset[place]))
+            write_all(self.fd, data, self.shape.header + int(self.shape.offset[place]))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
@@ -209,9 +210,3 @@ def checksum(data: memoryview) -> int:
         found = google_crc32c.extend(found, view[start : start + _PIECE])
         time.sleep(0)
     return int(found)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], offset + done)

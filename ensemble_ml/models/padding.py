@@ -15,6 +15,7 @@ last pooled row that holds nothing but the pole (33 rows: row 16 of 17, row 8 of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -149,7 +150,8 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, geometry: Geometry, sign: Tensor | None, offset: Tensor | None) -> Tensor:
         ctx.geometry, ctx.sign = geometry, sign
-        padded = _empty_padded(x)
+        batch, channels, rows, columns, levels = x.shape
+        padded = empty_in_order_of(x, (batch, channels, rows + 2, columns + 2, levels))
         padded[:, :, 1:-1, 1:-1] = x
         for row, target, rule in ((0, 0, geometry.north), (-1, -1, geometry.south)):
             padded[:, :, target, 1:-1] = _beyond(x, row, rule, sign, offset)
@@ -170,11 +172,13 @@ class _Pad(torch.autograd.Function):
         return inner, None, None, None
 
 
-def _empty_padded(x: Tensor) -> Tensor:
-    batch, channels, rows, columns, levels = x.shape
-    if x.is_contiguous(memory_format=torch.channels_last_3d):
-        return x.new_empty(batch, rows + 2, columns + 2, levels, channels).permute(0, 4, 1, 2, 3)
-    return x.new_empty(batch, channels, rows + 2, columns + 2, levels)
+def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """An empty tensor of `shape`, channels last where those of `x` are."""
+    if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 4, 1, 2, 3)
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+    return x.new_empty(shape)
 
 
 def _source_row(row: int, rule: EdgeRule, rows: int) -> int:

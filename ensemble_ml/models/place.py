@@ -42,10 +42,15 @@ def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tenso
         position: of `position_planes`.
         count, day_of_year: (B,) M and 1..366.
     """
-    angle = day_of_year * (2 * np.pi / _DAYS)
-    numbers = torch.stack([1 / count, torch.log(count), torch.sin(angle), torch.cos(angle)], 1)
+    numbers = torch.stack([1 / count, torch.log(count), *seasonal_terms(day_of_year).unbind(-1)], 1)
     planes = numbers.to(position.dtype)[:, :, None, None].expand(-1, -1, *position.shape[1:])
     return torch.cat([position.expand(len(count), *position.shape), planes], 1)
+
+
+def seasonal_terms(day_of_year: Tensor) -> Tensor:
+    """Sine and cosine of the season, (..., 2), of the day of the year, 1..366."""
+    angle = day_of_year * (2 * np.pi / _DAYS)
+    return torch.stack([torch.sin(angle), torch.cos(angle)], -1)
 
 
 def with_own_season(common_BPYX: Tensor, hemisphere: Tensor) -> Tensor:

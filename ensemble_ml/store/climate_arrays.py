@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,11 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from ensemble_ml.store.climate import MEMORY, PROBABILITIES, ModelClimate
 from ensemble_ml.store.manifest import CLIMATE, make_manifest, read_manifest, write_manifest
+from ensemble_ml.store.metadata import consolidate
 from ensemble_ml.store.read import TensorStore
+from ensemble_ml.store.schema import DAYS_KEY
 from ensemble_ml.store.source import Selection
 
-DAYS_KEY = "climate_days"  # attribute of the root group
 _PROBABILITY = f"{CLIMATE}probability"
 _CHUNK = 1 << 26  # bytes
 _THREADS = 4  # each holds a share of the memory that a model climate may take
@@ -62,9 +62,7 @@ def write_climate(root: Path, days: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, jobs))
     group.attrs[DAYS_KEY] = days
-    with warnings.catch_warnings():  # as in `metadata`: v3 has not standardised it yet
-        warnings.simplefilter("ignore")
-        zarr.consolidate_metadata(group.store)
+    consolidate(group)
     known.pop("zarr.json")  # it has changed
     write_manifest(root, make_manifest(root, known))
 

@@ -23,7 +23,7 @@ from ensemble_ml.store.manifest import Entry, check_contents
 from ensemble_ml.store.metadata import is_store
 from ensemble_ml.store.plan import read_facts
 from ensemble_ml.store.read import TensorStore, open_store
-from ensemble_ml.store.schema import ArraySpec, Kind, array_specs
+from ensemble_ml.store.schema import ArraySpec, Kind, array_specs, shard_chunks
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.sources import SourceTable, read_sources
 from ensemble_ml.store.statistics import Moments, merge_all
@@ -173,9 +173,3 @@ def _layout(facts: dict[str, Any]) -> Layout:
         tuple(name for name in names if field(name).surface),
         Grid(np.array(facts["latitudes"]), np.array(facts["longitudes"])),
     )
-
-
-def shard_chunks(specs: tuple[ArraySpec, ...]) -> dict[str, int]:
-    """Number of chunks of every shard that the arrays, and their masks, may have."""
-    every = [*specs, *(spec.mask for spec in specs)]
-    return {spec.shard(date): int(np.prod(spec.chunks)) for spec in every for date in range(spec.dates)}

@@ -19,7 +19,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.manifest import Entry, check_file
-from ensemble_ml.store.schema import FORMAT, FORMAT_KEY, PLAN_KEY, STATISTICS, ArraySpec, Kind
+from ensemble_ml.store.schema import DAYS_KEY, FORMAT, FORMAT_KEY, PLAN_KEY, STATISTICS, ArraySpec, Kind
 from ensemble_ml.store.shard import LEVEL, damaged
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments
@@ -91,6 +91,11 @@ def write_metadata(
         _put(group, name, np.asarray(values, np.float32), ("latitude", "longitude"), attrs)
     _write_statistics(group.create_group(STATISTICS), *statistics)
     group.attrs.update({FORMAT_KEY: FORMAT, **attributes, "static": list(static)})
+    consolidate(group)
+
+
+def consolidate(group: zarr.Group) -> None:
+    """Put all metadata into the group's own, anew."""
     with warnings.catch_warnings():  # zarr says that v3 has not standardised it yet; readers without it open as well
         warnings.simplefilter("ignore")
         zarr.consolidate_metadata(group.store)
@@ -228,7 +233,7 @@ def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
         tuple(attrs["masked"]),
         tuple(Part(name) for name in attrs["held"]),
         int(attrs["factor_dates"]),
-        int(attrs.get("climate_days", 0)),
+        int(attrs.get(DAYS_KEY, 0)),
     )
 
 

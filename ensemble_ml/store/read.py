@@ -20,7 +20,7 @@ from ensemble_ml.store.factors import FactorReader
 from ensemble_ml.store.manifest import Entry, check_contents, check_file, check_sizes, fingerprint, read_manifest
 from ensemble_ml.store.metadata import check_root, read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
-from ensemble_ml.store.schema import FACTORS, STATISTICS, ArraySpec, Kind, array_specs
+from ensemble_ml.store.schema import FACTORS, STATISTICS, ArraySpec, Kind, array_specs, shard_chunks
 from ensemble_ml.store.selection import Wanted, position, resolve
 from ensemble_ml.store.shard import Shard, damaged, read_chunks
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
@@ -207,9 +207,7 @@ class TensorStore:
         Raises:
             UserError: names the first file whose contents have changed.
         """
-        arrays = [*self._specs.values(), *(spec.mask for spec in self._specs.values())]
-        chunks = {spec.shard(date): int(np.prod(spec.chunks)) for spec in arrays for date in range(spec.dates)}
-        check_contents(self._root, self._files, chunks)
+        check_contents(self._root, self._files, shard_chunks(self._specs.values()))
 
     @property
     def files(self) -> dict[str, Entry]:

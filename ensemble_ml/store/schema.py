@@ -12,6 +12,7 @@ Axes: D start date, M member, T lead, V variable (of either kind), Z level (1 at
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -23,6 +24,7 @@ from ensemble_ml.store.source import Layout, Part
 FORMAT = 2  # raised whenever a reader of the older number would misread the arrays
 FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
 PLAN_KEY = "plan"  # attribute of the root group that names what the store was built to hold
+DAYS_KEY = "climate_days"  # attribute of the root group where the store holds a model climate
 MANIFEST = "manifest.json"
 SOURCES_FILE = "sources.json"
 STATISTICS = "statistics"
@@ -160,3 +162,9 @@ def describe_field(layout: Layout, part: Part, date: int, kind: Kind, index: tup
     if part is Part.FORECAST:
         words.append(f"member {layout.realization[member]}")
     return ", ".join(words)
+
+
+def shard_chunks(specs: Iterable[ArraySpec]) -> dict[str, int]:
+    """Number of chunks of every shard that the arrays, and their masks, may have."""
+    every = [one for spec in specs for one in (spec, spec.mask)]
+    return {spec.shard(date): int(np.prod(spec.chunks)) for spec in every for date in range(spec.dates)}

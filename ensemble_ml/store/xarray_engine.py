@@ -97,8 +97,8 @@ def _variables(store: TensorStore) -> dict[str, xr.Variable]:
     found = {}
     for spec in store.specs:
         names = store.layout.variables if spec.kind is Kind.PRESSURE else store.layout.surface
-        for position, name in enumerate(names):
-            lazy = indexing.LazilyIndexedArray(StoreArray(store, spec, name, position))
+        for name in names:
+            lazy = indexing.LazilyIndexedArray(StoreArray(store, spec, name))
             dims = tuple(dim for dim in spec.dimensions if not dim.endswith("variable"))
             chunks = {dim: 1 if dim == "init_time" else length for dim, length in zip(dims, lazy.shape, strict=True)}
             label = name if spec.part is Part.FORECAST else f"{name}_{spec.part.value}"
@@ -126,7 +126,7 @@ def _attributes(store: TensorStore, spec: ArraySpec, name: str) -> dict[str, Any
 class StoreArray(BackendArray):
     """One variable of one part, decoded as it is indexed; shape (D[, M], T[, Z], Y, X), float32."""
 
-    def __init__(self, store: TensorStore, spec: ArraySpec, name: str, position: int):
+    def __init__(self, store: TensorStore, spec: ArraySpec, name: str):
         self.store, self.spec, self.name = store, spec, name
         axis = spec.dimensions.index("variable" if spec.kind is Kind.PRESSURE else "surface_variable")
         self.shape = spec.on_disk[:axis] + spec.on_disk[axis + 1 :]

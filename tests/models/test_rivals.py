@@ -8,8 +8,9 @@ from small_models import awake, make_climate, make_spec, tensors
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import MODELS, Climate, ModelSpec, build_model, ensemble_input
+from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
-from ensemble_ml.models.rivals.emos_model import SIZES, nearest_size, seasonal_terms
+from ensemble_ml.models.rivals.emos_model import SIZES, nearest_size
 
 RIVALS = [name for name in MODELS if name != "unet3d"]
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ensemble_ml.models.padding import empty_in_order_of
+
 
 def pool(x_BCYXZ: Tensor) -> Tensor:
     """Mean over the cells of each 2 x 2 block: (B, C, ceil(Y/2), ceil(X/2), Z)."""
@@ -62,7 +64,7 @@ class _Pool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         share = _mean_of_sums(grad.clone(), *ctx.size[2:4])
-        found = _like(grad, ctx.size)
+        found = empty_in_order_of(grad, ctx.size)
         for corner, part in _corners(found, share):
             corner.copy_(part)
         return found
@@ -81,11 +83,3 @@ class _AddUpsampled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, _sums(grad).to(ctx.dtype)
-
-
-def _like(x: Tensor, size: torch.Size) -> Tensor:
-    """An empty tensor of another size in the memory order of `x`."""
-    if x.is_contiguous(memory_format=torch.channels_last_3d):
-        batch, channels, rows, columns, planes = size
-        return x.new_empty(batch, rows, columns, planes, channels).permute(0, 4, 1, 2, 3)
-    return x.new_empty(size)

@@ -16,18 +16,12 @@ from torch import Tensor, nn
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
+from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.rival import Rival
 
 SIZES = (1, 2, 3, 5, 10)
 COEFFICIENTS = 6  # a, b - 1, sine, cosine, c, d
-_DAYS = 365.2425
-
-
-def seasonal_terms(day_of_year: Tensor) -> Tensor:
-    """Sine and cosine of the day of year, (..., 2)."""
-    angle = day_of_year * (2 * math.pi / _DAYS)
-    return torch.stack([torch.sin(angle), torch.cos(angle)], -1)
 
 
 class EmosModel(Rival):
