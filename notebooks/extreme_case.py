@@ -75,10 +75,11 @@ if not files:
 # %% [markdown]
 # ## How unusual is each forecast?
 #
-# The extreme forecast index (EFI) compares the members with the model's own climate: members of other years around the
-# same day, from the same hour on. It is 1 where all members lie above everything the climate holds, -1 where they lie
-# below. With one year in the archive, its other start dates have to stand in for the climate. Dates whose climate has
-# too few values are left out. Where a member has no value (the sea's temperature on land) there is no index.
+# The extreme forecast index (EFI) compares the members with the model's own climate: members of other years' forecasts
+# that started around the same day, at the same hour. It is 1 where all members lie above everything the climate holds,
+# -1 where they lie below. With one year in the archive, its other start dates have to stand in for the climate. Dates
+# whose climate has too few values are left out. Where a member has no value (the sea's temperature on land) there is no
+# index.
 
 # %%
 members = archive[name].sel(lead_time=lead)
