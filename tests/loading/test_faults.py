@@ -60,7 +60,7 @@ def test_caches_of_less_than_a_sample(ram):
 
 
 def test_a_full_disk_is_a_smaller_cache(tmp_path, monkeypatch, caplog):
-    write, room = slab._write_all, [5]
+    write, room = slab.write_all, [5]
 
     def full(fd, data, offset):
         if room[0] == 0:
@@ -68,7 +68,7 @@ def test_a_full_disk_is_a_smaller_cache(tmp_path, monkeypatch, caplog):
         room[0] -= 1
         write(fd, data, offset)
 
-    monkeypatch.setattr(slab, "_write_all", full)
+    monkeypatch.setattr(slab, "write_all", full)
     data = Samples()
     with ClairvoyantLoader(data, BATCH, EPOCHS, 0, ram=0, disk=F * SIZE, folder=tmp_path) as loader:
         use_up(loader)
