@@ -14,10 +14,12 @@ from ensemble_ml.fields import AXIS_NAMES
 # Names under which the axes of archives are met; standard names are looked up in the attributes as well.
 ALIASES = {
     "init": (
-        "init_time", "forecast_reference_time", "initial_time", "reference_time", "initialization_time",
+        "init_time", "forecast_reference_time", "initial_time", "reference_time", "initialization_time", "init",
         "time", "valid_time",
     ),
-    "lead": ("lead_time", "prediction_timedelta", "forecast_period", "step", "lead", "leadtime", "fhour"),
+    "lead": (
+        "lead_time", "prediction_timedelta", "forecast_period", "step", "lead", "leadtime", "fhour", "forecast_hour",
+    ),
     "member": AXIS_NAMES["realization"],
     "level": AXIS_NAMES["level"],
     "latitude": AXIS_NAMES["latitude"],
@@ -89,13 +91,14 @@ def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]
             continue
         for axis in (init, valid):
             check_there(axis, np.isnat(axis.values))
-        leads = valid.values - (init.values if valid.dims == init.dims else init.values.ravel()[0])
+        starts, times = (_to_minutes(axis.values) for axis in (init, valid))
+        leads = times - (starts if valid.dims == init.dims else starts.ravel()[0])
         if valid.dims != init.dims or not init.ndim:
             axes["lead"] = xr.DataArray(leads, dims=valid.dims, name=name)
         elif (leads == leads[0]).all():
             axes["lead"] = xr.DataArray(leads[0], name=name)
-        elif (init.values == init.values[0]).all():
-            axes["init"] = xr.DataArray(init.values[0], name=init.name)
+        elif (starts == starts[0]).all():
+            axes["init"] = xr.DataArray(starts[0], name=init.name)
             axes["lead"] = xr.DataArray(leads, dims=valid.dims, name=name)
         else:
             raise _both(array, init.dims[0])
@@ -126,7 +129,7 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     if not lead.ndim or init.dims != lead.dims:
         return
     valid = init.name in VALID and init.attrs.get("standard_name") != START
-    starts = init.values - later if valid else init.values
+    starts = _to_minutes(init.values - later if valid else init.values)
     if (starts == starts[0]).all():
         axes["init"] = xr.DataArray(starts[0])
     elif (later == later[0]).all():
@@ -146,11 +149,16 @@ def _read_init(axis: xr.DataArray | None) -> np.ndarray:
             f"{axis.name}: units {said.get('units')!r}{calendar} do not make a date of the standard calendar"
         )
     check_there(axis, np.isnat(axis.values))
-    exact = axis.values.astype("datetime64[ms]").astype(np.int64)
+    return _to_minutes(axis.values).astype("datetime64[s]")
+
+
+def _to_minutes(times: np.ndarray) -> np.ndarray:
+    """The same at the nearest minute where that is near, else at the nearest second."""
+    exact = times.astype("datetime64[ms]").astype(np.int64)
     minutes = np.rint(exact / _MINUTE) * _MINUTE  # days as floating numbers fall short of the hour, or go beyond it
     near = np.abs(exact - minutes) <= ROUNDING * 60 * _MINUTE
     seconds = np.where(near, minutes, np.rint(exact / 1000) * 1000)
-    return seconds.astype(np.int64).astype("datetime64[ms]").astype("datetime64[s]")
+    return seconds.astype(np.int64).astype("datetime64[ms]").astype("datetime64[ns]")
 
 
 def _read_member(axis: xr.DataArray | None) -> np.ndarray:

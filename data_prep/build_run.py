@@ -116,7 +116,7 @@ def _each(workers: Workers, job: Job, todo: Iterable[int], tick: tqdm, built: di
         while True:
             for date in queue:
                 running[workers.submit(date)] = date
-                if len(running) >= workers.ahead:
+                if len(running) >= workers.ahead():
                     break
             if not running:
                 return

@@ -6,6 +6,7 @@ serves them. A worker in another process opens the archives itself, once; all th
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor as Pool
@@ -23,16 +24,21 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.store.build import Build
 
+log = logging.getLogger(__name__)
+
 _DATES_AT_ONCE = 2  # of a process: one reads and writes while the other is compressed
 _opening = Lock()
 
 
 @dataclass(frozen=True)
 class Workers:
-    """`submit` takes a start date, `ahead` of them at a time; `stop` asks those under way to give up."""
+    """`submit` takes a start date, `ahead()` of them at a time; `stop` asks those under way to give up.
+
+    There may be more workers than before each time that `ahead` is asked.
+    """
 
     submit: Callable[[int], Future[bool]]
-    ahead: int
+    ahead: Callable[[], int]
     stop: Callable[[], None]
 
 
@@ -53,14 +59,18 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
             pool = stack.enter_context(ProcessPoolExecutor(count, get_context("spawn")))
         else:
             client = stack.enter_context(_cluster(stack, config))
-            count = max(1, sum(client.nthreads().values())) if config.scheduler else config.workers
+            count = config.workers
+            if config.scheduler and not client.nthreads():
+                log.warning("scheduler=%s: has no worker yet; start dates wait for one", config.scheduler)
             pool = stack.enter_context(client.get_executor(pure=False))
         threads = max(1, cores() // count) if config.executor is Executor.processes else 0
         if isinstance(pool, ProcessPoolExecutor):
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        yield Workers(
-            lambda date: pool.submit(build_date, config, threads, date, job.plan.digest), 2 * count, lambda: None
-        )
+
+        def ahead() -> int:
+            return 2 * (max(1, sum(client.nthreads().values())) if config.scheduler else count)
+
+        yield Workers(lambda date: pool.submit(build_date, config, threads, date, job.plan.digest), ahead, lambda: None)
 
 
 def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
@@ -70,7 +80,7 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
     dates = stack.enter_context(ThreadPoolExecutor(min(_DATES_AT_ONCE, count), "date"))
     stop = Event()
     stack.callback(stop.set)
-    return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), 2 * count, stop.set)
+    return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), lambda: 2 * count, stop.set)
 
 
 def build_date(config: PrepareConfig, threads: int, date: int, plan: str) -> bool:

@@ -76,6 +76,18 @@ class StoreTruth:
             surface[np.ix_([0], lead, flat)] = found.surface
         return Fields(pressure, surface)
 
+    def unverified(self) -> dict[str, str]:
+        """Sentences on what the store has no truth of, by variable."""
+        lay, own, found = self.layout, self.store.layout, {}
+        leads = [lead for lead in lay.lead_hours if lead not in own.lead_hours]
+        levels = [level for level in lay.levels if level not in own.levels]
+        for name in lay.names:
+            lacking = [f"{lead} h" for lead in leads] + [f"{level} hPa" for level in levels if name in lay.variables]
+            if name not in own.names or lacking:
+                what = "the store has none of it" if name not in own.names else f"none of {', '.join(lacking)}"
+                found[name] = f"truth {self.path}: {name} stays without truth: {what}"
+        return found
+
     def fingerprint(self) -> str:
         """That of the store."""
         return self.store.fingerprint()
@@ -108,13 +120,9 @@ class Pair:
         of_truth = getattr(self.truth, "masked", ())
         return tuple(name for name in self.layout.names if name in (*self.forecast.masked, *of_truth))
 
-    def notes(self) -> list[str]:
-        """Sentences on what of the forecast the truth cannot verify.
-
-        Raises:
-            UserError: the truth has a variable, but its intervals do not fill those of the forecast.
-        """
-        return self.truth.notes() if isinstance(self.truth, ArchiveTruth) else []
+    def unverified(self) -> dict[str, str]:
+        """Sentences on what of the forecast its truth cannot verify at any date, by variable."""
+        return self.truth.unverified() if self.truth is not None else {}
 
     def has(self, part: Part) -> bool:
         """Whether any field of `part` is there."""
@@ -166,6 +174,8 @@ def open_source(
         UserError: it is neither, or damaged.
     """
     store = _store(path)
+    if store is not None and control is Control.include:
+        raise UserError(f"control=include: {store.path} is a tensor store; prepare it with control=include")
     change = None if grid is None else GridChange(regrid=grid)
     return (
         store if store is not None else open_archive(path, control=control, change=change, index=index, derive=DERIVED)

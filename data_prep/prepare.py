@@ -93,7 +93,7 @@ def _check_settings(config: PrepareConfig) -> None:
 
 def _log_gaps(job: Job) -> None:
     if job.truth is not None:
-        for note in job.truth.notes():
+        for note in job.truth.unverified().values():
             log.warning("%s", note)
     if job.gaps:
         done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"

@@ -98,6 +98,10 @@ def layout_of(records: np.ndarray, grid: Grid, path: str, leads: Sequence[int] |
         control = "prepare with control=include counts the control as one"
         remedy = control if len(records) else "choose other variables or levels"
         raise UserError(f"{path}: no member of an ensemble is left; {remedy}")
+    years = records["init"].astype("datetime64[Y]").astype(int) + 1970
+    if years.min() < 1678 or years.max() > 2261:  # what nanoseconds reach
+        far = records["init"][(years < 1678) | (years > 2261)][0]
+        raise UserError(f"{path}: start date {str(far)[:13]}: only those from 1678 to 2261 can be kept; leave it out")
     found = np.unique(records["field"]).tolist()
     upper = records["level"][~IS_SURFACE[records["field"]]]
     return Layout(
@@ -138,10 +142,8 @@ def narrow(layout: Layout, selection: Selection, path: str) -> Layout:
 def slices_of(layout: Layout) -> Iterator[Selection]:
     """Selections of one lead and one variable, with all members and levels: together they are the whole layout."""
     for lead in layout.lead_hours:
-        for name in layout.variables:
-            yield Selection(lead_hours=(lead,), variables=(name,), surface=())
-        for name in layout.surface:
-            yield Selection(lead_hours=(lead,), variables=(), surface=(name,))
+        for name in layout.names:
+            yield Selection.one(lead, name, surface=name in layout.surface)
 
 
 def translation(old: Layout, new: Layout, *, members: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -30,6 +30,7 @@ from ensemble_ml.store.source import Fields, Layout, Selection
 log = logging.getLogger(__name__)
 
 _MISSING = -1
+_FRESH = 24  # hours: forecasts of longer leads are told of where they stand for the truth
 _HOUR = np.timedelta64(1, "h")
 
 
@@ -65,6 +66,7 @@ class ArchiveTruth:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
         self._tiles: dict[int, Tiles] = {}
+        self._stale: set[str] = set()  # variables that long forecasts stand for, which was told
         self._over_intervals: set[str] = set()  # variables of moments that the truth has over intervals alone
         self._rows = self._align(lambda name: name)
         there = {FIELDS[index].name for index in np.unique(records["field"]).tolist()}
@@ -100,16 +102,39 @@ class ArchiveTruth:
             self._tiles[FIELD_INDEX[name]] = tiles = Tiles(self._records[mine], mine)
             if not tiles.stated and not field(name).accumulated:
                 log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
-        elif field(name).standard_name != GUST:
-            mine = mine[self._records["lead_start"][mine] == self._records["lead"][mine]]
-            if not len(mine):
-                self._over_intervals.add(name)
-                return np.full(valid.shape, _MISSING)
+            # where a lead has no interval (the start), nor has what verifies it
+            alone = np.array([pair is None for pair in self.bounds[name]])
+            return np.where(alone, self._latest(name, self._moments(mine), valid), self._latest(name, mine, valid))
+        moments = self._moments(mine)
+        if not len(moments) and field(name).standard_name != GUST:
+            self._over_intervals.add(name)
+        elif not len(moments):
+            text = "truth %s: %s is over intervals, the forecast's states none and is taken for the same"
+            log.warning(text, self.path, name)
+            moments = mine
+        return self._latest(name, moments, valid)
+
+    def _moments(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` that are over no interval."""
+        return rows[self._records["lead_start"][rows] == self._records["lead"][rows]]
+
+    def _latest(self, name: str, mine: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        """Of rows of one field, that of the latest start for each valid time."""
+        if not len(mine):
+            return np.full(valid.shape, _MISSING)
         times = self._records["init"][mine] + self._records["lead"][mine] * _HOUR
         order = np.lexsort((self._records["lead"][mine], times))  # the shortest lead first among equal times
         mine, times = mine[order], times[order]
         found = np.minimum(np.searchsorted(times, valid), len(times) - 1)
-        return np.where(times[found] == valid, mine[found], _MISSING)
+        there = times[found] == valid
+        longest = int(self._records["lead"][mine[found[there]]].max(initial=0))
+        if longest > _FRESH and name not in self._stale:
+            self._stale.add(name)
+            text = (
+                "truth %s: %s: some valid times are verified by forecasts of up to %d h; give analyses, or fresher ones"
+            )
+            log.warning(text, self.path, name, longest)
+        return np.where(there, mine[found], _MISSING)
 
     def _other(self, name: str) -> str:
         """What the truth says that a variable is, where the forecast says another; empty where it does not."""
@@ -231,29 +256,31 @@ class ArchiveTruth:
         Raises:
             UserError: the truth has a variable, but its intervals do not fill those of the forecast.
         """
+        found = self._reasons()
+        for name, reason in found.items():
+            if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
+                raise UserError(f"truth {self.path}: {name}: {reason}; leave it out with variables=[...]")
+        return found
+
+    def _reasons(self) -> dict[str, str]:
         reasons = {}
         for surface, names in ((False, self.layout.variables), (True, self.layout.surface)):
             found = self.anywhere[surface][0]
             for number, name in enumerate(names):
                 if self._wanted[surface][:, number].any() and not found[:, number].any():
                     if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
-                        raise UserError(f"truth {self.path}: {name}: {self._interval_reason(name)}")
+                        reasons[name] = self._interval_reason(name)
+                        continue
                     reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
                     if name in self._over_intervals:
                         reasons[name] = "the truth has it over intervals, the forecast at moments"
         return reasons
 
-    def notes(self) -> list[str]:
-        """Sentences on what cannot be verified at any date.
-
-        Raises:
-            UserError: as `unmatched`.
-        """
-        found = [f"truth {self.path}: {name} stays without truth: {why}" for name, why in self.unmatched().items()]
-        some = self.partly().items()
-        return found + [
-            f"truth {self.path}: {name} stays without truth at these leads: {leads}" for name, leads in some
-        ]
+    def unverified(self) -> dict[str, str]:
+        """Sentences on what cannot be verified at any date, by variable."""
+        found = {name: f"stays without truth: {why}" for name, why in self._reasons().items()}
+        found |= {name: f"stays without truth at these leads: {leads}" for name, leads in self.partly().items()}
+        return {name: f"truth {self.path}: {name} {text}" for name, text in found.items()}
 
     def partly(self) -> dict[str, str]:
         """Where variables that are verified cannot be, at any date: name -> leads, and levels where it is some."""
@@ -277,7 +304,7 @@ class ArchiveTruth:
         if not self._tiles[FIELD_INDEX[name]].stated:
             return (
                 f"its sums state no interval (a GRIB step range or time bounds), and those over {needed} after the "
-                "start are needed; leave it out with variables=[...]"
+                "start are needed"
             )
         return f"its intervals do not fill {needed} after the start; give sums over these, or over parts of them"
 

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
 _BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
+_LIMITS = {"K": (0.0, 1e3), "Pa": (0.0, 1e6), "m s-1": (-500.0, 500.0)}
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -183,6 +184,8 @@ class XarrayFile:
         self._listed += len(records)
         for (role, ticks), position in zip(values.items(), where, strict=True):
             records[role] = ticks[position]
+        if array.attrs.get("GRIB_dataType") == "cf":  # joined with its members, as number 0, the control keeps its type
+            records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
         places = {dims[role]: where[number] for number, role in enumerate(_LEADING) if role in dims}
         stated = widths(data, array, places) if over_intervals(array, field) else None
@@ -253,8 +256,8 @@ class XarrayFile:
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
         units = field_of(record).units
-        low = 0.0 if units in ("K", "Pa") else -_BEYOND
-        bad = ~((values > low) & (values < _BEYOND))
+        low, high = _plausible(field_of(record))
+        bad = ~((values > low) & (values < high))
         if not bad.any():
             return RawField(values)
         hidden = np.isnan(values)
@@ -262,6 +265,8 @@ class XarrayFile:
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
             if low == 0 and (values <= low).any():
                 count += f", or not above 0 {units} (a missing value that no attribute tells of?)"
+            elif ((np.abs(values) < _BEYOND) & bad).any():
+                count += f", or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
             if self._place(record)[0].limits != (-np.inf, np.inf):
                 count += ", or outside of the variable's valid range"
             if bad.all():
@@ -308,6 +313,12 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
+
+
+def _plausible(field: Field) -> tuple[float, float]:
+    """What values lie between, far from any weather: 9999 and its like stand for missing ones."""
+    low, high = _LIMITS.get(field.units, (-_BEYOND, _BEYOND))
+    return max(low, -1.0) if field.family.bounds[0] == 0 else low, high
 
 
 def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:

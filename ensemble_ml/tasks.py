@@ -78,7 +78,7 @@ def _evaluate(config: schema.EvaluateConfig) -> object:
 
     grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
     both = open_pair(config.ensemble, config.truth, None, control=config.control, grid=grid, index=user_index())
-    return evaluate(config, both, both.notes())
+    return evaluate(config, both, both.unverified())
 
 
 def _benchmark(config: schema.BenchmarkConfig) -> object:

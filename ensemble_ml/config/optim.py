@@ -66,6 +66,9 @@ class MomentumKept(Enum):
     mean = "mean"
 
 
+OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync"))
+
+
 @dataclass
 class OptimConfig:
     """Optimizer and schedule."""

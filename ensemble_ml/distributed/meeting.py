@@ -26,25 +26,24 @@ _LOOK = 0.05  # seconds between looks for whether rank 0 listens
 
 @dataclass(eq=False)
 class Meeting:
-    """Host and port of the key-value store, on rank 0 the store itself, and how often this process has met there."""
+    """Host and port of the key-value store, on rank 0 the store itself, and how often this process has met there.
+
+    `job` tells ours from others: two at the same port do not read each other's keys.
+    """
 
     host: str
     port: int
     server: Any = None
     sessions: int = 0
+    job: str = ""
 
     def connect(self, size: int) -> Any:
         """A connection of its own to the store, for the keys of the last session alone."""
         _reached(self.host, self.port)
         store = dist.TCPStore(self.host, self.port, size, False, MEETING, wait_for_workers=False)
-        return dist.PrefixStore(f"{_job()} session {self.sessions}", store)
+        return dist.PrefixStore(f"{self.job} session {self.sessions}", store)
 
 
-# What tells a job, or a step of one, from others: two at the same port do not read each other's keys.
-_JOB = (
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-    "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
-)  # fmt: skip
 _meetings: dict[World, Meeting] = {}  # kept: a port that SLURM's variables tell is taken, MPI asked, one time only
 
 
@@ -55,7 +54,7 @@ def meet(world: World) -> Meeting:
         UserError: nothing says where rank 0 is.
     """
     if world not in _meetings:
-        _meetings[world] = Meeting(*_arranged(world))
+        _meetings[world] = Meeting(*_arranged(world), job=world.job)
     meeting = _meetings[world]
     meeting.sessions += 1
     return meeting
@@ -64,10 +63,6 @@ def meet(world: World) -> Meeting:
 def met() -> bool:
     """Whether this process has met other ranks, whom a failure here takes with it."""
     return bool(_meetings)
-
-
-def _job() -> str:
-    return "/".join(os.environ.get(name, "") for name in _JOB)
 
 
 def _arranged(world: World) -> tuple[str, int, Any]:

@@ -165,11 +165,11 @@ class Vote(BucketExchange):
         for view, grad in zip(views, self._grads(bucket), strict=True):
             view.copy_(grad) if grad is not None else view.zero_()
         counts = torch.tensor([float(u) for u in used], device=flat.device)
-        share = flat.new_zeros(1) if self.share is None else self.share.to(flat.dtype).reshape(1)
+        share = torch.tensor([self.share or 0.0], device=flat.device)
         joined = torch.cat([flat[: bucket.elements], counts, share])
         self.inner.all_reduce(joined, async_op=True).wait()
         flat[: bucket.elements] = joined[: bucket.elements]
-        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(joined[-1])
+        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(float(joined[-1]))
         found = [bool(c) for c in joined[bucket.elements : -1]]
         for slot, view, there in zip(bucket.slots, views, found, strict=True):
             p = self.params[slot.index]
@@ -181,16 +181,16 @@ class Vote(BucketExchange):
     def _scale(self, params: Sequence[Tensor]) -> None:
         """Make a share of the batch's gradient an estimate of the whole, whatever the share; nothing stays nothing."""
         if self.reduction is Reduction.sum and self.inner.size == 1:
-            whole = self._whole(self.share)
+            whole = self._whole(self.share or 0.0)
             for p in params:
                 if p.grad is not None:
                     p.grad *= whole
 
-    def _whole(self, share: Tensor | None) -> Tensor | float:
-        """What a sum over `share` of the batch's weight is taken times to be as large as one over all of it."""
-        if self.share is None or share is None:
+    def _whole(self, share: float) -> float:
+        """What a sum over `share` of the batch is taken times to be as large as one over all of it."""
+        if self.share is None:
             return float(self.group.size)
-        return torch.where(share > 0, 1 / share, torch.zeros_like(share))
+        return 1 / share if share else 0.0
 
     def _clip_bucket(self, bucket: Bucket) -> None:
         if not self.clip or self.clip_by is ClipBy.total:

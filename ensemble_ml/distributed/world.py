@@ -18,7 +18,8 @@ from ensemble_ml.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """A process among `size`; `host` and `port` are where rank 0 is met, None where the launcher does not say."""
+    """A process among `size`; `host` and `port` are where rank 0 is met, None where the launcher does not say; `job` is
+    what it calls all of them, and no others, as far as it does."""
 
     rank: int = 0
     size: int = 1
@@ -27,6 +28,7 @@ class World:
     launcher: Launcher = Launcher.none
     host: str | None = None
     port: int | None = None
+    job: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ _NAMES = {
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
     ),
     Launcher.mpich: _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+_JOB = {  # of no launcher but the one that counts: ranks of torchrun may each stand under an `srun` of their own
+    Launcher.torchrun: ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    Launcher.slurm: ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    Launcher.openmpi: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    Launcher.mpich: (),
 }
 
 
@@ -97,7 +107,8 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
     local_size = _tasks_here(env) if launcher is Launcher.slurm else None
     local_size = local_size or _number(env, names.local_size, size)
     host, port = _meeting(env, launcher)
-    return World(rank, size, local_rank, local_size, launcher, host, port)
+    job = "/".join(env.get(name, "") for name in _JOB[launcher])
+    return World(rank, size, local_rank, local_size, launcher, host, port, job)
 
 
 def _tasks_here(env: Mapping[str, str]) -> int | None:

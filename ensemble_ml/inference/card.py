@@ -60,7 +60,7 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("start hours", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
         (
             "calibration",
-            _calibration(spec, meta.get("widths"), meta["config"]["data"]["validation_members"]) + _of(meta),
+            _calibration(spec, meta) + _of(meta),
         ),
         ("checkpoint", f"sha256 `{meta['sha256']}`"),
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
@@ -83,7 +83,8 @@ def _channels(spec: ModelSpec) -> str:
     return f", {config.hidden} to {config.max_hidden} channels" if config.pools else ""
 
 
-def _calibration(spec: ModelSpec, widths: Sequence[Sequence[float]] | None, members: int) -> str:
+def _calibration(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
+    widths, members = meta.get("widths"), meta["config"]["data"]["validation_members"]
     if not spec.config.postprocess:
         return "none: it predicts the spread alone"
     if not widths:
@@ -92,8 +93,10 @@ def _calibration(spec: ModelSpec, widths: Sequence[Sequence[float]] | None, memb
     if not found:
         return "none: too few validation dates had a truth"
     between = f"{min(found):.3f} to {max(found):.3f}"
+    sizes = sorted(map(int, meta.get("widths_by_size", ())))
+    others = f"; factors beside it for {_listed(sizes)} members" if sizes else ""
     which = "each lead, variable and level" if len(found) == count else f"{len(found)} of {count} fields"
-    return f"scale of {which} times {between}, by the validation dates with at most {members} members"
+    return f"scale of {which} times {between}, by the validation dates with at most {members} members{others}"
 
 
 def _told(widths: Sequence[Sequence[float]] | None) -> list[float]:

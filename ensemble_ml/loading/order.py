@@ -75,6 +75,10 @@ class Order:
         """Batches in an epoch."""
         return -(-self.n // self.batch_size)
 
+    def samples(self, step: int) -> int:
+        """How many samples global `step` (counted from 0) has."""
+        return min(self.batch_size, self.n - step % self.steps_per_epoch * self.batch_size)
+
     def epoch(self, epoch: int) -> np.ndarray:
         """Samples of `epoch` in their order, (n,)."""
         return epoch_order(self.seed, epoch, self.n)

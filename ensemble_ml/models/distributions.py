@@ -188,7 +188,7 @@ def _truncated_moments(l: Tensor) -> tuple[Tensor, Tensor]:
 
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 _BELOW = (math.log10(-_GRID[0]), 6.0, 1201)  # powers of ten below it, for a law whose mean falls as 1 / -location
-_LEAST_MEAN = 0.1  # scales, of a truncated normal law: nearer to zero it would be surer of it than a mean is known
+LEAST_MEAN = 0.1  # scales, of a truncated normal law: nearer to zero it would be surer of it than a mean is known
 
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ _MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bound
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """The location at which the distribution with this scale has this mean; not 4 scales beyond a bound (mean near it).
 
-    The truncated normal law, whose mean is near zero only far below it, is given means from `_LEAST_MEAN` scales up.
+    The truncated normal law, whose mean is near zero only far below it, is given means from `LEAST_MEAN` scales up.
 
     Read off a table (1 % of a scale apart, far below zero 1 % of the location; linear between), because no closed form
     exists. Between two bounds the table is of one scale alone: Newton's steps start there. The gradient is that of the
@@ -217,7 +217,7 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     if family is Family.DOUBLY_CENSORED_NORMAL:
         return _location_between(mean.double(), scale.double()).to(mean.dtype)
     if family is Family.TRUNCATED_NORMAL:
-        mean = torch.maximum(mean, (_LEAST_MEAN * scale).to(mean.dtype))
+        mean = torch.maximum(mean, (LEAST_MEAN * scale).to(mean.dtype))
     return _tabulated(family, mean, scale)
 
 

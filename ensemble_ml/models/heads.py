@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
+from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
+from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import departures
 
 FOLLOWED = 5  # members that a corrected s1 stands for, beside the k of climatology
@@ -58,6 +60,15 @@ class Heads(nn.Module):
     local_location: nn.Parameter | None
     local_scale: nn.Parameter | None
     local_spread: nn.Parameter | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, climate: Climate, *, surface: bool, local_terms: bool) -> Heads:
+        """Those of the variables on pressure levels, or at the surface, by what the train dates say of them."""
+        names = {"climatology": "spread"} | {k: k for k in (*cls.MAPS, *cls.BY_FIELD)}
+        known = {k: getattr(climate, f"{v}_{'s' if surface else 'p'}") for k, v in names.items()}
+        config = spec.config
+        kinds = {"postprocess": config.postprocess, "spread": config.spread}
+        return cls(known, spec.families[surface], local_terms=local_terms, **kinds)
 
     def __init__(
         self,

@@ -172,6 +172,14 @@ class EnsembleInput:
     valid_p: Tensor | None = None
     valid_s: Tensor | None = None
 
+    def check(self, spec: ModelSpec, cells: tuple[int, int]) -> None:
+        """Raise a UserError where shapes are not those of `spec` on `cells` (Y, X) of the grid."""
+        leads = len(spec.leads_in)
+        wanted = (leads, *spec.pressure_shape[1:-2], *cells), (leads, *spec.surface_shape[1:-2], *cells)
+        for given, shape in zip((self.mean_p, self.mean_s), wanted, strict=True):
+            if tuple(given.shape[1:]) != shape:
+                raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
+
     def to(self, *args: Any, **kwargs: Any) -> EnsembleInput:
         """The same batch on another device or in another dtype; arguments as of `Tensor.to`."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -198,19 +206,20 @@ class Prediction:
     scale_s: Tensor | None = None
     spread_s: Tensor | None = None
 
-    def widened(self, widths_TF: Tensor, families: tuple[tuple[Family, ...], tuple[Family, ...]]) -> Prediction:
+    def widened(self, widths_BTF: Tensor, families: tuple[tuple[Family, ...], tuple[Family, ...]]) -> Prediction:
         """The same with the scale of each lead and field (variables and levels, then surface variables) widened.
 
-        `families`: of the pressure-level and of the surface variables. Means stay.
+        `widths_BTF`: (B, T, F), or (T, F) for all samples; `families`: of the pressure-level and of the surface
+        variables. Means stay.
         """
-        found, left = {}, widths_TF
+        found, left = {}, widths_BTF if widths_BTF.ndim == 3 else widths_BTF[None]
         for suffix, laws in zip("ps", families, strict=True):
             location, scale = getattr(self, f"location_{suffix}"), getattr(self, f"scale_{suffix}")
             if scale is not None:
                 fields = scale.shape[2:-2]
-                own, left = left.tensor_split([fields.numel()], 1)
-                width = own.unflatten(1, fields)[..., None, None].to(scale)
-                parts = [widen(law, location[:, :, i], scale[:, :, i], width[:, i]) for i, law in enumerate(laws)]
+                own, left = left.tensor_split([fields.numel()], -1)
+                width = own.unflatten(-1, fields)[..., None, None].to(scale)
+                parts = [widen(law, location[:, :, i], scale[:, :, i], width[:, :, i]) for i, law in enumerate(laws)]
                 found[f"location_{suffix}"], found[f"scale_{suffix}"] = (
                     torch.stack(p, 2) for p in zip(*parts, strict=True)
                 )

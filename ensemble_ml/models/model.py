@@ -164,14 +164,7 @@ class EnsembleModel(nn.Module):
         return self.spec.grid.shape
 
     def _check(self, x: EnsembleInput) -> None:
-        leads = len(self.spec.leads_in)
-        wanted = (
-            (leads, *self.spec.pressure_shape[1:-2], *self.cells),
-            (leads, *self.spec.surface_shape[1:-2], *self.cells),
-        )
-        for given, shape in zip((x.mean_p, x.mean_s), wanted, strict=True):
-            if tuple(given.shape[1:]) != shape:
-                raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
+        x.check(self.spec, self.cells)
         if x.mean_p.is_floating_point() and x.mean_p.dtype.itemsize < 4:
             raise UserError(f"input: dtype {x.mean_p.dtype}; give float32 or float64, the model lowers it itself")
 
@@ -181,20 +174,13 @@ class _PlaneSet(nn.Module):
 
     def __init__(self, spec: ModelSpec, climate: Climate, features: Features, *, surface: bool):
         super().__init__()
-        config, suffix = spec.config, "s" if surface else "p"
+        config = spec.config
         self.planes = 1 if surface else len(spec.levels)
         geometry = geometries(spec.grid, config.pole, config.depth)[0]
         pad = Padder(geometry, *features.pole_rule(surface=surface))
         channels = features.channels(surface=surface)
         self.stem = Convolution(channels, config.hidden, self.planes, config.vertical, pad, bias=True)
-        names = {"climatology": "spread"} | {k: k for k in (*Heads.MAPS, *Heads.BY_FIELD)}
-        self.heads = Heads(
-            {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
-            spec.families[surface],
-            local_terms=config.local_terms,
-            postprocess=config.postprocess,
-            spread=config.spread,
-        )
+        self.heads = Heads.of(spec, climate, surface=surface, local_terms=config.local_terms)
         self.leads, self.variables = len(spec.leads_out), len(spec.surface if surface else spec.variables)
         self.surface = surface
         self.out = nn.Linear(config.hidden, self.heads.outputs * self.leads * self.variables)

@@ -53,7 +53,7 @@ class Exchange:
 
     def __init__(self, clip: float = 0.0):
         self.clip = clip
-        self.share: Tensor | None = None  # of the batch's weight, what this rank has; None: as much as the others
+        self.share: float | None = None  # of the batch, what this rank computes; None: as much as the others
         self.params: list[Tensor] = []
         self.apart: list[Tensor] = []  # of which each rank steps its own cells alone
 

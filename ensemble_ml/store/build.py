@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -190,8 +191,11 @@ class Build:
             try:
                 stack.enter_context(shared(self.work / _AT_WORK))
                 held = stack.enter_context(claimed(self.work / "claims" / f"{date:06d}"))
-            except FileNotFoundError:  # another builder has finished the store
-                held = False
+            except FileNotFoundError as error:
+                if not self.path.exists():
+                    where = f"{self.work} is not there on {socket.gethostname()}"
+                    raise UserError(f"output={self.path}: {where}; give a folder that all workers share") from error
+                held = False  # another builder has finished the store
             yield held and not self.done(date) and not self.over
 
     @contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -163,10 +164,8 @@ class ModelClimate:
         """Members of one start date (M, Z, rows, X): read, or kept from the last time."""
         key = date, lead, name, rows
         if key not in self._kept:
-            pressure, ground = ((name,), ()) if on_levels else ((), (name,))
-            chosen = Selection(None, (lead,), pressure, None if on_levels else (), ground, rows)
-            fields = self.source.read(Part.FORECAST, date, chosen)
-            self._kept[key] = fields.pressure[:, 0, 0] if on_levels else fields.surface[:, 0, 0][:, None]
+            chosen = replace(Selection.one(lead, name, surface=not on_levels), rows=rows)
+            self._kept[key] = self.source.read(Part.FORECAST, date, chosen).one()
             while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self._memory:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)

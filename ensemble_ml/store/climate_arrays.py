@@ -49,7 +49,7 @@ def write_climate(root: Path, days: int) -> None:
     def run(job: tuple[int, int, str]) -> None:
         t, number, name = job
         surface = number >= len(lay.variables)
-        chosen = Selection(None, (lay.lead_hours[t],), () if surface else (name,), None, (name,) if surface else ())
+        chosen = Selection.one(lay.lead_hours[t], name, surface=surface)
         climate = ModelClimate(store, days=days, memory=MEMORY // threads, seasons=seasons)
         rows, step = lay.grid.shape[0], arrays[surface].chunks[-2]
         for date in order:

@@ -232,14 +232,11 @@ def read_speed(contents: Contents, date: int) -> dict[str, Any]:
     decoded, start = 0, time.perf_counter()
     for lead in lay.lead_hours:
         for name in lay.names:
-            surface = name in lay.surface
-            one = Selection(None, (lead,), () if surface else (name,), None, (name,) if surface else ())
-            fields = store.read(part, date, one)
-            decoded += fields.pressure.nbytes + fields.surface.nbytes
+            decoded += store.read(part, date, Selection.one(lead, name, surface=name in lay.surface)).one().nbytes
     seconds = time.perf_counter() - start
     return {
         "part": part.value,
-        "date": str(lay.init_time[date].astype("datetime64[h]")),
+        "date": hour_text(lay.init_time[date]),
         "decoded_mb": round(decoded / 1e6, 3),
         "seconds": round(seconds, 4),
         "mb_per_s": round(decoded / 1e6 / seconds, 1),

@@ -131,13 +131,8 @@ def _of_date(
     source: Source, date: int, lead: int, name: str, levels: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count, mean and M2 of the members of one date, (Z, Y, X)."""
-    pressure, ground = ((name,), ()) if levels else ((), (name,))
-    chosen = Selection(None, (lead,), pressure, levels or None, ground)
-    means, spreads = (source.read(part, date, chosen) for part in (Part.MEAN, Part.SPREAD))
-    if levels:
-        mean, spread = means.pressure[0, 0, 0], spreads.pressure[0, 0, 0]
-    else:
-        mean, spread = means.surface[0, 0], spreads.surface[0, 0]
+    chosen = Selection.one(lead, name, surface=not levels, levels=levels or None)
+    mean, spread = (source.read(part, date, chosen).one()[0] for part in (Part.MEAN, Part.SPREAD))
     count = _members(source, date, lead, name, levels)[:, None, None]
     return (np.broadcast_to(count, mean.shape), mean.astype(np.float64), (count - 1) * spread.astype(np.float64) ** 2)
 

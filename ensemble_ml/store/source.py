@@ -62,6 +62,10 @@ class Fields:
     pressure: np.ndarray
     surface: np.ndarray
 
+    def one(self) -> np.ndarray:
+        """What `Selection.one` has read: (M, Z, Y, X), with one level at the surface."""
+        return self.pressure[:, 0, 0] if self.pressure.shape[2] else self.surface[:, 0, 0][:, None]
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -73,6 +77,11 @@ class Selection:
     levels: tuple[int, ...] | None = None
     surface: tuple[str, ...] | None = None
     rows: tuple[int, int] | None = None
+
+    @classmethod
+    def one(cls, lead: int, name: str, *, surface: bool, levels: tuple[int, ...] | None = None) -> Selection:
+        """One variable at one lead, all members; `levels` of a variable on pressure levels."""
+        return cls(None, (lead,), () if surface else (name,), None if surface else levels, (name,) if surface else ())
 
 
 class Source(Protocol):

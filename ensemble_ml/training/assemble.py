@@ -21,7 +21,8 @@ from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
-from ensemble_ml.loading.batches import spare_members
+from ensemble_ml.loading.batches import Batch, spare_members
+from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.reader import hour_of_day, iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
@@ -66,6 +67,11 @@ class Run:
     def batches(self, start_step: int, steps: int) -> Batches:
         """Training batches of global steps start_step to steps."""
         return batches_of(self.config, self.reader, self.train_dates, start_step, steps, self.share)
+
+    def part_of(self, batch: Batch, step: int) -> float:
+        """Of the samples of a step, and of their cells, what this rank's `batch` is."""
+        order = Order(self.config.seed, len(self.train_dates), self.config.batch_size)
+        return len(batch) / (order.samples(step) * self.session.topology.spatial)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -225,7 +231,7 @@ def _begin(
         found["emos"] = fit_emos_model(model, reader, train, validation, members, config.data.members)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
     if given is not None:  # until validation dates say otherwise, sigma is as wide as before
-        state.widths = given.meta.get("widths")
+        state.widths, state.by_size = given.meta.get("widths"), given.meta.get("widths_by_size", {})
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
         state.average = Average(model, config.average)  # in the type of weights that was chosen
@@ -304,7 +310,8 @@ def _refuse_uneven_nodes(session: Session) -> None:
 def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:
     """Raise a UserError where ranks would vote that never have a date: with a mask of ties, which may outvote."""
     parts, most = session.topology.data, min(config.batch_size, dates)
-    if config.optim.votes and not config.optim.hierarchical and parts > most:
+    together = max(1, session.world.local_size // session.topology.spatial) if config.optim.hierarchical else 1
+    if config.optim.votes and parts - together >= most:  # the last ones have none
         raise UserError(
             f"optim.exchange={config.optim.exchange.value}: parallel.data={parts} ranks vote, and a step has {most} of"
             f" the {dates} training dates (batch_size={config.batch_size}); give parallel.data={most}, or"

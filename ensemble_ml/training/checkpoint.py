@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from torch import Tensor
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
+from ensemble_ml.models.inputs import EnsembleInput, Prediction
 from ensemble_ml.store.manifest import hash_file
+from ensemble_ml.training.validation import widths_for
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +90,12 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
     folder = path.resolve()  # a training that goes on may let the link point elsewhere at any moment
     try:
         return _load(path, folder, training)
-    except UserError:
-        if path.resolve() == folder:
+    except (UserError, OSError) as error:
+        if path.resolve() != folder:
+            return _load(path, path.resolve(), training)
+        if isinstance(error, UserError):
             raise
-        return _load(path, path.resolve(), training)
+        raise _damaged(path, str(error)) from error
 
 
 def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
@@ -126,9 +130,21 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
     load_weights(model, checkpoint)
     _tell_of_other_step(path, checkpoint.meta)
     if checkpoint.meta.get("widths") is not None:
-        widths, families = torch.tensor(checkpoint.meta["widths"]), checkpoint.spec.families
-        model.register_forward_hook(lambda _, __, prediction: prediction.widened(widths, families))
+        model.register_forward_hook(_widening(checkpoint))
     return model.eval(), checkpoint.meta
+
+
+def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput], Prediction], Prediction]:
+    """A hook that gives predictions their widths, by the number of members."""
+    usual, by_size = torch.tensor(checkpoint.meta["widths"]), checkpoint.meta.get("widths_by_size")
+
+    def widen(_: AnyModel, given: tuple[EnsembleInput], prediction: Prediction) -> Prediction:
+        widths = usual.to(given[0].count.device)
+        if by_size:
+            widths = widths * widths_for(given[0].count, by_size)
+        return prediction.widened(widths, checkpoint.spec.families)
+
+    return widen
 
 
 def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:

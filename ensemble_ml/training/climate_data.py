@@ -24,6 +24,7 @@ from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
 
 _KEPT = 256 << 20  # bytes of a date's members
+_STRETCH = 10  # dates for each stretch that is held out, of five at most
 FEWEST_TO_WIDEN = 4  # dates that say anything of how wide sigma should be
 # Dates that are read for a fit: all where they are small (320 instead of 200 were worth 0.2 % of CRPS), fewer where
 # each takes seconds.
@@ -254,11 +255,15 @@ def spaced(dates: np.ndarray, most: int) -> np.ndarray:
 
 
 def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Dates to fit to and dates to choose by: a fifth of the training dates are the latter where there are none."""
+    """Dates to fit to and dates to choose by: where there are none of these, a fifth of the training dates, in a few
+    stretches (one would be of one season)."""
     if len(validation):
         return train, validation
-    kept = len(train) - len(train) // 5
-    return train[:kept], train[kept:]
+    if len(train) < 5:
+        return train, train[:0]
+    stretches = np.array_split(np.arange(len(train)), 5 * min(max(1, len(train) // _STRETCH), 5))
+    apart = np.concatenate(stretches[2::5])
+    return np.delete(train, apart), train[apart]
 
 
 def neighbours(times: np.ndarray) -> np.ndarray:

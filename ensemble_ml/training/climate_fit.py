@@ -40,7 +40,7 @@ from ensemble_ml.models.place import position_planes
 from ensemble_ml.models.surroundings import make_network, surroundings_shapes
 from ensemble_ml.store.las import local_statistics
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, Dates, kept_apart, most_dates, spaced, split
-from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable
+from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable, telling
 from ensemble_ml.training.point_fit import Correction
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread, fit_climatology, fit_spread, spread_errors
@@ -196,7 +196,8 @@ def _truth_terms(
         return {"bias": nothing, "inflation": nothing, "error": torch.ones(dates.shape)}
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
-    unseen = spaced(kept_apart(train, validation)[1], _SAMPLE_DATES)
+    chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
+    unseen = spaced(chosen_by, _SAMPLE_DATES)
     inflation, error = _widened(truth, truth.inflation(), unseen, sample)
     if truth.learn_residuals(inflation, train, validation, sizes):
         inflation, error = _widened(truth, inflation, unseen, sample)

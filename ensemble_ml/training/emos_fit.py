@@ -210,8 +210,11 @@ class _Fit:
 
     @property
     def some_points(self) -> slice:
-        """Those at which forms are compared."""
-        return slice(None, None, -(-len(self.area) // _MOST_POINTS))
+        """Those at which forms are compared: of all meridians."""
+        step = -(-len(self.area) // _MOST_POINTS)
+        while math.gcd(step, len(self.area)) > 1:
+            step += 1
+        return slice(None, None, step)
 
 
 def _dates_that_fit(reader: Reader, there: int) -> int:

@@ -43,7 +43,6 @@ class Loss:
     area: Tensor
     spread_weight: float = 1.0
     ranks: Communicator = field(default_factory=NullCommunicator)
-    share: Tensor | None = None  # of the last batch's weight, what this rank had; None where it had all
 
     def __call__(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Return `loss` and its parts `crps` and `spread`, where the model has the heads and the batch the targets."""
@@ -68,11 +67,9 @@ class Loss:
         """Each sum of values over the sum of weights of all ranks; zero where nothing has a weight."""
         if not sums:
             return {}
-        own = torch.stack([weight for _, weight in sums.values()])
-        weights = own.clone()
+        weights = torch.stack([weight for _, weight in sums.values()])
         self.ranks.all_reduce(weights)
         least = weights.clamp(min=1e-12)
-        self.share = (own / least).mean() if self.ranks.size > 1 else None
         return {k: total / weight.to(total.dtype) for (k, (total, _)), weight in zip(sums.items(), least, strict=True)}
 
     def _crps(

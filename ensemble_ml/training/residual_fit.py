@@ -111,7 +111,9 @@ class _Score:
         for law, at in self.bounded.items():
             truth, unit = given[2][:, at], self.unit[at]
             wide = sigma[:, at] * unit
-            mean = _within(truth + (shift - error)[:, at] * unit, law, _LEAST_MEAN * wide)
+            # what `location_of_mean` raises to its least mean by itself would have no gradient
+            near = distributions.LEAST_MEAN if law is Family.TRUNCATED_NORMAL else _LEAST_MEAN
+            mean = _within(truth + (shift - error)[:, at] * unit, law, near * wide)
             location = distributions.location_of_mean(law, mean, wide)
             costs.append(distributions.crps(law, location, wide, truth) / unit)
         return torch.cat(costs, 1)[:, self.back]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ensemble_ml.config import DataConfig, LoaderName, MomentumKept, TrainConfig
+from ensemble_ml.config.optim import OF_VOTES
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
@@ -52,6 +53,7 @@ _FREE = (
     "data.store",
     "optim.nonfinite",
 )
+_OWN = ("threads", "data.store", *(f"loading.{key}" for key in ("ram", "disk", "folder", "threads", "host", "node")))
 _FREE_GROUPS = ("loading.", "tracking.", "parallel.")
 # Of those groups: which rank computes a sample decides what each one votes, and the order of a sum.
 _FIXED = ("loading.assign",)
@@ -255,8 +257,9 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     refuse_other_settings(config, checkpoint)
     best = checkpoint.meta["best"]
     if best is not None and not (checkpoints / (kept := f"step_{best['step']:08d}")).exists():
-        log.warning("resume: %s is not there, so the next validation begins to look for the best again", kept)
         checkpoint.meta["best"] = best = None
+        if tidy:
+            log.warning("resume: %s is not there, so the next validation begins to look for the best again", kept)
     if not tidy:
         return run, checkpoint
     if best is not None:  # the run may have died between the exchange of the two links
@@ -266,8 +269,8 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
 
 
 def common_settings(config: TrainConfig) -> dict[str, Any]:
-    """Settings that have to be the same on all ranks; where caches lie, and threads, may differ between hosts."""
-    return {k: v for k, v in flat(plain_config(config)).items() if not k.startswith("loading.") and k != "threads"}
+    """Settings that have to be the same on all ranks; what each host has of its own may differ."""
+    return {k: v for k, v in flat(plain_config(config)).items() if k not in _OWN}
 
 
 def refuse_trainers(count: int) -> None:
@@ -300,6 +303,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     free = {k for k in {**ours, **theirs} if k in _FREE or (k.startswith(_FREE_GROUPS) and k not in _FIXED)}
     fixed = [k for k in {**ours, **theirs} if k in also or k not in free]
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
+    if not config.optim.votes:  # older runs could have settings of votes that nothing took notice of
+        fixed = [k for k in fixed if k not in OF_VOTES]
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:
         told = "; ".join(f"{k}={ours.get(k)} (was {theirs.get(k)})" for k in differ)

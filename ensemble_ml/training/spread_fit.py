@@ -86,9 +86,11 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
     count = counts.amax((-2, -1))
     dates.refuse_empty(count, Part.SPREAD)
     variance = scales.filled((total / counts).float())
-    if float(count.min()) * (dates.reader.full_size - 1) < _FEW:
-        log.info("climate: %d dates are few, so the climatological spread is smoothed by one cell", len(chosen))
-        variance = scales.smooth(variance)
+    few = count * (dates.reader.full_size - 1) < _FEW
+    if bool(few.any()):
+        which = "the climatological spread" if bool(few.all()) else f"that of {int(few.sum())} of {few.numel()} fields"
+        log.info("climate: %d dates are few, so %s is smoothed by one cell", int(count.min()), which)
+        variance = torch.where(few[..., None, None], scales.smooth(variance), variance)
     # Where no member ever rained, rain is still possible: a floor keeps sigma, and errors in units of it, finite.
     typical = scales.mean(variance).float()
     # Where members never differ at all (a sea surface that all of them were given), errors need a unit all the same.

@@ -62,7 +62,8 @@ class Average:
 @dataclass(eq=False)
 class State:
     """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation;
-    `scores` and `widths` are those of the latest one, after step `validated`."""
+    `scores` and `widths` are those of the latest one, after step `validated`; `by_size` are factors of the widths by
+    the number of members (`validation.widths_for`)."""
 
     model: AnyModel
     optimizer: Optimizer
@@ -76,6 +77,7 @@ class State:
     scores: dict[str, float] = field(default_factory=dict)
     widths: list[list[float]] | None = None
     validated: int | None = None
+    by_size: dict[str, list[list[float]]] = field(default_factory=dict)
 
     @contextmanager
     def predicting(self) -> Iterator[AnyModel]:
@@ -113,7 +115,7 @@ class State:
     def meta(self) -> dict[str, Any]:
         """The numbers beside the tensors."""
         latest = {"scores": self.scores, "widths": self.widths, "validated_step": self.validated}
-        return {"steps": self.steps, "best": self.best, **latest}
+        return {"steps": self.steps, "best": self.best, **latest, "widths_by_size": self.by_size}
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take optimizer, average and counters from a checkpoint whose weights the model already has."""
@@ -126,6 +128,7 @@ class State:
         self.step = checkpoint.meta["step"]
         self.best, self.scores = checkpoint.meta["best"], checkpoint.meta["scores"]
         self.widths, self.validated = checkpoint.meta.get("widths"), checkpoint.meta.get("validated_step")
+        self.by_size = checkpoint.meta.get("widths_by_size", {})
 
     def _restore_optimizer(self, training: dict[str, Tensor]) -> None:
         plain = self.optimizer.state_dict()

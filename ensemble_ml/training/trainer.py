@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,19 @@ from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, spaced
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
-from ensemble_ml.training.validation import Validation, validate
+from ensemble_ml.training.validation import Validation, beside_usual, validate
 
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
 _MOST_SKIPPED = 10  # steps in a row that nonfinite=skip leaves out: a run that learns nothing more should end
+_DATES_A_SIZE = 24  # validation dates that tell how widths go with the number of members
 _OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
 
@@ -84,6 +86,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
         threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
+        session.agree({"data.store": source.fingerprint()})  # its path may differ
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
         if config.parallel.planned:
             from ensemble_ml.training.plan import shared_out  # brings a second of imports
@@ -131,6 +134,7 @@ class Trainer:
             else:
                 if self.session.first:
                     _write_config(self.config, self.folder)
+                self.state.by_size = self._widths_by_size() or self.state.by_size
                 self._save(tracker, best=self._validated(tracker))
                 self.keeper.finish()
             stop.arm()
@@ -230,7 +234,7 @@ class Trainer:
         running = Running(state.model)  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
             losses = self.setup.loss(state.model(batch.inputs), batch)
-            state.exchange.share = self.setup.loss.share
+            state.exchange.share = self.setup.part_of(batch, state.step)
             losses["loss"].backward()
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
@@ -334,7 +338,7 @@ class Trainer:
             return False
         finite = all(map(math.isfinite, scores.values()))  # else no later score would be below it
         better = finite and (state.best is None or scores["score"] < state.best["score"])
-        state.scores, state.widths = (scores, found.widths) if finite else ({}, None)
+        state.scores, state.widths = (scores, _told(found.widths, state.widths)) if finite else ({}, None)
         state.validated = state.step if finite else None
         if better:
             state.best = {"step": state.step, **scores}
@@ -342,12 +346,28 @@ class Trainer:
         tracker.restart_clock()
         return better
 
-    def _scores(self) -> Validation:
-        run = self.setup
-        with self.state.predicting() as model:
-            batches, size = self._validation_batches(), run.reader.full_size
-            with told_of_memory(self.config, self.session):
-                return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
+    def _scores(self, batches: Iterable[Batch] | None = None) -> Validation:
+        batches = self._validation_batches() if batches is None else map(self._moved, batches)
+        with self.state.predicting() as model, told_of_memory(self.config, self.session):
+            size = self.setup.reader.full_size
+            return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
+
+    def _widths_by_size(self) -> dict[str, list[list[float]]]:
+        """What widths from each number of members are beside the usual ones, on some of the validation dates; steps
+        change them together."""
+        run, data = self.setup, self.config.data
+        usual = min(data.validation_members, run.reader.full_size)
+        sizes = sorted({usual, *(size for size in data.members if size <= run.reader.full_size)})
+        whole = [date for date in run.validation_dates if len(run.reader.available(int(date))) >= sizes[-1]]
+        if len(sizes) < 2 or len(whole) < FEWEST_TO_WIDEN or not run.reader.spec.config.postprocess:
+            return {}
+        dates, each = spaced(np.array(whole), _DATES_A_SIZE), validation_size(self.config, run.share[1])
+        found: dict[int, list[list[float]]] = {}
+        for size in sizes:
+            batches = fixed_batches(run.reader, dates, np.arange(size), batch_size=each, share=run.share)
+            if (widths := self._scores(batches).widths) is not None:
+                found[size] = widths
+        return beside_usual(found, usual) if usual in found else {}
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup
@@ -380,9 +400,17 @@ class Trainer:
         if best is None:
             some = len(self.setup.validation_dates)
             why = "validation dates have no truth or spread to be scored with" if some else "no validation date"
+            why = "the best checkpoint is gone" if self.state.scores else why
             tracker.say(f"done: {why}, so {self.folder}/checkpoints/last is the model")
         else:
             tracker.say(f"done: best at step {best['step']}, score {best['score']:.4f}: {self.folder}/checkpoints/best")
+
+
+def _told(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:
+    """Widths of the validation dates; of fields that too few of them tell of, whose width is one, those of before."""
+    if widths is None or before is None:
+        return widths
+    return [[b if a == 1 else a for a, b in zip(*rows, strict=True)] for rows in zip(widths, before, strict=True)]
 
 
 def beside(step: float, read: float, loading: LoadingConfig) -> float:

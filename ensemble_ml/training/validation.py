@@ -15,12 +15,14 @@ to be that of the error of the mean, which is what calibration means (Fortin et 
 Training by the CRPS leaves them above one where errors have heavier tails than the family. The variance of rain's law
 lies, where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the
 scale, and one time in 600,000 it rains): its mean square says nothing, and the width is the one with the least CRPS.
+The number of members changes them: from one, sigma follows what many would have said. They are taken from the number
+that validation has, and those of others beside them once, before the first step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +98,29 @@ def validate(
     if widths is not None and skewed:
         widths[:, skewed] = _least(*tried)
     return Validation(scores, None if widths is None else widths.tolist())
+
+
+def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[str, list[list[float]]]:
+    """Widths from each number of members over those from `usual`, (T, F), by number; one where either is not known."""
+    here = torch.tensor(widths[usual], dtype=torch.float64)
+    found = {}
+    for members, values in widths.items():
+        there = torch.tensor(values, dtype=torch.float64)
+        found[str(members)] = torch.where((here == 1) | (there == 1), 1.0, there / here).tolist()
+    return found
+
+
+def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tensor:
+    """Factors of the usual widths from `count` (B,) members, (B, T, F): their logarithm goes with 1/M between numbers
+    for which it is known (`beside_usual`), and is that of the nearest beyond."""
+    sizes = sorted(map(int, by_size), reverse=True)
+    logs = torch.tensor([by_size[str(size)] for size in sizes], device=count.device).log()
+    if len(sizes) == 1:
+        return logs.exp().expand(len(count), -1, -1)
+    known, at = 1 / torch.tensor(sizes, device=count.device), 1 / count.float()
+    right = torch.searchsorted(known, at.contiguous()).clamp(1, len(known) - 1)
+    share = ((at - known[right - 1]) / (known[right] - known[right - 1])).clamp(0, 1)
+    return torch.lerp(logs[right - 1], logs[right], share[:, None, None]).exp()
 
 
 class _Sums:

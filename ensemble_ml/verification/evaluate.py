@@ -33,7 +33,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,13 @@ FORMAT = 1
 FILES = ("scores.json", "report.html")
 
 
-def evaluate(config: EvaluateConfig, source: Source, notes: Sequence[str] = ()) -> Path:
+def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None) -> Path:
     """Score the forecasts of `config` against `source` and return the folder with scores.json and report.html.
 
     Args:
         config: settings.
         source: the full ensemble, and the truth where there is one.
-        notes: sentences about the source that a reader of the report should know.
+        unverified: sentences on what the truth cannot verify, by variable; those of what is scored go into the notes.
 
     Raises:
         UserError: a report exists, or cannot be written; forecasts cannot be read or have another grid, no date is
@@ -99,7 +99,8 @@ def evaluate(config: EvaluateConfig, source: Source, notes: Sequence[str] = ()) 
     ours = forecasts[: len(as_list(config.forecast))]
     try:
         plan = make_plan(config, source, forecasts)
-        plan.notes[:0] = notes
+        scored = dict.fromkeys(column.variable for column in plan.columns)
+        plan.notes[:0] = [text for name, text in (unverified or {}).items() if name in scored]
         for note in plan.notes:
             log.info("%s", note)
         setting, regions = _setting(config, source, forecasts, plan)
@@ -204,7 +205,7 @@ def _content(
         "headline": summary.headline(scores, len(plan.test)),
         "claims": [claim.as_dict() for claim in summary.claims(scores)],
         "notes": notes,
-        "settings": asdict(config),
+        "settings": strict(asdict(config)),
         "definitions": {name: " ".join(text.split()) for name, text in DEFINITIONS.items()},
         "dates": {
             "test": [hour_text(t) for t in times[plan.test]],

@@ -9,7 +9,6 @@ NAME_ensemble_spread. Axes are known by CF standard names, or by usual ones. Z l
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +61,7 @@ class ForecastSet:
     checkpoints: tuple[str, ...]  # sha256 of those that made the files
     lead_hours: tuple[int, ...]  # of all files
     uneven_leads: tuple[int, ...]  # those that some files lack
+    uneven_members: tuple[str, ...]  # variables of which some files lack members
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
     grid: Grid
     seen: frozenset[str]  # members that any of its dates was made from
@@ -183,6 +183,7 @@ _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
 _STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
+_PRESSURE = ("Pa", "pascal", "hPa", "millibars", "millibar", "mbar", "mb")
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 _READ = tuple(f"_{part}" for part in (*_PARTS, "member"))
 _HIGHEST = 1100  # hPa: levels without units that go beyond it are in Pa
@@ -229,7 +230,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
             leads[path] = _lead_hours(data, path)
-            held[path] = {str(name) for name in data.data_vars if str(name).endswith(_READ)}
+            held[path] = {str(name) for name in data.data_vars if _is_read(str(name))}
             found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
             found |= {"level": np.atleast_1d(data["level"].values)} if "level" in data.coords else {}
         axes = axes or found
@@ -239,7 +240,9 @@ def _open_folder(folder: Path) -> ForecastSet:
         if start in files:
             raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
         files[start] = path
-    names = frozenset[str]().union(*held.values())
+    names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
+    uneven = frozenset(name for name in names - common if name.endswith("_member"))
+    names -= uneven
     for path, some in held.items():
         if lacking := sorted(names - some, key=_place):
             raise UserError(f"{path}: lacks {lacking[0]}, which other files hold; make it again")
@@ -261,6 +264,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             earlier_dates=np.array(sorted(known["earlier_dates"]), "datetime64[ns]"),
             checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),
             lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
+            uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),
             variables=_variables(first),
             grid=grid,
@@ -269,6 +273,10 @@ def _open_folder(folder: Path) -> ForecastSet:
             _rows=rows,
             _columns=columns,
         )
+
+
+def _is_read(name: str) -> bool:
+    return any(name == f"{known.name}{part}" for part in _READ if name.endswith(part) for known in FIELDS)
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -284,16 +292,24 @@ def _open_file(path: Path) -> xr.Dataset:
 
 def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
     """The same with axes under our names."""
-    found: dict[Hashable, str] = {}
+    made, along = data, {}
     for name, usual in AXIS_NAMES.items():
-        standard = _STANDARD.get(name, name)
-        lines = [axis for axis, values in data.coords.items() if values.ndim < 2]
-        told = [axis for axis in lines if data[axis].attrs.get("standard_name") == standard]
-        if name not in data.variables and name not in data.dims:
-            found |= {axis: name for axis in [*told, *(x for x in usual if x in lines or x in data.dims)][:1]}
-    data = data.rename(found)
-    along = {data[name].dims[0]: name for name in found.values() if name in data.coords and data[name].ndim}
-    return data.swap_dims({axis: name for axis, name in along.items() if axis != name})
+        if name in made.dims and name in made.coords:
+            continue
+        lines = [axis for axis, values in made.coords.items() if values.ndim < 2]
+        told = [axis for axis in lines if made[axis].attrs.get("standard_name") == _STANDARD.get(name, name)]
+        for axis in [*told, *(axis for axis in usual if axis in lines or axis in made.dims)][:1]:
+            made = made if axis == name else made.rename({axis: name})
+            if name in made.coords and made[name].ndim:
+                along[name] = made[name].dims[0]
+    lengths = list(along.values())  # points have one for both
+    made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
+    if "level" in made.coords and "units" not in made["level"].attrs:  # it may only count them
+        beside = [c for c in made.coords.values() if c.dims == made["level"].dims and c.attrs.get("units") in _PRESSURE]
+        made = made.assign_coords(level=beside[0].variable) if beside and beside[0].ndim else made
+    if made is not data:
+        made.set_close(data.close)
+    return made
 
 
 def _conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:

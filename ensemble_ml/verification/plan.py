@@ -46,7 +46,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
                 f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
                 "regrid=true brings archives to the forecasts' grid"
             )
-        notes += _check_intervals(source, forecast)
+        notes += [note for note in _check_intervals(source, forecast) if note not in notes]
     truth = source.has(Part.TRUTH)
     if not truth and config.truth is not None:
         given = ", ".join(as_list(config.truth))
@@ -57,7 +57,8 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     notes += [] if truth else ["There is no truth: spread alone is scored."]
     fit = _fit_dates(config, source, forecasts, notes)
     notes += _hour_notes(layout.init_time[fit])
-    test, dropped = _test_dates(source, forecasts, fit, truth)
+    groups, columns = _groups(source, forecasts, notes)
+    test, dropped = _test_dates(source, forecasts, fit, truth, _scored(source, groups))
     if dropped:
         reasons = sorted({d["reason"] for d in dropped})
         counts = (f"{sum(d['reason'] == reason for d in dropped)} {reason}" for reason in reasons)
@@ -67,12 +68,14 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     if len(fit) < FEWEST_SPREADS:
         few = f"Fewer than {FEWEST_SPREADS} dates to fit on"
         notes.append(f"{few}: neither regressions nor the climatology of the spread are shown.")
-    groups, columns = _groups(source, forecasts, notes)
     reduced = _reduced(config, source, forecasts[0])
     notes += _member_notes(config, reduced, source, forecasts)
     for forecast in forecasts:
         if forecast.uneven_leads:
             few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
+            notes.append(f"{forecast.label}: {few}.")
+        if forecast.uneven_members:
+            few = f"members of {shortened(forecast.uneven_members)} are not in all of its files, and not scored"
             notes.append(f"{forecast.label}: {few}.")
         width = {name: {f"{name}_scale", f"{name}_stddev"} & forecast.names for name in forecast.variables}
         if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
@@ -110,11 +113,10 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
     """
     leads = [lead for lead in source.layout.lead_hours if lead in forecast.lead_hours]
     unstated: dict[str, list[str]] = {forecast.label: [], source.path: []}
-    for name, pairs in bounds_at(source, source.layout.names, leads).items():
-        if name not in forecast.variables:
-            continue
+    ours = bounds_at(source, source.layout.names, leads)
+    for name in (name for name in source.layout.names if name in forecast.variables):
         theirs = forecast.intervals(name)
-        for lead, pair in zip(leads, pairs, strict=True):
+        for lead, pair in zip(leads, ours.get(name, [None] * len(leads)), strict=True):
             if (pair is None) != (lead not in theirs) and lead:
                 unstated[source.path if pair is None else forecast.label].append(f"{name} {lead} h")
             if pair is not None and theirs.get(lead, tuple(pair)) != tuple(pair):
@@ -150,7 +152,7 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
 
 
 def _test_dates(
-    source: Source, forecasts: list[ForecastSet], fit: np.ndarray, truth: bool
+    source: Source, forecasts: list[ForecastSet], fit: np.ndarray, truth: bool, scored: list[np.ndarray]
 ) -> tuple[np.ndarray, list[dict[str, str]]]:
     times = source.layout.init_time
     offered = sorted({start for forecast in forecasts for start in forecast.files})
@@ -160,7 +162,7 @@ def _test_dates(
     test, dropped = [], []
     for start in offered:
         found = np.flatnonzero(times == start)
-        reason = _why_not(source, forecasts, found, start, truth)
+        reason = _why_not(source, forecasts, found, start, truth, scored)
         if reason is None and start in trained:
             reason = "seen in training"
         if reason is None and start in chosen:
@@ -181,8 +183,9 @@ def _test_dates(
 
 
 def _why_not(
-    source: Source, forecasts: list[ForecastSet], found: np.ndarray, start: np.datetime64, truth: bool
-) -> str | None:
+    source: Source, forecasts: list[ForecastSet], found: np.ndarray, start: np.datetime64, truth: bool,
+    scored: list[np.ndarray],
+) -> str | None:  # fmt: skip
     lacking = [forecast.label for forecast in forecasts if start not in forecast.files]
     if lacking:
         return f"missing from {lacking[0]}"
@@ -191,7 +194,7 @@ def _why_not(
     there = source.present(Part.FORECAST, int(found[0]))
     if not any(part.any() for part in there):
         return "without members"
-    if not any(part.all(0).any() for part in there):
+    if not any((part.all(0) & wanted).any() for part, wanted in zip(there, scored, strict=True)):
         return "with some members missing of every field"
     if truth and not any(part.any() for part in source.present(Part.TRUTH, int(found[0]))):
         return "without truth"
@@ -220,6 +223,21 @@ def _groups(
     if unpaired:
         notes.append(f"{len(unpaired)} fields are not in all forecasts and the ensemble: {shortened(unpaired)}.")
     return tuple(groups), tuple(columns)
+
+
+def _scored(source: Source, groups: tuple[Group, ...]) -> list[np.ndarray]:
+    """Which fields are scored: bool (T, V, Z) and (T, S)."""
+    lay = source.layout
+    leads = len(lay.lead_hours)
+    pressure = np.zeros((leads, len(lay.variables), len(lay.levels)), bool)
+    surface = np.zeros((leads, len(lay.surface)), bool)
+    for group in groups:
+        lead = lay.lead_hours.index(group.lead_hours)
+        if group.levels == (None,):
+            surface[lead, lay.surface.index(group.variable)] = True
+        else:
+            pressure[lead, lay.variables.index(group.variable), [lay.levels.index(z) for z in group.levels if z]] = True
+    return [pressure, surface]
 
 
 def _reduced(config: EvaluateConfig, source: Source, first: ForecastSet) -> int:

@@ -28,10 +28,8 @@ class Group:
     @property
     def selection(self) -> Selection:
         """For `Source.read`."""
-        if self.levels == (None,):
-            return Selection(lead_hours=(self.lead_hours,), variables=(), surface=(self.variable,))
         levels = tuple(level for level in self.levels if level is not None)
-        return Selection(lead_hours=(self.lead_hours,), variables=(self.variable,), levels=levels, surface=())
+        return Selection.one(self.lead_hours, self.variable, surface=not levels, levels=levels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +100,7 @@ def read_group(
     source: Source, part: Part, date: int, group: Group, members: tuple[int, ...] | None = None
 ) -> np.ndarray:
     """(M, Z, Y, X) float64; truth has M = 1."""
-    fields = source.read(part, date, replace(group.selection, realization=members))
-    values = fields.surface[:, 0, 0, None] if group.levels == (None,) else fields.pressure[:, 0, 0]
-    return np.asarray(values, np.float64)
+    return np.asarray(source.read(part, date, replace(group.selection, realization=members)).one(), np.float64)
 
 
 def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:

@@ -91,9 +91,7 @@ def extreme_forecast_index(climate: ModelClimate, group: Group, date: int, membe
     """EFI of the full ensemble (Z, Y, X), NaN where a value is missing; None where the climate has too few dates."""
     if not climate.enough(date):
         return None
-    fields = climate.quantiles(date, group.selection)
-    found = fields.surface[:, 0, 0, None] if group.levels == (None,) else fields.pressure[:, 0, 0]
-    return efi(members, found, climate.probabilities)
+    return efi(members, climate.quantiles(date, group.selection).one(), climate.probabilities)
 
 
 def _strata(index: np.ndarray, area: np.ndarray) -> Strata:

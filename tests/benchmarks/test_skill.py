@@ -244,9 +244,12 @@ def test_the_ensemble_that_is_scored_is_held_to_the_check_of_the_archive(store):
     ratio = np.sqrt(np.mean(variances) / np.mean(squares))
     assert (found["t850"].dates, found["t850"].members) == (6, 6)
     assert found["t850"].spread_skill == pytest.approx(ratio)
-    figures, claims, _ = report(replace(contest(), realism=found))
-    missed = next(claim for claim in claims if "realistic" in claim.claim)
-    assert (missed.value, missed.holds) == (float(bool(found["t850"].misses)), not found["t850"].misses)
+    good = replace(found["t850"], spread_skill=0.9, raw_bias_share=0.1, correlation=0.3)
+    for bad, misses in ((good, 0), (replace(good, spread_skill=0.6), 1), (replace(good, raw_bias_share=0.2), 1)):
+        claims = report(replace(contest(), realism={"t850": bad, "z500": good}))[1]
+        missed = next(claim for claim in claims if "realistic" in claim.claim)
+        assert (missed.value, missed.holds) == (misses, not misses)
+    figures = report(replace(contest(), realism=found))[0]
     assert figures["t850 of the raw 10 at 48 h, test dates: spread/skill"].median == pytest.approx(ratio)
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import threading
 import time
 
@@ -71,6 +72,15 @@ def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkey
     monkeypatch.setattr(Job, "run", lambda *_: True)  # as one does whose folder is another machine's
     with pytest.raises(UserError, match=f"workers have built {DATES} start dates that are not seen here"):
         prepare(settings)
+
+
+def test_a_worker_that_loses_the_output_says_so(archive, tmp_path):
+    """It would answer for ever that others have the dates."""
+    settings = config(archive, tmp_path / "s.zarr")
+    build = begin(settings, [0])
+    shutil.rmtree(build.work)
+    with pytest.raises(UserError, match=r"s.zarr.building is not there on .*; give a folder that all workers"):
+        build.claim(1).__enter__()
 
 
 def test_a_build_that_is_at_work_is_not_thrown_away(archive, tmp_path):

@@ -246,3 +246,45 @@ class TestStores:
         store = prepare(PrepareConfig(input=str(forecast), output=str(tmp_path / "s.zarr")))
         with pytest.raises(UserError, match="the store has no truth; prepare it with truth=ARCHIVE"):
             open_pair(forecast, store)
+
+
+def test_forecasts_of_long_leads_that_stand_for_the_truth_are_told_of(tmp_path, caplog):
+    forecast = ensemble(tmp_path / "f.grib", steps=(24,), levels=(500,), dates=(20010101,))
+    old = [message("t", date=20001228, step=120, member=None), message("t", date=20001230, step=72, member=None)]
+    pair = open_pair(forecast, write(tmp_path / "t.grib", old))
+    assert pair.has(Part.TRUTH)
+    assert "t: some valid times are verified by forecasts of up to 72 h; give analyses, or fresher ones" in caplog.text
+
+
+def gusts(path, times, *, over):
+    """Gusts as the service has them, `over` the hour before, or of the moment."""
+    start = np.timedelta64(1 if over else 0, "h")
+    data = xr.Dataset(coords={"latitude": ("latitude", GLOBE[0]), "longitude": ("longitude", GLOBE[1]), "time": times})
+    values = np.full((len(times), *SHAPE), 20.0 if over else 10.0, np.float32)
+    about = {"units": "m s-1", "standard_name": "wind_speed_of_gust"} | (
+        {"cell_methods": "time: maximum"} if over else {}
+    )
+    data["fg10"] = ("time", "latitude", "longitude"), values, about
+    if over:
+        data["time"].attrs["bounds"] = "edges"
+        data["edges"] = ("time", "nv"), np.stack([times - start, times], 1)
+    data.to_netcdf(path)
+    return path
+
+
+def test_gusts_of_the_moment_are_not_verified_by_those_of_an_hour(tmp_path, caplog):
+    """Where the forecast states no interval: moments where there are any, else it is said."""
+    forecast = ensemble(tmp_path / "f.grib", steps=(6,), names=("fg10",), dates=(20010101,))
+    times = np.array(["2001-01-01T06", "2001-01-01T07"], "datetime64[ns]")
+    hours = gusts(tmp_path / "a.nc", times, over=True)
+    pair = open_pair(forecast, hours)
+    assert pair.read(Part.TRUTH, 0).surface.max() == 20
+    assert "fg10 is over intervals, the forecast's states none and is taken for the same" in caplog.text
+    pair = open_pair(forecast, [hours, gusts(tmp_path / "b.nc", times, over=False)])
+    assert pair.read(Part.TRUTH, 0).surface.max() == 10
+
+
+def test_starts_that_nanoseconds_do_not_reach_are_refused(tmp_path):
+    path = write(tmp_path / "a.grib", [message("t", date=23000101, member=m, seed=m) for m in (1, 2)])
+    with pytest.raises(UserError, match="start date 2300-01-01T00: only those from 1678 to 2261 can be kept"):
+        open_pair(path)

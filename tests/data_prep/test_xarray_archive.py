@@ -10,6 +10,7 @@ import zarr
 from gribfiles import GLOBE, dataset, ensemble
 
 from data_prep import find_gaps, open_archive
+from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
 from ensemble_ml.store.sources import stamp
@@ -362,3 +363,13 @@ def test_a_mean_of_members_alone_is_refused(tmp_path):
     data.to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match="holds no field"):
         open_archive(tmp_path / "a.nc")
+
+
+def test_a_control_that_was_joined_with_its_members_stays_one(tmp_path):
+    """As `xr.concat([cf, pf], "number")` makes it: the type is that of the first, for all."""
+    joined = dataset().assign_coords(number=[0, 1, 2])
+    joined["t"].attrs["GRIB_dataType"] = "cf"
+    joined.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
+    assert open_archive(tmp_path / "a.nc", control=Control.include).layout.realization == (0, 1, 2)

@@ -92,3 +92,21 @@ def test_values_that_no_variable_has_are_named(tmp_path):
     data.to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match=r"1 of 84 values are NaN, infinite or beyond 1e\+15"):
         open_archive(tmp_path / "a.nc").read(Part.FORECAST, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "missing", "text"),
+    [
+        ("u", "m s-1", -9999.0, "not between -500 and 500 m s-1"),
+        ("q", "kg kg-1", -9999.0, r"not between -1 and 1e\+15 kg kg-1"),
+        ("t", "K", 9999.0, "not between 0 and 1000 K"),
+    ],
+)
+def test_a_missing_value_beyond_all_weather(tmp_path, name, units, missing, text):
+    data = dataset(t=name)
+    data[name].values[:] = 0.001 if units != "K" else 270.0
+    data[name].values[0, 0, 0, 0, 2, 3] = missing
+    data[name].attrs["units"] = units
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=rf"1 of 84 values .*{text} \(a missing value that no attribute tells of"):
+        open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0)

@@ -252,10 +252,10 @@ def comes(session, port, job):
         code = (
             "from ensemble_ml.config import ParallelConfig\nfrom ensemble_ml.distributed import start, launch\n"
             "from datetime import timedelta\nlaunch.MEETING = timedelta(seconds=2)\n"
-            f"env = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}')\n"
+            f"env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}') | {job}\n"
             "with start(ParallelConfig(), env): pass"
         )
-        env = {**os.environ, "SLURM_JOB_ID": job, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=80)
         assert done.returncode != 0
@@ -264,10 +264,15 @@ def comes(session, port, job):
     return ""
 
 
-@pytest.mark.parametrize(("job", "text"), [("", "have met at"), ("8", "1 of 2 ranks")])
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "have met at"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "8"}, "1 of 2 ranks"),
+    ],
+)
 def test_a_rank_of_another_job_at_the_same_port_does_no_harm(job, text, monkeypatch):
     port = free_port()
     monkeypatch.setattr("parallel.ranks.free_port", lambda: port)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     told = run_ranks(comes, 2, port, job, data=2)
     assert text in told[0]

@@ -165,3 +165,12 @@ def test_ranks_count_those_that_share_their_cores():
 def test_cray_tells_the_ranks_of_a_node():
     found = read_world({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"})
     assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)
+
+
+def test_a_job_is_known_by_the_variables_of_its_own_launcher():
+    """Ranks of torchrun may each stand under an `srun` of their own, and still meet."""
+    under = [{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step, "SLURM_PROCID": "0"} for step in ("0", "1")]
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "n", "MASTER_PORT": "1234"}
+    assert read_world(under[0] | torchrun).job == read_world(under[1] | torchrun).job == "a/"
+    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n"}
+    assert read_world(under[0] | srun).job != read_world(under[1] | srun).job

@@ -42,7 +42,8 @@ def store(tmp_path_factory):
 
 
 def voting(store, output, **changes):
-    config = config_of(store, output, optimizer=OptimName.lion, precision=Precision.float32, batch_size=4, **changes)
+    changes = {"batch_size": 4} | changes
+    config = config_of(store, output, optimizer=OptimName.lion, precision=Precision.float32, **changes)
     config.model.depth = 1
     config.optim.clip = 0.0
     config.optim.exchange, config.optim.bits = ExchangeName.vote, 2
@@ -361,9 +362,34 @@ def test_a_rank_with_more_of_a_batch_does_not_speak_louder():
         exchange = Vote(group, reduction=Reduction.sum)
         p = torch.nn.Parameter(torch.zeros(3))
         p.grad = torch.full((3,), shares[group.rank])
-        exchange.share = torch.tensor(shares[group.rank])
+        exchange.share = shares[group.rank]
         exchange._scale([p])
         return p.grad[0].item()
 
     assert on_ranks(3, lambda group: scaled(group, [0.5, 0.25, 0.25])) == pytest.approx([1.0, 1.0, 1.0])
     assert on_ranks(3, lambda group: scaled(group, [1.0, 0.0, 0.0])) == [1.0, 0.0, 0.0]
+
+
+def test_shares_of_a_batch_are_of_its_samples(store, tmp_path):
+    """Of eight dates in threes the last two leave one rank without; some show all members, and have no spread."""
+    config = voting(store, tmp_path)
+    config.batch_size, config.steps, config.data.members = 3, 3, [2, 5]
+    assert run_ranks(_shares, 3, config, data=3) == [[1 / 3, 1 / 3, 1 / 2], [1 / 3, 1 / 3, 1 / 2], [1 / 3, 1 / 3, 0]]
+    shares = run_ranks(_shares, 2, voting(store, tmp_path / "lat", batch_size=3, steps=3), lat=2)
+    assert shares == [[1 / 2] * 3] * 2
+
+
+def _shares(session, config):
+    seen, step = [], trainer.Trainer._step
+
+    def noted(self, batch, stop=None):
+        found = step(self, batch, stop)
+        seen.append(self.state.exchange.share)
+        return found
+
+    trainer.Trainer._step = noted
+    try:
+        joined(session, config)
+    finally:
+        trainer.Trainer._step = step
+    return seen

@@ -14,7 +14,7 @@ from ensemble_ml.models import EnsembleModel, ModelSpec, distributions
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.store.source import Selection
 from ensemble_ml.training import climate_data, spread_fit
-from ensemble_ml.training.climate_data import Dates, join, most_dates, neighbours, spaced, split
+from ensemble_ml.training.climate_data import Dates, join, kept_apart, most_dates, neighbours, spaced, split
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.truth_fit import Truth
 from ensemble_ml.training.validation import validate
@@ -304,3 +304,12 @@ def test_moments_of_many_dates_take_members_in_turn(store, monkeypatch):
     np.testing.assert_allclose(found.mean, together.mean(1), rtol=1e-6)
     np.testing.assert_allclose(found.std, together.std(1, correction=0), rtol=1e-6)
     np.testing.assert_array_equal(found.count, together.shape[1])
+
+
+@pytest.mark.parametrize(("dates", "apart", "stretches"), [(3, 0, 0), (9, 2, 1), (40, 8, 4), (100, 20, 5)])
+def test_dates_that_are_held_out_are_of_all_of_the_time(dates, apart, stretches):
+    train = np.arange(10, 10 + dates)
+    fitted, held = kept_apart(train, np.array([], int))
+    assert len(held) == apart and sorted([*fitted, *held]) == train.tolist()
+    assert (np.diff(held, prepend=-9) > 1).sum() == stretches
+    assert kept_apart(train, np.array([1]))[1].tolist() == [1]

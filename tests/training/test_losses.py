@@ -13,7 +13,7 @@ from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction, distributions
 from ensemble_ml.training.losses import Loss
-from ensemble_ml.training.validation import c4, validate
+from ensemble_ml.training.validation import beside_usual, c4, validate, widths_for
 
 SPEC = ModelSpec(
     ModelConfig(hidden=8, max_hidden=8, depth=0), ("t", "q"), (500, 850), ("t2m",), (0, 24), (24,),
@@ -288,3 +288,14 @@ def test_widths_are_bounded():
     prediction.scale_s *= 1e4
     [found] = validate(Fixed(prediction), [batch, batch], full_size=10, area=AREA).widths
     assert found == pytest.approx([3, 3, 3, 3, 1 / 3])
+
+
+def test_widths_go_with_the_number_of_members():
+    """Their logarithm with 1/M between those that are known, and no further; what few dates tell of stays one."""
+    found = beside_usual({1: [[2.0, 1.0]], 2: [[1.0, 1.5]], 5: [[1.25, 1.2]]}, 5)
+    assert found == {"1": [[1.6, 1.0]], "2": [[1.0, 1.25]], "5": [[1.0, 1.0]]}
+    known = {"1": [[1.6]], "2": [[1.2]], "5": [[1.0]]}
+    count = torch.tensor([1.0, 2.0, 3.0, 5.0, 50.0])
+    three = 1.2 ** ((1 / 3 - 1 / 5) / (1 / 2 - 1 / 5))
+    assert widths_for(count, known).flatten().tolist() == pytest.approx([1.6, 1.2, three, 1.0, 1.0])
+    assert widths_for(count, {"5": [[1.0]]}).shape == (5, 1, 1)

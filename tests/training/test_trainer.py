@@ -88,6 +88,22 @@ def test_a_loaded_model_is_calibrated_on_the_validation_dates(config_of, store):
     torch.testing.assert_close(left, torch.ones_like(left), rtol=1e-4, atol=0)
 
 
+def test_a_loaded_model_is_calibrated_from_other_numbers_of_members(config_of, store):
+    """Sigma follows what a few members would say; widths of three members alone leave it off from one."""
+    run = train(config_of(steps=1, optim__lr=1e-30, data__members=[1, 2, 4]))
+    model, meta = load_model(run / "checkpoints" / "best")
+    assert sorted(meta["widths_by_size"]) == ["1", "2", "3", "4"]
+    reader, area = Reader(store, model.spec), torch.from_numpy(model.spec.grid.area_weights()).float()
+    names = [n for n in model.spec.variables for _ in model.spec.levels] + list(model.spec.surface)
+    normal = [at for at, name in enumerate(names) if model.spec.family(name) is Family.NORMAL]
+    for size in (1, 2, 4):
+        batches = fixed_batches(reader, range(16, 20), range(size))
+        left = torch.tensor(validate(model, batches, full_size=6, area=area).widths)[:, normal]
+        torch.testing.assert_close(left, torch.ones_like(left), rtol=1e-3, atol=0)
+        factors = torch.tensor(meta["widths_by_size"][str(size)])[:, normal]
+        assert (factors - 1).abs().max() > 0.005
+
+
 def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatch, caplog):
     config = config_of(steps=4, validate_every=2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -232,6 +248,10 @@ def test_weights_that_go_on_keep_their_ranges_and_widths(config_of):
     each = [meta["input_range"]["t2m"] for meta in (before, alone)]
     assert second["input_range"]["t2m"] == [min(one[0] for one in each), max(one[1] for one in each)]
     assert alone["widths"] is None and before["widths"] is not None and second["widths"] == before["widths"]
+    assert second["widths_by_size"] == before["widths_by_size"] != {}
+    rest["data__validation"] = ["2001-02-02/2001-02-05"]  # too few to tell
+    few = weights(train(config_of(run="few", steps=1, **rest, **begin))).meta
+    assert len(few["validation_dates"]) in (1, 2, 3) and few["widths"] == before["widths"]
 
 
 def test_planned_by_time(config_of, monkeypatch):
@@ -271,7 +291,7 @@ def test_scores_that_are_not_finite_are_no_candidate_and_end_no_run(config_of, m
         return replace(found, scores=dict.fromkeys(found.scores, float("nan"))) if len(calls) < 3 else found
 
     monkeypatch.setattr(trainer, "validate", validate)
-    run = train(config_of(steps=3, validate_every=1, checkpoint_every=1))
+    run = train(config_of(steps=3, validate_every=1, checkpoint_every=1, data__members=[3]))
     lines = [line for line in read_log(run / "log.jsonl") if "validation" in line]
     assert [line["validation"]["score"] is None for line in lines] == [True, True, False, False]
     assert [line["best"] for line in lines][:3] == [False, False, True]

@@ -226,6 +226,22 @@ def test_axes_go_by_usual_or_standard_names(store, forecast, tmp_path, plain, kn
         assert theirs == pytest.approx(ours, rel=1e-9)
 
 
+@pytest.mark.parametrize("way", ["a dimension of its own", "levels counted"])
+def test_axes_that_lie_along_other_dimensions(store, forecast, tmp_path, plain, way):
+    """`latitude(y)` and `longitude(x)`; `level` that counts beside `plev(level)`."""
+
+    def laid(data):
+        if way == "levels counted":
+            plev = ("level", data.level.values * 100.0, {"units": "Pa"})
+            return data.assign_coords(plev=plev, level=("level", np.arange(data.sizes["level"])))
+        return data.swap_dims(latitude="y", longitude="x")
+
+    other = rewritten(forecast, tmp_path / "f", laid)
+    content = content_of([str(forecast), str(other)], store, tmp_path / "r")
+    ours, theirs = (entry(content, label, "t", 850)["bias"]["value"] for label in ("forecast", "f"))
+    assert theirs == pytest.approx(ours, rel=1e-9)
+
+
 def test_a_forecast_that_is_on_no_grid_says_what_it_has(store, forecast, tmp_path):
     other = rewritten(forecast, tmp_path / "f", lambda data: data.rename(latitude="rlat").drop_vars("rlat"))
     with pytest.raises(UserError, match=r"no dimension latitude; it has .*rlat"):
@@ -264,14 +280,17 @@ def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
         assert f"f{first}: leads 48 h are not in all of its files, and not scored." in content["notes"]
 
 
-def test_members_that_some_files_lack_are_told_before_scoring(store, forecast, tmp_path):
-    other = rewritten(forecast, tmp_path / "f", lambda data: data)
-    one = min(other.glob("*.nc"))
-    with xr.open_dataset(one, decode_timedelta=False) as data:
-        more = data.assign(t_member=data.t_mean.expand_dims(realization=[1, 2])).load()
-    more.to_netcdf(one)
-    with pytest.raises(UserError, match="lacks t_member, which other files hold"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
+def test_what_one_file_holds_beside_is_no_matter(store, forecast, tmp_path, plain):
+    """Members are told of; a variable that nobody knows is not looked at."""
+    for place in (0, -1):
+        other = rewritten(forecast, tmp_path / f"f{place}", lambda data: data)
+        one = sorted(other.glob("*.nc"))[place]
+        with xr.open_dataset(one, decode_timedelta=False) as data:
+            more = data.assign(t_member=data.t_mean.expand_dims(realization=[1, 2]), qc_mean=data.tp_mean).load()
+        more.to_netcdf(one)
+        content = content_of(str(other), store, tmp_path / f"r{place}")
+        assert f"f{place}: members of t are not in all of its files, and not scored." in content["notes"]
+        assert not any(row["entrant"] == f"f{place}" for row in content["vectors"])
 
 
 def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast, tmp_path, plain, monkeypatch):
@@ -280,6 +299,11 @@ def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast
     content = content_of(str(other), store, tmp_path / "r")
     told = "f does not state the hours that sums or extremes are over, taken for the other's: tp 24 h, tp 48 h."
     assert told in content["notes"]
+    bounds = {"tp": [[0, 24], [24, 48]]}
+    stated = write_forecasts(tmp_path / "stated", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds)
+    monkeypatch.setattr(store, "lead_bounds", {})
+    content = content_of(str(stated), store, tmp_path / "r2")
+    assert told.replace("f ", f"{store.path} ", 1) in content["notes"]
 
 
 def test_what_a_forecast_does_not_state_makes_nothing_sure(store, tmp_path, plain):
@@ -294,3 +318,11 @@ def test_what_a_forecast_does_not_state_makes_nothing_sure(store, tmp_path, plai
     assert "held_out_rmse" in entry(found["stated"], "stated", "t", 850)
     assert "held_out_rmse" not in entry(found["silent"], "silent", "t", 850)
     assert any(note.startswith("silent does not state the dates that it was tr") for note in found["silent"]["notes"])
+
+
+def test_what_the_truth_cannot_verify_is_told_of_what_is_scored(store, forecast, tmp_path, plain):
+    told = {"t": "truth x: t stays without truth at these leads: 24 h", "z": "truth x: z stays without truth: no"}
+    evaluate(settings(forecast, store, tmp_path / "r"), store, told)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert told["t"] in content["notes"] and told["z"] not in content["notes"]
+    assert content["settings"]["control"] == "apart"

@@ -16,8 +16,13 @@ from ensemble_ml.verification.statistics import ensemble_moments
 
 
 def realism_of(data: Data, groups: tuple[Group, ...]) -> dict[str, Realism]:
-    """Figures of the check's fields, those that the store has, over the test dates; all members."""
-    found = {}
+    """Figures of the check's fields, those that the store has, over the test dates; all members.
+
+    None on other grids than the embedded archive has, whose rows end at the poles.
+    """
+    found: dict[str, Realism] = {}
+    if not np.allclose(np.abs(data.store.layout.grid.latitude[[0, -1]]), 90):
+        return found
     for name, (variable, level) in GATE.items():
         for group in groups:
             if group.variable == variable and level in group.levels:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ensemble_ml.errors import UserError
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads, bounded
@@ -41,14 +40,7 @@ class FieldSet(nn.Module):
 
     def __init__(self, spec: ModelSpec, climate: Climate, suffix: str):
         super().__init__()
-        names = {"climatology": "spread"} | {k: k for k in (*Heads.MAPS, *Heads.BY_FIELD)}
-        self.heads = Heads(
-            {k: getattr(climate, f"{v}_{suffix}") for k, v in names.items()},
-            spec.families[suffix == "s"],
-            local_terms=False,
-            postprocess=spec.config.postprocess,
-            spread=spec.config.spread,
-        )
+        self.heads = Heads.of(spec, climate, surface=suffix == "s", local_terms=False)
 
 
 class Rival(nn.Module):
@@ -109,7 +101,7 @@ class Rival(nn.Module):
 
     def reduced(self, x: EnsembleInput) -> dict[str, Reduced]:
         """Mean, spread and climate of the predicted leads, by "p" and "s" as far as there are such variables."""
-        self._check(x)
+        x.check(self.spec, self.spec.grid.shape)
         leads, found = self.spec.lead_positions, {}
         for suffix, part in self._parts():
             mean, spread = (getattr(x, f"{name}_{suffix}")[:, leads] for name in ("mean", "spread"))
@@ -142,23 +134,12 @@ class Rival(nn.Module):
 
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameters for an optimizer: what has two axes or more decays, features of places too; all else does not."""
-        groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": []}
-        for parameter in self.parameters():
-            groups["plain" if parameter.ndim < 2 else "weights"].append(parameter)
-        made: list[dict[str, Any]] = [{"name": k, "params": v} for k, v in groups.items() if v]
-        for group in made:
-            if group["name"] == "plain":
-                group["weight_decay"] = 0.0
-        return made
+        plain = [p for p in self.parameters() if p.ndim < 2]
+        groups: list[dict[str, Any]] = [{"name": "weights", "params": [p for p in self.parameters() if p.ndim > 1]}]
+        groups.append({"name": "plain", "params": plain, "weight_decay": 0.0})
+        return [group for group in groups if group["params"]]
 
     def _parts(self) -> Iterator[tuple[str, FieldSet]]:
         for suffix, part in (("p", self.pressure), ("s", self.surface)):
             if part is not None:
                 yield suffix, part
-
-    def _check(self, x: EnsembleInput) -> None:
-        leads = len(self.spec.leads_in)
-        wanted = (leads, *self.spec.pressure_shape[1:]), (leads, *self.spec.surface_shape[1:])
-        for given, shape in zip((x.mean_p, x.mean_s), wanted, strict=True):
-            if tuple(given.shape[1:]) != shape:
-                raise UserError(f"input: shape {tuple(given.shape[1:])} (lead, variable, ...); the model takes {shape}")
