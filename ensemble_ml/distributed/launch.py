@@ -113,7 +113,7 @@ class Session:
             if mine.get(name) != theirs.get(name):
                 raise UserError(
                     f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; give"
-                    " every rank the same settings"
+                    " every rank the same"
                 )
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:

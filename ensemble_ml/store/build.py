@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,7 @@ from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
 from ensemble_ml.store.sources import changed
 
 _AT_WORK = "at-work.lock"  # shared by all who have a claim: one file to try where a build is to be thrown away
+_SEEN_WITHIN = 3.0  # seconds that a name may take to be seen by all hosts
 
 
 class Build:
@@ -192,11 +194,20 @@ class Build:
                 stack.enter_context(shared(self.work / _AT_WORK))
                 held = stack.enter_context(claimed(self.work / "claims" / f"{date:06d}"))
             except FileNotFoundError as error:
-                if not self.path.exists():
+                if not self._named_within(_SEEN_WITHIN):
                     where = f"{self.work} is not there on {socket.gethostname()}"
                     raise UserError(f"output={self.path}: {where}; give a folder that all workers share") from error
                 held = False  # another builder has finished the store
             yield held and not self.done(date) and not self.over
+
+    def _named_within(self, seconds: float) -> bool:
+        """Whether the store of this plan stands at its name; a file system on the network may show it late."""
+        latest = time.monotonic() + seconds
+        while plan_digest(self.path) != self.plan.digest:
+            if time.monotonic() > latest:
+                return False
+            time.sleep(0.1)
+        return True
 
     @contextmanager
     def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:

@@ -231,7 +231,9 @@ def _begin(
         found["emos"] = fit_emos_model(model, reader, train, validation, members, config.data.members)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
     if given is not None:  # until validation dates say otherwise, sigma is as wide as before
-        state.widths, state.by_size = given.meta.get("widths"), given.meta.get("widths_by_size", {})
+        state.widths = given.meta.get("widths")
+        if given.meta["config"]["data"]["validation_members"] == members:  # which factors are beside
+            state.by_size = given.meta.get("widths_by_size", {})
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
         state.average = Average(model, config.average)  # in the type of weights that was chosen

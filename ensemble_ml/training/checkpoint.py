@@ -95,7 +95,7 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
             return _load(path, path.resolve(), training)
         if isinstance(error, UserError):
             raise
-        raise _damaged(path, str(error)) from error
+        raise UserError(f"checkpoint {path}: cannot be read ({error.strerror or error}); try again") from error
 
 
 def _load(path: Path, folder: Path, training: bool) -> Checkpoint:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ensemble_ml.config import DataConfig, LoaderName, MomentumKept, TrainConfig
-from ensemble_ml.config.optim import OF_VOTES
+from ensemble_ml.config.optim import OF_VOTES, ExchangeName
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
@@ -305,6 +305,8 @@ def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: 
     fixed = [k for k in fixed if k != "init_from"]  # cannot be given with resume; its weights are in the checkpoint
     if not config.optim.votes:  # older runs could have settings of votes that nothing took notice of
         fixed = [k for k in fixed if k not in OF_VOTES]
+    if config.optim.exchange is ExchangeName.distributed_lion:  # nor of these
+        fixed = [k for k in fixed if k not in ("optim.bits", "optim.scale")]
     differ = [k for k in fixed if ours.get(k) != theirs.get(k)]
     if differ:
         told = "; ".join(f"{k}={ours.get(k)} (was {theirs.get(k)})" for k in differ)

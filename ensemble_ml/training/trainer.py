@@ -86,7 +86,7 @@ def _train(config: TrainConfig, session: Session) -> Path:
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
         threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
-        session.agree({"data.store": source.fingerprint()})  # its path may differ
+        session.agree({"contents of data.store": source.fingerprint()})  # its path may differ
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
         if config.parallel.planned:
             from ensemble_ml.training.plan import shared_out  # brings a second of imports
@@ -94,6 +94,8 @@ def _train(config: TrainConfig, session: Session) -> Path:
             config = shared_out(config, spec, session, checkpoint.meta["config"] if checkpoint else None)
         reader = Reader(source, spec)
         trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
+        if checkpoint is None:
+            trainer.measure_widths_by_size()
         if checkpoint is None and config.max_minutes and trainer.state.steps:
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
         elif checkpoint and session.first and config.max_minutes not in (0, checkpoint.meta["config"]["max_minutes"]):
@@ -134,7 +136,6 @@ class Trainer:
             else:
                 if self.session.first:
                     _write_config(self.config, self.folder)
-                self.state.by_size = self._widths_by_size() or self.state.by_size
                 self._save(tracker, best=self._validated(tracker))
                 self.keeper.finish()
             stop.arm()
@@ -352,22 +353,25 @@ class Trainer:
             size = self.setup.reader.full_size
             return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
 
-    def _widths_by_size(self) -> dict[str, list[list[float]]]:
-        """What widths from each number of members are beside the usual ones, on some of the validation dates; steps
-        change them together."""
+    def measure_widths_by_size(self) -> None:
+        """Find what widths from each number of members are beside the usual ones, on some of the validation dates.
+
+        Steps change them together. Nothing changes where there are too few.
+        """
         run, data = self.setup, self.config.data
         usual = min(data.validation_members, run.reader.full_size)
         sizes = sorted({usual, *(size for size in data.members if size <= run.reader.full_size)})
         whole = [date for date in run.validation_dates if len(run.reader.available(int(date))) >= sizes[-1]]
         if len(sizes) < 2 or len(whole) < FEWEST_TO_WIDEN or not run.reader.spec.config.postprocess:
-            return {}
+            return
         dates, each = spaced(np.array(whole), _DATES_A_SIZE), validation_size(self.config, run.share[1])
         found: dict[int, list[list[float]]] = {}
         for size in sizes:
             batches = fixed_batches(run.reader, dates, np.arange(size), batch_size=each, share=run.share)
             if (widths := self._scores(batches).widths) is not None:
                 found[size] = widths
-        return beside_usual(found, usual) if usual in found else {}
+        if usual in found:
+            self.state.by_size = beside_usual(found, usual)
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup

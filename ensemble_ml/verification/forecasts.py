@@ -379,7 +379,7 @@ def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
     for full_name, array in data.data_vars.items():
         for part in ("location", "mean", "ensemble_spread"):
             name = str(full_name).removesuffix(f"_{part}")
-            if name != full_name and "latitude" in array.dims:
+            if name != full_name and _is_read(str(full_name)) and "latitude" in array.dims:
                 one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
                 found[name] = tuple(_levels(data)) if "level" in array.dims or one else (None,)
     return found

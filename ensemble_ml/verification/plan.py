@@ -195,8 +195,9 @@ def _why_not(
     if not any(part.any() for part in there):
         return "without members"
     if not any((part.all(0) & wanted).any() for part, wanted in zip(there, scored, strict=True)):
-        return "with some members missing of every field"
-    if truth and not any(part.any() for part in source.present(Part.TRUTH, int(found[0]))):
+        return "with some members missing of every field that is scored"
+    verified = source.present(Part.TRUTH, int(found[0])) if truth else ()
+    if truth and not any((part[0] & wanted).any() for part, wanted in zip(verified, scored, strict=True)):
         return "without truth"
     return None
 

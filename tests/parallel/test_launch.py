@@ -242,7 +242,7 @@ def agrees(session, mine):
 def test_ranks_of_other_settings_are_told_which():
     assert run_ranks(agrees, 3, [1e-3] * 3) == [""] * 3
     told = run_ranks(agrees, 3, [1e-3, 1e-3, 1e-4])
-    assert told == ["", "", "rank 2: lr=0.0001, on rank 0 lr=0.001; give every rank the same settings"]
+    assert told == ["", "", "rank 2: lr=0.0001, on rank 0 lr=0.001; give every rank the same"]
 
 
 def comes(session, port, job):

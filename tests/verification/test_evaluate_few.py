@@ -159,7 +159,9 @@ def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path,
     evaluate(settings(folder, made, tmp_path / "r"), made)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert len(content["dates"]["test"]) == len(TEST) - 4
-    assert {one["reason"] for one in content["dates"]["dropped"]} == {"with some members missing of every field"}
+    assert {one["reason"] for one in content["dates"]["dropped"]} == {
+        "with some members missing of every field that is scored"
+    }
 
 
 def test_where_no_fit_date_has_all_members_the_report_says_that_corrections_are_not_there(tmp_path, plain):

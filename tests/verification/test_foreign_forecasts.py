@@ -290,6 +290,7 @@ def test_what_one_file_holds_beside_is_no_matter(store, forecast, tmp_path, plai
         more.to_netcdf(one)
         content = content_of(str(other), store, tmp_path / f"r{place}")
         assert f"f{place}: members of t are not in all of its files, and not scored." in content["notes"]
+        assert not any("qc" in note for note in content["notes"])
         assert not any(row["entrant"] == f"f{place}" for row in content["vectors"])
 
 
