@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import AXIS_NAMES
+from ensemble_ml.fields import AXIS_NAMES, HECTOPASCAL, LOWEST_PASCAL, PASCAL
 
 # Names under which the axes of archives are met; standard names are looked up in the attributes as well.
 ALIASES = {
@@ -32,7 +32,6 @@ _STANDARD = {
     "level": "air_pressure",
 }
 START = _STANDARD["init"]
-_PASCAL, _HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")
 BETWEEN = -1  # a level of no whole hPa, which is left out
 VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
 _MINUTE = 60_000  # ms
@@ -60,7 +59,7 @@ def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
     """`level`, or where it has no units a coordinate along it that is in units of pressure: it may only count them."""
     if not level.attrs.get("units"):
         for other in array.coords.values():
-            if other.dims == level.dims and other.ndim and other.attrs.get("units") in (*_PASCAL, *_HECTOPASCAL):
+            if other.dims == level.dims and other.ndim and other.attrs.get("units") in (*PASCAL, *HECTOPASCAL):
                 return other
     return level
 
@@ -220,9 +219,9 @@ def _read_level(axis: xr.DataArray | None) -> np.ndarray:
         raise UserError(
             f"{axis.name}: {values.min():g} to {values.max():g} may count levels; give it values and units of pressure"
         )
-    if units in _PASCAL or (not units and values.max() > 1100):
+    if units in PASCAL or (not units and values.max() > LOWEST_PASCAL):
         values = values / 100
-    elif units not in (*_HECTOPASCAL, ""):
+    elif units not in (*HECTOPASCAL, ""):
         raise UserError(f"{axis.name}: units {units!r} of pressure level; hPa or Pa are read")
     whole = np.abs(values - np.rint(values)) < 1e-6
     if not whole.any():

@@ -39,6 +39,8 @@ AXIS_NAMES = {  # under which the axes of archives and forecasts are met, ours f
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
+PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # as files spell them
+LOWEST_PASCAL = 1100  # levels without units beyond it are no hPa
 GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ensemble_ml.fields import field
+from ensemble_ml.wording import shortened
 
 _LONGEST = 400  # letters of one line; JSON holds all
 _STARTS = 10  # of those that a regular series lacks
@@ -68,8 +69,7 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
         if gap["dates"] > len(gap["first"]):
             yield f"  and {gap['dates'] - len(gap['first'])} more start dates"
     if starts := found["provenance"].get("gaps", {}).get("starts"):
-        more = f" and {len(starts) - _STARTS} more" if len(starts) > _STARTS else ""
-        yield f"A regular series but for {_count(len(starts), 'start date')}: {', '.join(starts[:_STARTS])}{more}"
+        yield f"A regular series but for {_count(len(starts), 'start date')}: {shortened(starts, _STARTS)}"
     for name, share in found["masked"].items():
         yield f"Masked: {name} has no value at {100 * share:.1f} % of the forecast's points"
 

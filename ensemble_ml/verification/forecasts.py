@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import AXIS_NAMES, FIELDS, Family, unit_conversion
+from ensemble_ml.fields import AXIS_NAMES, FIELDS, HECTOPASCAL, LOWEST_PASCAL, PASCAL, Family, unit_conversion
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.verification.baselines import CORRECTIONS
@@ -183,10 +183,9 @@ _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
 _STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
-_PRESSURE = ("Pa", "pascal", "hPa", "millibars", "millibar", "mbar", "mb")
 _PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 _READ = tuple(f"_{part}" for part in (*_PARTS, "member"))
-_HIGHEST = 1100  # hPa: levels without units that go beyond it are in Pa
+_KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in _READ)
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _DIFFERENCES = ("scale", "stddev", "ensemble_spread")
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
@@ -230,7 +229,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
             leads[path] = _lead_hours(data, path)
-            held[path] = {str(name) for name in data.data_vars if _is_read(str(name))}
+            held[path] = {str(name) for name in data.data_vars if name in _KNOWN}
             found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
             found |= {"level": np.atleast_1d(data["level"].values)} if "level" in data.coords else {}
         axes = axes or found
@@ -240,12 +239,7 @@ def _open_folder(folder: Path) -> ForecastSet:
         if start in files:
             raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
         files[start] = path
-    names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
-    uneven = frozenset(name for name in names - common if name.endswith("_member"))
-    names -= uneven
-    for path, some in held.items():
-        if lacking := sorted(names - some, key=_place):
-            raise UserError(f"{path}: lacks {lacking[0]}, which other files hold; make it again")
+    names, uneven = _names(held)
     shared = set(leads[paths[0]]).intersection(*leads.values())
     if not shared:
         raise UserError(
@@ -275,8 +269,18 @@ def _open_folder(folder: Path) -> ForecastSet:
         )
 
 
-def _is_read(name: str) -> bool:
-    return any(name == f"{known.name}{part}" for part in _READ if name.endswith(part) for known in FIELDS)
+def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of what all files hold, and of members that some lack.
+
+    Raises:
+        UserError: a file lacks anything else that another holds.
+    """
+    names, common = (frozenset(how(*held.values())) for how in (set.union, set.intersection))
+    uneven = frozenset(name for name in names - common if name.endswith("_member"))
+    for path, some in held.items():
+        if lacking := sorted(names - uneven - some, key=_place):
+            raise UserError(f"{path}: lacks {lacking[0]}, which other files hold; make it again")
+    return names - uneven, uneven
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -305,7 +309,11 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
     lengths = list(along.values())  # points have one for both
     made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
     if "level" in made.coords and "units" not in made["level"].attrs:  # it may only count them
-        beside = [c for c in made.coords.values() if c.dims == made["level"].dims and c.attrs.get("units") in _PRESSURE]
+        beside = [
+            c
+            for c in made.coords.values()
+            if c.dims == made["level"].dims and c.attrs.get("units") in (*PASCAL, *HECTOPASCAL)
+        ]
         made = made.assign_coords(level=beside[0].variable) if beside and beside[0].ndim else made
     if made is not data:
         made.set_close(data.close)
@@ -370,7 +378,7 @@ def _levels(data: xr.Dataset) -> list[int]:
     if "level" not in data.variables:
         return []
     values, units = np.atleast_1d(data["level"].values).astype(np.float64), data["level"].attrs.get("units")
-    pascal = values.max() > _HIGHEST if units is None else units in ("Pa", "pascal")
+    pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
     return [round(level) for level in (values * (0.01 if pascal else 1.0)).tolist()]
 
 
@@ -379,7 +387,7 @@ def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
     for full_name, array in data.data_vars.items():
         for part in ("location", "mean", "ensemble_spread"):
             name = str(full_name).removesuffix(f"_{part}")
-            if name != full_name and _is_read(str(full_name)) and "latitude" in array.dims:
+            if full_name in _KNOWN and name != full_name and "latitude" in array.dims:
                 one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
                 found[name] = tuple(_levels(data)) if "level" in array.dims or one else (None,)
     return found

@@ -207,9 +207,18 @@ def test_one_rank_says_that_it_loses_what_was_left_out(caplog):
 
 def _uneven(session, numbers):
     session.world = replace(session.world, local_size=numbers[session.topology.rank])
+    return told_of_exchange(session)
+
+
+def told_of_exchange(session):
+    """What a hierarchical exchange refuses."""
     config = TrainConfig(optim=OptimConfig(name=OptimName.lion, exchange=ExchangeName.vote, hierarchical=True))
+    return told_by(run_exchange, config, session)
+
+
+def told_by(function, *args):
     try:
-        run_exchange(config, session)
+        function(*args)
     except UserError as error:
         return str(error)
     return ""
@@ -326,12 +335,7 @@ def _elsewhere(session, hosts):
     session.meet()
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr("socket.gethostname", lambda: hosts[session.topology.rank])
-    config = TrainConfig(optim=OptimConfig(name=OptimName.lion, exchange=ExchangeName.vote, hierarchical=True))
-    try:
-        run_exchange(config, session)
-    except UserError as error:
-        return str(error)
-    return ""
+    return told_of_exchange(session)
 
 
 def test_ranks_in_a_row_have_to_be_of_one_node():
@@ -348,11 +352,7 @@ def test_ranks_that_never_have_a_date_do_not_vote(store, tmp_path):
 
 
 def joined_or_told(session, config):
-    try:
-        joined(session, config)
-    except UserError as error:
-        return str(error)
-    return ""
+    return told_by(joined, session, config)
 
 
 def test_a_rank_with_more_of_a_batch_does_not_speak_louder():
