@@ -1,4 +1,7 @@
-"""Property tests draw the same examples each time; HYPOTHESIS_PROFILE=search draws new ones, to look for more.
+"""Tests see no GPU, but where TEST_GPU=1 says so: it is for those marked `gpu`, and others start their ranks as forks,
+which no process that has met CUDA survives.
+
+Property tests draw the same examples each time; HYPOTHESIS_PROFILE=search draws new ones, to look for more.
 
 No test leaves the root logger changed for those after it. Trainings of the same settings on the same store, which most
 are, fit their climate once in all tests of a process; `own_fits` is for tests that look at the fits of their own runs.
@@ -9,7 +12,11 @@ import logging
 import os
 import sys
 
+if os.environ.get("TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+
 import pytest
+import torch
 from hypothesis import settings
 
 from ensemble_ml.training import fit_cache
@@ -27,6 +34,13 @@ with contextlib.suppress(ImportError):
     # A sweep of Hydra's closes all handlers, and absl's (TensorBoard's logger) closes the stream that it found as
     # sys.stderr, which is pytest's file of captured output.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+
+
+def pytest_collection_modifyitems(items):
+    """Leave out what needs a GPU where none is to be seen."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU here, or TEST_GPU is not 1"))
 
 
 @pytest.fixture(autouse=True)

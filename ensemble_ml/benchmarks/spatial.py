@@ -94,16 +94,20 @@ def _worst(rows: list[dict[str, Any]], keys: tuple[str, ...], names: tuple[str, 
 
 
 def _networks(bench: SpatialBench) -> None:
+    _compare_networks(bench, "whole U-Net", _MESHES[bench.config.size], {})
+
+
+def _compare_networks(bench: SpatialBench, what: str, meshes: list[tuple[int, int]], job: dict[str, Any]) -> None:
     rows: list[dict[str, Any]] = []
-    for mesh in _MESHES[bench.config.size]:
-        rows += bench.job("networks", mesh)
-    bench.tables["The whole U-Net"] = [{k: f"{v:.1e}" if type(v) is float else v for k, v in r.items()} for r in rows]
+    for mesh in meshes:
+        rows += bench.job("networks", mesh, **job)
+    bench.tables[f"The {what}"] = [{k: f"{v:.1e}" if type(v) is float else v for k, v in r.items()} for r in rows]
     for name in ("forward", "weight gradient"):
-        words = f"largest error of the whole U-Net, {name}"
+        words = f"largest error of the {what}, {name}"
         bench.claim(words, max(r[name] for r in rows), "relative", _EXACT, at_most=True)
     for kind in ("lion", "adamw"):
         worst = max(r[f"step of {kind}"] for r in rows)
-        bench.claim(f"one step of {kind}, whole U-Net, largest error", worst, "steps", _SURE_STEP, at_most=True)
+        bench.claim(f"one step of {kind}, {what}, largest error", worst, "steps", _SURE_STEP, at_most=True)
 
 
 def _rivals(bench: SpatialBench) -> None:
@@ -172,17 +176,20 @@ def _gpu(bench: SpatialBench) -> None:
         bench.notes.append("No GPU here: tensors on one, and its step in bfloat16, were left out.")
         return
     rows: list[dict[str, Any]] = []
-    for mesh in _MESHES[bench.config.size]:
-        if mesh[0] * mesh[1] <= 4:
-            rows += bench.job("convolutions", mesh, kernels=list(range(1, 8)), device="cuda")
+    meshes = [(lat, lon) for lat, lon in _MESHES[bench.config.size] if lat * lon <= 4]
+    for mesh in meshes:
+        rows += bench.job("convolutions", mesh, kernels=list(range(1, 8)), device="cuda")
     for name in ("forward", "input gradient", "weight gradient"):
         words = f"largest error, {name}, several ranks on one GPU over gloo, {len(rows)} convolutions"
         bench.claim(words, max(row[name] for row in rows), "relative", _EXACT, at_most=True)
+    _compare_networks(bench, "whole U-Net, several ranks on one GPU over gloo", meshes, {"device": "cuda"})
     found = bench.job("periodic", (1, 1), device="cuda", precision="bfloat16", **bench.network)
+    where = f"one rank, {torch.cuda.get_device_name()}, bfloat16, periodic convolution"
     for name, values in found.items():
-        bench.figures[f"one rank, GPU, bfloat16, periodic convolution, {name}"] = Figure.of(
-            [1e3 * v for v in values], "ms"
-        )
+        bench.figures[f"{where}, {name}"] = Figure.of([1e3 * v for v in values], "ms")
+    plain = min(statistics.median(values) for name, values in found.items() if name != "ours")
+    words = f"{where}, over F.pad(circular) and conv3d, forward and backward: slower by"
+    bench.claim(words, 100 * (statistics.median(found["ours"]) / plain - 1), "%", 2.0, at_most=True)
 
 
 def _tell_steps(bench: SpatialBench, found: dict[str, Any], where: str) -> None:

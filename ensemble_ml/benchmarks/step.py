@@ -1,9 +1,9 @@
-"""A training step of our network against the naive form of the same network, in one run.
+"""A training step of our network against the naive form of the same network, in one run, on a GPU where there is one.
 
 Axes: B date, C channel, Z plane, Y latitude, X longitude. Naive is what one writes first: tensors (B, C, Z, Y, X) in
 float32, padding by `torch.cat` and `F.pad`, conv3d, pooling and upsampling in 3D. It has the same parameters and gives
 the same numbers, which a test holds it to; features, base, heads, loss and optimizer are one code for both. A step is
-forward, closed-form CRPS and spread loss, backward, Lion.
+forward, closed-form CRPS and spread loss, backward, Lion. A GPU's naive form is timed in bfloat16 as well.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from ensemble_ml.models import (
 from ensemble_ml.models.blocks.unet3d import Convolution, PointLinear, ScaleShift, UNet3d
 from ensemble_ml.models.linear import LinearCorrection
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
+from ensemble_ml.models.speed import settle
 from ensemble_ml.optim.lion import Lion
 
 log = logging.getLogger(__name__)
 
 _TARGET = 5.0
+_NAIVE, _NAIVE_LOW = "naive", "naive in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ CASES = (
     Case("8 x 128 x 256, hidden 32, batch 1", (8, 128, 256), 1),
     Case("the quickstart's 4 x 33 x 64, hidden 16, batch 4", (4, 33, 64), 4, {"hidden": 16, "max_hidden": 64}),
 )
+GPU_CASES = (*CASES, Case("8 x 361 x 720, hidden 32, batch 1", (8, 361, 720), 1))
 
 
 def run(config: BenchmarkConfig) -> Path:
@@ -70,10 +73,12 @@ def run(config: BenchmarkConfig) -> Path:
     keep_freed_memory()  # as training does; both forms gain
     figures: dict[str, Figure] = {}
     claims, notes = [], []
-    for case in CASES:
-        found, note = _race_case(case, config.repeats)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "two cores"
+    for case in CASES if device.type == "cpu" else GPU_CASES:
+        found, note = _race_case(case, config.repeats, device)
         figures |= {f"{case.name}: {name}": figure for name, figure in found.items()}
-        words = f"a step at least 5 times faster than naive fp32 (Z, Y, X) on two cores: {case.name}"
+        words = f"a step at least 5 times faster than naive fp32 (Z, Y, X) on {where}: {case.name}"
         claims.append(Claim(words, found["naive over ours"].median, "times", _TARGET))
         notes.append(f"{case.name}: {note}")
     log.info("%s", summary(figures, claims))
@@ -81,22 +86,28 @@ def run(config: BenchmarkConfig) -> Path:
     return write_results(folder, title=title, runs=config.repeats, figures=figures, claims=claims, notes=notes)
 
 
-def _race_case(case: Case, repeats: int) -> tuple[dict[str, Figure], str]:
+def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str, Figure], str]:
     """Figures of one shape, and a sentence on how they came about."""
     spec = benchmark_spec(*case.shape, **case.config)
-    batch = random_batch(spec, case.batch)
+    batch = random_batch(spec, case.batch).to(device)
     torch.manual_seed(0)
-    ours = EnsembleModel(spec, Climate.default(spec))
-    entrants: dict[str, Callable[[], object]] = {"naive": _stepper(naive_form(ours), batch)}
+    ours = EnsembleModel(spec, Climate.default(spec)).to(device)
+    naive = [_NAIVE] if device.type == "cpu" else [_NAIVE, _NAIVE_LOW]
+    entrants: dict[str, Callable[[], object]] = {}
+    for name in naive:
+        model = naive_form(ours).to(device)
+        Speed(Precision.bfloat16 if name == _NAIVE_LOW else Precision.float32, False).apply(model)
+        entrants[name] = _stepper(model, batch)
     speed = choose(ours, _pass(ours, batch), wanted=Precision.auto)
     entrants["ours"] = _stepper(ours, batch)
-    plain = EnsembleModel(spec, Climate.default(spec))
+    plain = EnsembleModel(spec, Climate.default(spec)).to(device)
     Speed(Precision.float32, True).apply(plain)
     entrants["ours in float32"] = _stepper(plain, batch)
-    times = _race(entrants, repeats)
+    times = _race(entrants, repeats, device)
     shown = {f"step, {name}": Figure.of(values, "ms") for name, values in times.items()}
-    ratios = [n / o for n, o in zip(times["naive"], times["ours"], strict=True)]
-    shown["naive over ours"] = Figure.of(ratios, "times")
+    for name in naive:
+        ratios = [n / o for n, o in zip(times[name], times["ours"], strict=True)]
+        shown[f"{name} over ours"] = Figure.of(ratios, "times")
     note = (
         f"{len(spec.variables)} variables on levels, none at the surface, one lead, {torch.get_num_threads()} threads;"
         f" ours runs in {speed.precision.value}, channels last: {speed.channels_last}."
@@ -147,13 +158,14 @@ def _stepper(model: EnsembleModel, batch: EnsembleInput) -> Callable[[], object]
     return step
 
 
-def _race(entrants: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def _race(entrants: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each counted run; entrants take turns, so a busy machine slows all of them."""
     times: dict[str, list[float]] = {name: [] for name in entrants}
     for repeat in range(repeats + 1):
         for name, step in entrants.items():
             start = time.perf_counter()
             step()
+            settle(device)
             if repeat:  # the first run prepares kernels
                 times[name].append((time.perf_counter() - start) * 1e3)
     return times
@@ -196,13 +208,15 @@ def _replace(part: nn.Module, name: str, child: nn.Module) -> None:
 
 class _NaiveModel(EnsembleModel):
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
-        shared = self.common_stem(common[:, :, None])
-        planes = []
-        for (part, _), x_BCYXZ in zip(self._parts(), (channels_p, channels_s[..., None]), strict=True):
-            if part is not None:
-                planes.append(part.stem(x_BCYXZ.permute(0, 1, 4, 2, 3).contiguous()) + shared)
-        hidden = torch.cat(planes, 2) + self.plane_bias[:, :, None, None]
-        return F.silu(self.scale(_naive_unet(self.unet, hidden))).permute(0, 1, 3, 4, 2)
+        with torch.autocast(common.device.type, torch.bfloat16, enabled=self.speed.low):
+            shared = self.common_stem(common[:, :, None])
+            planes = []
+            for (part, _), x_BCYXZ in zip(self._parts(), (channels_p, channels_s[..., None]), strict=True):
+                if part is not None:
+                    planes.append(part.stem(x_BCYXZ.permute(0, 1, 4, 2, 3).contiguous()) + shared)
+            hidden = torch.cat(planes, 2) + self.plane_bias[:, :, None, None]
+            found = F.silu(self.scale(_naive_unet(self.unet, hidden))).permute(0, 1, 3, 4, 2)
+            return found.to(self.plane_bias.dtype)
 
 
 def _naive_unet(net: UNet3d, x_BCZYX: Tensor) -> Tensor:

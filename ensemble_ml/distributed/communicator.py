@@ -142,7 +142,7 @@ class TorchCommunicator:
         return self._run(call, out, x, async_op)
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
-        self.bytes_sent += _bytes(x) * (self.rank == source)
+        self.bytes_sent += _bytes(x) * (self.size > 1 and self.rank == source)
         first = dist.get_global_rank(self._group, source)
         return self._run(lambda t: dist.broadcast(t, first, self._group, async_op=True), x, x, async_op)
 
@@ -154,11 +154,13 @@ class TorchCommunicator:
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
         """Call a collective on `x` (in place where it is `out`), by way of the memory that the backend needs."""
         staged = x.device.type != self._home
-        given = x.to(self._home) if staged else x.contiguous()
+        given = x.contiguous()  # what is sent lies in the order of its axes, whatever x's order in memory
+        given = given.to(self._home) if staged else given
         if out is x:
             to = given
         else:
-            to = torch.empty_like(out, device=given.device) if staged or not out.is_contiguous() else out
+            own = not staged and out.is_contiguous()
+            to = out if own else torch.empty(out.shape, dtype=out.dtype, device=given.device)
         work = call(to) if out is x else call(to, given)
         pending = _Work(self, work, given, to, out)
         if async_op:

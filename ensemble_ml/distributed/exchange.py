@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.distributed.buckets import Arrivals, Bucket, make_buckets
-from ensemble_ml.distributed.communicator import Communicator
+from ensemble_ml.distributed.communicator import Communicator, Pending
 from ensemble_ml.distributed.fingerprint import check_same_model
 from ensemble_ml.distributed.shard import own_part
 from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
@@ -219,6 +219,7 @@ class GradientAverage(BucketExchange):
             self.group.all_reduce(tensor)
 
     def _prepare(self) -> None:
+        self._under_way: list[tuple[int, Pending, Tensor]] = []  # bucket, and what is summed up
         # Behind the gradients: one number a parameter that says how many ranks used it, one a rank for its health.
         self._flats, self._views = [], []
         for bucket in self.buckets:
@@ -231,32 +232,45 @@ class GradientAverage(BucketExchange):
     def _wide(self) -> torch.dtype:
         return torch.float64 if self.params[0].dtype is torch.float64 else torch.float32
 
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        for _, pending, _ in self._under_way:  # of a step that was given up on a GPU
+            pending.wait()
+        self._under_way.clear()
+
     def _exchange(self, number: int) -> None:
         bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
         grads = self._grads(bucket)
         tail = flat[bucket.elements :].zero_()
         for view, grad in zip(views, grads, strict=True):
             view.copy_(grad) if grad is not None else view.zero_()
-        tail[: len(grads)] = torch.tensor([float(g is not None) for g in grads], dtype=flat.dtype)
+        if all(g is not None for g in grads):
+            tail[: len(grads)].fill_(1.0)  # without a copy from the host, which a GPU would stop for
+        else:
+            tail[: len(grads)] = torch.tensor([float(g is not None) for g in grads], dtype=flat.dtype)
         if self.reduction is Reduction.mean:
             flat[: bucket.elements] /= self.group.size
         # Zeros in the sum of a sick rank's flag with itself would hide it: the flag itself is always finite.
         tail[len(grads) + self.group.rank] = (~torch.isfinite(flat[: bucket.elements].sum())).to(flat.dtype)
-        self._reduce(flat)
-        for slot, view, used in zip(bucket.slots, views, tail[: len(grads)].tolist(), strict=True):
-            p = self.params[slot.index]
-            if used and view.dtype == p.dtype:
-                p.grad = view  # until the next step's gradients take its place
-            elif used:
-                p.grad = view.to(p.dtype)
+        sums = flat if self.dtype in (flat.dtype, torch.float32) else flat.to(self.dtype)
+        self._under_way.append((number, self.group.all_reduce(sums, async_op=True), sums))
+        if self._thread is not None:
+            self._drain()  # the thread may wait; hooks, which are called within backward, may not
 
-    def _reduce(self, flat: Tensor) -> None:
-        if self.dtype in (flat.dtype, torch.float32):
-            self.group.all_reduce(flat, async_op=True).wait()
-            return
-        short = flat.to(self.dtype)
-        self.group.all_reduce(short, async_op=True).wait()
-        flat.copy_(short)
+    def _drain(self) -> None:
+        while self._under_way:
+            number, pending, sums = self._under_way.pop(0)
+            pending.wait()
+            bucket, flat = self.buckets[number], self._flats[number]
+            if sums is not flat:
+                flat.copy_(sums)
+            counts = flat[bucket.elements : bucket.elements + len(bucket.slots)].tolist()
+            for slot, view, used in zip(bucket.slots, self._views[number], counts, strict=True):
+                p = self.params[slot.index]
+                if used and view.dtype == p.dtype:
+                    p.grad = view  # until the next step's gradients take its place
+                elif used:
+                    p.grad = view.to(p.dtype)
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         health = torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)

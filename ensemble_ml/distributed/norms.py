@@ -60,7 +60,7 @@ def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor,
     A rank may have no values at all: it adds nothing.
     """
     values = math.prod(x.shape[d] for d in dims)
-    count = x.new_tensor(float(values))
+    count = x.new_full((), float(values))  # without a copy from the host, which a GPU would stop for
     mean = x.sum(list(dims), keepdim=True) / max(values, 1)  # of no values, zero: NaN would stay NaN in the others' sum
     m2 = ((x - mean) ** 2).sum(list(dims), keepdim=True)
     if comm.size == 1:

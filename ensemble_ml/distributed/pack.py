@@ -47,7 +47,8 @@ def pack_signs(u: Tensor, step: int) -> Tensor:
 
 def pack_above(u: Tensor, *limits: float) -> Tensor:
     """Pack (64 w,) numbers into (w,) words: 1 above the first limit (elements 0, 2, ...) or the second."""
-    if u.is_floating_point() and triton_vote.usable(u.device):
+    # Limits reach a kernel as float32: the smallest normal number of float64 would be zero there.
+    if u.is_floating_point() and u.element_size() <= 4 and triton_vote.usable(u.device):
         return triton_vote.pack(u, *limits)
     if pack_host.usable(u):
         return pack_host.pack_above(u, *limits)

@@ -28,7 +28,7 @@ if triton is not None:
 
     @triton.jit
     def _pack(u, out, words, even, odd, BLOCK: tl.constexpr):
-        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         bit = tl.arange(0, 32)
         at = word[:, None] * 32 + bit[None, :]
         values = tl.load(u + at, mask=word[:, None] < words, other=0.0)
@@ -38,7 +38,7 @@ if triton is not None:
 
     @triton.jit
     def _unpack(packed, out, words, BLOCK: tl.constexpr):
-        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         bit = tl.arange(0, 32)
         held = tl.load(packed + word, mask=word < words, other=0)
         signs = (((held[:, None] >> bit[None, :]) & 1) * 2 - 1).to(out.dtype.element_ty)
@@ -46,7 +46,7 @@ if triton is not None:
 
     @triton.jit
     def _majority(planes, out, words, ranks, tie, BLOCK: tl.constexpr):
-        word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         bit = tl.arange(0, 32)
         votes = tl.zeros((BLOCK, 32), tl.int32)
         for rank in range(ranks):
@@ -108,4 +108,4 @@ def majority(ballots: Tensor, tie: int) -> Tensor:
 
 
 def _grid(words: Tensor) -> tuple[int]:
-    return (triton.cdiv(words.shape[-1], _BLOCK),)
+    return (-(-words.shape[-1] // _BLOCK),)

@@ -12,7 +12,7 @@ a sample, or average before they vote, no rank has a gradient of its own before 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -169,8 +169,9 @@ class Vote(BucketExchange):
         joined = torch.cat([flat[: bucket.elements], counts, share])
         self.inner.all_reduce(joined, async_op=True).wait()
         flat[: bucket.elements] = joined[: bucket.elements]
-        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(float(joined[-1]))
-        found = [bool(c) for c in joined[bucket.elements : -1]]
+        *used_by, of_batch = joined[bucket.elements :].tolist()
+        found = [bool(ranks) for ranks in used_by]
+        flat *= 1 / self.inner.size if self.reduction is Reduction.mean else self._whole(of_batch)
         for slot, view, there in zip(bucket.slots, views, found, strict=True):
             p = self.params[slot.index]
             if there:
@@ -220,9 +221,8 @@ class Vote(BucketExchange):
         """(h,) words: whether something is not finite, then a bit for each parameter that this rank used."""
         bits = sum(int(u) << i for i, u in enumerate(used))
         packed = [bits >> (63 * i) & (2**63 - 1) for i in range(-(-len(used) // 63))]
-        head = torch.tensor([0, *packed], device=magnitude.device)
-        head[0] = (~torch.isfinite(magnitude.sum())).long()
-        return head
+        sick = (~torch.isfinite(magnitude.sum())).long()
+        return torch.cat([sick.view(1), _constant(tuple(packed), magnitude.device)])
 
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
         """Vote on a bucket, and let `take` have the outcome; maybe only in a later call, or in `_drain`."""
@@ -232,7 +232,7 @@ class Vote(BucketExchange):
         self._rounds.cast(torch.cat([header.expand(self.group.size, -1), ballots], 1), len(header), take)
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
-        sizes = torch.tensor([max(v.numel(), 1) for v in views], device=magnitude.device)
+        sizes = _constant(tuple(max(v.numel(), 1) for v in views), magnitude.device)
         if self.scale is VoteScale.linf:
             magnitude = torch.stack(list(torch._foreach_norm(views, float("inf"))))
         else:
@@ -257,6 +257,12 @@ class Vote(BucketExchange):
         culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
         return float(norm), culprits
+
+
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """The same in every step, once: a copy from the host waits for all that a GPU has to do."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class LionCub(Vote):
@@ -307,8 +313,8 @@ class DistributedLion(Vote):
 
 def _add_signs(ballots: Tensor) -> Tensor:
     """Sum over ranks of the signs in words (P, w), as float (64 w,)."""
-    total = torch.zeros(ballots.shape[1] * WORD, dtype=torch.int8 if len(ballots) < 128 else torch.int16)
-    total = total.to(ballots.device)
+    kind = torch.int8 if len(ballots) < 128 else torch.int16
+    total = torch.zeros(ballots.shape[1] * WORD, dtype=kind, device=ballots.device)
     for row in ballots:
         total += unpack_signs(row.contiguous(), torch.empty_like(total))
     return total.float()

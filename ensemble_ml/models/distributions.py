@@ -19,6 +19,7 @@ l > 0 (the score falls as 1 / l, its slopes as 1 / l^2).
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -221,9 +222,17 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     return _tabulated(family, mean, scale)
 
 
+@lru_cache
+def _tables_on(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tables where they are asked for in every step: a copy from the host waits for all that a GPU has to do."""
+    with torch.inference_mode(False):
+        location, means = (t.to(device) for t in _MEAN_TABLES[family])
+    return location, means
+
+
 def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """`location_of_mean` as far as the table goes."""
-    location, means = (t.to(mean.device) for t in _MEAN_TABLES[family])
+    location, means = _MEAN_TABLES[family] if mean.device.type == "cpu" else _tables_on(family, mean.device)
     wanted = (mean.double() / scale.double()).contiguous()
     right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
     share = (wanted - means[right - 1]) / (means[right] - means[right - 1])

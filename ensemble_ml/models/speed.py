@@ -53,6 +53,7 @@ class Speed:
         if self.precision is Precision.float64:
             model.double()
         torch.backends.cudnn.allow_tf32 = False  # float32 says what it is: bfloat16 is there for speed
+        torch.backends.cudnn.deterministic = True  # in all that is timed, too: what is planned is what trains
         model.speed = self  # type: ignore[assignment]
 
     def to_json(self) -> dict[str, Any]:
@@ -76,6 +77,11 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
         raise UserError(f"model.precision=bfloat16: {device.type} has no bfloat16 arithmetic; use auto or float32")
     kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
     return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or the instructions that torch uses of the processor: where these differ, so do last bits."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
 def settle(device: torch.device) -> None:
@@ -107,7 +113,11 @@ def choose(
 
     Args:
         wanted: `auto` tries all that the hardware has; another precision fixes it and chooses the order of axes only.
-        seconds: all trials together; one that is far behind is not repeated.
+        seconds: all trials together; one that is far behind is not repeated. The first run of each on a GPU, which
+            loads and compiles kernels for as long, is beside them.
+
+    Raises:
+        torch.OutOfMemoryError: a GPU holds the step at no speed.
     """
     device = next(model.parameters()).device
     tried: dict[Speed, float] = {}
@@ -118,8 +128,19 @@ def choose(
         if time.perf_counter() > deadline and not speed.channels_last:
             continue
         speed.apply(model)
-        tried[speed] = _milliseconds(step, device, deadline, min(tried.values(), default=float("inf")))
+        try:
+            if device.type == "cuda":
+                began = time.perf_counter()
+                step()
+                settle(device)
+                deadline += time.perf_counter() - began
+            tried[speed] = _milliseconds(step, device, deadline, min(tried.values(), default=float("inf")))
+        except torch.OutOfMemoryError as error:  # float32 may not fit where bfloat16 does
+            log.info("speed: %s: %s", _name(speed), str(error).split(". ")[0])
+            lacking = error
         model.zero_grad(set_to_none=True)
+    if not tried:
+        raise lacking
     best = min(tried, key=lambda speed: tried[speed])
     best.apply(model)
     running.put_back()

@@ -35,7 +35,8 @@ from ensemble_ml.models.place import hemisphere, plane_count, with_own_season
 
 _STENCILS = 4  # of d: itself, two differences, the mean around
 _MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
-_POINTS = 1 << 12  # whose inputs and hidden units are held at once (a row of each date at least): a cache holds them
+# Whose inputs and hidden units are held at once (a row of each date at least).
+_POINTS, _POINTS_ON_A_GPU = 1 << 12, 1 << 17  # that a cache holds; that keep a GPU busy
 _LEAST_SPREAD = 1e-2  # typical spreads: below this a spread is as good as none, and its logarithm stays put
 
 
@@ -122,7 +123,8 @@ def apply_networks(
     """
     count, _, rows, columns = common_BPYX.shape
     found = [padded_BCYX.new_empty(count, len(network.second), rows, columns) for network in networks]
-    step = max(1, _POINTS // max(1, count * columns))
+    points = _POINTS if padded_BCYX.device.type == "cpu" else _POINTS_ON_A_GPU
+    step = max(1, points // max(1, count * columns))
     for start in range(0, rows, step):
         strip = slice(start, min(start + step, rows))
         padded = padded_BCYX[:, :, strip.start : strip.stop + 2]

@@ -112,5 +112,6 @@ class Exchange:
 
 
 def total_norm(params: Sequence[Tensor]) -> Tensor:
-    """Norm of all gradients together."""
-    return torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    """Norm of all gradients together, where the parameters are."""
+    found = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    return found.to(params[0].device) if params else found

@@ -26,7 +26,7 @@ from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.reader import hour_of_day, iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
-from ensemble_ml.models.speed import candidates, settle
+from ensemble_ml.models.speed import candidates, device_name, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store.source import bounds_at
 from ensemble_ml.training import setup
@@ -36,6 +36,7 @@ from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import Average, State
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,6 @@ def assemble(
         idle = "batch_size=%d: parallel.data=%d share it, so %d compute nothing; give batch_size=%d or more"
         log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
     train, validation = setup.split_dates(config.data, reader.source.layout.init_time)
-    torch.backends.cudnn.deterministic = True
     train, validation = whole_dates(config, reader, train, validation)
     _refuse_idle_voters(config, session, len(train))
     shard = _shard(reader.spec, session)
@@ -118,6 +118,7 @@ def assemble(
         "data_fingerprint": reader.source.fingerprint(),
         "lead_bounds": bounds_at(reader.source, (*reader.spec.variables, *reader.spec.surface), reader.spec.leads_in),
         "threads": threads,
+        "device": device_name(session.device),
         "seeds": {"seed": config.seed},
         **found,
     }
@@ -243,6 +244,10 @@ def _begin(
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
+    candidates(session.device, speed.precision)
+    was, now = checkpoint.meta.get("device"), device_name(session.device)
+    if was not in (None, now):
+        log.warning("device: %s now, %s before: results will not be equal bit for bit", now, was)
     speed.apply(model)
     load_weights(model, checkpoint)
     state = _state(
@@ -345,7 +350,8 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
         moved = batch.to(device, next(model.parameters()).dtype)
         loss(model(moved.inputs), moved)["loss"].backward()
 
-    speed = choose(model, step, wanted=config.model.precision)
+    with told_of_memory(config, session):
+        speed = choose(model, step, wanted=config.model.precision)
     speed = session.once(lambda: speed)
     speed.apply(state.model)
     return speed

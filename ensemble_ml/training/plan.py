@@ -68,6 +68,8 @@ class Planner:
         gpus = torch.cuda.device_count()
         self.busy = min(self.local, gpus or cores()) if started.size == 1 else started.size
         device = self.session.device
+        if device.type == "cuda":  # a GPU holds the batches that wait; what else the loader is given is the host's
+            self.config = replace(self.config, loading=replace(self.config.loading, ram=None))
         # All ranks reckon with the first one's: they have to come to the same choice.
         own = rank_memory(self.local, device)
         room = self.session.once(lambda: (in_use(device, own), int(_ROOM * own)))

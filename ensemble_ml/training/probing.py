@@ -40,7 +40,7 @@ from ensemble_ml.folders import user_cache
 from ensemble_ml.machine import keep_freed_memory
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
-from ensemble_ml.models.speed import settle
+from ensemble_ml.models.speed import device_name, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.training.code import hash_of
 from ensemble_ml.training.rehearsal import Rehearsal
@@ -228,13 +228,12 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
 
 
 def _machine(device: torch.device) -> list[Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     processors = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
-    return [name, processors, os.cpu_count()]
+    return [device_name(device), processors, os.cpu_count()]
 
 
 def _load(path: Path | None) -> Piece | None:

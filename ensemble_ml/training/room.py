@@ -12,7 +12,8 @@ from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 
 # torch has no exception of its own for memory of the host; oneDNN says the second where it finds no room to compile.
-_HOST = ("can't allocate memory", "could not create a primitive")
+# A GPU's libraries ask for memory of their own.
+_WORDS = ("can't allocate memory", "could not create a primitive", "STATUS_ALLOC_FAILED")
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         # Other kinds are no lack of memory: NCCL's of a rank that is gone, which has to be told from the others.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(t in str(error) for t in _HOST):
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(t in str(error) for t in _WORDS):
             raise
         topology, where = session.topology, session.topology.place
         shared = topology.lat * topology.lon

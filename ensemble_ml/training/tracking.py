@@ -203,7 +203,7 @@ class Silent:
 
 def memory_mb() -> float:
     """Memory in use: of the process, or on the GPU at its highest where there is one; 1e6 bytes."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e6
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -196,7 +196,8 @@ class Trainer:
         batches = self.loader.train() if self.loader is not None else iter(())
         while state.step < state.steps:
             start = time.perf_counter()
-            batch = self._moved(next(batches))
+            with told_of_memory(self.config, self.session):  # a GPU's, where batches wait
+                batch = self._moved(next(batches))
             waited = time.perf_counter() - start
             sent = self._bytes_sent
             try:

@@ -9,8 +9,8 @@ import torch
 
 from ensemble_ml.benchmarks import step
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
-from ensemble_ml.config import BenchmarkConfig, Pole, Vertical
-from ensemble_ml.models import Climate, EnsembleModel
+from ensemble_ml.config import BenchmarkConfig, Pole, Precision, Vertical
+from ensemble_ml.models import Climate, EnsembleModel, Speed
 
 
 def awake(spec):
@@ -37,6 +37,16 @@ def test_naive_gives_the_same_numbers(vertical, pole, rows):
     ours_grad, naive_grad = ours.pressure.stem.conv.weight.grad, naive.pressure.stem.conv.weight.grad
     torch.testing.assert_close(naive_grad.permute(0, 1, 3, 4, 2), ours_grad, rtol=1e-3, atol=1e-4)
     assert sum(p.numel() for p in naive.parameters()) == sum(p.numel() for p in ours.parameters())
+
+
+def test_naive_in_bfloat16_is_in_bfloat16():
+    spec = step.benchmark_spec(3, 16, 32, hidden=8, max_hidden=16)
+    exact, low = step.naive_form(ours := awake(spec)), step.naive_form(ours)
+    Speed(Precision.bfloat16, False).apply(low)
+    batch = step.random_batch(spec, 2)
+    a, b = exact(batch).spread_p, low(batch).spread_p
+    assert b.dtype is torch.float32 and not torch.equal(a, b)
+    torch.testing.assert_close(b, a, rtol=0.05, atol=0.05)
 
 
 def test_other_forms_have_no_naive_form():

@@ -171,14 +171,17 @@ def _judged(error: float) -> float:
 
 
 def networks(session: Session, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The whole U-Net: predictions, gradients of the weights, one step of Lion and of AdamW."""
-    rows = []
+    """The whole U-Net: predictions, gradients of the weights, one step of Lion and of AdamW.
+
+    The ranks' parts are computed on `job["device"]`, the whole on the CPU.
+    """
+    rows, device = [], job.get("device", "cpu")
     for even, overlap in product((True, False), (False, True)):
         spec, batch = small_case(session.topology.lat, session.topology.lon, even=even)
         whole = perturbed(spec).double()
-        mine = copy.deepcopy(whole)
+        mine = copy.deepcopy(whole).to(device)
         shard = partition_model(mine, session.mesh, Overlap(overlap))
-        expected, got = whole(batch), mine(cut_input(shard, batch))
+        expected, got = whole(batch), mine(cut_input(shard, batch).to(device))
         names = ("location_p", "scale_p", "spread_p")
         forward = max(_error(getattr(got, n).detach(), shard.cut(getattr(expected, n)).detach()) for n in names)
         weighted_loss(expected, None, spec).backward()
@@ -216,5 +219,5 @@ def _after_a_step(whole: torch.nn.Module, mine: torch.nn.Module, kind: OptimName
         size = graded_p.grad.abs()
         sure = ~(size <= 1e-9 * size.mean())
         if bool(sure.any()):
-            worst.append(_judged((p - q)[sure].abs().max().item() / 1e-2))
+            worst.append(_judged((p - q.to(p.device))[sure].abs().max().item() / 1e-2))
     return max(worst)

@@ -57,7 +57,8 @@ def weighted_loss(found: Prediction, shard: Shard | None, spec: ModelSpec) -> Te
     weight = torch.rand(spec.grid.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     weight = weight if shard is None else shard.cut(weight)
     values = found.location_p, found.scale_p, found.spread_p
-    return torch.stack([(torch.log1p(v.double() ** 2) * weight).sum() for v in values if v is not None]).sum()
+    terms = [(torch.log1p(v.double() ** 2) * weight.to(v.device)).sum() for v in values if v is not None]
+    return torch.stack(terms).sum()
 
 
 def training_loss(model: nn.Module, batch: EnsembleInput) -> Tensor:

@@ -20,7 +20,7 @@ from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
 from ensemble_ml.models.speed import settle
 
-_CALLS = 3
+_CALLS = {"cpu": 3, "cuda": 20}
 
 
 def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
@@ -29,7 +29,7 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
     On `job["device"]`, in `job["precision"]`.
     """
     device, dtype = job.get("device", "cpu"), getattr(torch, job.get("precision", "float32"))
-    levels, rows, columns = job["shape"]
+    calls, (levels, rows, columns) = _CALLS[device], job["shape"]
     channels = job["config"].get("hidden", 32)
     edge = EdgeRule(Beyond.ZERO)
     pad = Padder(Geometry(rows, columns, True, edge, edge))
@@ -56,9 +56,9 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
     for repeat in range(job["repeats"] + 1):
         for name, form in forms.items():
             began = time.perf_counter()
-            for _ in range(_CALLS):
+            for _ in range(calls):
                 form().sum().backward()
             settle(torch.device(device))
             if repeat:
-                times[name].append((time.perf_counter() - began) / _CALLS)
+                times[name].append((time.perf_counter() - began) / calls)
     return times

@@ -28,7 +28,7 @@ from ensemble_ml.config import (
     Precision,
     TrainConfig,
 )
-from ensemble_ml.distributed import Communicator, Mesh, NullCommunicator, Session
+from ensemble_ml.distributed import Communicator, Mesh, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import exchange_between
 from ensemble_ml.distributed.simulated import Room, SimulatedCommunicator, on_ranks
 from ensemble_ml.distributed.topology import Topology
@@ -80,7 +80,13 @@ def prepare(config: TrainConfig) -> Run:
     torch.set_num_threads(1)
     source = open_store(config.data.store)
     reader = Reader(source, setup.build_spec(config, source))
-    return assemble(config, reader, None, 1)
+    return assemble(config, reader, None, 1, _on_cpu(solo()))
+
+
+def _on_cpu(session: Session) -> Session:
+    """On a GPU backward of all threads is one thread's work, in which none may wait for another."""
+    session.device = torch.device("cpu")
+    return session
 
 
 def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: float = 1e8) -> Training:
@@ -93,7 +99,7 @@ def train(config: TrainConfig, start: Run, ranks: int, *, every: int = 5, rate: 
     others = Room(ranks)
 
     def rank(group: Communicator) -> Training:
-        session = Session(World(), Topology(data=ranks, rank=group.rank), ParallelConfig())
+        session = _on_cpu(Session(World(), Topology(data=ranks, rank=group.rank), ParallelConfig()))
         shared = SimulatedCommunicator(others, group.rank)
         session.mesh = Mesh(session.topology, {("data",): shared, ("data", "lat", "lon"): shared})
         return _train(Trainer(_own(config, start, session, group), Path()), every, rate, ranks)

@@ -9,6 +9,8 @@ spread, s is the climatological one, and s has a floor of a hundredth of its lev
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,6 +88,23 @@ def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
     """Bilinear interpolation; on the sphere, where columns are doubled, it goes on across the first meridian."""
     rows, columns = like.shape[-2:]
     if not wraps:
-        return F.interpolate(x_BCYX, size=(rows, columns), mode="bilinear")
+        return _bilinear(x_BCYX, rows, columns)
     x_BCYX = torch.cat([x_BCYX[..., -1:], x_BCYX, x_BCYX[..., :1]], -1)
-    return F.interpolate(x_BCYX, size=(rows, columns + 4), mode="bilinear")[..., 2:-2]
+    return _bilinear(x_BCYX, rows, columns + 4)[..., 2:-2]
+
+
+def _bilinear(x_BCYX: Tensor, rows: int, columns: int) -> Tensor:
+    """Torch's; on a GPU, where its gradient is added up in any order, the same as products with matrices."""
+    if not x_BCYX.is_cuda:
+        return F.interpolate(x_BCYX, size=(rows, columns), mode="bilinear")
+    axes = zip(x_BCYX.shape[2:], (rows, columns), strict=True)
+    across, along = (_weights(size, wanted, x_BCYX.device, x_BCYX.dtype) for size, wanted in axes)
+    return across @ x_BCYX @ along.T
+
+
+@lru_cache
+def _weights(size: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(wanted, size): what linear interpolation of an axis takes of each point."""
+    with torch.inference_mode(False):
+        found = F.interpolate(torch.eye(size, dtype=torch.float64)[None], size=wanted, mode="linear")
+        return found[0].T.to(device, dtype)
