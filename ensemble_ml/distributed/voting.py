@@ -12,7 +12,7 @@ a sample, or average before they vote, no rank has a gradient of its own before 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ensemble_ml.distributed.momentum import MomentumPlan, average
 from ensemble_ml.distributed.pack import WORD, unpack_signs, words
 from ensemble_ml.distributed.vote import Rounds, Take, cast, inverse, send, unit
 from ensemble_ml.errors import UserError
+from ensemble_ml.models.positions import integers
 from ensemble_ml.optim.exchange import total_norm
 from ensemble_ml.optim.lion import Lion
 
@@ -222,7 +223,7 @@ class Vote(BucketExchange):
         bits = sum(int(u) << i for i, u in enumerate(used))
         packed = [bits >> (63 * i) & (2**63 - 1) for i in range(-(-len(used) // 63))]
         sick = (~torch.isfinite(magnitude.sum())).long()
-        return torch.cat([sick.view(1), _constant(tuple(packed), magnitude.device)])
+        return torch.cat([sick.view(1), integers(packed, magnitude.device)])
 
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
         """Vote on a bucket, and let `take` have the outcome; maybe only in a later call, or in `_drain`."""
@@ -232,7 +233,7 @@ class Vote(BucketExchange):
         self._rounds.cast(torch.cat([header.expand(self.group.size, -1), ballots], 1), len(header), take)
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
-        sizes = _constant(tuple(max(v.numel(), 1) for v in views), magnitude.device)
+        sizes = integers([max(v.numel(), 1) for v in views], magnitude.device)
         if self.scale is VoteScale.linf:
             magnitude = torch.stack(list(torch._foreach_norm(views, float("inf"))))
         else:
@@ -257,12 +258,6 @@ class Vote(BucketExchange):
         culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
         return float(norm), culprits
-
-
-@lru_cache(maxsize=1024)
-def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same in every step, once: a copy from the host waits for all that a GPU has to do."""
-    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 class LionCub(Vote):

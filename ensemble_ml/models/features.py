@@ -24,6 +24,7 @@ from ensemble_ml.fields import field
 from ensemble_ml.models.climate import Climate
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
 from ensemble_ml.models.place import common_planes, position_planes
+from ensemble_ml.models.positions import integers, take
 
 _SMALLEST = 1e-2  # of the level's typical spread: below this a spread is as good as none, and its logarithm stays put
 _SHRINK_UNFITTED = 2.0  # members' worth of climatology for input leads that are not predicted
@@ -145,9 +146,9 @@ class Features(nn.Module):
         level = getattr(self, f"level_spread_{suffix}")[..., None, None]
         outs = self.spec.lead_positions
         shrunk = shrunk_spread(spread, x.count, level, _SHRINK_UNFITTED)
-        shrunk = shrunk.index_copy(1, torch.tensor(outs, device=spread.device), spread0)
+        shrunk = shrunk.index_copy(1, integers(outs, spread.device), spread0)
         scales = self._standard(suffix)
-        known = _log_ratio(climatology, level[outs]).expand(len(x), *climatology.shape)
+        known = _log_ratio(climatology, take(level, 0, outs)).expand(len(x), *climatology.shape)
         parts = [(mean - scales[0]) / scales[1], _log_ratio(shrunk, level), known]
         if self.spec.config.one_member:
             member = getattr(x, f"member_{suffix}")

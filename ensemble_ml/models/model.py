@@ -20,6 +20,7 @@ from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
 from ensemble_ml.models.linear import KINDS, LinearCorrection
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import plane_count
+from ensemble_ml.models.positions import take
 from ensemble_ml.models.speed import Speed
 from ensemble_ml.models.surroundings import apply_networks, make_network
 
@@ -78,7 +79,7 @@ class EnsembleModel(nn.Module):
             if part is None:
                 continue
             network = part.read_out(piece)
-            mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
+            mean = take(getattr(x, f"mean_{suffix}"), 1, self.spec.lead_positions)
             s1 = part.heads.full_spread(self._spread(x, suffix), x.count)
             if suffix in corrections:
                 mean, s1 = part.heads.corrected(mean, s1, corrections[suffix])
@@ -107,7 +108,7 @@ class EnsembleModel(nn.Module):
         return (self.pressure, "p"), (self.surface, "s")
 
     def _spread(self, x: EnsembleInput, suffix: str) -> Tensor:
-        return getattr(x, f"spread_{suffix}")[:, self.spec.lead_positions]
+        return take(getattr(x, f"spread_{suffix}"), 1, self.spec.lead_positions)
 
     def _base_spread(self, x: EnsembleInput, part: _PlaneSet | None, suffix: str) -> Tensor:
         spread = self._spread(x, suffix)
@@ -124,7 +125,7 @@ class EnsembleModel(nn.Module):
         given: dict[str, Tensor] = {}
         for part, suffix in self._parts():
             if part is not None:
-                mean = getattr(x, f"mean_{suffix}")[:, self.spec.lead_positions]
+                mean = take(getattr(x, f"mean_{suffix}"), 1, self.spec.lead_positions)
                 given[suffix] = part.heads.departures(mean, self._spread(x, suffix), x.count)
         flat = [d.flatten(2, -3) for d in given.values()]
         padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))

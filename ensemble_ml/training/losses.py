@@ -24,6 +24,7 @@ from ensemble_ml.distributed import Communicator, NullCommunicator
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import ModelSpec, Prediction, distributions
+from ensemble_ml.models.positions import integers, take
 
 
 @dataclass(eq=False)
@@ -108,7 +109,8 @@ def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor)
     scores = torch.empty_like(location)
     for kind in kinds:
         at = [position for position, family in enumerate(families) if family is kind]
-        scores[:, :, at] = distributions.crps(kind, location[:, :, at], scale[:, :, at], y[:, :, at])
+        own = (take(values, 2, at) for values in (location, scale, y))
+        scores.index_copy_(2, integers(at, scores.device), distributions.crps(kind, *own))
     return scores
 
 

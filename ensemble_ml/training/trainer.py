@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.loading.run_loader import RunLoader
+from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
 from ensemble_ml.signals import StopRequest
@@ -39,6 +41,7 @@ from ensemble_ml.training.assemble import Run, assemble, run_exchange
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, spaced
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
@@ -235,9 +238,8 @@ class Trainer:
         mesh, before = self.session.mesh, self.session.mesh.seconds_waited
         running = Running(state.model)  # a pass that is not finite would leave its mark there
         with told_of_memory(self.config, self.session):
-            losses = self.setup.loss(state.model(batch.inputs), batch)
             state.exchange.share = self.setup.part_of(batch, state.step)
-            losses["loss"].backward()
+            losses = self._pass(batch)
         outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
         # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
@@ -255,6 +257,19 @@ class Trainer:
         if state.average is not None:
             state.average.update(state.model, state.step)
         return values
+
+    @cached_property
+    def _pass(self) -> Pass:
+        """Forward and backward of a batch: leaves gradients, returns the loss and its parts."""
+        model = self.state.model
+
+        def run(batch: Batch) -> dict[str, Tensor]:
+            losses = self.setup.loss(model(batch.inputs), batch)
+            losses["loss"].backward()
+            return {name: value.detach() for name, value in losses.items()}
+
+        alone = self.session.device.type == "cuda" and self.session.topology.size == 1
+        return Recorded(model, run, cuda_graph) if alone and isinstance(model, EnsembleModel) else run
 
     @property
     def _bytes_sent(self) -> int:
@@ -276,7 +291,7 @@ class Trainer:
         part of a checkpoint, finds one due."""
         mesh = self.session.mesh
         one_of_group = mesh.spatial.rank == 0
-        mine = {name: float(value.detach()) for name, value in losses.items()}
+        mine = {name: float(value) for name, value in losses.items()}
         mine |= {"samples": float(len(batch) * one_of_group), "stop": stop.vote if stop else 0.0}
         mine |= {"written": float(self.keeper.done), "due": float(self._due)}
         total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)

@@ -1,6 +1,7 @@
 """Trainings and forecasts on a GPU: they resume bit for bit, learn, and agree with a processor."""
 
 import copy
+import logging
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from ensemble_ml.errors import Stopped
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models.rivals import ens10_unet
-from ensemble_ml.training import load_checkpoint, load_model, train
+from ensemble_ml.training import load_checkpoint, load_model, train, trainer
 from ensemble_ml.training.tracking import read_log
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("precision", [Precision.float32, Precision.bfloat16])
 @pytest.mark.parametrize("name", ["unet3d", "drn", "ens10_unet", "poet"])
-def test_resumes_bit_for_bit(config_of, monkeypatch, name, precision):
+def test_resumes_bit_for_bit(config_of, monkeypatch, caplog, name, precision):
+    caplog.set_level(logging.INFO)
     optim = OptimName.lion if name == "unet3d" else OptimName.adamw
     plan = dict(
         model__name=name, model__spread=name == "unet3d", model__precision=precision, optim__name=optim, average=0.9,
@@ -34,7 +36,22 @@ def test_resumes_bit_for_bit(config_of, monkeypatch, name, precision):
             train(config_of(run="parts", **plan))
     parts = train(config_of(run="parts", resume=True, **plan))
     assert_equal_runs(whole, parts)
+    assert ("recorded a pass" in caplog.text) == (name == "unet3d")
     assert load_checkpoint(whole / "checkpoints" / "last").meta["device"] == torch.cuda.get_device_name()
+
+
+def test_recorded_passes_give_what_called_ones_do(config_of, monkeypatch, caplog):
+    """Bit for bit, with batches of three sizes (an epoch's last is short), families, validations in between."""
+    caplog.set_level(logging.INFO)
+    plan = dict(steps=24, validate_every=6, batch_size=3, optim__name=OptimName.adamw, average=0.9,
+                model__families={"t2m": "logistic"})  # fmt: skip
+    played = train(config_of(run="played", **plan))
+    assert caplog.text.count("recorded a pass") >= 1, caplog.text
+    monkeypatch.setattr(trainer, "Recorded", lambda model, run, record: run)
+    called = train(config_of(run="called", **plan))
+    assert_equal_runs(played, called)
+    steps = [[line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line] for run in (played, called)]
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("loader", list(LoaderName))

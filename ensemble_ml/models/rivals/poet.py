@@ -25,6 +25,7 @@ from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
 from ensemble_ml.models.padding import Padder, geometries
+from ensemble_ml.models.positions import take
 from ensemble_ml.models.rivals.rival import Reduced, Rival
 
 _HEADS = 4
@@ -149,7 +150,7 @@ class Poet(Rival):
         self, x: EnsembleInput, suffix: str, fields: Reduced, move: Tensor, widen: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Location and scale of the transformed members; `move` is d (B, M, T, V, [Z,] Y, X)."""
-        members = getattr(x, f"members_{suffix}")[:, :, self.spec.lead_positions]
+        members = take(getattr(x, f"members_{suffix}"), 2, self.spec.lead_positions)
         centre = _mean(move, there)
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
         freedom = (x.count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)

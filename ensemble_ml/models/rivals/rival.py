@@ -18,6 +18,7 @@ from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads, bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, Prediction
 from ensemble_ml.models.place import plane_count
+from ensemble_ml.models.positions import take
 from ensemble_ml.models.speed import Speed
 
 
@@ -104,16 +105,16 @@ class Rival(nn.Module):
         x.check(self.spec, self.spec.grid.shape)
         leads, found = self.spec.lead_positions, {}
         for suffix, part in self._parts():
-            mean, spread = (getattr(x, f"{name}_{suffix}")[:, leads] for name in ("mean", "spread"))
+            mean, spread = (take(getattr(x, f"{name}_{suffix}"), 1, leads) for name in ("mean", "spread"))
             heads = part.heads
             s0, s1 = heads.base_spread(spread, x.count), heads.full_spread(spread, x.count)
-            typical = getattr(self.features, f"level_spread_{suffix}")[leads][..., None, None]
+            typical = take(getattr(self.features, f"level_spread_{suffix}"), 0, leads)[..., None, None]
             found[suffix] = Reduced(mean, spread, s0, s1, heads.climatology, typical)
         return found
 
     def planes(self, x: EnsembleInput, reduced: dict[str, Reduced]) -> Tensor:
         """The channels of our own network with pressure levels side by side: (B, C, Y, X)."""
-        empty = {"p": x.mean_p[:, self.spec.lead_positions], "s": x.mean_s[:, self.spec.lead_positions]}
+        empty = {k: take(getattr(x, f"mean_{k}"), 1, self.spec.lead_positions) for k in "ps"}
         s0 = [reduced[k].s0 if k in reduced else empty[k] for k in "ps"]
         climatology = [reduced[k].climatology if k in reduced else empty[k][0] for k in "ps"]
         upper, flat, common = self.features(x, s0, climatology)

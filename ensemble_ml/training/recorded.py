@@ -1,0 +1,155 @@
+"""The forward and backward pass of a step on a GPU, recorded once and played again.
+
+A pass is some 1300 kernels. On grids up to some 128 x 256 points a GPU is done with each before the host has called the
+next; played again as a CUDA graph they follow each other without the host. What is computed is the same, bit for bit:
+the same kernels on the same numbers. On large grids nothing is gained, and the memory of a second pass would be lost:
+so a recording is kept where it is faster.
+
+Over several ranks nothing is recorded: gradients and halos travel within the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ensemble_ml.loading.batches import Batch
+from ensemble_ml.models.speed import settle
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[Batch], dict[str, Tensor]]  # leaves gradients where there were none, returns losses
+_FIRST = 2  # passes of a shape that are called: one prepares kernels, one is timed
+_GAIN = 0.9  # of the time of a called pass: a recording that takes more is dropped
+
+
+@dataclass(eq=False)
+class _Recording:
+    """Memory that a recorded pass reads and writes, and what plays it."""
+
+    batch: Batch
+    losses: dict[str, Tensor]
+    gradients: list[Tensor | None]
+    play: Callable[[], object]
+
+
+@dataclass(eq=False)
+class _Known:
+    """What is known of batches of one shape."""
+
+    called: int = 0
+    seconds: float = float("inf")
+    recording: _Recording | None = None
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Recorded:
+    """Calls `run` on the first batches of a shape, then plays its recording on those that follow.
+
+    Args:
+        model: whose gradients `run` leaves, and nothing else; its parameters and buffers stay where they are in memory.
+        run: the pass; nothing in it may wait for the GPU.
+        record: of a call without arguments, which it may make: what plays it, and its result.
+    """
+
+    model: nn.Module
+    run: Pass
+    record: Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
+    known: dict[tuple[Any, ...], _Known] = field(default_factory=dict)
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        known = self.known.setdefault(_shapes(batch), _Known())
+        if known.recording is None and not known.dropped and known.called >= _FIRST:
+            self._begin(known, batch)
+        known.called += 1
+        if known.recording is not None:
+            return self._played(known.recording, batch)
+        if known.called == _FIRST:
+            losses, known.seconds = _timed(lambda: self.run(batch), self._device)
+            return losses
+        return self.run(batch)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _begin(self, known: _Known, batch: Batch) -> None:
+        """Record, and keep the recording if it is faster; the model has no gradients afterwards."""
+        own = _mapped(batch, Tensor.clone)
+        try:
+            play, losses = self.record(lambda: self.run(own))
+            recording = _Recording(own, losses, [p.grad for p in self.model.parameters()], play)
+            play()  # the first is slower
+            _, seconds = _timed(play, self._device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            self._drop(known, str(error).splitlines()[0][:120])
+            return
+        if seconds > _GAIN * known.seconds:
+            del recording, play, losses
+            self._drop(known, f"{1e3 * seconds:.1f} ms, and {1e3 * known.seconds:.1f} ms as it is called")
+            return
+        self.model.zero_grad(set_to_none=True)
+        known.recording = recording
+        text = "recorded a pass on a batch of %d: %.1f ms, in place of %.1f ms"
+        log.info(text, len(batch), 1e3 * seconds, 1e3 * known.seconds)
+
+    def _drop(self, known: _Known, why: str) -> None:
+        known.dropped = True
+        self.model.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.info("the pass is not recorded: %s", why)
+
+    def _played(self, recording: _Recording, batch: Batch) -> dict[str, Tensor]:
+        for own, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
+            own.copy_(given)
+        recording.play()
+        for p, gradient in zip(self.model.parameters(), recording.gradients, strict=True):
+            p.grad = gradient
+        return {name: value.clone() for name, value in recording.losses.items()}  # the next play writes over them
+
+
+def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """`call` as a CUDA graph: what plays it, and its result, which is there once it was played.
+
+    Raises:
+        RuntimeError: something in it cannot be recorded, or memory is short.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # The loader's threads go on meanwhile, on streams of their own.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = call()
+    return graph.replay, found
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    settle(device)
+    began = time.perf_counter()
+    found = call()
+    settle(device)
+    return found, time.perf_counter() - began
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [value for owner in (batch, batch.inputs) for value in vars(owner).values() if isinstance(value, Tensor)]
+
+
+def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    def of(owner: Any) -> dict[str, Tensor]:
+        return {name: change(value) for name, value in vars(owner).items() if isinstance(value, Tensor)}
+
+    targets: dict[str, Any] = dict(of(batch))
+    return replace(batch, inputs=replace(batch.inputs, **of(batch.inputs)), **targets)
+
+
+def _shapes(batch: Batch) -> tuple[Any, ...]:
+    """Which tensors there are, and their shapes and types."""
+    parts = ((name, value) for owner in (batch, batch.inputs) for name, value in vars(owner).items())
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in parts if isinstance(value, Tensor))

@@ -1,0 +1,133 @@
+"""Recordings of a pass, by a recorder that calls again: what is played equals what is called; what may go wrong."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
+from ensemble_ml.loading import Batch
+from ensemble_ml.models import Climate, EnsembleModel
+from ensemble_ml.training.recorded import Recorded
+
+
+class Recorder:
+    """Plays by calling again and writing over what the first call left; counts calls and plays."""
+
+    def __init__(self, model, error=None):
+        self.model, self.error, self.plays, self.made = model, error, 0, 0
+
+    def __call__(self, call):
+        if self.error is not None:
+            raise self.error
+        found, self.made = call(), self.made + 1
+        params = list(self.model.parameters())
+        kept = [p.grad for p in params]
+
+        def play():
+            self.plays += 1
+            for p in params:
+                p.grad = None
+            again = call()
+            for name, value in again.items():
+                found[name].copy_(value)
+            for p, own in zip(params, kept, strict=True):
+                if own is not None:
+                    own.copy_(p.grad)
+
+        return play, found
+
+
+@pytest.fixture
+def model():
+    spec = benchmark_spec(2, 9, 16, hidden=8, max_hidden=8, depth=1)
+    torch.manual_seed(0)
+    found = EnsembleModel(spec, Climate.default(spec))
+    with torch.no_grad():
+        for p in found.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return found
+
+
+def batches(model, sizes):
+    """One for each size, all different."""
+    found = []
+    for number, size in enumerate(sizes):
+        inputs = random_batch(model.spec, size)
+        found.append(Batch(replace(inputs, mean_p=inputs.mean_p + number), [f"{number}"] * size))
+    return found
+
+
+def pass_of(model, calls):
+    def run(batch):
+        calls.append(batch.init_time[0])
+        loss = model(batch.inputs).spread_p.square().mean()
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    return run
+
+
+def followed(call, model, given):
+    """Losses and gradients of each batch, as a step would take them."""
+    found = []
+    for batch in given:
+        model.zero_grad(set_to_none=True)
+        losses = call(batch)
+        found.append([losses["loss"], *(None if p.grad is None else p.grad.clone() for p in model.parameters())])
+    return found
+
+
+def make(model, monkeypatch, *, play=1.0, error=None):
+    """A `Recorded` whose called passes take a second, and whose plays take `play`."""
+    recorder, calls = Recorder(model, error), []
+    recorded = Recorded(model, pass_of(model, calls), recorder)
+
+    def timed(call, device):
+        return call(), play if call.__name__ == "play" else 1.0
+
+    monkeypatch.setattr("ensemble_ml.training.recorded._timed", timed)
+    return recorded, recorder, calls
+
+
+def test_played_equals_called(model, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    given = batches(model, [2, 2, 2, 1, 2, 1, 2, 1, 1])
+    recorded, recorder, _ = make(model, monkeypatch, play=0.5)
+    wanted = followed(pass_of(model, []), model, given)
+    found = followed(recorded, model, given)
+    # Two shapes: a play to begin with, a timed one, then batches 2, 4 and 6 of the first, 7 and 8 of the second.
+    assert recorder.made == 2 and recorder.plays == 2 * 2 + 3 + 2
+    assert "recorded a pass on a batch of 2: 500.0 ms, in place of 1000.0 ms" in caplog.text
+    for one, other in zip(wanted, found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+def test_losses_outlast_the_next_play(model, monkeypatch):
+    given = batches(model, [1] * 6)
+    recorded, _, _ = make(model, monkeypatch, play=0.5)
+    kept = [recorded(batch)["loss"] for batch in given]
+    assert len({float(loss) for loss in kept}) == 6
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("operation not permitted when stream is capturing\nmore")])
+def test_what_is_not_faster_or_cannot_be_recorded_is_called(model, monkeypatch, caplog, error):
+    caplog.set_level(logging.INFO)
+    given = batches(model, [2] * 5)
+    recorded, recorder, calls = make(model, monkeypatch, play=0.95, error=error)
+    wanted = followed(pass_of(model, []), model, given)
+    found = followed(recorded, model, given)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(wanted, found, strict=True))
+    told = "950.0 ms, and 1000.0 ms as it is called" if error is None else str(error).splitlines()[0]
+    assert caplog.text.count("the pass is not recorded: ") == 1 and told in caplog.text and "more" not in caplog.text
+    assert calls[-2:] == ["3", "4"] and recorder.plays == (2 if error is None else 0)
+
+
+def test_other_errors_are_not_hidden(model, monkeypatch):
+    recorded, _, _ = make(model, monkeypatch, error=KeyboardInterrupt())
+    for batch in batches(model, [2] * 2):
+        recorded(batch)
+    with pytest.raises(KeyboardInterrupt):
+        recorded(*batches(model, [2]))
