@@ -14,3 +14,6 @@ mypy
 rm -f .coverage .coverage.*
 # Two workers on two cores, one thread each: what the tests measure is right and wrong, not speed.
 OMP_NUM_THREADS=1 python -m pytest -n "${TEST_WORKERS:-2}" --dist loadscope "${select[@]}" "$@"
+if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  TEST_GPU=1 OMP_NUM_THREADS=1 python -m pytest -n "${TEST_WORKERS:-2}" -m gpu "$@"
+fi

@@ -101,7 +101,8 @@ def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str
         model = naive_form(ours).to(device)
         Speed(Precision.bfloat16 if name == _NAIVE_LOW else Precision.float32, False).apply(model)
         entrants[name] = _stepper(model, batch)
-    speed = choose(ours, _pass(ours, batch), wanted=Precision.auto)
+    record = cuda_graph if device.type == "cuda" else None
+    speed = choose(ours, _pass(ours, batch), wanted=Precision.auto, record=record)
     entrants["ours"] = _stepper(ours, batch, recorded=device.type == "cuda")
     if device.type == "cuda":
         entrants["ours, not recorded"] = _stepper(ours, batch)

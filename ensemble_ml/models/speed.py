@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SECONDS = 3.0  # for all trials together
 
+Record = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]  # of a call: one that does the same, its result
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -105,6 +107,7 @@ def choose(
     *,
     wanted: Precision = Precision.auto,
     seconds: float = _SECONDS,
+    record: Record | None = None,
 ) -> Speed:
     """Time `step` (a forward and backward pass of `model` on a real batch) at each speed; set and return the fastest.
 
@@ -115,6 +118,7 @@ def choose(
         wanted: `auto` tries all that the hardware has; another precision fixes it and chooses the order of axes only.
         seconds: all trials together; one that is far behind is not repeated. The first run of each on a GPU, which
             loads and compiles kernels for as long, is beside them.
+        record: what gives a call that does the same as `step`, as training will where it can (`training.recorded`).
 
     Raises:
         torch.OutOfMemoryError: a GPU holds the step at no speed.
@@ -129,15 +133,13 @@ def choose(
             continue
         speed.apply(model)
         try:
-            if device.type == "cuda":
-                began = time.perf_counter()
-                step()
-                settle(device)
-                deadline += time.perf_counter() - began
-            tried[speed] = _milliseconds(step, device, deadline, min(tried.values(), default=float("inf")))
+            play, spent = _prepared(model, step, record) if device.type == "cuda" else (step, 0.0)
+            deadline += spent
+            tried[speed] = _milliseconds(play, device, deadline, min(tried.values(), default=float("inf")))
         except torch.OutOfMemoryError as error:  # float32 may not fit where bfloat16 does
             log.info("speed: %s: %s", _name(speed), str(error).split(". ")[0])
             lacking = error
+        play = step  # and the memory of a recording is free
         model.zero_grad(set_to_none=True)
     if not tried:
         raise lacking
@@ -146,6 +148,22 @@ def choose(
     running.put_back()
     log.info("speed: %s; taken: %s", ", ".join(f"{_name(s)} {ms:.0f} ms" for s, ms in tried.items()), _name(best))
     return best
+
+
+def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) -> tuple[Callable[[], Any], float]:
+    """Let a GPU load and compile kernels, and record: what is to be timed, and the seconds that this took."""
+    began, play = time.perf_counter(), step
+    step()
+    settle(next(model.parameters()).device)
+    model.zero_grad(set_to_none=True)
+    if record is not None:
+        try:
+            play, _ = record(step)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # training will come to the same, and say why
+            model.zero_grad(set_to_none=True)
+    return play, time.perf_counter() - began
 
 
 def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float, fastest: float) -> float:

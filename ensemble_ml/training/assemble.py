@@ -36,6 +36,7 @@ from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.recorded import cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import Average, State
 
@@ -346,12 +347,13 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
         model = build_model(spec, Climate.default(spec)).to(device)
     loss = _loss(config, spec, state, None, NullCommunicator())
 
-    def step() -> None:
-        moved = batch.to(device, next(model.parameters()).dtype)
-        loss(model(moved.inputs), moved)["loss"].backward()
-
     with told_of_memory(config, session):
-        speed = choose(model, step, wanted=config.model.precision)
+        moved = batch.to(device, next(model.parameters()).dtype)
+        record = cuda_graph if may_record(model, session) else None
+        speed = choose(
+            model, lambda: loss(model(moved.inputs), moved)["loss"].backward(), wanted=config.model.precision,
+            record=record,
+        )  # fmt: skip
     speed = session.once(lambda: speed)
     speed.apply(state.model)
     return speed

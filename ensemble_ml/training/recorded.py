@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ensemble_ml.distributed import Session
 from ensemble_ml.loading.batches import Batch
-from ensemble_ml.models.speed import settle
+from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models.speed import Record, settle
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Recorded:
 
     model: nn.Module
     run: Pass
-    record: Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
+    record: Record
     known: dict[tuple[Any, ...], _Known] = field(default_factory=dict)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
@@ -114,6 +116,12 @@ class Recorded:
         for p, gradient in zip(self.model.parameters(), recording.gradients, strict=True):
             p.grad = gradient
         return {name: value.clone() for name, value in recording.losses.items()}  # the next play writes over them
+
+
+def may_record(model: nn.Module, session: Session) -> bool:
+    """Whether passes of `model` are worth a try: one rank on a GPU, and nothing that a pass changes but gradients, as
+    batch norms' running statistics are."""
+    return session.device.type == "cuda" and session.topology.size == 1 and isinstance(model, EnsembleModel)
 
 
 def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:

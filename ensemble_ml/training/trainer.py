@@ -31,7 +31,6 @@ from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
 from ensemble_ml.loading.reader import iso
 from ensemble_ml.loading.run_loader import RunLoader
-from ensemble_ml.models import EnsembleModel
 from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
 from ensemble_ml.signals import StopRequest
@@ -41,7 +40,7 @@ from ensemble_ml.training.assemble import Run, assemble, run_exchange
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, spaced
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
-from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph
+from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
@@ -268,8 +267,7 @@ class Trainer:
             losses["loss"].backward()
             return {name: value.detach() for name, value in losses.items()}
 
-        alone = self.session.device.type == "cuda" and self.session.topology.size == 1
-        return Recorded(model, run, cuda_graph) if alone and isinstance(model, EnsembleModel) else run
+        return Recorded(model, run, cuda_graph) if may_record(model, self.session) else run
 
     @property
     def _bytes_sent(self) -> int:

@@ -44,7 +44,7 @@ def test_recorded_passes_give_what_called_ones_do(config_of, monkeypatch, caplog
     """Bit for bit, with batches of three sizes (an epoch's last is short), families, validations in between."""
     caplog.set_level(logging.INFO)
     plan = dict(steps=24, validate_every=6, batch_size=3, optim__name=OptimName.adamw, average=0.9,
-                model__families={"t2m": "logistic"})  # fmt: skip
+                model__families={"t2m": "lognormal"})  # fmt: skip
     played = train(config_of(run="played", **plan))
     assert caplog.text.count("recorded a pass") >= 1, caplog.text
     monkeypatch.setattr(trainer, "Recorded", lambda model, run, record: run)
