@@ -79,7 +79,8 @@ def table() -> str:
     lines += ["", "| shown by | claims that hold | measured at | on |", "|---|---|---|---|"]
     for name, some in claims.items():
         held = rows([claim for claim in some if claim["holds"]])
-        where = f"{commit(found[name])} | {found[name]['machine']['processor']}"
+        machine = found[name]["machine"]
+        where = f"{commit(found[name])} | {machine.get('accelerator') or machine['processor']}"
         lines.append(f"| `{command(name, found[name])}` | {len(held)} of {len(rows(some))} | {where} |")
     lines += ["", "A + after a commit: with changes that were not committed yet." + NOT_RECORDED]
     lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
