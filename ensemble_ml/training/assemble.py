@@ -29,7 +29,7 @@ from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates, device_name, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store.source import bounds_at
-from ensemble_ml.training import setup
+from ensemble_ml.training import agreement, setup
 from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split, widest
@@ -105,13 +105,13 @@ def assemble(
     if checkpoint is None:
         state, found = _begin(config, reader, own, train, validation, session, shard)
     else:
-        setup.check_same_data(reader.source, checkpoint)
+        agreement.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, session)
     overlap = Overlap(config.parallel.overlap is True)
     if isinstance(state.model, EnsembleModel):
         partition_model(state.model, session.mesh, overlap)
     facts = {
-        "config": setup.plain_config(config),
+        "config": agreement.plain_config(config),
         "spec": reader.spec.to_json(),
         "training_dates": [iso(t) for t in reader.source.layout.init_time[train]],
         "validation_dates": [iso(t) for t in reader.source.layout.init_time[validation]],
@@ -209,9 +209,9 @@ def _begin(
     first = batches_of(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(config.init_from) if config.init_from is not None else None
     if given is not None:
-        setup.refuse_other_layout(reader.spec, given)
-        earlier = setup.earlier_dates(given)
-        setup.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
+        agreement.refuse_other_layout(reader.spec, given)
+        earlier = agreement.earlier_dates(given)
+        agreement.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
     members = config.data.validation_members
     fit = on_first(
         session, shard, reader,

@@ -33,7 +33,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 from ensemble_ml.models.inputs import EnsembleInput, Prediction
 from ensemble_ml.store.manifest import hash_file
-from ensemble_ml.training.validation import widths_for
+from ensemble_ml.training.widths import widths_for
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class Average:
 class State:
     """A run between two steps: `step` steps are done of `steps`; `best` is {step, score} of the best validation;
     `scores` and `widths` are those of the latest one, after step `validated`; `by_size` are factors of the widths by
-    the number of members (`validation.widths_for`)."""
+    the number of members (`widths.widths_for`)."""
 
     model: AnyModel
     optimizer: Optimizer

@@ -35,22 +35,21 @@ from ensemble_ml.models.running import Running
 from ensemble_ml.optim import Outcome, build
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
-from ensemble_ml.training import setup
+from ensemble_ml.training import agreement, setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
-from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, spaced
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.tracking import Silent, Tracker
-from ensemble_ml.training.validation import Validation, beside_usual, validate
+from ensemble_ml.training.validation import Validation, validate
+from ensemble_ml.training.widths import widths_by_size
 
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
 _MOST_SKIPPED = 10  # steps in a row that nonfinite=skip leaves out: a run that learns nothing more should end
-_DATES_A_SIZE = 24  # validation dates that tell how widths go with the number of members
 _OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
 
@@ -73,7 +72,7 @@ def train(config: TrainConfig) -> Path:
         Stopped: the same of SIGUSR1 or SIGUSR2, which may have come before the first step.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
-        session.agree(setup.common_settings(config))
+        session.agree(agreement.common_settings(config))
         return _train(config, session)
 
 
@@ -180,7 +179,8 @@ class Trainer:
         exchange = run_exchange(self.config, self.session)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
-        times, reads, batches = [], [], iter(self.setup.batches(0, _TIMED_STEPS + 1))
+        warm = 1 if self.session.device.type == "cpu" else 4  # a GPU's kernels are loaded, and a pass is recorded
+        times, reads, batches = [], [], iter(self.setup.batches(0, warm + _TIMED_STEPS))
         start = time.perf_counter()
         for batch in batches:
             read = time.perf_counter()
@@ -190,7 +190,7 @@ class Trainer:
             times.append(end - read)
             start = end
         exchange.close()
-        return beside(float(np.median(times[1:])), float(np.median(reads[1:])), self.config.loading)
+        return beside(float(np.median(times[warm:])), float(np.median(reads[warm:])), self.config.loading)
 
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
         state = self.state
@@ -260,10 +260,10 @@ class Trainer:
     @cached_property
     def _pass(self) -> Pass:
         """Forward and backward of a batch: leaves gradients, returns the loss and its parts."""
-        model = self.state.model
+        model, loss = self.state.model, self.setup.loss  # not `self`, which would outlive its last user
 
         def run(batch: Batch) -> dict[str, Tensor]:
-            losses = self.setup.loss(model(batch.inputs), batch)
+            losses = loss(model(batch.inputs), batch)
             losses["loss"].backward()
             return {name: value.detach() for name, value in losses.items()}
 
@@ -368,34 +368,22 @@ class Trainer:
             return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
 
     def measure_widths_by_size(self) -> None:
-        """Find what widths from each number of members are beside the usual ones, on some of the validation dates.
-
-        Steps change them together. Nothing changes where there are too few.
-        """
-        run, data = self.setup, self.config.data
-        usual = min(data.validation_members, run.reader.full_size)
-        sizes = sorted({usual, *(size for size in data.members if size <= run.reader.full_size)})
-        whole = [date for date in run.validation_dates if len(run.reader.available(int(date))) >= sizes[-1]]
-        if len(sizes) < 2 or len(whole) < FEWEST_TO_WIDEN or not run.reader.spec.config.postprocess:
-            return
-        dates, each = spaced(np.array(whole), _DATES_A_SIZE), validation_size(self.config, run.share[1])
-        found: dict[int, list[list[float]]] = {}
-        for size in sizes:
-            batches = fixed_batches(run.reader, dates, np.arange(size), batch_size=each, share=run.share)
-            if (widths := self._scores(batches).widths) is not None:
-                found[size] = widths
-        if usual in found:
-            self.state.by_size = beside_usual(found, usual)
+        """Find what widths from each number of members are beside the usual ones, or leave them as they are."""
+        run = self.setup
+        found = widths_by_size(self.config.data, run.reader, run.validation_dates, self._batches_of, self._scores)
+        self.state.by_size = found or self.state.by_size
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup
         if self.loader is not None:
-            found = self.loader.validation(self.state.step)
-        else:
-            members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
-            size = validation_size(self.config, run.share[1])
-            found = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
-        return map(self._moved, found)
+            return map(self._moved, self.loader.validation(self.state.step))
+        members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
+        return map(self._moved, self._batches_of(run.validation_dates, members))
+
+    def _batches_of(self, dates: np.ndarray, members: np.ndarray) -> Iterator[Batch]:
+        run = self.setup
+        size = validation_size(self.config, run.share[1])
+        return fixed_batches(run.reader, dates, members, batch_size=size, share=run.share)
 
     def _moved(self, batch: Batch) -> Batch:
         return batch.to(self.setup.device, self.setup.dtype)
@@ -439,4 +427,4 @@ def beside(step: float, read: float, loading: LoadingConfig) -> float:
 
 
 def _write_config(config: TrainConfig, folder: Path) -> None:
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(setup.plain_config(config))))
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(agreement.plain_config(config))))

@@ -22,7 +22,7 @@ that validation has, and those of others beside them once, before the first step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,29 +98,6 @@ def validate(
     if widths is not None and skewed:
         widths[:, skewed] = _least(*tried)
     return Validation(scores, None if widths is None else widths.tolist())
-
-
-def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[str, list[list[float]]]:
-    """Widths from each number of members over those from `usual`, (T, F), by number; one where either is not known."""
-    here = torch.tensor(widths[usual], dtype=torch.float64)
-    found = {}
-    for members, values in widths.items():
-        there = torch.tensor(values, dtype=torch.float64)
-        found[str(members)] = torch.where((here == 1) | (there == 1), 1.0, there / here).tolist()
-    return found
-
-
-def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tensor:
-    """Factors of the usual widths from `count` (B,) members, (B, T, F): their logarithm goes with 1/M between numbers
-    for which it is known (`beside_usual`), and is that of the nearest beyond."""
-    sizes = sorted(map(int, by_size), reverse=True)
-    logs = torch.tensor([by_size[str(size)] for size in sizes], device=count.device).log()
-    if len(sizes) == 1:
-        return logs.exp().expand(len(count), -1, -1)
-    known, at = 1 / torch.tensor(sizes, device=count.device), 1 / count.float()
-    right = torch.searchsorted(known, at.contiguous()).clamp(1, len(known) - 1)
-    share = ((at - known[right - 1]) / (known[right] - known[right - 1])).clamp(0, 1)
-    return torch.lerp(logs[right - 1], logs[right], share[:, None, None]).exp()
 
 
 class _Sums:

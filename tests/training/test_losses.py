@@ -13,7 +13,8 @@ from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
 from ensemble_ml.models import Climate, EnsembleInput, EnsembleModel, ModelSpec, Prediction, distributions
 from ensemble_ml.training.losses import Loss
-from ensemble_ml.training.validation import beside_usual, c4, validate, widths_for
+from ensemble_ml.training.validation import c4, validate
+from ensemble_ml.training.widths import beside_usual, widths_for
 
 SPEC = ModelSpec(
     ModelConfig(hidden=8, max_hidden=8, depth=0), ("t", "q"), (500, 850), ("t2m",), (0, 24), (24,),

@@ -38,8 +38,8 @@ from ensemble_ml.inference import file_name, predict
 from ensemble_ml.store import TensorStore
 from ensemble_ml.store.source import select_dates
 from ensemble_ml.training import load_checkpoint, train
+from ensemble_ml.training.agreement import check_same_data, refuse_other_settings
 from ensemble_ml.training.checkpoint import META
-from ensemble_ml.training.setup import check_same_data, refuse_other_settings
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,71 @@
+"""How much wider or narrower sigma should be from other numbers of members than from `data.validation_members`.
+
+The widths of the latest validation are of that number alone; what others need beside them is measured once, before the
+first step, and hardly moves: steps change the widths together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ensemble_ml.config import DataConfig
+from ensemble_ml.loading import Batch, Reader
+from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, spaced
+from ensemble_ml.training.validation import Validation
+
+_DATES_A_SIZE = 24  # validation dates that are scored with each number of members
+
+
+def widths_by_size(
+    data: DataConfig,
+    reader: Reader,
+    dates: np.ndarray,
+    batches: Callable[[np.ndarray, np.ndarray], Iterable[Batch]],
+    scores: Callable[[Iterable[Batch]], Validation],
+) -> dict[str, list[list[float]]]:
+    """Factors of the usual widths, (T, F), by the number of members; none where too few validation dates tell.
+
+    Args:
+        dates: of the validation.
+        batches: of some of them, as the positions of these members see them.
+        scores: of batches, by the model that is asked.
+    """
+    full = reader.full_size
+    usual = min(data.validation_members, full)
+    sizes = sorted({usual, *(size for size in data.members if size <= full)})
+    whole = [date for date in dates if len(reader.available(int(date))) >= sizes[-1]]
+    if len(sizes) < 2 or len(whole) < FEWEST_TO_WIDEN or not reader.spec.config.postprocess:
+        return {}
+    chosen = spaced(np.array(whole), _DATES_A_SIZE)
+    found: dict[int, list[list[float]]] = {}
+    for size in sizes:
+        if (widths := scores(batches(chosen, np.arange(size))).widths) is not None:
+            found[size] = widths
+    return beside_usual(found, usual) if usual in found else {}
+
+
+def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[str, list[list[float]]]:
+    """Widths from each number of members over those from `usual`, (T, F), by number; one where either is not known."""
+    here = torch.tensor(widths[usual], dtype=torch.float64)
+    found = {}
+    for members, values in widths.items():
+        there = torch.tensor(values, dtype=torch.float64)
+        found[str(members)] = torch.where((here == 1) | (there == 1), 1.0, there / here).tolist()
+    return found
+
+
+def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tensor:
+    """Factors of the usual widths from `count` (B,) members, (B, T, F): their logarithm goes with 1/M between numbers
+    for which it is known (`beside_usual`), and is that of the nearest beyond."""
+    sizes = sorted(map(int, by_size), reverse=True)
+    logs = torch.tensor([by_size[str(size)] for size in sizes], device=count.device).log()
+    if len(sizes) == 1:
+        return logs.exp().expand(len(count), -1, -1)
+    known, at = 1 / torch.tensor(sizes, device=count.device), 1 / count.float()
+    right = torch.searchsorted(known, at.contiguous()).clamp(1, len(known) - 1)
+    share = ((at - known[right - 1]) / (known[right] - known[right - 1])).clamp(0, 1)
+    return torch.lerp(logs[right - 1], logs[right], share[:, None, None]).exp()
