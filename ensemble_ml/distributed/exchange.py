@@ -1,8 +1,9 @@
 """Exchanges over ranks, a bucket at a time while backward goes on.
 
 On a CPU a thread of its own carries the buckets out, one after the other, over a communicator that nothing else uses;
-on a GPU they are enqueued from the hooks, so that one thread enqueues everything. Each rank brings the gradient of its
-own part of the batch; `reduction` says whether their sum or their mean is the gradient of the whole.
+on a GPU they are enqueued from the hooks, so that one thread enqueues everything, and waited for after backward. Each
+rank brings the gradient of its own part of the batch; `reduction` says whether their sum or their mean is the gradient
+of the whole.
 
 A parameter that no rank used stays as it is; one that some ranks used counts as a zero gradient on the others.
 """
@@ -122,6 +123,9 @@ class BucketExchange(Exchange):
         wait(self._jobs)
         for job in self._jobs:
             job.result()
+        if self._thread is None:  # backward has not waited for it
+            with torch.no_grad():
+                self._drain()
         waited = time.perf_counter() - start
         # What the thread waited for is hidden by backward, or in the time above; without it, backward itself waited.
         before = self._waited if self._thread is None else self.seconds_waited
@@ -149,7 +153,7 @@ class BucketExchange(Exchange):
             return
         try:
             self._exchange(number)
-            if number == len(self.buckets) - 1:
+            if number == len(self.buckets) - 1 and self._thread is not None:
                 self._drain()
         except BaseException:
             self._failed = True
@@ -254,8 +258,8 @@ class GradientAverage(BucketExchange):
         tail[len(grads) + self.group.rank] = (~torch.isfinite(flat[: bucket.elements].sum())).to(flat.dtype)
         sums = flat if self.dtype in (flat.dtype, torch.float32) else flat.to(self.dtype)
         self._under_way.append((number, self.group.all_reduce(sums, async_op=True), sums))
-        if self._thread is not None:
-            self._drain()  # the thread may wait; hooks, which are called within backward, may not
+        if self._thread is not None:  # which may wait; hooks, which are called within backward, may not
+            self._drain()
 
     def _drain(self) -> None:
         while self._under_way:

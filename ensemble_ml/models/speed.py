@@ -138,7 +138,7 @@ def choose(
             tried[speed] = _milliseconds(play, device, deadline, min(tried.values(), default=float("inf")))
         except torch.OutOfMemoryError as error:  # float32 may not fit where bfloat16 does
             log.info("speed: %s: %s", _name(speed), str(error).split(". ")[0])
-            lacking = error
+            lacking = error.with_traceback(None)  # whose frames hold what the pass had come to
         play = step  # and the memory of a recording is free
         model.zero_grad(set_to_none=True)
     if not tried:
@@ -159,9 +159,7 @@ def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) 
     if record is not None:
         try:
             play, _ = record(step)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # training will come to the same, and say why
+        except RuntimeError:  # memory is short, or something cannot be: training will come to the same, and say why
             model.zero_grad(set_to_none=True)
     return play, time.perf_counter() - began
 

@@ -5,7 +5,8 @@ next; played again as a CUDA graph they follow each other without the host. What
 the same kernels on the same numbers. On large grids nothing is gained, and the memory of a second pass would be lost:
 so a recording is kept where it is faster.
 
-Over several ranks nothing is recorded: gradients and halos travel within the pass.
+Recorded are batches of the shape that comes first; others, such as the last of an epoch, are called. Over several ranks
+nothing is recorded: gradients and halos travel within the pass.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ensemble_ml.models.speed import Record, settle
 log = logging.getLogger(__name__)
 
 Pass = Callable[[Batch], dict[str, Tensor]]  # leaves gradients where there were none, returns losses
-_FIRST = 2  # passes of a shape that are called: one prepares kernels, one is timed
+_FIRST = 2  # passes that are called before: one prepares kernels, the next is timed
 _GAIN = 0.9  # of the time of a called pass: a recording that takes more is dropped
 
 
@@ -42,18 +43,10 @@ class _Recording:
 
 
 @dataclass(eq=False)
-class _Known:
-    """What is known of batches of one shape."""
-
-    called: int = 0
-    seconds: float = float("inf")
-    recording: _Recording | None = None
-    dropped: bool = False
-
-
-@dataclass(eq=False)
 class Recorded:
-    """Calls `run` on the first batches of a shape, then plays its recording on those that follow.
+    """Calls `run` on the first batches, then plays its recording on those that follow.
+
+    Where memory runs out in a pass that is called, the recording is given up, and the pass called once more.
 
     Args:
         model: whose gradients `run` leaves, and nothing else; its parameters and buffers stay where they are in memory.
@@ -64,50 +57,67 @@ class Recorded:
     model: nn.Module
     run: Pass
     record: Record
-    known: dict[tuple[Any, ...], _Known] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._shapes: tuple[Any, ...] | None = None
+        self._called, self._seconds = 0, float("inf")
+        self._recording: _Recording | None = None
+        self._dropped = False
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        known = self.known.setdefault(_shapes(batch), _Known())
-        if known.recording is None and not known.dropped and known.called >= _FIRST:
-            self._begin(known, batch)
-        known.called += 1
-        if known.recording is not None:
-            return self._played(known.recording, batch)
-        if known.called == _FIRST:
-            losses, known.seconds = _timed(lambda: self.run(batch), self._device)
-            return losses
-        return self.run(batch)
+        shapes = _shapes(batch)
+        self._shapes = self._shapes or shapes
+        if self._dropped or shapes != self._shapes:
+            return self._called_without(batch)
+        if self._recording is None and self._called >= _FIRST:
+            self._begin(batch)
+        if self._recording is not None:
+            return self._played(self._recording, batch)
+        self._called += 1
+        losses, self._seconds = _timed(lambda: self.run(batch), self._device)
+        return losses
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _begin(self, known: _Known, batch: Batch) -> None:
-        """Record, and keep the recording if it is faster; the model has no gradients afterwards."""
-        own = _mapped(batch, Tensor.clone)
+    def _called_without(self, batch: Batch) -> dict[str, Tensor]:
         try:
+            return self.run(batch)
+        except torch.OutOfMemoryError:
+            if self._recording is None:
+                raise
+        self._drop("a pass that is called needs its memory")
+        return self.run(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        """Record, and keep the recording if it is faster; the model has no gradients afterwards."""
+        try:
+            own = _mapped(batch, Tensor.clone)
             play, losses = self.record(lambda: self.run(own))
             recording = _Recording(own, losses, [p.grad for p in self.model.parameters()], play)
             play()  # the first is slower
             _, seconds = _timed(play, self._device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            self._drop(known, str(error).splitlines()[0][:120])
-            return
-        if seconds > _GAIN * known.seconds:
-            del recording, play, losses
-            self._drop(known, f"{1e3 * seconds:.1f} ms, and {1e3 * known.seconds:.1f} ms as it is called")
+            why = str(error.__context__ or error).splitlines()[0][:120]  # the end of a recording fails of what broke it
+            del error
+            self._drop(why)
             return
         self.model.zero_grad(set_to_none=True)
-        known.recording = recording
+        if seconds > _GAIN * self._seconds:
+            del recording, play, losses
+            self._drop(f"{1e3 * seconds:.1f} ms, and {1e3 * self._seconds:.1f} ms as it is called")
+            return
+        self._recording = recording
         text = "recorded a pass on a batch of %d: %.1f ms, in place of %.1f ms"
-        log.info(text, len(batch), 1e3 * seconds, 1e3 * known.seconds)
+        log.info(text, len(batch), 1e3 * seconds, 1e3 * self._seconds)
 
-    def _drop(self, known: _Known, why: str) -> None:
-        known.dropped = True
+    def _drop(self, why: str) -> None:
+        self._dropped, self._recording = True, None
         self.model.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        log.info("the pass is not recorded: %s", why)
+        log.info("passes are not recorded: %s", why)
 
     def _played(self, recording: _Recording, batch: Batch) -> dict[str, Tensor]:
         for own, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
@@ -130,10 +140,13 @@ def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
     Raises:
         RuntimeError: something in it cannot be recorded, or memory is short.
     """
-    graph = torch.cuda.CUDAGraph()
-    # The loader's threads go on meanwhile, on streams of their own.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = call()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # The loader's threads go on meanwhile, on streams of their own.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = call()
+    finally:
+        torch.cuda.set_stream(stream)  # which torch does not, where a recording fails
     return graph.replay, found
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -43,6 +46,29 @@ def test_choice_leaves_running_statistics_alone():
 
     choose(model, step, seconds=0.5)
     assert all(changed) and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_speed_that_does_not_fit_is_left_out(monkeypatch, caplog, fits):
+    """As float32 may where bfloat16 does; what a failed pass had come to is not held."""
+    model, held = make_model(make_spec()), []
+    monkeypatch.setattr(module, "candidates", lambda *_: [Speed(Precision.float32, last) for last in (True, False)])
+    monkeypatch.setattr(module, "settle", lambda device: None)
+
+    def step():
+        if not (fits and not model.speed.channels_last):
+            activations = torch.zeros(3)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB. More")
+
+    gc.disable()
+    try:
+        with caplog.at_level(logging.INFO), nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+            assert not choose(model, step, seconds=100).channels_last
+        assert held and all(one() is None for one in held)
+    finally:
+        gc.enable()
+    assert "speed: float32 channels last: CUDA out of memory" in caplog.text and "More" not in caplog.text
 
 
 def test_fixed_precision_is_kept():

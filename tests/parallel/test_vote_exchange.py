@@ -34,6 +34,48 @@ def test_average_is_one_process_on_the_whole_batch(reduction, bucket_mb):
         torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: GradientAverage(g, bucket_mb=1e-4, clip=1.0),
+        lambda g: GradientAverage(g, bucket_mb=1e-4, dtype=torch.bfloat16),
+        lambda g: Vote(g, bucket_mb=1e-4),
+        lambda g: Vote(g, bits=4, bucket_mb=1e-4),
+    ],
+)
+def test_without_a_thread_nothing_waits_within_backward(make):
+    """As on a GPU, where hooks enqueue what backward must not wait for."""
+    early = []
+
+    def from_hooks(group):
+        exchange, finishing = make(group), []
+        ready, finish, drain = exchange.ready, exchange.finish, exchange._drain
+
+        def without_thread():
+            ready()
+            if exchange._thread is not None:
+                exchange._thread.shutdown()
+                exchange._thread = None
+
+        def finished():
+            finishing.append(True)
+            outcome = finish()
+            finishing.clear()
+            return outcome
+
+        def drained():
+            early.append(not finishing)
+            drain()
+
+        exchange.ready, exchange.finish, exchange._drain = without_thread, finished, drained
+        return exchange
+
+    wanted, found = train(make, 3), train(from_hooks, 3)
+    assert same(found) and early and not any(early)
+    for one, other in zip(wanted, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_vote_in_buckets_is_a_vote_on_each_parameter(bits, size):

@@ -41,12 +41,12 @@ def test_resumes_bit_for_bit(config_of, monkeypatch, caplog, name, precision):
 
 
 def test_recorded_passes_give_what_called_ones_do(config_of, monkeypatch, caplog):
-    """Bit for bit, with batches of three sizes (an epoch's last is short), families, validations in between."""
+    """Bit for bit, with batches of two sizes (an epoch's last is short, and called), laws, validations in between."""
     caplog.set_level(logging.INFO)
     plan = dict(steps=24, validate_every=6, batch_size=3, optim__name=OptimName.adamw, average=0.9,
                 model__families={"t2m": "lognormal"})  # fmt: skip
     played = train(config_of(run="played", **plan))
-    assert caplog.text.count("recorded a pass") >= 1, caplog.text
+    assert caplog.text.count("recorded a pass on a batch of 3") == 1, caplog.text
     monkeypatch.setattr(trainer, "Recorded", lambda model, run, record: run)
     called = train(config_of(run="called", **plan))
     assert_equal_runs(played, called)
@@ -61,7 +61,7 @@ def test_learns_and_predicts_as_a_processor_does(config_of, store, tmp_path, loa
     lines = read_log(run / "log.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert sum(losses[-8:]) < sum(losses[:8])
-    assert max(line["memory_mb"] for line in lines if "memory_mb" in line) >= 1  # the GPU's
+    assert 1 <= max(line["memory_mb"] for line in lines if "memory_mb" in line) < 200  # the GPU's, not the process's
 
     best = run / "checkpoints" / "best"
     paths = predict(PredictConfig(checkpoint=str(best), input=store.path, output=str(tmp_path / "forecasts"),

@@ -93,12 +93,12 @@ def make(model, monkeypatch, *, play=1.0, error=None):
 
 def test_played_equals_called(model, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    given = batches(model, [2, 2, 2, 1, 2, 1, 2, 1, 1])
+    given = batches(model, [2, 2, 2, 1, 2, 1, 2])
     recorded, recorder, _ = make(model, monkeypatch, play=0.5)
     wanted = followed(pass_of(model, []), model, given)
     found = followed(recorded, model, given)
-    # Two shapes: a play to begin with, a timed one, then batches 2, 4 and 6 of the first, 7 and 8 of the second.
-    assert recorder.made == 2 and recorder.plays == 2 * 2 + 3 + 2
+    # A play to begin with, a timed one, then batches 2, 4 and 6; those of one date are called.
+    assert recorder.made == 1 and recorder.plays == 2 + 3
     assert "recorded a pass on a batch of 2: 500.0 ms, in place of 1000.0 ms" in caplog.text
     for one, other in zip(wanted, found, strict=True):
         for a, b in zip(one, other, strict=True):
@@ -121,7 +121,7 @@ def test_what_is_not_faster_or_cannot_be_recorded_is_called(model, monkeypatch, 
     found = followed(recorded, model, given)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(wanted, found, strict=True))
     told = "950.0 ms, and 1000.0 ms as it is called" if error is None else str(error).splitlines()[0]
-    assert caplog.text.count("the pass is not recorded: ") == 1 and told in caplog.text and "more" not in caplog.text
+    assert caplog.text.count("passes are not recorded: ") == 1 and told in caplog.text and "more" not in caplog.text
     assert calls[-2:] == ["3", "4"] and recorder.plays == (2 if error is None else 0)
 
 
@@ -131,3 +131,41 @@ def test_other_errors_are_not_hidden(model, monkeypatch):
         recorded(batch)
     with pytest.raises(KeyboardInterrupt):
         recorded(*batches(model, [2]))
+
+
+def test_a_recording_makes_room_for_what_is_called(model, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    recorded, _, _ = make(model, monkeypatch, play=0.5)
+    usual, [short, other] = batches(model, [2] * 4), batches(model, [1] * 2)
+    followed(recorded, model, usual)
+    run, tried = recorded.run, []
+
+    def short_of_memory(batch):
+        tried.append(batch)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(batch)
+
+    recorded.run = short_of_memory
+    [found] = followed(recorded, model, [short])
+    [wanted] = followed(pass_of(model, []), model, [short])
+    assert torch.equal(found[0], wanted[0]) and len(tried) == 2 and "needs its memory" in caplog.text
+    tried.clear()
+    with pytest.raises(torch.OutOfMemoryError):  # nothing is left to give up
+        recorded(other)
+
+
+def test_what_broke_a_recording_is_told(model, monkeypatch, caplog):
+    """The end of a CUDA graph's recording says no more than that it has failed."""
+    caplog.set_level(logging.INFO)
+    recorded, _, _ = make(model, monkeypatch)
+
+    def record(call):
+        try:
+            raise RuntimeError("operation not permitted")
+        finally:
+            raise RuntimeError("capture failed") from None
+
+    recorded.record = record
+    followed(recorded, model, batches(model, [2] * 3))
+    assert "passes are not recorded: operation not permitted" in caplog.text
