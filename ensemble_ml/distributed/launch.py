@@ -31,6 +31,7 @@ from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.watch import LAST, Watch
 from ensemble_ml.distributed.world import World, read_world
 from ensemble_ml.errors import Stopped, UserError
+from ensemble_ml.models.speed import device_name
 
 T = TypeVar("T")
 _log = logging.getLogger("ensemble_ml")
@@ -132,6 +133,9 @@ class Session:
 
     def __enter__(self) -> Self:
         if self.world.size == 1:
+            if self.config.backend is Backend.nccl:
+                _backend(Backend.nccl, self.world, self.device.type == "cuda")
+            _tell_where([device_name(self.device)], self.device, "one rank")
             return self
         host, port = self.world.host, self.world.port
         try:
@@ -142,9 +146,8 @@ class Session:
             self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
             _all_come(store, self.world)
             _check_agreement(store, self.topology)
-            wanted = self.config.backend
-            apart = wanted is not Backend.gloo and _gpus_apart(store, self.world, self.device)
-            backend = _backend(wanted, self.world, apart)
+            kinds = _devices(store, self.world, self.device)
+            backend = _backend(self.config.backend, self.world, kinds["apart"])
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
             be_patient(self.config.timeout)
@@ -158,6 +161,10 @@ class Session:
             )
             self._store = store
             self.mesh = make_mesh(self.topology)
+            if self.first:
+                hosts = kinds["hosts"]
+                who = f"{self.world.size} ranks on {hosts} host{'s' * (hosts > 1)}"
+                _tell_where(kinds["names"], self.device, who, f" by {backend}")
         except BaseException as error:
             self._fail(error)
             if isinstance(error, dist.DistError):
@@ -203,14 +210,39 @@ def _device(world: World) -> torch.device:
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
-def _gpus_apart(store: Any, world: World, device: torch.device) -> bool:
-    """Whether each rank has a GPU of its own: as many as ranks on each host, or one that its launcher lets it see."""
-    gpu = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "none"
-    store.set(f"gpu/{world.rank}", gpu)
+def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
+    """What the ranks compute on: `apart`, whether each has a GPU of its own (as many as ranks on each host, or one that
+    its launcher lets it see), and `names`.
+
+    Raises:
+        UserError: some ranks have a GPU and others have none, which would compute at the speed of these.
+    """
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"gpu/{world.rank}", json.dumps([socket.gethostname(), gpu, device_name(device)]))
     if world.rank == 0:  # one asks for all, or a large job would begin with a question for each pair of ranks
-        every = {store.get(f"gpu/{rank}") for rank in range(world.size)}
-        store.set("gpus apart", str(len(every) == world.size and b"none" not in every))
-    return bool(store.get("gpus apart") == b"True")
+        every = [json.loads(store.get(f"gpu/{rank}")) for rank in range(world.size)]
+        without = [rank for rank, (_, own, _) in enumerate(every) if not own]
+        apart = len({(host, own) for host, own, _ in every}) == world.size and not without
+        names = sorted({name for _, own, name in every if own} or {name for *_, name in every})
+        lacking = without if len(without) < world.size else []
+        told = {"apart": apart, "names": names, "hosts": len({host for host, *_ in every}), "lacking": lacking}
+        store.set("gpus", json.dumps(told))
+    found: dict[str, Any] = json.loads(store.get("gpus"))
+    if found["lacking"]:
+        some = ", ".join(map(str, found["lacking"][:8]))
+        raise UserError(
+            f"ranks without a GPU: {some}; the others have {', '.join(found['names'])}; give every task one"
+            " (--gpus-per-task), or none (CUDA_VISIBLE_DEVICES=)"
+        )
+    return found
+
+
+def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str = "") -> None:
+    """Say what computes, where that is a GPU, or several ranks, or a GPU might have been meant."""
+    blind = device.type == "cpu" and torch.version.cuda is not None
+    if device.type == "cuda" or how or blind:
+        none = "; this torch is for GPUs, and sees none" if blind else ""
+        _log.info("%s on %s%s%s", who, ", ".join(names), how, none)
 
 
 def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:

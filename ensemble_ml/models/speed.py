@@ -54,7 +54,8 @@ class Speed:
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
         if self.precision is Precision.float64:
             model.double()
-        torch.backends.cudnn.allow_tf32 = False  # float32 says what it is: bfloat16 is there for speed
+        # float32 says what it is: bfloat16 is there for speed.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.deterministic = True  # in all that is timed, too: what is planned is what trains
         model.speed = self  # type: ignore[assignment]
 
@@ -76,7 +77,10 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
     """
     low = has_bfloat16(device)
     if wanted is Precision.bfloat16 and not low:
-        raise UserError(f"model.precision=bfloat16: {device.type} has no bfloat16 arithmetic; use auto or float32")
+        lacks = "has no bfloat16 arithmetic"
+        if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+            lacks = f"needs cuDNN 9.15, whose bfloat16 is right, and has {torch.backends.cudnn.version()}"
+        raise UserError(f"model.precision=bfloat16: {device_name(device)} {lacks}; use auto or float32")
     kinds = [Precision.float32] + [Precision.bfloat16] * low if wanted is Precision.auto else [wanted]
     return [Speed(kind, last) for last in (True, False) for kind in reversed(kinds)]
 
@@ -96,7 +100,8 @@ def has_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 is right, and faster than float32, on `device`."""
     if device.type == "cuda":
         # Before cuDNN 9.15 some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
-        return torch.cuda.is_bf16_supported() and (torch.backends.cudnn.version() or 0) >= 91500
+        known = torch.cuda.is_bf16_supported(including_emulation=False)
+        return known and (torch.backends.cudnn.version() or 0) >= 91500
     capability = torch.backends.cpu.get_cpu_capability()
     return device.type == "cpu" and capability.startswith("AVX512") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -26,7 +26,7 @@ from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.reader import hour_of_day, iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
-from ensemble_ml.models.speed import candidates, device_name, settle
+from ensemble_ml.models.speed import candidates, device_name, has_bfloat16, settle
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store.source import bounds_at
 from ensemble_ml.training import agreement, setup
@@ -245,10 +245,15 @@ def _begin(
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
-    candidates(session.device, speed.precision)
     was, now = checkpoint.meta.get("device"), device_name(session.device)
+    if speed.precision is Precision.bfloat16 and not has_bfloat16(session.device):
+        raise UserError(
+            f"resume: {checkpoint.path} computes in bfloat16, as was chosen on {was or 'another device'}, and {now}"
+            " cannot; go on there, or begin another run with init_from"
+        )
     if was not in (None, now):
-        log.warning("device: %s now, %s before: results will not be equal bit for bit", now, was)
+        text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
+        log.warning(text, now, was, speed.precision.value)
     speed.apply(model)
     load_weights(model, checkpoint)
     state = _state(

@@ -105,7 +105,8 @@ class Tracker:
         short = f"loss {values['loss']:.4f}" if taken else "no loss"
         if self._skipped:
             short += f" ({self._skipped} of {self._count} steps left out)"
-        short += f", {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB"
+        where = " of the GPU" if torch.cuda.is_initialized() else ""
+        short += f", {values['samples_per_s']:.3g} samples/s, {values['memory_mb']} MB{where}"
         if self._sent:
             short += f", {values['sent_mb']:.3g} MB sent a step, {values['exchange_wait']:.0%} waiting for ranks"
         if loading:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from parallel.ranks import run_ranks
 
-from ensemble_ml.config import ParallelConfig
+from ensemble_ml.config import Backend, ParallelConfig
 from ensemble_ml.distributed import start
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
@@ -151,6 +151,52 @@ def test_exchanges_are_as_patient_as_the_settings_say():
         return backend.options._timeout.total_seconds()
 
     assert run_ranks(patience, 2, timeout=123) == [123, 123]
+
+
+def pretends(kind):
+    """A rank's answer to what it computes on, where it has a GPU of its own or none."""
+    from types import SimpleNamespace
+
+    from ensemble_ml.distributed import launch
+
+    launch.torch = SimpleNamespace(
+        cuda=SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid=kind), device_count=lambda: 1)
+    )
+    launch.device_name = lambda device: f"GPU {kind}" if kind else "AVX2"
+    return SimpleNamespace(type="cuda" if kind else "cpu")
+
+
+def devices(session, kinds):
+    from ensemble_ml.distributed import launch
+
+    store = torch.distributed.PrefixStore("again", session._store)
+    return launch._devices(store, session.world, pretends(kinds[session.topology.rank]))
+
+
+@pytest.mark.parametrize(("kinds", "apart"), [("ab", True), ("aa", False), (["", ""], False)])
+def test_whether_each_rank_has_a_gpu_of_its_own(kinds, apart):
+    one, other = run_ranks(devices, 2, kinds)
+    assert one == other and one["apart"] is apart and one["hosts"] == 1
+    assert one["names"] == sorted({f"GPU {k}" if k else "AVX2" for k in kinds})
+
+
+def test_a_rank_without_a_gpu_among_others_is_named():
+    ends = run_ranks(devices, 3, ["a", "", "c"], statuses=True)
+    assert all(code for code, *_ in ends)
+    assert all("ranks without a GPU: 1; the others have GPU a, GPU c" in text for *_, text in ends)
+
+
+def test_what_computes_is_told(caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    with start(ParallelConfig(), {}):
+        assert "one rank" not in caplog.text  # where there is nothing to tell
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with start(ParallelConfig(), {}) as session:
+        assert session.device.type == "cpu"
+    assert "this torch is for GPUs, and sees none" in caplog.text
+    nccl = ParallelConfig(backend=Backend.nccl)
+    with pytest.raises(UserError, match=r"parallel\.backend=nccl: .* 0 GPUs"), start(nccl, {}):
+        pass
 
 
 def test_a_slow_rank_is_not_a_dead_one():
