@@ -286,4 +286,5 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     cut = field * spec.fields * len(spec.leads_in)  # of one member
     whole = cut * spec.grid.shape[1] // (right - left)  # before columns are cut
     beside = members * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # the cut, the mask
-    return most * sample, (members + 6) * whole + beside + sample
+    rounded = 2 if torch.cuda.is_available() else 1  # at most: torch pins memory in powers of two
+    return rounded * most * sample, (members + 6) * whole + beside + sample
