@@ -28,7 +28,7 @@ if [ ! -e "$stamp" ]; then
     python=$(find_python) && "$python" -m venv "$venv" || return 1
   fi
   constraints=$root/constraints.txt
-  # In an environment that is given, a torch that is there, for a site's GPUs say, stays as it is.
+  # In an environment that is given, a torch of 2.11 or later, for a site's GPUs say, stays as it is.
   if [ -n "${ENSEMBLE_ML_VENV:-}" ] && "$venv/bin/python" -c 'import sys, torch; sys.exit([*map(int, torch.__version__.split(".")[:2])] < [2, 11])' 2>/dev/null; then
     constraints=$(mktemp) && grep -v '^torch==' "$root/constraints.txt" >"$constraints"
   else  # torch first and alone: a package that depends on it would otherwise choose its build

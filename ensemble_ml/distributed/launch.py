@@ -232,7 +232,7 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
         some = ", ".join(map(str, found["lacking"][:8]))
         raise UserError(
             f"ranks without a GPU: {some}; the others have {', '.join(found['names'])}; give every task one"
-            " (--gpus-per-task), or none (CUDA_VISIBLE_DEVICES=)"
+            " (SLURM: --gpus-per-node), or none (CUDA_VISIBLE_DEVICES=)"
         )
     return found
 
