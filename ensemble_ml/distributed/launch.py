@@ -164,7 +164,7 @@ class Session:
             if self.first:
                 hosts = kinds["hosts"]
                 who = f"{self.world.size} ranks on {hosts} host{'s' * (hosts > 1)}"
-                _tell_where(kinds["names"], self.device, who, f" by {backend}")
+                _tell_where(kinds["names"], self.device, who, f", {backend}")
         except BaseException as error:
             self._fail(error)
             if isinstance(error, dist.DistError):
@@ -242,7 +242,7 @@ def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str =
     blind = device.type == "cpu" and torch.version.cuda is not None
     if device.type == "cuda" or how or blind:
         none = "; this torch is for GPUs, and sees none" if blind else ""
-        _log.info("%s on %s%s%s", who, ", ".join(names), how, none)
+        _log.info("%s: %s%s%s", who, ", ".join(names), how, none)
 
 
 def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
