@@ -70,6 +70,7 @@ def test_forecasts_from_any_number_of_members(road):
             assert (forecast["tp_mean"].values >= 0).all() and (forecast["t_stddev"].values > 0).all()
 
 
+@pytest.mark.slow
 def test_scores_from_store_and_from_raw_archive_agree(road):
     folder, archive, store, _ = road
     common = [f"forecast={folder}/from2", "members_in=2", "bootstrap=100"]

@@ -94,6 +94,7 @@ def test_scores_say_how_much_of_the_area_is_masked(done):
     assert rows and all(np.isfinite(row["crps"]["value"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_masks_that_the_model_does_not_know_are_refused(done, tmp_path):
     """A checkpoint of a store without masks, data with them."""
     make_store(tmp_path / "b.zarr", dates=30, members=5, shape=SHAPE, leads=(24,), variables=("t",), levels=(500,),

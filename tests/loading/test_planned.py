@@ -279,6 +279,7 @@ def test_memory_of_another_process_under_the_same_path_is_not_taken(tmp_path):
         os.close(file)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(store):
     [reader] = readers_of(store, 1)
     schedule = schedule_of(reader, dates=DATES, validation=VALIDATION)

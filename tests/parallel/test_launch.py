@@ -240,6 +240,7 @@ def test_nobody_knows_where_rank_0_is():
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_waits_for_the_others_can_be_stopped(tmp_path, rank):
     """Alone at the start of a job: rank 0 with nobody to meet, and another one with nobody to reach."""
@@ -310,6 +311,7 @@ def comes(session, port, job):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "text"),
     [

@@ -206,6 +206,7 @@ def test_waiting_for_a_late_rank_is_told(store, tmp_path, degrees):
     assert [step["loss"] for step in found["late"]] == [step["loss"] for step in found["together"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
 def test_training_under_a_launcher_equals_one_process(store, tmp_path, launcher):
     if launcher == "mpiexec":
@@ -259,6 +260,7 @@ def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
         assert max(line["step"] for line in read_log(tmp_path / f"s{seed}" / "log.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_goes_on_under_another_partition(store, serial, tmp_path):
     config = config_of(store, tmp_path)
     assert run_ranks(stopped_at, 4, config, 4, lat=2, lon=2) == [True] * 4

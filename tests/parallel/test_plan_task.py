@@ -48,6 +48,7 @@ def test_plan_prints_and_writes(store, tmp_path, capsys):
     assert best["seconds"] == min(p["seconds"] for p in found["partitions"] if "why" not in p)
 
 
+@pytest.mark.slow
 def test_settings_of_the_optimizer_that_some_partitions_cannot_follow(store, tmp_path, capsys):
     votes = ["optim.name=lion", "optim.exchange=vote", "optim.clip=1", "plan.ranks=4", "data.train=[]"]
     assert plan(store, tmp_path, *votes, "plan.why=true") == 0

@@ -85,6 +85,7 @@ def test_messages_that_travel_at_once_have_a_time_of_their_own():
     assert halo_seconds(messages, together) == pytest.approx(8e-4 + 3000 * 2e-8 + 6e-4 + 1e-6)
 
 
+@pytest.mark.slow
 def test_a_trace_knows_what_travels_at_once():
     """Rows of the neighbours and rows across the poles do; with whole latitudes these are one message with columns."""
 
@@ -270,6 +271,7 @@ def count_bytes(session, spec):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lat", "lon", "data"), [(2, 1, 1), (1, 2, 1), pytest.param(2, 2, 1, marks=pytest.mark.slow), (1, 2, 2)]
 )
@@ -291,6 +293,7 @@ def test_every_bucket_has_its_own_messages(bits):
     assert hidden
 
 
+@pytest.mark.slow
 def test_a_traced_step_holds_what_a_real_one_does():
     spec, config = make_spec(17, 16), TrainConfig(run="a")
     for speed in (Speed(), Speed(Precision.float64)):
@@ -324,6 +327,7 @@ for family in Family:
 """
 
 
+@pytest.mark.slow
 def test_nothing_fake_stays_after_a_rehearsal():
     """In a process of its own: tables of the laws, were they made by the rehearsal, would be wrong without a word."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}

@@ -102,6 +102,7 @@ def test_stops_ahead_of_the_time_limit_and_goes_on(store, tmp_path):
     assert load_checkpoint(tmp_path / "a" / "checkpoints" / "last").meta["step"] > done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("restarts", "codes"), [(0, [75, 0]), (3, [130, 70])])
 def test_stopped_before_there_is_a_checkpoint(store, tmp_path, restarts, codes):
     """A new run is to be started again, but not for ever."""

@@ -249,6 +249,7 @@ def _vote_until(session, doomed):
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_vote_ends_the_others_and_is_named():
     found = run_ranks(_vote_until, 3, 1, seconds=60, statuses=True, silence=4.0)
     for rank in (0, 2):

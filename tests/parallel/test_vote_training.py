@@ -57,6 +57,7 @@ def weights(folder):
     return found.state_dict | found.training | apart
 
 
+@pytest.mark.slow
 def test_resume_of_a_vote_is_equal_bit_for_bit(store, tmp_path):
     """A run of ten steps, and one that ended after five: weights, momenta of both ranks, and the log."""
     a, b = whole_and_gone_on(store, tmp_path, {}, (_until_five,), data=2)
@@ -370,6 +371,7 @@ def test_a_rank_with_more_of_a_batch_does_not_speak_louder():
     assert on_ranks(3, lambda group: scaled(group, [1.0, 0.0, 0.0])) == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_shares_of_a_batch_are_of_its_samples(store, tmp_path):
     """Of eight dates in threes the last two leave one rank without; some show all members, and have no spread."""
     config = voting(store, tmp_path)

@@ -128,6 +128,7 @@ def test_error_is_the_crps_on_unseen_dates(wrong, fit):
     assert found["crps_ratio"] < 0.9 and found["spread_ratio"] < 0.95
 
 
+@pytest.mark.slow
 def test_error_is_the_crps_of_the_untrained_model_on_dates_to_choose_by(wrong, monkeypatch):
     """With all corrections: what the fit applies is what the model applies, v and w and the factor among them."""
     reader = reader_of(wrong, linear=True, surroundings=8, residuals=8)

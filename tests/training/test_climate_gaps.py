@@ -132,6 +132,7 @@ def test_dates_to_choose_by_in_which_nothing_happens_choose_nothing(whole, tmp_p
     np.testing.assert_allclose(found.inflation_s[:, 0], wanted.inflation_s[:, 0], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_corrections_are_kept_where_dates_to_choose_by_lack_a_target(tmp_path, caplog):
     """They have three of six members whole: the spread of all is that of the three, and no target."""
     made = dict(dates=20, members=6, leads=(24, 48), variables=("t",), levels=(500,), surface=("t2m",))

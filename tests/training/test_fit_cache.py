@@ -31,6 +31,7 @@ def files(config):
     return sorted((Path(config.output) / ".fits").iterdir())
 
 
+@pytest.mark.slow
 def test_another_trial_takes_the_same_fit(config_of, counted, caplog):
     whole = {"steps": 2, "model__linear": True}
     with caplog.at_level(logging.INFO):
@@ -43,6 +44,7 @@ def test_another_trial_takes_the_same_fit(config_of, counted, caplog):
     assert one.meta["fit_seconds"] == pytest.approx(other.meta["fit_seconds"], abs=0.1)
 
 
+@pytest.mark.slow
 def test_another_seed_has_small_networks_of_its_own(config_of, counted):
     """Fitted to other points from other weights; what has no chance in it is the same."""
     found = []

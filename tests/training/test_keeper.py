@@ -174,6 +174,7 @@ def patient(session, folder):
     return x.item()
 
 
+@pytest.mark.slow
 def test_a_slow_disk_outlasts_the_patience_of_collectives(tmp_path):
     assert run_ranks(patient, 2, tmp_path, timeout=2.0, data=2) == [2.0, 2.0]
     assert (tmp_path / "last").resolve().name == "step_00000002"

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from test_trainer import assert_equal_runs, weights
 
@@ -53,6 +54,7 @@ def kill_after(process, log, steps, moment):
     return process.wait()
 
 
+@pytest.mark.slow
 def test_killed_twice_then_resumed(config_of, tmp_path):
     settings = dict(steps=STEPS, checkpoint_every=2, validate_every=7)
     whole = train(config_of(run="whole", **settings))

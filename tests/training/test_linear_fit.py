@@ -36,6 +36,7 @@ def left(errors, dates, linear, date, members):
     return shares
 
 
+@pytest.mark.slow
 def test_linear_errors_are_found_again_for_any_number_of_members(dates):
     true = linear_of(dates, alike(dates))
 

@@ -153,6 +153,7 @@ def test_the_climate_at_sea_is_that_of_the_whole_field(settings, stores):
     assert sea.error_s[0, 1] == pytest.approx(whole.error_s[0, 1], rel=0.15)
 
 
+@pytest.mark.slow
 def test_training_with_masks_learns_and_tells_what_is_masked(settings, stores):
     run = train(settings("masked", steps=30, validate_every=30, optim__lr=2e-3))
     checkpoint = load_checkpoint(run / "checkpoints" / "best")
@@ -222,6 +223,7 @@ def test_no_date_left_names_the_gap(settings, stores):
         reader.usable([7], 1, "training")
 
 
+@pytest.mark.slow
 def test_training_goes_over_gaps_and_resumes_bit_for_bit(settings, stores, caplog, monkeypatch):
     with caplog.at_level(logging.INFO):
         run = train(settings("both", run="once", steps=8, checkpoint_every=4, validate_every=8))
@@ -281,6 +283,7 @@ def test_emos_leaves_out_sizes_that_training_dates_lack(settings, tmp_path):
     assert torch.equal(model[3], model[2]) and not torch.equal(model[2], model[0])  # five members as three
 
 
+@pytest.mark.slow
 def test_a_field_that_no_member_changes_is_learned_all_the_same(settings, tmp_path):
     """A sea surface that was given to all members: errors of it need a unit, and no other field may suffer."""
     kept = make_store(tmp_path / "alike.zarr", **COMMON, alike=("sst",))

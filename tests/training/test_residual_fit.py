@@ -76,6 +76,7 @@ def test_how_errors_grow_is_found_on_dates_not_seen(point_dates):
     assert before - found > 0.3 * (before - best) > 0
 
 
+@pytest.mark.slow
 def test_errors_that_go_with_the_spread_are_left_alone(point_dates):
     correction = nothing(point_dates)
 
@@ -91,6 +92,7 @@ def test_errors_that_go_with_the_spread_are_left_alone(point_dates):
     assert float(v.square().mean().sqrt()) < 0.3  # of the errors' own size
 
 
+@pytest.mark.slow
 def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
     """Errors with one member are three times as large: 1/M and log M are all that tells."""
     correction = nothing(point_dates)
@@ -104,6 +106,7 @@ def test_it_learns_what_sigma_lacks_of_each_number_of_members(point_dates):
     assert wide[0] - wide[1] == pytest.approx(np.log(3), abs=0.25)
 
 
+@pytest.mark.slow
 def test_what_to_expect_of_errors_is_found_on_dates_not_seen(point_dates):
     """In sigmas, on one side of the anchor alone, under noise of the size of the spread."""
     correction = nothing(point_dates)
@@ -122,6 +125,7 @@ def test_what_to_expect_of_errors_is_found_on_dates_not_seen(point_dates):
         assert float(((wanted - found) ** 2).sum() / (wanted**2).sum()) < 0.4
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_not_learned_from(point_dates):
     def errors(date, sample, members):
         noise = torch.randn(sample.mean.shape, generator=torch.Generator().manual_seed(1000 * int(date) + members))
@@ -239,6 +243,7 @@ def test_single_points_are_scored_by_the_law_of_their_variable(tmp_path):
     torch.testing.assert_close(costs, wanted, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "tcc"])
 def test_what_is_fitted_to_a_variable_with_bounds_is_better_for_it(tmp_path, name):
     """Sure of its bounds on half of the globe, where the truth is not at them: v learns so, however dry it began. Dates

@@ -136,6 +136,7 @@ def test_a_damaged_last_is_refused(config_of):
         train(config_of(steps=1, resume=True))
 
 
+@pytest.mark.slow
 def test_a_run_that_a_step_has_ended_goes_on_without_it(config_of, monkeypatch):
     """From the step before, whenever the last checkpoint was due; as if it had been left out at once."""
     spoil(monkeypatch, 49)
@@ -165,6 +166,7 @@ def test_a_link_that_was_not_exchanged_is_mended(config_of):
     assert os.readlink(folder / "best") == best and not list(folder.glob(".partial*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [["2001-02"], []])
 @pytest.mark.parametrize("lost", ["links", "last"])
 def test_a_copy_without_links_goes_on(config_of, monkeypatch, caplog, validation, lost):

@@ -157,6 +157,7 @@ def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):
         fit.samples.truth[date] -= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["emos", *LEARNED])
 def test_a_rival_forecasts_and_is_scored(config_of, tmp_path, store, name):
     dates = {"data__train": ["2001-01-01/2001-01-20"], "data__validation": ["2001-01-21/2001-01-31"]}

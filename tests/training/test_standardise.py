@@ -35,6 +35,7 @@ def config(config_of):
     return make
 
 
+@pytest.mark.slow
 def test_trains_resumes_and_predicts(config, config_of, store, tmp_path, monkeypatch):
     whole = train(config(run="whole"))
     assert losses(whole) != losses(train(config_of(run="other")))
@@ -64,6 +65,7 @@ def test_trains_resumes_and_predicts(config, config_of, store, tmp_path, monkeyp
         assert np.isfinite(data["t_mean"]).all() and (data["t_stddev"] > 0).all()
 
 
+@pytest.mark.slow
 def test_surface_variables_alone_have_maps(config, config_of):
     surface = {"data__variables": [], "data__surface": ["t2m"], "steps": 2}
     assert losses(train(config(run="maps", **surface))) != losses(train(config_of(run="levels", **surface)))
@@ -76,6 +78,7 @@ def test_a_window_wider_than_the_grid_is_refused_before_the_long_fits(config, tm
         train(config(data__store=narrow.path))
 
 
+@pytest.mark.slow
 def test_channels_are_departures_in_units_of_the_place(store):
     lay = store.layout
     config = ModelConfig(hidden=8, max_hidden=8, depth=0, standardise=Standardise.las)

@@ -16,6 +16,7 @@ def twice_a_day(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("hours") / "s.zarr", dates=dates, members=4, shape=(9, 16))
 
 
+@pytest.mark.slow
 def test_a_run_of_several_hours_is_told_of_and_one_of_each_can_be_made(config_of, twice_a_day, caplog):
     given = {"data__store": twice_a_day.path, "data__members": [2, 4], "steps": 1, "validate_every": 1}
     train(config_of(run="both", **given))

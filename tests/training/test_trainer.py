@@ -88,6 +88,7 @@ def test_a_loaded_model_is_calibrated_on_the_validation_dates(config_of, store):
     torch.testing.assert_close(left, torch.ones_like(left), rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_calibrated_from_other_numbers_of_members(config_of, store):
     """Sigma follows what a few members would say; widths of three members alone leave it off from one."""
     run = train(config_of(steps=1, optim__lr=1e-30, data__members=[1, 2, 4]))
@@ -121,6 +122,7 @@ def test_widths_of_the_weights_of_another_step_are_told_of(config_of, monkeypatc
     assert "widths" not in caplog.text
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal(config_of, own_fits):
     other = config_of(run="b", loading__name=LoaderName.torch)
     apart = replace(other, output=f"{other.output}-apart")  # where no fit has been kept
@@ -182,6 +184,7 @@ def test_time_is_planned_with_what_reading_takes(loading, seconds):
     assert beside(1.0, 8.0, LoadingConfig(threads=4)) == 2.0
 
 
+@pytest.mark.slow
 def test_init_from_takes_the_weights(config_of, monkeypatch):
     first = train(config_of(run="first", optim__lr=1e-2))
     given = weights(first)
@@ -282,6 +285,7 @@ def test_precision_is_measured(config_of, caplog):
     assert all(v.dtype == torch.float64 for k, v in low.state_dict.items() if v.ndim == 5)
 
 
+@pytest.mark.slow
 def test_scores_that_are_not_finite_are_no_candidate_and_end_no_run(config_of, monkeypatch):
     real, calls = trainer.validate, []
 
@@ -392,6 +396,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(config_of, monkeypatc
     assert weights(Path(config.output) / "a").meta["step"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unet3d", "drn"])
 def test_surface_variables_alone(config_of, tmp_path, name):
     """The store's levels mean nothing then, and an archive without any will do for a forecast."""

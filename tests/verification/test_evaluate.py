@@ -278,6 +278,7 @@ def with_members(name, members_m):
     return corrected(inflate=1 / 0.7)(name, members_m) | {Kind.MEMBER: stretched}
 
 
+@pytest.mark.slow
 def test_members_are_scored_as_vectors(store, tmp_path):
     folder = write_forecasts(tmp_path / "f", store, TEST, with_members, train=TRAIN)
     evaluate(settings(folder, store, tmp_path / "r"), store)

@@ -58,6 +58,7 @@ def test_two_forecasts_share_dates_leads_and_draws(store, forecast, tmp_path, pl
     assert content["claims"][0]["claim"].startswith("forecast: from 5 of 10 members at 48 h")
 
 
+@pytest.mark.slow
 def test_claims_name_the_members_that_were_given(store, tmp_path, plain):
     """Nor is a forecast scored against members that it was made from as if they were held out."""
     few = write_forecasts(tmp_path / "few", store, TEST, corrected(), train=TRAIN)
@@ -132,6 +133,7 @@ def test_a_bad_forecast_of_more_members_is_still_worse(store, tmp_path, plain):
     assert any(line.endswith(": worse.") for line in content["headline"])
 
 
+@pytest.mark.slow
 def test_as_many_members_are_compared_as_the_first_forecast_was_made_from(store, tmp_path, plain):
     """Where members were missing on some dates: as many as were asked for; five where it does not say."""
     made = write_forecasts(tmp_path / "f", store, TEST, corrected(members=7), train=TRAIN, members_in="1 2 3 5 6 7")
@@ -165,6 +167,7 @@ def test_a_baseline_of_rain_keeps_the_mean_that_was_fitted(store, forecast, tmp_
     assert rain["crps"]["value"] == rain["crps_family"]["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw_10", "climatology"])
 def test_a_relative_path_that_is_a_baselines_name_replaces_none(store, forecast, tmp_path, plain, monkeypatch, name):
     write_forecasts(tmp_path / name, store, TEST, corrected(shift=3.0, inflate=3.0), train=TRAIN)
@@ -177,6 +180,7 @@ def test_a_relative_path_that_is_a_baselines_name_replaces_none(store, forecast,
     assert entry(alone, name, "t", 500)["crps"] == entry(beside, name, "t", 500)["crps"]
 
 
+@pytest.mark.slow
 def test_baselines_of_few_members_do_not_use_all(store, forecast, tmp_path):
     """Whatever their folders are called."""
     other = write_forecasts(tmp_path / "emos_10", store, TEST, corrected(inflate=1.2), train=TRAIN)
@@ -185,6 +189,7 @@ def test_baselines_of_few_members_do_not_use_all(store, forecast, tmp_path):
     assert "raw 10 (uses all 10)" in page and "emos_10" in page and "emos_10 (uses" not in page
 
 
+@pytest.mark.slow
 def test_a_name_is_drawn_as_it_is(store, forecast, tmp_path):
     """A legend leaves out what begins with _, and $ begins a formula."""
     odd = shutil.copytree(forecast, tmp_path / "_x$b_$")

@@ -86,6 +86,7 @@ def test_an_ensemble_of_one_in_all_has_its_corrections(tmp_path, plain):
     assert not any("Nothing could be compared" in line for line in content["headline"])
 
 
+@pytest.mark.slow
 def test_one_member_has_no_raw_spread(store, forecast, tmp_path):
     evaluate(settings(forecast, store, tmp_path / "r", members_in=1), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())

@@ -176,6 +176,7 @@ def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeyp
         evaluate(settings(tmp_path / "cut", store, tmp_path / "r2"), store)
 
 
+@pytest.mark.slow
 def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
     (tmp_path / "f").mkdir()
     for path in forecast.glob("*.nc"):
@@ -207,6 +208,7 @@ def content_of(forecasts, store, folder, **changes):
     return json.loads((folder / "scores.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known_by", ["usual names", "standard names"])
 def test_axes_go_by_usual_or_standard_names(store, forecast, tmp_path, plain, known_by):
     """Levels without units beyond a thousand are in Pa."""
@@ -267,6 +269,7 @@ def test_fields_without_units_are_refused(store, forecast, tmp_path):
         evaluate(settings(other, store, tmp_path / "r"), store)
 
 
+@pytest.mark.slow
 def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
     """Whichever file comes first."""
     for first in (0, -1):
@@ -280,6 +283,7 @@ def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
         assert f"f{first}: leads 48 h are not in all of its files, and not scored." in content["notes"]
 
 
+@pytest.mark.slow
 def test_what_one_file_holds_beside_is_no_matter(store, forecast, tmp_path, plain):
     """Members are told of; a variable that nobody knows is not looked at."""
     for place in (0, -1):
@@ -294,6 +298,7 @@ def test_what_one_file_holds_beside_is_no_matter(store, forecast, tmp_path, plai
         assert not any(row["entrant"] == f"f{place}" for row in content["vectors"])
 
 
+@pytest.mark.slow
 def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast, tmp_path, plain, monkeypatch):
     monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
     other = rewritten(forecast, tmp_path / "f", lambda data: data)
@@ -307,6 +312,7 @@ def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast
     assert told.replace("f ", f"{store.path} ", 1) in content["notes"]
 
 
+@pytest.mark.slow
 def test_what_a_forecast_does_not_state_makes_nothing_sure(store, tmp_path, plain):
     """The same forecast is surely better where it says what it was made from."""
     found = {}

@@ -47,6 +47,7 @@ def test_the_brier_score_leaves_out_what_reliability_does(tmp_path, monkeypatch)
     assert points[0] == points[1] > points[2] == points[3] > 0
 
 
+@pytest.mark.slow
 def test_a_case_without_a_truth_is_placed_by_its_index(tmp_path, plain):
     known = dict(dates=DATES, members=10, variables=("t", "q"), levels=(500, 850), surface=("tp",), bias=0.6)
     cases = []
@@ -96,6 +97,7 @@ def test_where_the_reference_is_perfect_a_worse_forecast_is_not_left_out(monkeyp
     assert drawn[0][0, 0] == -10 and np.isnan(drawn[0][1, 1])
 
 
+@pytest.mark.slow
 def test_bins_of_spread_and_error_do_not_hang_on_the_order_of_names(tmp_path, plain):
     """Edges are those of the raw ensemble, which comes first, in every process."""
     store = make_store(tmp_path / "a.zarr", dates=DATES, members=10, leads=(48,), surface=())
