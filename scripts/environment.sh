@@ -27,16 +27,17 @@ if [ ! -e "$stamp" ]; then
   if [ ! -x "$venv/bin/python" ]; then
     python=$(find_python) && "$python" -m venv "$venv" || return 1
   fi
-  constraints=$root/constraints.txt
+  constraints=$root/constraints.txt others=
   # In an environment that is given, a torch of 2.11 or later, for a site's GPUs say, stays as it is.
   if [ -n "${ENSEMBLE_ML_VENV:-}" ] && "$venv/bin/python" -c 'import sys, torch; sys.exit([*map(int, torch.__version__.split(".")[:2])] < [2, 11])' 2>/dev/null; then
-    constraints=$(mktemp) && grep -v '^torch==' "$root/constraints.txt" >"$constraints"
+    others=$(mktemp) && grep -v '^torch==' "$constraints" >"$others" && constraints=$others
   else  # torch first and alone: a package that depends on it would otherwise choose its build
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$(grep '^torch==' "$constraints")" || return 1
   fi
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" -e "$root[$extras]" || return 1
+  [ -z "$others" ] || rm -f "$others"
   find "$venv" -maxdepth 1 -name '.ensemble-ml-*' ! -name ".ensemble-ml-$digest-*" -delete
   touch "$stamp"
 fi
 export PATH=$venv/bin:$PATH
-unset python sources digest stamp extras constraints
+unset python sources digest stamp extras constraints others

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks and tests, in an environment of their own.
 #
-# --slow adds those that take five seconds or more where others test the like in less, and measures coverage, which makes
+# --slow adds those that take four seconds or more where others test the like in less, and measures coverage, which makes
 # all of them 1.6 times as long.
 set -euo pipefail
 cd "$(dirname "$0")/.."

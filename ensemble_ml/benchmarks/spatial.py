@@ -124,13 +124,17 @@ def _rivals(bench: SpatialBench) -> None:
 
 
 def _periodic(bench: SpatialBench) -> None:
-    found = bench.job("periodic", (1, 1), **bench.network)
+    _compare_periodic(bench, "one rank, periodic convolution", "one-rank periodic path")
+
+
+def _compare_periodic(bench: SpatialBench, where: str, ours_there: str, **job: Any) -> None:
+    found = bench.job("periodic", (1, 1), **job, **bench.network)
     for name, values in found.items():
-        bench.figures[f"one rank, periodic convolution, {name}"] = Figure.of([1e3 * v for v in values], "ms")
+        bench.figures[f"{where}, {name}"] = Figure.of([1e3 * v for v in values], "ms")
     medians = {name: statistics.median(values) for name, values in found.items()}
     ours = medians.pop("ours")
     plain = min(medians.values())
-    words = "one-rank periodic path over F.pad(circular) and conv3d, forward and backward: slower by"
+    words = f"{ours_there} over F.pad(circular) and conv3d, forward and backward: slower by"
     bench.claim(words, 100 * (ours / plain - 1), "%", 2.0, at_most=True)
 
 
@@ -183,13 +187,8 @@ def _gpu(bench: SpatialBench) -> None:
         words = f"largest error, {name}, several ranks on one GPU over gloo, {len(rows)} convolutions"
         bench.claim(words, max(row[name] for row in rows), "relative", _EXACT, at_most=True)
     _compare_networks(bench, "whole U-Net, several ranks on one GPU over gloo", meshes, {"device": "cuda"})
-    found = bench.job("periodic", (1, 1), device="cuda", precision="bfloat16", **bench.network)
     where = f"one rank, {torch.cuda.get_device_name()}, bfloat16, periodic convolution"
-    for name, values in found.items():
-        bench.figures[f"{where}, {name}"] = Figure.of([1e3 * v for v in values], "ms")
-    plain = min(statistics.median(values) for name, values in found.items() if name != "ours")
-    words = f"{where}, over F.pad(circular) and conv3d, forward and backward: slower by"
-    bench.claim(words, 100 * (statistics.median(found["ours"]) / plain - 1), "%", 2.0, at_most=True)
+    _compare_periodic(bench, where, f"{where},", device="cuda", precision="bfloat16")
 
 
 def _tell_steps(bench: SpatialBench, found: dict[str, Any], where: str) -> None:

@@ -95,16 +95,16 @@ def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str
     batch = random_batch(spec, case.batch).to(device)
     torch.manual_seed(0)
     ours = EnsembleModel(spec, Climate.default(spec)).to(device)
-    naive = [_NAIVE] if device.type == "cpu" else [_NAIVE, _NAIVE_LOW]
+    gpu = device.type == "cuda"
+    naive = [_NAIVE, _NAIVE_LOW] if gpu else [_NAIVE]
     entrants: dict[str, Callable[[], object]] = {}
     for name in naive:
         model = naive_form(ours).to(device)
         Speed(Precision.bfloat16 if name == _NAIVE_LOW else Precision.float32, False).apply(model)
         entrants[name] = _stepper(model, batch)
-    record = cuda_graph if device.type == "cuda" else None
-    speed = choose(ours, _pass(ours, batch), wanted=Precision.auto, record=record)
-    entrants["ours"] = _stepper(ours, batch, recorded=device.type == "cuda")
-    if device.type == "cuda":
+    speed = choose(ours, _pass(ours, batch), wanted=Precision.auto, record=cuda_graph if gpu else None)
+    entrants["ours"] = _stepper(ours, batch, recorded=gpu)
+    if gpu:
         entrants["ours, not recorded"] = _stepper(ours, batch)
     plain = EnsembleModel(spec, Climate.default(spec)).to(device)
     Speed(Precision.float32, True).apply(plain)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ensemble_ml.benchmarks.partitioning.network import perturbed
 from ensemble_ml.benchmarks.step import benchmark_spec, random_batch
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import Climate, EnsembleModel
 from ensemble_ml.training.recorded import Recorded
 
 
@@ -42,12 +42,7 @@ class Recorder:
 @pytest.fixture
 def model():
     spec = benchmark_spec(2, 9, 16, hidden=8, max_hidden=8, depth=1)
-    torch.manual_seed(0)
-    found = EnsembleModel(spec, Climate.default(spec))
-    with torch.no_grad():
-        for p in found.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return found
+    return perturbed(spec)
 
 
 def batches(model, sizes):
