@@ -24,6 +24,7 @@ from ensemble_ml.benchmarks.skilling.entrants import (
     fit_seconds,
     forecast,
     made_at,
+    minutes_given,
     split,
     start_of_ours,
     steps_taken,
@@ -67,6 +68,9 @@ def run(config: BenchmarkConfig) -> Path:
     trials = [row for one in trained for row in one.trials]
     best = (f"{one.name} {', '.join(map(str, steps_taken(one)))}" for one in trained if one.trials)
     notes.append(f"Best on the validation dates at steps, by seed: {'; '.join(best)}.")
+    if skill.minutes:
+        given = (f"{one.name} {max(minutes_given(one)):g}" for one in trained if len(one.trials) > 1)
+        notes.append(f"Minutes that a training was given, ours beyond its fits: {', '.join(given)}.")
     made = [run for one in trained for run in one.runs]
     made += [path for sizes in forecasts.values() for labels in sizes.values() for path in labels.values()]
     if others := made_at(made) - {commit()}:

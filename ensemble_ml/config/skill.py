@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ensemble_ml.config.base import at_least, check_periods, opt, require
 from ensemble_ml.config.model import NETWORKS
@@ -17,6 +18,7 @@ class SkillConfig:
     validation: list[str] | None = opt(None, "start dates that choose; null takes the year before the test years")
     test: list[str] | None = opt(None, "start dates to score; null takes the last quarter of the years, one at least")
     models: list[str] = opt(lambda: ["unet3d", "emos", "drn", "ens10_unet", "poet"], "who takes part; unet3d is ours")
+    families: Any = opt(None, "distribution families of ours that differ from the registry's, which the others keep; {q: censored_normal} where humidity is cut off at zero")
     seeds: int = opt(3, "trainings of each network in its best setting")
     trials: int = opt(3, "settings tried for each network, compared on the validation dates")
     minutes: float = opt(1.2, "length of each training, the others' with the time of our fits added; 0 takes `steps`")

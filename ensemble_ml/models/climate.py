@@ -16,7 +16,9 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import correction_shape
 from ensemble_ml.models.surroundings import surroundings_shapes
 
-_SCALES = ("std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread")
+_SCALES = (
+    "std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread", "dry_share"
+)  # fmt: skip
 _LEAST_CELL = 1e-3  # of its level's typical spread: a cell where no member ever differed
 _LEAST = 1e-6  # of a level's standard deviation: a level where none did
 
@@ -34,6 +36,7 @@ class Climate:
     | anchor | as spread | as spread | mean of the ensemble mean |
     | bias | as spread | as spread | shrunk mean error (truth - ensemble mean) |
     | inflation | as spread | as spread | log(sigma / s0), shrunk |
+    | dry_share, dry_mean | as shrink | as shrink | a and b of `models.dry`; None: one and zero |
     | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, which the loss is divided by |
     | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
 
@@ -68,6 +71,10 @@ class Climate:
     correction: np.ndarray
     level_spread_p: np.ndarray | None = None
     level_spread_s: np.ndarray | None = None
+    dry_share_p: np.ndarray | None = None
+    dry_share_s: np.ndarray | None = None
+    dry_mean_p: np.ndarray | None = None
+    dry_mean_s: np.ndarray | None = None
     surroundings_first: np.ndarray | None = None
     surroundings_second: np.ndarray | None = None
     residuals_first: np.ndarray | None = None
@@ -78,7 +85,7 @@ class Climate:
         """Zeros and ones of the right shapes: a place for a state_dict to be loaded into."""
         arrays = {}
         for name, shape in climate_shapes(spec).items():
-            arrays[name] = np.full(shape, float(name.rsplit("_", 1)[0] in _SCALES), np.float32)
+            arrays[name] = np.full(shape, _unknown(name), np.float32)
         return cls(**arrays)
 
     def checked(self, spec: ModelSpec) -> Climate:
@@ -93,11 +100,16 @@ class Climate:
                 values[f"level_spread_{suffix}"] = _level_spread(spec, values[f"spread_{suffix}"])
         for name, shape in climate_shapes(spec).items():
             if values[name] is None:
-                values[name] = np.zeros(shape)
+                values[name] = np.full(shape, _unknown(name))
             values[name] = _checked_array(name, np.asarray(values[name], np.float32), shape)
         for suffix in ("p", "s"):
             _lift_zeros(values, suffix)
         return Climate(**values)
+
+
+def _unknown(name: str) -> float:
+    """What an array holds where nothing is known: one for scales, zero for all else."""
+    return float(name.rsplit("_", 1)[0] in _SCALES)
 
 
 def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -119,6 +131,8 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "correction": correction_shape(spec),
         **surroundings_shapes(spec),
     }
+    for name in ("dry_share", "dry_mean"):
+        shapes |= {f"{name}_p": shapes["shrink_p"], f"{name}_s": shapes["shrink_s"]}
     return shapes
 
 

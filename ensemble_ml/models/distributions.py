@@ -200,8 +200,9 @@ def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
     return location, moments(family, location, torch.ones_like(location))[0]
 
 
-# Made with the module: one that is made when first asked for, within a rehearsal on fake tensors, stays fake for all.
-_MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds == (0, math.inf)}
+# Location and mean, at scale one. Made with the module: one that is made when first asked for, within a rehearsal on
+# fake tensors, stays fake for all.
+MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds == (0, math.inf)}
 
 
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
@@ -226,13 +227,13 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
 def _tables_on(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tables where they are asked for in every step: a copy from the host waits for all that a GPU has to do."""
     with torch.inference_mode(False):
-        location, means = (t.to(device) for t in _MEAN_TABLES[family])
+        location, means = (t.to(device) for t in MEAN_TABLES[family])
     return location, means
 
 
 def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
     """`location_of_mean` as far as the table goes."""
-    location, means = _MEAN_TABLES[family] if mean.device.type == "cpu" else _tables_on(family, mean.device)
+    location, means = MEAN_TABLES[family] if mean.device.type == "cpu" else _tables_on(family, mean.device)
     wanted = (mean.double() / scale.double()).contiguous()
     right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
     share = (wanted - means[right - 1]) / (means[right] - means[right - 1])

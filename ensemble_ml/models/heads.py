@@ -12,8 +12,8 @@ a sign-based optimizer moves each by the same sensible share.
 s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
 itself): see `features`. With a linear correction sigma follows s1 as it is corrected, for its neighbours know more of
 the flow: s0 is then that of `FOLLOWED` members with this spread. The base is m + L + v s0 exp(B) for a normal variable.
-For one that has bounds it is the location at which the distribution's *mean* is that: where all members are dry, the
-untrained forecast is dry too.
+For one that has bounds it is the location at which the distribution's *mean* is that. For one with a mass at zero,
+mean and sigma are first what `models.dry` makes of them, and s0 from there on is less by as much as sigma is.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ensemble_ml.fields import Family
-from ensemble_ml.models import distributions
 from ensemble_ml.models.climate import Climate
+from ensemble_ml.models.dry import AT_ZERO, law_near_zero
 from ensemble_ml.models.features import shrunk_spread, unbiased_spread
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import departures
@@ -40,13 +40,14 @@ class Heads(nn.Module):
     """The last step for one set of variables (pressure levels, or surface).
 
     Args:
-        climate: spread and `MAPS` (T, V, [Z,] Y, X); shrink and what `BY_FIELD` names beside it (T, V[, Z]).
+        climate: spread and `MAPS` (T, V, [Z,] Y, X); shrink and what else `BY_FIELD` and `DRY` name (T, V[, Z]).
         families: of each variable.
         local_terms, postprocess, spread: as in `ModelConfig`.
     """
 
     MAPS = ("bias", "inflation", "anchor")
     BY_FIELD = ("shrink", "spread_shrink", "spread_gain", "spread_level")  # one number a lead, variable and level
+    DRY = ("dry_share", "dry_mean")  # the same: a and b of `models.dry`
 
     climatology: Tensor
     anchor: Tensor
@@ -57,6 +58,8 @@ class Heads(nn.Module):
     spread_shrink: Tensor
     spread_gain: Tensor
     spread_level: Tensor
+    dry_share: Tensor
+    dry_mean: Tensor
     local_location: nn.Parameter | None
     local_scale: nn.Parameter | None
     local_spread: nn.Parameter | None
@@ -64,7 +67,7 @@ class Heads(nn.Module):
     @classmethod
     def of(cls, spec: ModelSpec, climate: Climate, *, surface: bool, local_terms: bool) -> Heads:
         """Those of the variables on pressure levels, or at the surface, by what the train dates say of them."""
-        names = {"climatology": "spread"} | {k: k for k in (*cls.MAPS, *cls.BY_FIELD)}
+        names = {"climatology": "spread"} | {k: k for k in (*cls.MAPS, *cls.BY_FIELD, *cls.DRY)}
         known = {k: getattr(climate, f"{v}_{'s' if surface else 'p'}") for k, v in names.items()}
         config = spec.config
         kinds = {"postprocess": config.postprocess, "spread": config.spread}
@@ -81,7 +84,7 @@ class Heads(nn.Module):
     ):
         super().__init__()
         self.families, self.postprocess, self.spread = tuple(families), postprocess, spread
-        for name in ("climatology", *self.MAPS, *self.BY_FIELD):
+        for name in ("climatology", *self.MAPS, *self.BY_FIELD, *self.DRY):
             self.register_buffer(name, torch.from_numpy(np.asarray(climate[name], np.float32).copy()))
         self.register_buffer("typical", typical_spread(self.climatology))
         names = ["local_location", "local_scale"] * postprocess + ["local_spread"] * spread
@@ -136,22 +139,32 @@ class Heads(nn.Module):
             centre, inflation = mean + self.bias, self.inflation[None]
             if residuals is not None:
                 centre, inflation = informed(centre, spread0, inflation, residuals.transpose(0, 1))
+            base, spread0 = self._base(centre, spread0, inflation)
             scale = spread0 * torch.exp(inflation + bounded(_plus(parts[1], self.local_scale)))
             shift = parts[0] * spread0
             if self.local_location is not None:
                 shift = shift + self.climatology * self.local_location
-            found |= {"location": self._base(centre, spread0, inflation) + shift, "scale": scale}
+            found |= {"location": base + shift, "scale": scale}
         if self.spread:
             found["spread"] = spread1 * torch.exp(bounded(_plus(parts[-1], self.local_spread)))
         return found
 
-    def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> Tensor:
+    def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> tuple[Tensor, Tensor]:
+        """Location, and s0 with what `models.dry` multiplies it by."""
+        narrow = spread0.clone() if any(family in AT_ZERO for family in self.families) else spread0
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:
-                scale = spread0[:, :, index] * torch.exp(inflation[:, :, index])
+                grown = torch.exp(inflation[:, :, index])
                 mean = base[:, :, index].clone()  # or a gradient by the inputs would find it overwritten
-                base[:, :, index] = distributions.location_of_mean(family, mean, scale)
-        return base
+                dry = (getattr(self, name)[:, index, ..., None, None] for name in self.DRY)
+                base[:, :, index], scale = law_near_zero(family, mean, spread0[:, :, index] * grown, *dry)
+                if family in AT_ZERO:
+                    narrow[:, :, index] = scale / grown
+        return base, narrow
+
+    def dry_of_older(self) -> dict[str, Tensor]:
+        """What `DRY` names as it was before it was fitted: one and zero."""
+        return dict(zip(self.DRY, (torch.ones_like(self.dry_share), torch.zeros_like(self.dry_mean)), strict=True))
 
 
 def typical_spread(climatology: Tensor) -> Tensor:

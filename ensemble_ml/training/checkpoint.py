@@ -31,6 +31,7 @@ from torch import Tensor
 from ensemble_ml.config import Precision
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
+from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.inputs import EnsembleInput, Prediction
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.widths import widths_for
@@ -164,8 +165,13 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     Raises:
         UserError: names or shapes differ.
     """
+    weights = dict(checkpoint.state_dict)
+    for module_name, module in model.named_modules():
+        if isinstance(module, Heads):  # of a checkpoint from before there were such
+            for name, values in module.dry_of_older().items():
+                weights.setdefault(f"{module_name}.{name}", values)
     wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    found = {k: tuple(v.shape) for k, v in checkpoint.state_dict.items()}
+    found = {k: tuple(v.shape) for k, v in weights.items()}
     differ = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
     if differ:
         there, here = found.get(differ[0], "absent"), wanted.get(differ[0], "absent")
@@ -173,7 +179,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.path}: its layout differs from the model's in {len(differ)} tensors, first"
             f" {differ[0]}: {there} there, {here} here; use the same model and data settings"
         )
-    model.load_state_dict(checkpoint.state_dict)
+    model.load_state_dict(weights)
 
 
 def point(folder: Path, link: str, target: str) -> None:

@@ -12,6 +12,7 @@ With m, s mean and spread of the first M members, S the spread of all, y the tru
     bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
     linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`),
                 and what a small network of the surroundings adds to that of S                 (`surroundings_fit`)
+    a, b      = how much and how often the truth is above zero where m + bias + linear is not      (`models.dry`)
     inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
     residuals = what another such network says of these errors: what to expect, and how large         (`residual_fit`)
 
@@ -190,18 +191,30 @@ def _truth_terms(
     dates: Dates, truth: Truth | None, sample: np.ndarray, train: np.ndarray, validation: np.ndarray,
     sizes: Sequence[int],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Bias and inflation (T, F, Y, X) and error (T, F); zeros and ones where no truth is learned."""
+    """Bias and inflation (T, F, Y, X), error, a and b of `models.dry` (T, F); zeros and ones where no truth is
+    learned."""
     if truth is None:
         nothing = torch.zeros(*dates.shape, *dates.spec.grid.shape)
-        return {"bias": nothing, "inflation": nothing, "error": torch.ones(dates.shape)}
+        one, zero = torch.ones(dates.shape), torch.zeros(dates.shape)
+        return {"bias": nothing, "inflation": nothing, "error": one, "dry_share": one, "dry_mean": zero}
+    truth.tell_of_zeros(sample)
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
     chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
     unseen = spaced(chosen_by, _SAMPLE_DATES)
     inflation, error = _widened(truth, truth.inflation(), unseen, sample)
+    truth.learn_dry(inflation, unseen)
     if truth.learn_residuals(inflation, train, validation, sizes):
         inflation, error = _widened(truth, inflation, unseen, sample)
-    return {"bias": truth.whole_bias, "inflation": inflation, "error": error}
+        truth.learn_dry(inflation, unseen)  # other points are dry now
+    dry_share, dry_mean = truth.dry
+    return {
+        "bias": truth.whole_bias,
+        "inflation": inflation,
+        "error": error,
+        "dry_share": dry_share,
+        "dry_mean": dry_mean,
+    }
 
 
 def _widened(truth: Truth, inflation: Tensor, unseen: np.ndarray, sample: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,9 @@ With e what is left of an error once mean and bias are corrected, sigma0 = s0 ex
 
 over single points of training dates, e and sigma0 in typical spreads. Mean and width are fitted at once: an error
 counts by how large errors are where it stands, so less of the mean is fitted to chance than by squared errors. A
-variable that has bounds is scored by its own law, with the mean y - e + v sigma0, held a little off the bounds: most of
-what can be known of rain is whether there is any, and no normal law asks that. `truth_fit` takes shares of v and w by
-the CRPS of the validation dates. Axes: as in `point_fit`.
+variable that has bounds is scored by its own law, with the mean y - e + v sigma0, held a little off the bounds (at zero
+as `models.dry` has it): most of what can be known of rain is whether there is any, and no normal law asks that.
+`truth_fit` takes shares of v and w by the CRPS of the validation dates. Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
+from ensemble_ml.models.dry import AT_ZERO, wetter
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, widened
 from ensemble_ml.models.linear import KINDS
@@ -47,6 +48,7 @@ def fit_residuals(
     s1: Callable[[Sample, int], Tensor],
     shrink: Tensor,
     inflation: Tensor,
+    dry: tuple[Tensor, Tensor],
 ) -> bool:
     """Give `correction.residuals` its weights, and say whether it has got any.
 
@@ -57,6 +59,7 @@ def fit_residuals(
         s1: from a sample and M the full spread that is expected of it, (T, F, Y, X).
         shrink: k (T, F) of s0, which follows the corrected spread.
         inflation: B (T, F, Y, X).
+        dry: a and b of `models.dry`, (T, F).
     """
     network = correction.residuals
     assert network is not None
@@ -64,7 +67,7 @@ def fit_residuals(
         log.info("residuals: %d dates are too few, so nothing is added", len(train))
         return False
     points = Points(correction, dates, targets)
-    score = _Score(correction, dates)
+    score = _Score(correction, dates, dry)
     before = _Before(points, s1, shrink, inflation, truth=bool(score.bounded))
     pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, stream=1)
     if pool is None:
@@ -85,8 +88,9 @@ class _Score:
     `bounded`: families that are not normal, and their places among the fields.
     """
 
-    def __init__(self, correction: Correction, dates: Dates):
+    def __init__(self, correction: Correction, dates: Dates, dry: tuple[Tensor, Tensor]):
         linear = correction.linear
+        self.dry = [linear.ordered(values[None, ..., None, None]).flatten() for values in dry]
         laws = families(dates.spec)
         kinds = list(dict.fromkeys(law for law in laws if law is not Family.NORMAL))
         codes = torch.tensor([kinds.index(law) if law in kinds else -1 for law in laws])
@@ -110,10 +114,12 @@ class _Score:
         costs = [distributions.crps(Family.NORMAL, *normal)]
         for law, at in self.bounded.items():
             truth, unit = given[2][:, at], self.unit[at]
-            wide = sigma[:, at] * unit
+            mean, wide = truth + (shift - error)[:, at] * unit, sigma[:, at] * unit
+            if law in AT_ZERO:
+                mean, wide = wetter(mean, wide, *(values[at] for values in self.dry))
             # what `location_of_mean` raises to its least mean by itself would have no gradient
             near = distributions.LEAST_MEAN if law is Family.TRUNCATED_NORMAL else _LEAST_MEAN
-            mean = _within(truth + (shift - error)[:, at] * unit, law, near * wide)
+            mean = _within(mean, law, near * wide)
             location = distributions.location_of_mean(law, mean, wide)
             costs.append(distributions.crps(law, location, wide, truth) / unit)
         return torch.cat(costs, 1)[:, self.back]

@@ -13,10 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
+from ensemble_ml.models.dry import AT_ZERO, fitted, law_near_zero
 from ensemble_ml.models.heads import informed
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, Sample, families, kept_apart, neighbours, present, spaced
+from ensemble_ml.training.climate_data import (
+    FEWEST_TO_WIDEN,
+    Dates,
+    Sample,
+    families,
+    field_names,
+    kept_apart,
+    neighbours,
+    present,
+    spaced,
+)
 from ensemble_ml.training.linear_fit import telling
 from ensemble_ml.training.residual_fit import fit_residuals
 from ensemble_ml.training.smoothing import Estimate, MapMean, Scales
@@ -35,6 +47,9 @@ _NOTHING = (
 _SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
 _LARGEST_RATIO = 25.0  # of one squared residual over s0^2 to their mean
 _TINY = 1e-30
+_ABOVE_ZERO, _OFTEN = (Family.TRUNCATED_NORMAL, Family.LOGNORMAL), 0.02  # laws without a mass at zero; share of points
+_FEWEST_DRY = 500  # points, to say how often and how much it rains after all
+_LEAST_RAIN = 1e-3  # sigmas: less is what packing leaves of nothing
 _LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # of the typical spread
 
 
@@ -67,6 +82,7 @@ class Truth:
         self.bias = self._bias()
         self._known = set(chosen.tolist())
         self.whole_bias = self.bias.map() * spread.climatology
+        self.dry = torch.ones(dates.shape), torch.zeros(dates.shape)  # a and b of `models.dry`, (T, F)
 
     def _bias(self) -> Estimate:
         """Mean error of the mean of all members, in units of s_clim."""
@@ -76,6 +92,29 @@ class Truth:
             mean.add(self.scales.filled(error), present(error), follows=bool(follows))
         self.dates.refuse_empty(mean.count, Part.TRUTH)
         return mean.estimate()
+
+    def tell_of_zeros(self, sample: np.ndarray) -> None:
+        """Warn of variables whose truth is often zero, and whose law has no mass there: none of them is calibrated."""
+        laws = families(self.dates.spec)
+        at = [position for position, law in enumerate(laws) if law in _ABOVE_ZERO]
+        if not at:
+            return
+        zeros, count = torch.zeros(2, len(at))
+        for date in sample:
+            truth = self.dates.target(Part.TRUTH, int(date))[:, at]
+            zeros += (truth == 0).sum((0, -2, -1))
+            count += torch.isfinite(truth).sum((0, -2, -1))
+        told: set[str] = set()
+        names = field_names(self.dates.spec)
+        for share, position in sorted(zip((zeros / count.clamp(min=1)).tolist(), at, strict=True), reverse=True):
+            variable = names[position].split()[0]
+            if share > _OFTEN and variable not in told:
+                told.add(variable)
+                log.warning(
+                    "%s: the truth is zero at %.0f %% of the points, to which the %s law gives no chance;"
+                    " 'model.families={%s: %s}' has one that does",
+                    names[position], 100 * share, laws[position].value, variable, Family.CENSORED_NORMAL.value,
+                )  # fmt: skip
 
     def _error(self, date: int) -> Tensor:
         error = self.dates.target(Part.TRUTH, date) - self.dates.target(Part.MEAN, date)
@@ -156,6 +195,34 @@ class Truth:
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
+    def learn_dry(self, inflation: Tensor, chosen: np.ndarray) -> None:
+        """Fit a and b of `models.dry` to the points of the `chosen` dates at which the corrected mean is zero or below;
+        a field that has few of them is left as it is."""
+        laws = families(self.dates.spec)
+        at = [position for position, family in enumerate(laws) if family in AT_ZERO]
+        if not at:
+            return
+        sums = torch.zeros(4, len(inflation), len(at), dtype=torch.float64)  # of area, and of rain: times it, amount
+        points, days = torch.zeros(2, len(inflation), len(at))
+        for date in chosen:
+            _, centre, s0, more = self._uninformed(int(date))
+            centre, wide = informed(centre, s0, inflation, more)
+            centre, sigma, truth = (
+                values[:, at] for values in (centre, s0 * wide.exp(), self.dates.target(Part.TRUTH, int(date)))
+            )
+            there = (centre <= 0) & torch.isfinite(truth)
+            wet = there & (truth > _LEAST_RAIN * sigma)
+            terms = there.float(), wet.float(), torch.where(wet, truth, 0.0), torch.where(there, sigma, 0.0)
+            sums += (torch.stack(terms) * self.scales.area).double().sum((-2, -1))
+            points += there.sum((-2, -1))
+            days += there.any(-1).any(-1)
+        often, much = sums[1] / sums[0].clamp(min=_TINY), sums[2] / sums[3].clamp(min=_TINY)
+        enough = (points >= _FEWEST_DRY) & (days >= FEWEST_TO_WIDEN)
+        for place, position in enumerate(at):
+            found = fitted(laws[position], often[:, place], much[:, place])
+            for values, number in zip(self.dry, found, strict=True):
+                values[:, position] = torch.where(enough[:, place], number.float(), values[:, position])
+
     def learn_residuals(
         self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]
     ) -> bool:
@@ -166,7 +233,7 @@ class Truth:
             return False
         left, shrink = Left(self, self.spread), self.spread.shrink
         train, validation = kept_apart(train, telling(self.dates, left, validation, kinds=(0,)))
-        if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation):
+        if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation, self.dry):
             return False
         second, linear = correction.residuals.second, correction.linear
         seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)
@@ -237,6 +304,7 @@ class Truth:
         scores = torch.empty_like(scale)
         for position, family in enumerate(families(self.dates.spec)):
             mean, sigma = centre[:, position], scale[:, position]
-            location = distributions.location_of_mean(family, mean, sigma)
-            scores[:, position] = distributions.crps(family, location, sigma, truth[:, position])
+            dry = (values[:, position].view(-1, *[1] * (mean.ndim - 1)) for values in self.dry)
+            law = law_near_zero(family, mean, sigma, *dry)
+            scores[:, position] = distributions.crps(family, *law, truth[:, position])
         return scores

@@ -58,12 +58,15 @@ def test_the_whole_of_it(store, tmp_path, monkeypatch, capsys):
         assert len(mine) == 3 and {f"{name}-trial0-seed0", f"{name}-trial1-seed0"} < mine
     assert {r for r in runs if r.startswith("emos")} == {"emos-trial0-seed0"}
     assert {r for r in runs if r.startswith("start")} == {"start-trial0-seed0", "start-trial0-seed1"}
+    assert not any(
+        note.startswith("Minutes that a training was given") for note in content["notes"]
+    )  # none has a limit
     assert any(note.startswith("Best on the validation dates at steps, by seed: ") for note in content["notes"])
     rows = content["tables"]["Trials, on the validation dates"]
     assert len(rows) == 9 and sum(row["taken"] for row in rows) == 5
     assert next(row for row in rows if row["model"] == "emos")["emos"]["form"]
     claims = {claim["claim"]: claim for claim in content["claims"]}
-    assert len(claims) == len(content["claims"]) == 18
+    assert len(claims) == len(content["claims"]) == 20
     # What is extreme here lies in one block for some fields: no interval. Of two blocks none is sure.
     ends = [claim for text, claim in claims.items() if text.endswith("lower end of the interval")]
     assert len(ends) == 6 and all(end["value"] is None and not end["holds"] for end in ends)
@@ -171,6 +174,8 @@ def test_claims_are_the_scores_worked_out_by_hand():
             50.0,
         "ten PIT bins between 0.08 and 0.12, all fields together: the smallest": 0.09,
         "ten PIT bins between 0.08 and 0.12, all fields together: the largest": 0.11,
+        "ten PIT bins between 0.08 and 0.12, of every variable and level: the smallest": 0.08,
+        "ten PIT bins between 0.08 and 0.12, of every variable and level: the largest": 0.13,
         "1, 5 members in: CRPS over raw improves monotonically; the largest step (negative is better)": -0.15,
         sizes: 100 / 17, f"{sizes}: lower end of the interval": 100 / 17,
     }  # fmt: skip
@@ -204,6 +209,23 @@ def test_a_run_of_other_settings_is_not_taken_for_this(store, tmp_path):
         skill.run(config(store, tmp_path, models=["unet3d", "emos"], seeds=1, trials=1, steps=5))
     with pytest.raises(UserError, match=r"skill.trials=9: there are 5 settings"):
         skill.run(config(store, tmp_path, trials=9))
+
+
+def test_a_rival_that_was_given_more_time_than_its_due_stays(store, tmp_path, monkeypatch):
+    """And one that was given less, and any other training of ours, does not."""
+    folder, dates = tmp_path / "runs", entrants.split(SkillConfig(), store.layout.init_time)
+
+    def training(name, minutes, steps=4):
+        given = config(store, tmp_path, minutes=minutes, steps=steps, seeds=1, trials=1).skill
+        return entrants._train(name, 0, 0, given, dates, store, folder, BenchmarkSize.tiny)
+
+    for name in ("drn", "unet3d"):
+        training(name, 8.1)
+    monkeypatch.setattr(entrants, "train", lambda *_: pytest.fail("trained again"))
+    assert training("drn", 7.9, steps=3) == folder / "drn-trial0-seed0"
+    for name, minutes in (("drn", 8.2), ("unet3d", 7.9)):
+        with pytest.raises(UserError, match="max_minutes="):
+            training(name, minutes)
 
 
 def test_scores_of_the_raw_ensemble_are_those_of_brute_force(store):

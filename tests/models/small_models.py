@@ -41,7 +41,7 @@ def make_climate(spec: ModelSpec, seed=1) -> Climate:
     for name, shape in climate_shapes(spec).items():
         kind = name.rsplit("_", 1)[0]
         ranges = {"mean": (2, 6), "bias": (-0.2, 0.2), "inflation": (-0.3, 0.3), "static": (0, 1)}
-        ranges |= {"anchor": (2, 6), "correction": (-0.01, 0.01)}
+        ranges |= {"anchor": (2, 6), "correction": (-0.01, 0.01), "dry_share": (0.2, 1), "dry_mean": (0, 0.5)}
         ranges |= {"surroundings": (-0.05, 0.05), "residuals": (-0.05, 0.05)}
         low, high = ranges.get(kind, (0.5, 2))
         values[name] = rng.uniform(low, high, shape).astype(np.float32)

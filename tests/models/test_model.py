@@ -14,6 +14,7 @@ from ensemble_ml.config import Pole, Vertical
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, moments, shrunk_spread
+from ensemble_ml.models.dry import wetter
 from ensemble_ml.models.features import unbiased_spread
 
 
@@ -35,16 +36,19 @@ def test_untrained_model_is_the_statistical_correction():
         )
         s1 = (2 * gain * spread / (np.sqrt(np.pi) / 2) + k * level * clim) / (2 + k)  # c4(3) = sqrt(pi) / 2
         torch.testing.assert_close(getattr(found, f"spread_{suffix}"), s1)
-        torch.testing.assert_close(getattr(found, f"scale_{suffix}"), s0 * inflation.exp())
-        location = getattr(found, f"location_{suffix}")
+        location, scale = getattr(found, f"location_{suffix}"), getattr(found, f"scale_{suffix}")
+        dry = [torch.from_numpy(getattr(climate, f"dry_{n}_{suffix}"))[..., None, None] for n in ("share", "mean")]
         for index, name in enumerate(names):
             if spec.families[suffix == "s"][index] is Family.NORMAL:
                 torch.testing.assert_close(location[:, :, index], (mean + bias)[:, :, index])
+                torch.testing.assert_close(scale[:, :, index], (s0 * inflation.exp())[:, :, index])
             else:  # the mean of the distribution is the corrected mean
-                at = location[:, :, index], getattr(found, f"scale_{suffix}")[:, :, index]
-                predicted = moments(spec.families[suffix == "s"][index], *at)[0]
-                reachable = (mean + bias)[:, :, index] > 0.3 * at[1]
-                wanted = (mean + bias)[:, :, index]
+                wanted, wide = (mean + bias)[:, :, index], (s0 * inflation.exp())[:, :, index]
+                if name == "tp":
+                    wanted, wide = wetter(wanted, wide, *(values[:, index] for values in dry))
+                torch.testing.assert_close(scale[:, :, index], wide)
+                predicted = moments(spec.families[suffix == "s"][index], location[:, :, index], wide)[0]
+                reachable = wanted > 0.3 * wide
                 torch.testing.assert_close(predicted[reachable], wanted[reachable], rtol=1e-3, atol=1e-3)
                 assert name in ("q", "tp")
 

@@ -126,8 +126,10 @@ def test_errors_of_northward_wind_are_expected_with_their_sign_on_both_sides(dat
         return (0.5 * noise + expected(sample)) * sample.full_spread, torch.zeros_like(sample.mean)
 
     flat = torch.zeros(linear.anchor.shape)
+    by_field = flat[..., 0, 0]
+    dry = by_field + 1, by_field
     assert fit_residuals(
-        correction, dates, TRAIN, SIZES, errors, lambda s, _: s.full_spread, flat[..., 0, 0] + 1e-6, flat
+        correction, dates, TRAIN, SIZES, errors, lambda s, _: s.full_spread, by_field + 1e-6, flat, dry
     )
     sample = dates.sample(18)
     wanted, found = expected(sample)[:, 0], correction.expected_errors(sample, 3)[0][:, 0]

@@ -13,6 +13,7 @@ from ensemble_ml.config import ModelConfig
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.models import ModelSpec, distributions
+from ensemble_ml.models.dry import AT_ZERO, wetter
 from ensemble_ml.models.features import shrunk_spread
 from ensemble_ml.models.heads import FOLLOWED, bounded, informed
 from ensemble_ml.store.source import Part
@@ -33,6 +34,11 @@ def size_of(correction, sample, by=1.0):
     return torch.exp(by * (apart - apart.mean()) / apart.std()) * linear.typical
 
 
+def as_it_is(shape):
+    """a and b of `models.dry` that change nothing."""
+    return torch.ones(shape[:2]), torch.zeros(shape[:2])
+
+
 def growing(correction, by=1.0):
     """Errors of such sizes."""
 
@@ -51,7 +57,8 @@ def fitted(point_dates, correction, errors, **changes):
     def s1(sample, _members):
         return sample.full_spread
 
-    return fit_residuals(correction, point_dates, given["train"], given["sizes"], errors, s1, shrink, inflation)
+    dates = given["train"], given["sizes"]
+    return fit_residuals(correction, point_dates, *dates, errors, s1, shrink, inflation, as_it_is(shape))
 
 
 def costs(point_dates, correction, errors, date):
@@ -221,7 +228,8 @@ def test_single_points_are_scored_by_the_law_of_their_variable(tmp_path):
     before = _Before(points, lambda sample, _members: sample.full_spread, shrink, inflation, truth=True)
     given = [values.T for values in before.take(2, sample, 3, at)[1]]
     found = torch.randn(len(at), 2 * shape[0] * shape[1], generator=draw)
-    score = _Score(correction, dates)
+    dry = torch.rand(2, *shape[:2], generator=draw)
+    score = _Score(correction, dates, tuple(dry))
     costs = score(found, given)
 
     said = torch.empty(2, shape[0] * shape[1], len(at))
@@ -233,6 +241,8 @@ def test_single_points_are_scored_by_the_law_of_their_variable(tmp_path):
     scale, wanted = s0 * wide.exp(), torch.empty(shape)
     for field, law in enumerate(families(spec)):
         centre, sigma = mean[:, field], scale[:, field]
+        if law in AT_ZERO:
+            centre, sigma = wetter(centre, sigma, *(values[:, field, None, None] for values in dry))
         if law is not Family.NORMAL:  # a little off the bounds
             lower, upper = law.bounds
             centre = torch.minimum(torch.maximum(centre, lower + 0.01 * sigma), upper - 0.01 * sigma)
@@ -267,7 +277,7 @@ def test_what_is_fitted_to_a_variable_with_bounds_is_better_for_it(tmp_path, nam
         return torch.full_like(sample.mean, 0.1)
 
     flat = torch.full((1, 1), NO_SHRINK), torch.zeros(1, 1, 9, 16)
-    assert fit_residuals(correction, dates, np.arange(20), SIZES, errors, s1, *flat)
+    assert fit_residuals(correction, dates, np.arange(20), SIZES, errors, s1, *flat, as_it_is((1, 1)))
     assert torch.isfinite(correction.residuals.second).all()
     v, w = bounded(correction.expected_errors(dates.sample(19), 3))
     shift, sigma = 0.1 * v, 0.1 * w.exp()
@@ -298,7 +308,7 @@ def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):
     said = torch.stack([torch.where(right[0], v, noise), torch.where(right[1], 0.6 * w, 0.6 * other)])
     given = torch.stack([truth, torch.zeros_like(truth), torch.ones_like(truth)])
     made = object.__new__(Truth)
-    made.dates, made.scales = dates, Scales(spec.grid)
+    made.dates, made.scales, made.dry = dates, Scales(spec.grid), as_it_is((2, 2))
     made.spread = Spread(correction.linear.climatology, torch.ones(2, 2), 3, *torch.ones(3, 2, 2), correction)
     monkeypatch.setattr("ensemble_ml.training.truth_fit.fit_residuals", lambda *_: True)
     monkeypatch.setattr(

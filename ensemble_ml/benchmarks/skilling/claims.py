@@ -169,11 +169,13 @@ def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Clai
     each = _bins(board, ours)
     shares = [float(np.nanmean(share)) for share in each]
     figures["share in a PIT bin, over ten bins"] = Figure.of(shares, "share")
-    text = "ten PIT bins between 0.08 and 0.12, all fields together: the "
-    claims.append(Claim(f"{text}smallest", min(shares), "share", 0.08))
-    claims.append(Claim(f"{text}largest", max(shares), "share", 0.12, at_most=True))
-    # Together, a field that is too warm makes up for one that is too cold; each on its own:
-    figures["share in a PIT bin, over ten bins of each field"] = Figure.of(each[np.isfinite(each)].tolist(), "share")
+    # Together, a field that is too warm makes up for one that is too cold.
+    alone = each[np.isfinite(each)].tolist()
+    figures["share in a PIT bin, over ten bins of each field"] = Figure.of(alone, "share")
+    for whose, values in (("all fields together", shares), ("of every variable and level", alone)):
+        text = f"ten PIT bins between 0.08 and 0.12, {whose}: the "
+        claims.append(Claim(f"{text}smallest", min(values), "share", 0.08))
+        claims.append(Claim(f"{text}largest", max(values), "share", 0.12, at_most=True))
 
 
 def _dispersion(board: Board, labels: Sequence[str]) -> np.ndarray:

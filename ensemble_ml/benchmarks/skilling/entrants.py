@@ -163,6 +163,11 @@ def steps_taken(trained: Trained) -> list[int]:
     return [int(load_checkpoint(run / "checkpoints" / "best").meta["step"]) for run in trained.runs]
 
 
+def minutes_given(trained: Trained) -> list[float]:
+    """What each training might take, beyond the fits of ours."""
+    return [float(load_checkpoint(run / "checkpoints" / "last").meta["config"]["max_minutes"]) for run in trained.runs]
+
+
 def _tenths(minutes: float) -> float:
     return math.ceil(10 * minutes) / 10
 
@@ -188,13 +193,19 @@ def _train(
             store=store.path, train=dates.train, validation=dates.validation, validation_members=config.members,
             members=sorted({*config.sizes, 8}),
         ),
-        model=ModelConfig(name=network, **(NETS[network] | (_TINY if tiny else {}))),
+        model=ModelConfig(
+            name=network, families=config.families if network == OURS else None,
+            **(NETS[network] | (_TINY if tiny else {})),
+        ),
         # A step too far must not end the benchmark: it is cut or left out, for everyone alike.
         optim=OptimConfig(name=OptimName.adamw, beta2=0.999, clip=1.0, nonfinite=Nonfinite.skip, **optimizer),
         tracking=TrackingConfig(tensorboard=False, log_every=50),
     )  # fmt: skip
     if (last / META).is_file():
         checkpoint = load_checkpoint(last)
+        had = checkpoint.meta["config"]
+        if name not in (OURS, START) and (had["max_minutes"] or 0.0) > (config.minutes or math.inf):
+            settings = replace(settings, max_minutes=had["max_minutes"], steps=had["steps"])  # more than its due
         refuse_other_settings(settings, checkpoint, also=("max_minutes",))
         check_same_data(store, checkpoint)
         if checkpoint.meta["step"] >= checkpoint.meta["steps"]:
