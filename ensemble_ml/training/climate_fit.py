@@ -51,6 +51,7 @@ from ensemble_ml.training.truth_fit import Left, Truth
 log = logging.getLogger(__name__)
 
 _SAMPLE_DATES = 24  # enough for one number a field
+_DRY_DATES = 10  # enough for how much it rains after all: each has many dry points
 
 
 @dataclass(eq=False)
@@ -203,10 +204,11 @@ def _truth_terms(
     chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
     unseen = spaced(chosen_by, _SAMPLE_DATES)
     inflation, error = _widened(truth, truth.inflation(), unseen, sample)
-    truth.learn_dry(inflation, unseen)
+    some = spaced(unseen, _DRY_DATES)
+    truth.learn_dry(inflation, some)
     if truth.learn_residuals(inflation, train, validation, sizes):
         inflation, error = _widened(truth, inflation, unseen, sample)
-        truth.learn_dry(inflation, unseen)  # other points are dry now
+        truth.learn_dry(inflation, some)  # other points are dry now
     dry_share, dry_mean = truth.dry
     return {
         "bias": truth.whole_bias,

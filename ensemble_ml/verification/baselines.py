@@ -21,6 +21,7 @@ from ensemble_ml.verification.statistics import c4
 
 FEWEST_DATES = 5  # a bias and a variance of fewer dates are noise
 FEWEST_SPREADS = 2  # dates to fit a spread on: each is predicted by the mean of the others
+_LEAST_OF_THE_REST = 0.25  # of the squared spread that is expected of all members
 _ROUNDING = 1e-12  # of the squared mean: the variance of values that are all the same, as sums have it
 
 CORRECTIONS = {
@@ -273,6 +274,26 @@ def fit_spread(sums: CellSums, weights: np.ndarray, target: str = "f") -> Spread
 def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
     """Spread of `members` draws as `full` draws would have it on average: s_M c4(N) / c4(M)."""
     return spread * (c4(full) / c4(members))
+
+
+def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, members: int, full: int) -> np.ndarray:
+    """What a forecast of the full ensemble's spread says of the members that it was not made from.
+
+    With m, s of the M members given, m_H, s_H of the H = N - M others and S of all, squares add up:
+
+        (N - 1) S^2 = (M - 1) s^2 + (H - 1) s_H^2 + (M H / N) (m - m_H)^2
+
+    For draws of one law with variance sigma^2 whose mean only these members tell, the last two are H sigma^2 on
+    average, given the first; so ((N - 1) S^2 - (M - 1) s^2) / H stands to S^2 as sigma^2 to the square of a full
+    ensemble's spread: its root is comparable to `samples.held_out_spread`. It is kept from below half of S.
+
+    Args:
+        spread: S as it was predicted from the M members, in any shape.
+        given: s (ddof = 1), the same shape; NaN of a single member counts as zero.
+        members, full: M and N, M below N.
+    """
+    left = (full - 1) * spread**2 - (members - 1) * np.nan_to_num(given) ** 2
+    return np.sqrt(np.maximum(left / (full - members), _LEAST_OF_THE_REST * spread**2))
 
 
 def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:

@@ -65,6 +65,12 @@ class Setting:
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
         return frozenset(one.label for one in self.forecasts if held & one.seen or not one.seen)
 
+    @cached_property
+    def alike(self) -> frozenset[str]:
+        """Labels of forecasts that were made from the reduced ensemble's members, all of them and no others."""
+        given = {str(int(number)) for number in self.source.layout.realization[: self.reduced]}
+        return frozenset(one.label for one in self.forecasts if set(one.members_in) == given == one.seen)
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:

@@ -96,11 +96,12 @@ def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic,
 
 
 def spread_statistics(
-    predicted: np.ndarray, actual: np.ndarray, held_out: np.ndarray | None
+    predicted: np.ndarray, actual: np.ndarray, apart: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
-    """Errors of a predicted spread of the full ensemble, against that of all members and that of those held out."""
+    """Errors of a predicted spread of the full ensemble, against that of all members; `apart`: the error against the
+    spread of those held out, where there is one."""
     error = predicted - actual
     found = {Statistic.SPREAD_ERROR: error, Statistic.SPREAD_SQUARED_ERROR: error**2}
-    if held_out is not None:
-        found[Statistic.HELD_OUT_SQUARED_ERROR] = (predicted - held_out) ** 2
+    if apart is not None:
+        found[Statistic.HELD_OUT_SQUARED_ERROR] = apart**2
     return found

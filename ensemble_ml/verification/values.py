@@ -42,7 +42,8 @@ _BY_LAW = {  # the first is chosen by
 def spread_values(
     setting: Setting, fit: Fit, sample: Sample, said: dict[str, Predicted], start: np.ndarray | None = None
 ) -> Values:
-    """Of the spread: each entrant against the full ensemble's, and against the held-out members'; `start`: the reduced
+    """Of the spread: each entrant against the full ensemble's, and against the held-out members', of which forecasts of
+    the former from the members given say something else (`baselines.spread_of_the_rest`); `start`: the reduced
     ensemble's at lead 0. Where the reduced ensemble is the full one, what is made of its spread knows the answer."""
     m, n = setting.reduced, setting.full
     if n < 2:
@@ -61,12 +62,14 @@ def spread_values(
         if m < n:
             entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
-    found = {
-        Key(name, statistic): value
-        for name, predicted in entrants.items()
-        for statistic, value in spread_statistics(predicted, actual, None if name in setting.informed else held).items()
-    }
+    of_all = {*setting.alike, f"spread_regression_{m}"} if held is not None else set()
+    found = {}
     for name, predicted in entrants.items():
+        apart = None
+        if held is not None and name not in setting.informed:
+            apart = (base.spread_of_the_rest(predicted, given, m, n) if name in of_all else predicted) - held
+        for statistic, value in spread_statistics(predicted, actual, apart).items():
+            found[Key(name, statistic)] = value
         draws = m if name == f"raw_{m}" else n
         error = predicted * np.sqrt((draws - 1) / draws) - actual * np.sqrt((n - 1) / n)
         found[Key(name, Statistic.SPREAD_SQUARED_ERROR_0)] = error**2

@@ -282,13 +282,24 @@ def test_a_forecast_that_knows_the_law_errs_by_chance_alone():
     members = sigma * rng.normal(size=(10, *sigma.shape))
     group = Group("t2m", 48, (None,), slice(0, 1))
     nothing = SimpleNamespace(spread=lambda given: given, held_out=lambda _given: c4(10) * sigma)
-    data = SimpleNamespace(members=few, full=10, store=SimpleNamespace(layout=SimpleNamespace(grid=SimpleNamespace(
-        area_weights=lambda: np.ones(sigma.shape[1:])
-    ))))  # fmt: skip
-    _Scorer(data, table, 0, group, nothing)._spreads(members, {})
+    data = SimpleNamespace(members=few, full=10, store=SimpleNamespace(layout=SimpleNamespace(
+        realization=np.arange(1, 11), grid=SimpleNamespace(area_weights=lambda: np.ones(sigma.shape[1:])),
+    )))  # fmt: skip
+    # what is expected of the spread of all, given five of them: half of their sampling errors are in it
+    expected = c4(10) * np.sqrt((4 * members[:few].var(0, ddof=1) / c4(10) ** 2 + 5 * sigma**2) / 9)
+    files = {
+        name: SimpleNamespace(variables=["t2m_ensemble_spread"], members_in=members_in)
+        for name, members_in in (("knows", "1 2 3 4 5"), ("other", "1 2 3"))
+    }
+    scorer = _Scorer(data, table, 0, group, nothing)
+    scorer._read = lambda _file, _what: expected
+    scorer._spreads(members, files)
     best, chance = (table.total["held_out", name].item() for name in ("held_out_regression_5", CHANCE))
     assert chance == pytest.approx(best, rel=0.02)
     assert table.total["held_out", "size_corrected_5"].item() > 1.5 * best
+    assert table.total["held_out", "knows"].item() == pytest.approx(best, rel=0.02)
+    assert table.total["held_out", "other"].item() > 1.1 * best  # whose members it did not know
+    assert table.total["spread", "knows"].item() == table.total["spread", "other"].item()
 
 
 def test_extremes_are_measured_against_other_years(store):

@@ -262,6 +262,21 @@ def test_spread_regression_survives_a_constant_predictor():
     np.testing.assert_allclose(base.fit_spread(sums, AREA)(np.full(SHAPE, np.nan)), 2.0, rtol=1e-8)
 
 
+@pytest.mark.parametrize("members, full", [(1, 10), (2, 5), (5, 10), (8, 11)])
+def test_the_rest_of_an_ensemble_has_what_the_given_ones_leave(members, full):
+    """Squares of all less those of the given, over many draws of one law; and what is expected of S gives the law's."""
+    draws = 3.0 + 2.0 * np.random.default_rng(1).normal(size=(full, 200_000))
+    given = draws[:members].std(0, ddof=1) if members > 1 else np.full(draws.shape[1], np.nan)
+    s2 = np.nan_to_num(given) ** 2
+    left = ((full - 1) * draws.var(0, ddof=1) - (members - 1) * s2) / (full - members)
+    assert left.mean() == pytest.approx(4.0, rel=0.01)
+    expected = np.sqrt(((members - 1) * s2 + (full - members) * 4.0) / (full - 1))
+    found = base.spread_of_the_rest(expected, given, members, full)
+    np.testing.assert_allclose(found, np.maximum(2.0, expected / 2))
+    few = base.spread_of_the_rest(np.array([1.0]), np.array([9.0]), members, full)
+    assert few == (pytest.approx(np.sqrt((full - 1) / (full - members))) if members == 1 else 0.5)
+
+
 def test_size_correction_and_climatology():
     assert base.size_corrected(np.array(1.0), 5, 10) == pytest.approx(c4(10) / c4(5))
     y = np.random.default_rng(9).normal(3, 2, size=(9, *SHAPE))

@@ -79,7 +79,7 @@ def test_c4_is_what_a_sample_standard_deviation_shrinks_by():
 
 
 def test_spread_statistics():
-    found = spread_statistics(np.array([2.0]), np.array([1.5]), np.array([3.0]))
+    found = spread_statistics(np.array([2.0]), np.array([1.5]), np.array([-1.0]))
     assert {name: float(value[0]) for name, value in found.items()} == {
         Statistic.SPREAD_ERROR: 0.5,
         Statistic.SPREAD_SQUARED_ERROR: 0.25,

@@ -136,7 +136,8 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
     _two(claims, text, gain("spread", ours, f"spread_regression_{m}"), 5.0)
     gain("spread", ours, f"size_corrected_{m}")
     if ("held_out", ours[0]) in board.table.total:
-        # The regression may be fitted to all members' spread, as ours is, or to that of those held out.
+        # The regression may be fitted to all members' spread, as ours is, which says what to expect of the others', or
+        # to that of those held out.
         kinds = f"spread_regression_{m}", f"held_out_regression_{m}"
         gains = {kind: gain("held_out", ours, kind) for kind in kinds}
         better = min(gains, key=lambda kind: gains[kind].value)
