@@ -133,7 +133,7 @@ def contest():
             "size_corrected_5": 1.21,
         },
         "held_out": {
-            "unet3d-from5": 0.81, "spread_regression_5": 1.0, "held_out_regression_5": 0.9025, "size_corrected_5": 1.44,
+            "unet3d-from5": 0.81, "unet3d-from1": 1.0, "raw_4": 1.21, "spread_regression_5": 1.0, "held_out_regression_5": 0.9025, "size_corrected_5": 1.44,
             "chance": 0.7225,
         },
         "square": {"unet3d-from5": 1.0, "unet3d-from1": 4.0},
@@ -185,6 +185,7 @@ def test_claims_are_the_scores_worked_out_by_hand():
     shares = {name.rpartition(": ")[2]: f.median for name, f in figures.items() if name.startswith("share of the gain")}
     parts = {"fewer members (a loss)": -10, "bias": 10, "dispersion": 5, "a law that cannot be negative": 2.5}
     assert shares == pytest.approx(parts | {"flow-dependence": 12.5})
+    assert figures["held_out RMSE: ours from 1 below raw_4"].median == pytest.approx(100 * (1 - 1 / 1.1))
     each = figures["share in a PIT bin, over ten bins of each field"]
     assert (each.min, each.max) == pytest.approx((0.08, 0.13))
     assert figures["CRPS from 1: ours below emos"].median == pytest.approx(100 * (1 - 1.9 / 1.95))

@@ -144,6 +144,8 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
         found = gains[better]
         _two(claims, f"{text}, against the {contest.full - m} held-out members, the better of two", found, 5.0)
         gain("held_out", ours, f"size_corrected_{m}")
+        if 1 in contest.labels[OURS]:  # beside the claim above, in whose target the four are themselves
+            gain("held_out", contest.of(OURS, 1), "raw_4")
         told = f"held_out RMSE: chance alone (normal members whose law is known) below {better}"
         _put(figures, told, board.gain("held_out", [CHANCE], [better], power=0.5))
 
