@@ -133,8 +133,8 @@ def contest():
             "size_corrected_5": 1.21,
         },
         "held_out": {
-            "unet3d-from5": 0.81, "unet3d-from1": 1.0, "raw_4": 1.21, "spread_regression_5": 1.0, "held_out_regression_5": 0.9025, "size_corrected_5": 1.44,
-            "chance": 0.7225,
+            "unet3d-from5": 0.81, "unet3d-from1": 1.0, "raw_4": 1.21, "spread_regression_5": 1.0,
+            "held_out_regression_5": 0.9025, "size_corrected_5": 1.44, "chance": 0.7225,
         },
         "square": {"unet3d-from5": 1.0, "unet3d-from1": 4.0},
     }  # fmt: skip
