@@ -169,7 +169,8 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
     for module_name, module in model.named_modules():
         if isinstance(module, Heads):  # of a checkpoint from before there were such
             for name, values in module.dry_of_older().items():
-                weights.setdefault(f"{module_name}.{name}", values)
+                if weights.setdefault(f"{module_name}.{name}", values) is values:
+                    log.debug("checkpoint %s: knows no %s; forecasts of no rain stay sure", checkpoint.path, name)
     wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     found = {k: tuple(v.shape) for k, v in weights.items()}
     differ = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))

@@ -17,7 +17,7 @@ import numpy as np
 
 from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import quantile
-from ensemble_ml.verification.statistics import c4
+from ensemble_ml.verification.statistics import c4, ensemble_moments
 
 FEWEST_DATES = 5  # a bias and a variance of fewer dates are noise
 FEWEST_SPREADS = 2  # dates to fit a spread on: each is predicted by the mean of the others
@@ -276,7 +276,7 @@ def size_corrected(spread: np.ndarray, members: int, full: int) -> np.ndarray:
     return spread * (c4(full) / c4(members))
 
 
-def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, members: int, full: int) -> np.ndarray:
+def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, full: int) -> np.ndarray:
     """What a forecast of the full ensemble's spread says of the members that it was not made from.
 
     With m, s of the M members given, m_H, s_H of the H = N - M others and S of all, squares add up:
@@ -285,15 +285,18 @@ def spread_of_the_rest(spread: np.ndarray, given: np.ndarray, members: int, full
 
     For draws of one law with variance sigma^2 whose mean only these members tell, the last two are H sigma^2 on
     average, given the first; so ((N - 1) S^2 - (M - 1) s^2) / H stands to S^2 as sigma^2 to the square of a full
-    ensemble's spread: its root is comparable to `samples.held_out_spread`. It is kept from below half of S.
+    ensemble's spread: its root is comparable to `samples.held_out_spread`, to first order in what is unknown of sigma.
+    It is kept from below half of S.
 
     Args:
-        spread: S as it was predicted from the M members, in any shape.
-        given: s (ddof = 1), the same shape; NaN of a single member counts as zero.
-        members, full: M and N, M below N.
+        spread: S as it was predicted from the members, (...).
+        given: these members, (M, ...).
+        full: N, above M.
     """
-    left = (full - 1) * spread**2 - (members - 1) * np.nan_to_num(given) ** 2
-    return np.sqrt(np.maximum(left / (full - members), _LEAST_OF_THE_REST * spread**2))
+    members = len(given)
+    known = (members - 1) * np.nan_to_num(ensemble_moments(given)[1])
+    left = ((full - 1) * spread**2 - known) / (full - members)
+    return np.sqrt(np.maximum(left, _LEAST_OF_THE_REST * spread**2))
 
 
 def fit_climatology(sums: CellSums) -> tuple[np.ndarray, np.ndarray]:

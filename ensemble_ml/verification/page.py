@@ -21,7 +21,9 @@ DEFINITIONS = {
         regression is fitted), and stands alone as climatology. The start regression has the spread of the M members at
         lead 0 instead of s_M.""",
     "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
-        shares members with the input; these do not.""",
+        shares members with the input; these do not. So of the spread regression, and of forecasts that say which M
+        members they were made from, sqrt(((N-1) S^2 - (M-1) s_M^2) / (N-M)) is scored, which is what their spread S of
+        all members leaves for the others; of all others, what they say as it is.""",
     "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw
         ensemble as N(m, (1 + 1/M) s^2), the figure that claims are made against. Beside it stand N(m, s^2), the fair
         CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)), and the ordinary one with M^2.

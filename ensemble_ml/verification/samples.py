@@ -66,10 +66,11 @@ class Setting:
         return frozenset(one.label for one in self.forecasts if held & one.seen or not one.seen)
 
     @cached_property
-    def alike(self) -> frozenset[str]:
-        """Labels of forecasts that were made from the reduced ensemble's members, all of them and no others."""
-        given = {str(int(number)) for number in self.source.layout.realization[: self.reduced]}
-        return frozenset(one.label for one in self.forecasts if set(one.members_in) == given == one.seen)
+    def made_of(self) -> dict[str, list[int]]:
+        """Where the members stand, by label, that a forecast was made from: those that say, the same on all dates."""
+        places = {str(int(number)): place for place, number in enumerate(self.source.layout.realization)}
+        told = {one.label: one.members_in for one in self.forecasts if not one.mixed and one.members_in}
+        return {label: [places[n] for n in numbers] for label, numbers in told.items() if places.keys() >= {*numbers}}
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,8 +98,8 @@ def raw_statistics(members: np.ndarray, y: np.ndarray | None) -> dict[Statistic,
 def spread_statistics(
     predicted: np.ndarray, actual: np.ndarray, apart: np.ndarray | None
 ) -> dict[Statistic, np.ndarray]:
-    """Errors of a predicted spread of the full ensemble, against that of all members; `apart`: the error against the
-    spread of those held out, where there is one."""
+    """Errors of a predicted spread of the full ensemble, against that of all members; `apart`: the error of what it
+    says of the members held out, where it does."""
     error = predicted - actual
     found = {Statistic.SPREAD_ERROR: error, Statistic.SPREAD_SQUARED_ERROR: error**2}
     if apart is not None:

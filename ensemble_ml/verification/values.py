@@ -62,12 +62,13 @@ def spread_values(
         if m < n:
             entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
-    of_all = {*setting.alike, f"spread_regression_{m}"} if held is not None else set()
+    known = {f"spread_regression_{m}": list(range(m)), **setting.made_of}
     found = {}
     for name, predicted in entrants.items():
         apart = None
         if held is not None and name not in setting.informed:
-            apart = (base.spread_of_the_rest(predicted, given, m, n) if name in of_all else predicted) - held
+            rest = base.spread_of_the_rest(predicted, sample.members[known[name]], n) if name in known else predicted
+            apart = rest - held
         for statistic, value in spread_statistics(predicted, actual, apart).items():
             found[Key(name, statistic)] = value
         draws = m if name == f"raw_{m}" else n

@@ -136,6 +136,7 @@ def contest():
             "unet3d-from5": 0.81, "unet3d-from1": 1.0, "raw_4": 1.21, "spread_regression_5": 1.0,
             "held_out_regression_5": 0.9025, "size_corrected_5": 1.44, "chance": 0.7225,
         },
+        "held_out_as_it_is": {"unet3d-from5": 1.0, "spread_regression_5": 1.21},
         "square": {"unet3d-from5": 1.0, "unet3d-from1": 4.0},
     }  # fmt: skip
     table, ones = Table(20, 2), np.ones((20, 2))
@@ -162,7 +163,7 @@ def test_claims_are_the_scores_worked_out_by_hand():
     extreme = "in the stratum |EFI| > 0.7 (EFI of the raw ten): CRPS below the best baseline"
     one = "one trajectory through the net: RMSE against the full ensemble's spread below that of four raw members'"
     five = "5 members through the net: spread RMSE below spread regression's"
-    held_out = f"{five}, against the 5 held-out members, the better of two"
+    held_out = f"{five}, what it says of the 5 held-out members' spread, against the better of two"
     sizes = "1, 5 members in: none but 1 is worse than the best baseline with as many members; the smallest gain"
     ends = {f"{text}: lower end of the interval": value for text, value in (
         (best, 100 / 17), (extreme, 6.25), (one, -20.0), (five, 20.0), (held_out, 100 * (1 - 0.9 / 0.95)),
@@ -185,6 +186,8 @@ def test_claims_are_the_scores_worked_out_by_hand():
     shares = {name.rpartition(": ")[2]: f.median for name, f in figures.items() if name.startswith("share of the gain")}
     parts = {"fewer members (a loss)": -10, "bias": 10, "dispersion": 5, "a law that cannot be negative": 2.5}
     assert shares == pytest.approx(parts | {"flow-dependence": 12.5})
+    as_it_is = figures["held_out_as_it_is RMSE: ours from 5 below spread_regression_5"]
+    assert as_it_is.median == pytest.approx(100 * (1 - 1 / 1.1))
     assert figures["held_out RMSE: ours from 1 below raw_4"].median == pytest.approx(100 * (1 - 1 / 1.1))
     each = figures["share in a PIT bin, over ten bins of each field"]
     assert (each.min, each.max) == pytest.approx((0.08, 0.13))
@@ -282,7 +285,7 @@ def test_a_forecast_that_knows_the_law_errs_by_chance_alone():
     sigma = np.exp(rng.normal(0, 0.5, (1, 300, 400)))
     members = sigma * rng.normal(size=(10, *sigma.shape))
     group = Group("t2m", 48, (None,), slice(0, 1))
-    nothing = SimpleNamespace(spread=lambda given: given, held_out=lambda _given: c4(10) * sigma)
+    nothing = SimpleNamespace(spread=lambda given: 1.1 * given, held_out=lambda _given: c4(10) * sigma)
     data = SimpleNamespace(members=few, full=10, store=SimpleNamespace(layout=SimpleNamespace(
         realization=np.arange(1, 11), grid=SimpleNamespace(area_weights=lambda: np.ones(sigma.shape[1:])),
     )))  # fmt: skip
@@ -299,8 +302,15 @@ def test_a_forecast_that_knows_the_law_errs_by_chance_alone():
     assert chance == pytest.approx(best, rel=0.02)
     assert table.total["held_out", "size_corrected_5"].item() > 1.5 * best
     assert table.total["held_out", "knows"].item() == pytest.approx(best, rel=0.02)
-    assert table.total["held_out", "other"].item() > 1.1 * best  # whose members it did not know
+    assert table.total["held_out", "other"].item() > 1.1 * best  # which was not made from as many
+    assert table.total["held_out_as_it_is", "knows"].item() > 1.1 * best
     assert table.total["spread", "knows"].item() == table.total["spread", "other"].item()
+    given, held = members[:few].std(0, ddof=1), members[few:].std(0, ddof=1) * c4(10) / c4(5)
+    rest = np.sqrt(np.maximum((9 * 1.21 - 4) / 5, 1.21 / 4)) * given
+    assert table.total["held_out", "spread_regression_5"].item() == pytest.approx(((rest - held) ** 2).sum())
+    whole = SimpleNamespace(variables=["t2m_ensemble_spread"], members_in=" ".join(map(str, range(1, 11))))
+    scorer._spreads(members, {"all": whole})
+    assert ("held_out", "all") in table.total
 
 
 def test_extremes_are_measured_against_other_years(store):

@@ -142,9 +142,11 @@ def _spread(contest: Contest, figures: dict[str, Figure], claims: list[Claim]) -
         gains = {kind: gain("held_out", ours, kind) for kind in kinds}
         better = min(gains, key=lambda kind: gains[kind].value)
         found = gains[better]
-        _two(claims, f"{text}, against the {contest.full - m} held-out members, the better of two", found, 5.0)
+        left = f"what it says of the {contest.full - m} held-out members' spread, against the better of two"
+        _two(claims, f"{text}, {left}", found, 5.0)
         gain("held_out", ours, f"size_corrected_{m}")
-        if 1 in contest.labels[OURS]:  # beside the claim above, in whose target the four are themselves
+        gain("held_out_as_it_is", ours, kinds[0])
+        if 1 in contest.labels[OURS] and m >= 4:  # beside the claim above, in whose target the four are themselves
             gain("held_out", contest.of(OURS, 1), "raw_4")
         told = f"held_out RMSE: chance alone (normal members whose law is known) below {better}"
         _put(figures, told, board.gain("held_out", [CHANCE], [better], power=0.5))

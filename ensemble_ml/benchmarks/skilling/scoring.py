@@ -179,14 +179,16 @@ class _Scorer:
             if f"{self.group.variable}_ensemble_spread" in file.variables:
                 said[label] = self._read(file, "ensemble_spread")
         everywhere = np.broadcast_to(self.area, actual.shape)
-        first = [str(int(number)) for number in self.data.store.layout.realization[:few]]
+        numbers = [str(int(number)) for number in self.data.store.layout.realization]
+        made_of = {k: [numbers.index(n) for n in f.members_in.split()] for k, f in files.items() if k in said}
+        made_of[f"spread_regression_{few}"] = list(range(few))
         for label, spread in said.items():
             self._put("spread", label, (spread - actual) ** 2, everywhere)
             if held is not None:
-                # A forecast of all members' spread that knows those given says something else of the others'.
-                knows = label in files and files[label].members_in.split() == first
-                if knows or label == f"spread_regression_{few}":
-                    spread = base.spread_of_the_rest(spread, given, few, full)
+                self._put("held_out_as_it_is", label, (spread - held) ** 2, everywhere)
+                # A forecast of all members' spread that knows some of them says something else of the others'.
+                if len(made_of.get(label, numbers)) < full:
+                    spread = base.spread_of_the_rest(spread, members[made_of[label]], full)
                 self._put("held_out", label, (spread - held) ** 2, everywhere)
         if held is not None and self.fitted.held_out is not None:
             self._put("held_out", f"held_out_regression_{few}", (self.fitted.held_out(given) - held) ** 2, everywhere)
