@@ -8,6 +8,7 @@ import pytest
 from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import location_of_mean, moments, quantile
 from ensemble_ml.verification.fits import Fit
+from ensemble_ml.verification.samples import Setting
 from ensemble_ml.verification.statistics import Statistic as S
 from ensemble_ml.verification.values import _baseline
 from ensemble_ml.verification.vectors import Known
@@ -62,3 +63,14 @@ def test_the_scale_of_vectors_is_that_of_known_cells():
     setting = SimpleNamespace(weights=np.array([[[1.0, 3.0, 4.0]]]), reduced=5)
     fit = Fit(corrections={5: {"blend": None}}, climatology=(deviation, deviation))
     np.testing.assert_allclose(Known.of(setting, fit).scale, [1.0, 0.0])  # root of (1 * 4 + 3 * 0) / 4; nothing
+
+
+def test_members_of_a_forecast_are_known_where_it_says_them_for_all_dates():
+    told = {
+        "five": (("1", "2", "3", "4", "5"), False), "turned": (("3", "1"), False), "uneven": (("1", "2"), True),
+        "silent": ((), False), "other": (("1", "77"), False),
+    }  # fmt: skip
+    forecasts = tuple(SimpleNamespace(label=k, members_in=members, mixed=mixed) for k, (members, mixed) in told.items())
+    source = SimpleNamespace(layout=SimpleNamespace(realization=np.array([1, 2, 3, 4, 5, 6])))
+    setting = Setting(source, forecasts, 5, *[np.arange(0)] * 3, False)
+    assert setting.made_of == {"five": [0, 1, 2, 3, 4], "turned": [2, 0]}
