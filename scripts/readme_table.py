@@ -46,7 +46,8 @@ def command(name: str, content: dict) -> str:
     """What was run for a file of results: folders by their last name, without that for the results themselves."""
     if content.get("command"):
         words = [word for word in content["command"] if not word.startswith(("output=", "workspace="))]
-        return " ".join(re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)
+        shown = (re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)
+        return " ".join(f"'{word}'" if " " in word else word for word in shown)
     benchmark, _, section = name.partition("-")
     if name == "quickstart":
         return "scripts/quickstart.sh"
