@@ -1,17 +1,19 @@
-"""Write the tables of README.md from the results files of the benchmarks.
+"""Write the tables of README.md and of scripts/results/README.md from the results files of the benchmarks.
 
     python scripts/readme_table.py [--check]
 
 Results to publish stand in scripts/results/NAME.json, or NAME-SECTION.json where a section was run alone, copies of
-runs/benchmark/NAME/results.json. `--check` changes nothing and fails where the table is not what the files say.
+runs/benchmark/NAME/results.json. `--check` changes nothing and fails where a table is not what the files say.
 """
 
 import json
 import re
 import sys
+from os.path import commonprefix
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
 BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -->"
 
 
@@ -22,15 +24,28 @@ POSITIVE = 1e-9  # the target of ends of intervals that are to lie above zero
 HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
 
-def row(claim: dict) -> str:
-    """One line: what is claimed, what was measured, the target, whether it holds."""
+def row(claim: dict, figures: dict) -> str:
+    """One line: what is claimed, what was measured, from where to where it goes, the target, whether it holds."""
     value, target = shown(claim["value"]), "above 0" if claim["target"] == POSITIVE else shown(claim["target"])
     if value == target and claim["value"] != claim["target"]:
         value = f"{claim['value']:.5g}"
     said, unit = claim["claim"].replace("|", "\\|"), claim["unit"]
     if unit in ("yes", "true"):  # of what is or is not
         value, target, unit = "yes" if claim["value"] else "no", "yes", ""
-    return f"| {said} | {f'{value} {unit}'.rstrip()} | {target} | {'yes' if claim['holds'] else '**no**'} |"
+    holds, ends = "yes" if claim["holds"] else "**no**", reach(claim, figures)
+    measured = f"{value} {unit}".rstrip()
+    if ends:
+        measured += f" ({shown(ends[0])} to {shown(ends[1])})"
+        holds += ", not throughout" if ends[0] < claim["target"] < ends[1] else ""
+    return f"| {said} | {measured} | {target} | {holds} |"
+
+
+def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
+    """Smallest and largest value of the figure that a claim is about, where there is one: it has the claim's value."""
+    for figure in figures.values():
+        if figure["median"] == claim["value"] and figure["min"] < figure["max"]:
+            return figure["min"], figure["max"]
+    return None
 
 
 def shown(value: float | str | None) -> str:
@@ -61,54 +76,74 @@ def commit(content: dict) -> str:
     return whole[:7] + "+" * whole.endswith("+")
 
 
-def rows(claims: list[dict]) -> list[str]:
+def rows(claims: list[dict], figures: dict) -> list[str]:
     """Lines of claims; what an older file says twice (at least, and at most) is said once."""
-    return list(dict.fromkeys(map(row, claims)))
+    return list(dict.fromkeys(row(claim, figures) for claim in claims))
 
 
-def table() -> str:
-    """The quickstart's claims, how many of each benchmark hold, all that do not, losses, then all; by file names."""
-    paths = sorted((ROOT / "scripts" / "results").glob("*.json"))
-    found = {path.stem: json.loads(path.read_text()) for path in paths}
-    small = [name for name, content in found.items() if content.get("size", "full") != "full"]
-    if small:
-        raise SystemExit(
-            f"scripts/results/{small[0]}.json: of size={found[small[0]]['size']}; targets are of size=full"
-        )
-    claims = {name: content["claims"] for name, content in found.items() if content["claims"]}
-    lines = [f"Of `{command('quickstart', found['quickstart'])}`:", "", *HEAD, *rows(claims["quickstart"])]
-    lines += ["", "| shown by | claims that hold | measured at | on |", "|---|---|---|---|"]
-    for name, some in claims.items():
-        held = rows([claim for claim in some if claim["holds"]])
-        machine = found[name]["machine"]
-        where = f"{commit(found[name])} | {machine.get('accelerator') or machine['processor']}"
-        lines.append(f"| `{command(name, found[name])}` | {len(held)} of {len(rows(some))} | {where} |")
+def published() -> dict[str, dict]:
+    """The contents of all results files by their names."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    for name, content in found.items():
+        if content.get("size", "full") != "full":
+            raise SystemExit(f"scripts/results/{name}.json: of size={content['size']}; targets are of size=full")
+    return found
+
+
+def summary(found: dict[str, dict]) -> list[str]:
+    """Claims of skill, how many of each benchmark hold, all that do not, and where a rival is faster."""
+    lines = []
+    for name in ("quickstart", "skill"):
+        claims, figures = found[name]["claims"], found[name]["figures"]
+        common = commonprefix([claim["claim"] for claim in claims])  # noqa: RUF071 (no paths)
+        common = common[: common.rfind(": ") + 2]
+        short = [claim | {"claim": claim["claim"].removeprefix(common)} for claim in claims]
+        said = f": {common.removesuffix(': ')}" if common else ""
+        lines += [f"Of `{command(name, found[name])}`{said}:", "", *HEAD, *rows(short, figures), ""]
+    lines += ["| shown by | claims that hold | measured at | on |", "|---|---|---|---|"]
+    for name, content in found.items():
+        if content["claims"]:
+            held, all_ = (len(rows(some, {})) for some in (_held(content), content["claims"]))
+            where = f"{commit(content)} | {content['machine'].get('accelerator') or content['machine']['processor']}"
+            lines.append(f"| `{command(name, content)}` | {held} of {all_} | {where} |")
     lines += ["", "A + after a commit: with changes that were not committed yet." + NOT_RECORDED]
     lines += ["", "What does not hold:", "", HEAD[0] + " of |", HEAD[1] + "---|"]
-    for name, some in claims.items():
-        lines += [f"{one} {name.partition('-')[0]} |" for one in rows([c for c in some if not c["holds"]])]
+    for name, content in found.items():
+        missed = [claim for claim in content["claims"] if not claim["holds"]]
+        lines += [f"{line} {name.partition('-')[0]} |" for line in rows(missed, content["figures"])]
     lines += ["", "Where another is faster:", ""]
     for name, content in found.items():
         lost = [note.removeprefix(LOST) for note in content.get("notes", []) if note.startswith(LOST)]
         lines += [f"- {note} (`{command(name, content)}`)" for note in lost]
-    for name, some in claims.items():
-        lines += ["", f"<details><summary>All claims of <code>{command(name, found[name])}</code></summary>", "", *HEAD]
-        lines += [*rows(some), "", "</details>"]
-    return "\n".join(lines)
+    return lines
+
+
+def _held(content: dict) -> list[dict]:
+    return [claim for claim in content["claims"] if claim["holds"]]
+
+
+def everything(found: dict[str, dict]) -> list[str]:
+    """All claims of all benchmarks."""
+    lines = []
+    for name, content in found.items():
+        if content["claims"]:
+            lines += [f"<details><summary><code>{command(name, content)}</code></summary>", "", *HEAD]
+            lines += [*rows(content["claims"], content["figures"]), "", "</details>", ""]
+    return lines[:-1]
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    new = f"{before}{BEGIN}\n{table()}\n{END}{after}"
-    if "--check" in sys.argv:
-        if new != text:
-            print("README.md: its table is not what scripts/results says; run python scripts/readme_table.py")
-        return int(new != text)
-    readme.write_text(new)
-    return 0
+    found, wrong = published(), False
+    for path, lines in ((ROOT / "README.md", summary(found)), (RESULTS / "README.md", everything(found))):
+        text = path.read_text()
+        before, _, rest = text.partition(BEGIN)
+        new = "\n".join([before + BEGIN, *lines, END]) + rest.partition(END)[2]
+        if "--check" not in sys.argv:
+            path.write_text(new)
+        elif new != text:
+            print(f"{path.relative_to(ROOT)}: its table is not what scripts/results says; run scripts/readme_table.py")
+            wrong = True
+    return int(wrong)
 
 
 if __name__ == "__main__":
