@@ -108,6 +108,8 @@ archive, forecast = archive.isel(init_time=with_truth), forecast.isel(init_time=
 used = max(made_from, key=len)  # a date may lack some of those that were asked for
 members = archive[name].load()
 there = members.notnull().any("realization") & forecast[f"{name}_mean"].notnull()
+if len(used) > 1:  # a date of one of them has no spread to compare with
+    there &= members.sel(realization=used).notnull().sum("realization") > 1
 truth = archive[f"{name}_truth"].load().where(there)
 reduced = members.sel(realization=used)
 weights = api.area_weights(truth)

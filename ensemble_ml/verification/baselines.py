@@ -3,7 +3,7 @@
 Everything is fitted from sums over dates at each cell, which add up like any other aggregation. Bias and variance ratio
 are those of the cell (`local`), of all cells (`global`), or the cell's drawn towards the global ones as far as they do
 not come back in the other half of the dates (`shrunk`, empirical Bayes). The variance goes with the ensemble's own, is
-constant, or lies between the two (`blend`), which is EMOS fitted by moments.
+constant, or lies between the two (`blend`): EMOS fitted by moments, but for its slope on the mean, which is one here.
 
 Axes: H half of the fit dates (odd and even blocks of days, so that both see all seasons), Z level, Y latitude,
 X longitude.

@@ -66,10 +66,6 @@ class Calibration:
         """Dates (D,) bool that a histogram of a column was made of."""
         return self.histograms[kind, entrant][:, column].sum(-1) > 0
 
-    def entrants(self, kind: str) -> list[str]:
-        """Who has a histogram of this kind."""
-        return [entrant for other, entrant in self.histograms if other == kind]
-
     def _count(
         self, kind: str, entrant: str, date: int, columns: slice, where: np.ndarray, mask: np.ndarray, bins: int
     ) -> None:

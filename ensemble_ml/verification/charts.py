@@ -136,7 +136,7 @@ def bins(scores: Scores, pictures: Pictures) -> str:
     spread = f"Does the predicted spread tell the spread of all {n} members?"
     parts = [
         _binned(scores, pictures, pictures.error_bins, (f"raw_{m}", f"raw_{n}"), error, "RMSE of the mean"),
-        _binned(scores, pictures, pictures.spread_bins, (f"raw_{m}",), spread, f"spread of all {n} members (RMS)"),
+        _binned(scores, pictures, pictures.spread_bins, (f"raw_{m}",), spread, f"mean spread of all {n} members"),
     ]
     return f"<h2>Spread against error</h2>{''.join(parts)}" if any(parts) else ""
 

@@ -54,8 +54,9 @@ class ForecastSet:
     path: str
     files: dict[np.datetime64, Path]
     names: frozenset[str]
-    members_in: tuple[str, ...]  # of the date with the most: others may lack some of those that were asked for
+    made_of: dict[np.datetime64, tuple[str, ...]]  # members, by start date; none where a file does not say
     training_dates: np.ndarray
+    untold_dates: int  # files that do not state their training dates
     validation_dates: np.ndarray  # they chose the checkpoint
     earlier_dates: np.ndarray  # they trained or chose the weights that training began from
     checkpoints: tuple[str, ...]  # sha256 of those that made the files
@@ -64,11 +65,29 @@ class ForecastSet:
     uneven_members: tuple[str, ...]  # variables of which some files lack members
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
     grid: Grid
-    seen: frozenset[str]  # members that any of its dates was made from
-    mixed: bool  # whether members or checkpoints differ between its dates
     _rows: np.ndarray
     _columns: np.ndarray
     _open: dict[Path, _File] = field(default_factory=dict)
+
+    @property
+    def silent(self) -> bool:
+        """Whether any of its files does not say which members it was made from."""
+        return not all(self.made_of.values())
+
+    @property
+    def members_in(self) -> tuple[str, ...]:
+        """Members of the date with the most: others may lack some of those that were asked for; none where `silent`."""
+        return () if self.silent else max(self.made_of.values(), key=len)
+
+    @property
+    def seen(self) -> frozenset[str]:
+        """Members that any of its dates was made from, of those that say so."""
+        return frozenset().union(*self.made_of.values())
+
+    @property
+    def mixed(self) -> bool:
+        """Whether members or checkpoints differ between its dates."""
+        return len(set(self.made_of.values())) > 1 or len(self.checkpoints) > 1
 
     def predicted(self, init_time: np.datetime64, name: str, lead: int, levels: tuple[int | None, ...]) -> Predicted:
         """Read one variable at one lead.
@@ -217,7 +236,9 @@ def _open_folder(folder: Path) -> ForecastSet:
     if not paths:
         raise UserError(f"forecast={folder}: holds no NetCDF file; make forecasts with ensemble-ml predict")
     files: dict[np.datetime64, Path] = {}
-    made_of: dict[tuple[str, str], None] = {}  # in the order of the files
+    made_of: dict[np.datetime64, tuple[str, ...]] = {}
+    checkpoints: set[str] = set()
+    untold = 0
     axes: dict[str, np.ndarray] = {}
     known: dict[str, set[np.datetime64]] = {name: set() for name in _SEEN}  # of all checkpoints
     leads: dict[Path, list[int]] = {}
@@ -225,7 +246,9 @@ def _open_folder(folder: Path) -> ForecastSet:
     for path in paths:
         with _open_file(path) as data:
             start = _reference_time(data, path)
-            made_of[str(data.attrs.get("members_in", "")), str(data.attrs.get("checkpoint_sha256"))] = None
+            made_of[start] = _numbers(data)
+            checkpoints.add(str(data.attrs.get("checkpoint_sha256")))
+            untold += not str(data.attrs.get("training_dates", "")).strip()
             for name, dates in known.items():
                 dates |= set(_dates(data, path, name))
             leads[path] = _lead_hours(data, path)
@@ -252,18 +275,17 @@ def _open_folder(folder: Path) -> ForecastSet:
             path=str(folder),
             files=files,
             names=names,
-            members_in=max((tuple(members.split()) for members, _ in made_of), key=len),
+            made_of=made_of,
             training_dates=np.array(sorted(known["training_dates"]), "datetime64[ns]"),
+            untold_dates=untold,
             validation_dates=np.array(sorted(known["validation_dates"]), "datetime64[ns]"),
             earlier_dates=np.array(sorted(known["earlier_dates"]), "datetime64[ns]"),
-            checkpoints=tuple(sorted({checkpoint for _, checkpoint in made_of})),
+            checkpoints=tuple(sorted(checkpoints)),
             lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
             uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),
             variables=_variables(first),
             grid=grid,
-            seen=frozenset(number for members, _ in made_of for number in members.split()),
-            mixed=len(made_of) > 1,
             _rows=rows,
             _columns=columns,
         )
@@ -401,6 +423,12 @@ def _grid(data: xr.Dataset, path: Path) -> tuple[Grid, np.ndarray, np.ndarray]:
             f"{path}: not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
         )
     return canonical(data["latitude"].values, data["longitude"].values)
+
+
+def _numbers(data: xr.Dataset) -> tuple[str, ...]:
+    """Members that a file says it was made from, numbers as the ensemble has them (06 is 6)."""
+    words = str(data.attrs.get("members_in", "")).replace(",", " ").split()
+    return tuple(str(int(word)) if word.isdecimal() else word for word in words)
 
 
 def _dates(data: xr.Dataset, path: Path, name: str) -> np.ndarray:

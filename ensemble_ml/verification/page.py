@@ -22,8 +22,10 @@ DEFINITIONS = {
         lead 0 instead of s_M.""",
     "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
         shares members with the input; these do not. So of the spread regression, and of forecasts that say which M
-        members they were made from, sqrt(((N-1) S^2 - (M-1) s_M^2) / (N-M)) is scored, which is what their spread S of
-        all members leaves for the others; of all others, what they say as it is.""",
+        members they were made from, the root of ((N-1) S^2 - (M-1) s_M^2) / (N-M), or of S^2/4 where that is more, is
+        scored: what their spread S of all members leaves for the N-M others. Of those that say of a date no member,
+        and of climatology and raw spreads, it is S. Forecasts that have seen a member held out, or may have, have no
+        such score.""",
     "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw
         ensemble as N(m, (1 + 1/M) s^2), the figure that claims are made against. Beside it stand N(m, s^2), the fair
         CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)), and the ordinary one with M^2.
@@ -32,8 +34,8 @@ DEFINITIONS = {
         (n - 1 in its denominator) predicts with v (1 + 1/n). Shrinkage keeps what odd and even blocks of
         the fit dates agree on. A quantity that cannot be negative, or is a share, is scored as a normal law and as
         the variable's own family, both with the corrected mean; that of the lower CRPS on the test dates is taken. The
-        best baseline is the one from the reduced ensemble with the lowest geometric mean CRPS on the test dates
-        themselves, which favours it.""",
+        best baseline is the one of the reduced ensemble's, or climatology, with the lowest geometric mean CRPS on the
+        test dates themselves, which favours it.""",
     "standard deviation / RMSE": """Root of the mean predicted variance over the RMSE of the mean; for a raw
         ensemble the variance is (M + 1)/M s^2. One is right; below one, too sure.""",
     "calibration": """PIT: the predicted distribution function at the truth, drawn at random within the jump of a

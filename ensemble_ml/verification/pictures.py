@@ -22,35 +22,41 @@ _BINS = np.geomspace(0.1, 6.0, 16)  # upper edges but the last, in units of the 
 
 @dataclass(eq=False)
 class Bins:
-    """Sums over points by predicted standard deviation: weight, its square, and the square of what came."""
+    """Sums over points by predicted standard deviation: weight, prediction and outcome, both to the `power`.
+
+    A width is right if its square is that of the error on average (power 2); a forecast of the spread is one of its
+    mean (power 1), which is below its root mean square.
+    """
 
     edges: np.ndarray
+    power: int
     weight: np.ndarray
     predicted: np.ndarray
     actual: np.ndarray
 
     @classmethod
-    def around(cls, typical: float) -> Bins:
+    def around(cls, typical: float, power: int) -> Bins:
         """Empty bins, geometric around a typical value."""
         n = len(_BINS) + 1
-        return cls(_BINS * max(typical, 1e-30), np.zeros(n), np.zeros(n), np.zeros(n))
+        return cls(_BINS * max(typical, 1e-30), power, np.zeros(n), np.zeros(n), np.zeros(n))
 
-    def record(self, predicted: np.ndarray, squared: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
+    def record(self, predicted: np.ndarray, actual: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
         """Add the points of a field (Y, X)."""
         where = np.digitize(predicted[mask], self.edges)
         for table, values in (
             (self.weight, weights[mask]),
-            (self.predicted, (weights * predicted**2)[mask]),
-            (self.actual, (weights * squared)[mask]),
+            (self.predicted, (weights * predicted**self.power)[mask]),
+            (self.actual, (weights * actual**self.power)[mask]),
         ):
             table += np.bincount(where, values, len(table))
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Root mean square of prediction and outcome in bins that hold 0.5 % of the weight or more, and that share."""
+        """Mean, or root mean square, of prediction and outcome in bins that hold 0.5 % of the weight or more, and that
+        share."""
         share = self.weight / max(self.weight.sum(), 1e-300)
         kept = share >= 0.005
-        root = lambda table: np.sqrt(table[kept] / self.weight[kept])  # noqa: E731
-        return root(self.predicted), root(self.actual), share[kept]
+        typical = lambda table: (table[kept] / self.weight[kept]) ** (1 / self.power)  # noqa: E731
+        return typical(self.predicted), typical(self.actual), share[kept]
 
 
 @dataclass(eq=False)
@@ -149,7 +155,7 @@ class Pictures:
             variance = values.get(Key(entrant, Statistic.VARIANCE))
             squared = values.get(Key(entrant, Statistic.SQUARED_ERROR))
             if variance is not None and squared is not None:
-                self._bin(self.error_bins, column, entrant, np.sqrt(variance), squared, mask)
+                self._bin(self.error_bins, column, entrant, np.sqrt(variance), np.sqrt(squared), mask, 2)
 
     def _spread(
         self, column: int, z: int, date: int, sample: Sample, said: dict[str, Predicted], mask: np.ndarray
@@ -162,18 +168,19 @@ class Pictures:
         predicted = {label: one.spread[z] for label, one in said.items() if one.spread is not None}
         entrants = predicted | ({f"raw_{self.reduced}": given} if self.reduced > 1 else {})
         for entrant, spread in entrants.items():
-            self._bin(self.spread_bins, column, entrant, spread, actual**2, mask)
+            self._bin(self.spread_bins, column, entrant, spread, actual, mask, 1)
         if date == self.snapshot_date:
             self.snapshots[column] = Snapshot(date, actual, given, predicted)
 
     def _bin(
-        self, table: dict, column: int, entrant: str, predicted: np.ndarray, squared: np.ndarray, mask: np.ndarray
-    ) -> None:
+        self, table: dict, column: int, entrant: str, predicted: np.ndarray, actual: np.ndarray, mask: np.ndarray,
+        power: int,
+    ) -> None:  # fmt: skip
         if (column, entrant) not in table:
             # One set of bins for all entrants of a field, or their curves could not be compared.
             shared = next((bins.edges for (c, _), bins in table.items() if c == column), None)
-            typical = float(np.sqrt(np.mean(squared[mask]))) if mask.any() else 0.0
+            typical = float(np.sqrt(np.mean(actual[mask] ** 2))) if mask.any() else 0.0
             if shared is None and not typical:
                 return  # bins around nothing would be wrong for every other date
-            table[column, entrant] = Bins.around(typical if shared is None else float(shared[0] / _BINS[0]))
-        table[column, entrant].record(predicted, squared, self.area, mask)
+            table[column, entrant] = Bins.around(typical if shared is None else float(shared[0] / _BINS[0]), power)
+        table[column, entrant].record(predicted, actual, self.area, mask)

@@ -56,9 +56,14 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
         )
     notes += [] if truth else ["There is no truth: spread alone is scored."]
     fit = _fit_dates(config, source, forecasts, notes)
-    notes += _hour_notes(layout.init_time[fit])
     groups, columns = _groups(source, forecasts, notes)
     test, dropped = _test_dates(source, forecasts, fit, truth, _scored(source, groups))
+    notes += _hour_notes(layout.init_time[fit], layout.init_time[test])
+    if truth and not as_list(config.baselines or []):
+        notes.append(
+            "No forecast stands among the baselines: corrections have bias and inflation, no slope on the mean of the"
+            " members, as EMOS has (train model=emos, predict, and give its forecasts as baselines=)."
+        )
     if dropped:
         reasons = sorted({d["reason"] for d in dropped})
         counts = (f"{sum(d['reason'] == reason for d in dropped)} {reason}" for reason in reasons)
@@ -81,10 +86,12 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
         if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
             few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
             notes.append(f"{forecast.label} gives {few}.")
-        if not len(forecast.training_dates):
+        if forecast.untold_dates:
+            some = len(forecast.training_dates) > 0
+            who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
             notes.append(
-                f"{forecast.label} does not state the dates that it was trained on (attribute training_dates), if any;"
-                " test dates may be among them."
+                f"{who} not state the dates that it was trained on (attribute training_dates), if any; test dates may"
+                " be among them."
             )
         if more := len(np.setdiff1d(forecast.earlier_dates, source.layout.init_time[fit])):
             notes.append(
@@ -94,15 +101,26 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     return Plan(test, fit, columns, groups, dropped, notes, truth, reduced)
 
 
-def _hour_notes(times: np.ndarray) -> list[str]:
-    hours = np.unique((times - times.astype("datetime64[D]")) // np.timedelta64(1, "h"))
-    if len(hours) < 2:
-        return []
-    every = ", ".join(f"{hour:02}" for hour in hours.astype(int))
-    return [
-        f"Baselines and climatology are fitted to starts at {every} UTC together, which errors that follow the sun make"
-        " worse: evaluate the forecasts of each hour alone, in a folder of their own, for baselines of that hour."
-    ]
+def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
+    """Sentences on hours of the day of the fit dates together, and of test dates that these lack."""
+    known, scored = (
+        {int(hour) for hour in (times - times.astype("datetime64[D]")) // np.timedelta64(1, "h")}
+        for times in (fit, test)
+    )
+    every, new = (", ".join(f"{hour:02}" for hour in sorted(hours)) for hours in (known, scored - known))
+    notes = []
+    if len(known) > 1:
+        notes.append(
+            f"Baselines and climatology are fitted to starts at {every} UTC together, which errors that follow the sun"
+            " make worse: evaluate the forecasts of each hour alone, in a folder of their own, for baselines of that"
+            " hour."
+        )
+    if new and known:
+        notes.append(
+            f"Test dates start at {new} UTC, of which no fit date is: baselines and climatology are those of starts at"
+            f" {every} UTC, so that a gain on them says little."
+        )
+    return notes
 
 
 def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
@@ -259,10 +277,10 @@ def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: 
         if f.members_in and list(f.members_in) != reduced
     ]
     notes += [
-        f"{f.label} does not state the members that it was made from (attribute members_in); it may have more to go by"
-        " than what it is compared with."
+        f"{f.label} does not state the members that it was made from (attribute members_in)"
+        f"{' in all of its files' if f.seen else ''}; it may have more to go by than what it is compared with."
         for f in forecasts
-        if not f.members_in
+        if f.silent
     ]
     notes += [
         f"{f.label} was made from all {len(held)} members: their spread is its input and target, no gain in it is sure."

@@ -5,13 +5,15 @@ Axes: M member, Z level, Y latitude, X longitude.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Part, Selection, Source
+from ensemble_ml.verification.baselines import spread_of_the_rest
 from ensemble_ml.verification.forecasts import ForecastSet, Predicted
 from ensemble_ml.verification.statistics import c4, ensemble_moments
 
@@ -37,7 +39,8 @@ class Setting:
     """What all groups share.
 
     `weights` (W, Y, X): exact areas, ones, then areas of regions; `fit` indices of start dates, and the half of each (0
-    or 1), which empirical Bayes holds against the other; `climate_days` of the model climate.
+    or 1), which empirical Bayes holds against the other; `climate_days` of the model climate, and `seasons` as far as
+    it is known which dates it is made of.
     """
 
     source: Source
@@ -48,6 +51,7 @@ class Setting:
     weights: np.ndarray
     truth: bool
     climate_days: int = 0
+    seasons: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def full(self) -> int:
@@ -63,34 +67,40 @@ class Setting:
     def informed(self) -> frozenset[str]:
         """Labels of forecasts that were, or may have been, made from members held out from the reduced ensemble."""
         held = {str(int(number)) for number in self.source.layout.realization[self.reduced :]}
-        return frozenset(one.label for one in self.forecasts if held & one.seen or not one.seen)
+        return frozenset(one.label for one in self.forecasts if held & one.seen or one.silent)
+
+    def given(self, date: int) -> dict[str, list[int]]:
+        """Where the members stand, by label, that forecasts of a start date were made from, of those that say so."""
+        start = self.source.layout.init_time[date]
+        told = {one.label: one.made_of.get(start, ()) for one in self.forecasts}
+        known = {label: numbers for label, numbers in told.items() if {*numbers} <= {*self._places}}
+        return {label: [self._places[number] for number in numbers] for label, numbers in known.items()}
 
     @cached_property
-    def made_of(self) -> dict[str, list[int]]:
-        """Where the members stand, by label, that a forecast was made from: those that say, the same on all dates."""
-        places = {str(int(number)): place for place, number in enumerate(self.source.layout.realization)}
-        told = {one.label: one.members_in for one in self.forecasts if not one.mixed and one.members_in}
-        return {label: [places[n] for n in numbers] for label, numbers in told.items() if places.keys() >= {*numbers}}
+    def _places(self) -> dict[str, int]:
+        return {str(int(number)): place for place, number in enumerate(self.source.layout.realization)}
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole."""
+    """One start date of a group: `members` (M, Z, Y, X), `truth` (Z, Y, X), and where each is whole; `given` of
+    `Setting`."""
 
     members: np.ndarray
     truth: np.ndarray | None
     whole: np.ndarray
     verified: np.ndarray
+    given: dict[str, list[int]]
 
 
 def read_sample(setting: Setting, group: Group, date: int) -> Sample:
     """Read the members and the truth of one start date."""
     members = read_group(setting.source, Part.FORECAST, date, group)
-    whole = np.isfinite(members).all(0)
+    whole, given = np.isfinite(members).all(0), setting.given(date)
     if not setting.truth:
-        return Sample(members, None, whole, np.zeros_like(whole))
+        return Sample(members, None, whole, np.zeros_like(whole), given)
     truth = read_group(setting.source, Part.TRUTH, date, group)[0]
-    return Sample(members, truth, whole, whole & np.isfinite(truth))
+    return Sample(members, truth, whole, whole & np.isfinite(truth), given)
 
 
 def start_spread(setting: Setting, group: Group, date: int) -> np.ndarray | None:
@@ -116,6 +126,26 @@ def held_out_spread(members: np.ndarray, reduced: int) -> np.ndarray | None:
         return None
     spread = np.sqrt(ensemble_moments(members[reduced:])[1])
     return spread * (c4(len(members)) / c4(len(members) - reduced))
+
+
+def held_out_error(
+    predicted: np.ndarray, members: np.ndarray, reduced: int, given: Sequence[int] = ()
+) -> np.ndarray | None:
+    """Error of what a forecast of the full ensemble's spread says of that of the members held out.
+
+    Args:
+        predicted: (Z, Y, X).
+        members: all, (N, Z, Y, X), of which the first `reduced` are not held out.
+        given: positions of those that it was made from: it says what they leave (`baselines.spread_of_the_rest`); none
+            where it knows none, or does not say which, and stands as it is.
+
+    Returns:
+        (Z, Y, X); None where fewer than two members are held out, or the forecast has seen one of them.
+    """
+    held = held_out_spread(members, reduced)
+    if held is None or any(place >= reduced for place in given):
+        return None
+    return (spread_of_the_rest(predicted, members[list(given)], len(members)) if given else predicted) - held
 
 
 def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicted]:

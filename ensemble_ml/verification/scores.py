@@ -15,6 +15,7 @@ from ensemble_ml.verification.aggregation import AggregationState, Column, Key
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.bootstrap import Interval, fewest_blocks, interval
 from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
+from ensemble_ml.verification.values import CLIMATOLOGY
 
 HEADLINE_LEAD = 48  # hours
 _OF_THE_FULL_SPREAD = ("spread_rmse", "spread_rmse_0")
@@ -166,11 +167,12 @@ class Scores:
         return found
 
     def best_baseline(self, lead: int) -> str | None:
-        """The correction of the reduced ensemble, or forecast of `baselines`, with the lowest geometric mean CRPS.
+        """The correction of the reduced ensemble, forecast of `baselines`, or climatology with the lowest geometric
+        mean CRPS.
 
         Picking it on the test dates themselves favours the baseline: nobody could have known it before.
         """
-        names = [f"{name}_{self.reduced}" for name in CORRECTIONS] + list(self.baselines)
+        names = [*(f"{name}_{self.reduced}" for name in CORRECTIONS), CLIMATOLOGY, *self.baselines]
         scores = {name: score for name in names if (score := self.score("crps", name)) is not None}
         if not scores:
             return None

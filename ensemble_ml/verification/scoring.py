@@ -74,7 +74,7 @@ def model_climate(setting: Setting) -> ModelClimate | None:
     times = setting.source.layout.init_time
     if not setting.climate_days or len(np.unique(times.astype("datetime64[Y]"))) < 2:
         return None
-    return ModelClimate(setting.source, days=setting.climate_days)
+    return ModelClimate(setting.source, days=setting.climate_days, seasons=setting.seasons)
 
 
 def climate_note(setting: Setting) -> str:

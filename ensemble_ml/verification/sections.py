@@ -127,7 +127,8 @@ def calibration(scores: Scores, found: Calibration, headline: tuple[int, ...]) -
     if curves:
         text = (
             "Reliability of the probability that the truth lies in the upper tenth of the cell's climate (below), and "
-            "how often each probability is forecast (above): sharp forecasts use the ends. The diagonal is right."
+            "how often each probability is forecast (above): sharp forecasts use the ends. The diagonal is right. The "
+            "climate is that of all fit dates: where these are of several seasons, to know the season counts as skill."
         )
         parts.append(image(figures.reliability(curves), text, width=900))
         parts.append(_brier(curves))

@@ -16,7 +16,7 @@ from ensemble_ml.verification.calibration import exceeding, members_exceeding, t
 from ensemble_ml.verification.families import location_of_mean, log_score, moments
 from ensemble_ml.verification.fits import Fit
 from ensemble_ml.verification.forecasts import Predicted
-from ensemble_ml.verification.samples import Sample, Setting, held_out_spread
+from ensemble_ml.verification.samples import Sample, Setting, held_out_error, held_out_spread
 from ensemble_ml.verification.statistics import (
     Key,
     Statistic,
@@ -62,13 +62,11 @@ def spread_values(
         if m < n:
             entrants[f"spread_regression_{m}"] = fit.spread(given)
         entrants[CLIMATOLOGY] = fit.spread.climate
-    known = {f"spread_regression_{m}": list(range(m)), **setting.made_of}
+    known = {f"spread_regression_{m}": list(range(m)), **sample.given}
     found = {}
     for name, predicted in entrants.items():
-        apart = None
-        if held is not None and name not in setting.informed:
-            rest = base.spread_of_the_rest(predicted, sample.members[known[name]], n) if name in known else predicted
-            apart = rest - held
+        seen = name in setting.informed
+        apart = None if seen else held_out_error(predicted, sample.members, m, known.get(name, ()))
         for statistic, value in spread_statistics(predicted, actual, apart).items():
             found[Key(name, statistic)] = value
         draws = m if name == f"raw_{m}" else n

@@ -8,8 +8,9 @@ import pytest
 from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import location_of_mean, moments, quantile
 from ensemble_ml.verification.fits import Fit
-from ensemble_ml.verification.samples import Setting
+from ensemble_ml.verification.samples import Setting, held_out_error, held_out_spread
 from ensemble_ml.verification.statistics import Statistic as S
+from ensemble_ml.verification.statistics import ensemble_moments
 from ensemble_ml.verification.values import _baseline
 from ensemble_ml.verification.vectors import Known
 
@@ -65,12 +66,29 @@ def test_the_scale_of_vectors_is_that_of_known_cells():
     np.testing.assert_allclose(Known.of(setting, fit).scale, [1.0, 0.0])  # root of (1 * 4 + 3 * 0) / 4; nothing
 
 
-def test_members_of_a_forecast_are_known_where_it_says_them_for_all_dates():
+def test_members_of_a_forecast_are_those_that_the_file_of_the_date_says():
+    days = np.array(["2000-01-01", "2000-01-03"], "datetime64[ns]")
     told = {
-        "five": (("1", "2", "3", "4", "5"), False), "turned": (("3", "1"), False), "uneven": (("1", "2"), True),
-        "silent": ((), False), "other": (("1", "77"), False),
+        "five": ("1 2 3 4 5", "1 2 3 4 5"), "turned": ("3 1", "3 1"), "uneven": ("1 2", "1 2 3"), "silent": ("", ""),
+        "other": ("1 77", "1"),
     }  # fmt: skip
-    forecasts = tuple(SimpleNamespace(label=k, members_in=members, mixed=mixed) for k, (members, mixed) in told.items())
-    source = SimpleNamespace(layout=SimpleNamespace(realization=np.array([1, 2, 3, 4, 5, 6])))
-    setting = Setting(source, forecasts, 5, *[np.arange(0)] * 3, False)
-    assert setting.made_of == {"five": [0, 1, 2, 3, 4], "turned": [2, 0]}
+    forecasts = tuple(
+        SimpleNamespace(label=k, made_of={day: tuple(s.split()) for day, s in zip(days, said, strict=True)})
+        for k, said in told.items()
+    )
+    layout = SimpleNamespace(realization=np.array([1, 2, 3, 4, 5, 6]), init_time=days)
+    setting = Setting(SimpleNamespace(layout=layout), forecasts, 5, *[np.arange(0)] * 3, False)
+    every = {"five": [0, 1, 2, 3, 4], "turned": [2, 0], "silent": []}
+    assert setting.given(0) == every | {"uneven": [0, 1]}
+    assert setting.given(1) == every | {"uneven": [0, 1, 2], "other": [0]}
+
+
+def test_the_error_of_held_out_spread_is_that_of_what_a_forecast_leaves_for_them():
+    """Who knows the law (sigma = 2) expects of all ten's squares (4 s^2 + 5 sigma^2) / 9: sigma of the others."""
+    members = 2 * np.random.default_rng(0).normal(size=(10, 1, 20, 30))
+    given = ensemble_moments(members[:5])[1]
+    expected = np.sqrt((4 * given + 5 * 2.0**2) / 9)
+    held = held_out_spread(members, 5)
+    np.testing.assert_allclose(held_out_error(expected, members, 5, range(5)), 2.0 - held)
+    np.testing.assert_array_equal(held_out_error(expected, members, 5), expected - held)  # it does not say from which
+    assert held_out_error(expected, members, 5, [0, 7]) is None and held_out_error(expected, members, 9, [0]) is None

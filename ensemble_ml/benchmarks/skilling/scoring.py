@@ -6,7 +6,7 @@ Axes: D start date, M member, T lead, Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import netCDF4
@@ -24,7 +24,7 @@ from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.bootstrap import blocks_of
 from ensemble_ml.verification.families import location_of_mean
 from ensemble_ml.verification.probability import bin_of, pit
-from ensemble_ml.verification.samples import Group, held_out_spread, read_group
+from ensemble_ml.verification.samples import Group, held_out_error, held_out_spread, read_group
 from ensemble_ml.verification.scoring import extreme_forecast_index
 from ensemble_ml.verification.statistics import c4, crps, crps_members, ensemble_moments
 
@@ -41,6 +41,7 @@ class Data:
     train: np.ndarray
     test: np.ndarray
     members: int
+    seasons: dict[int, np.ndarray] = field(default_factory=dict)  # of the model climate
 
     @property
     def full(self) -> int:
@@ -101,7 +102,7 @@ def _extremes(data: Data, group: Group) -> np.ndarray:
     found = np.zeros((len(data.test), len(group.levels), *data.store.layout.grid.shape), bool)
     if len(np.unique(data.store.layout.init_time.astype("datetime64[Y]"))) < 2:
         return found  # no other year to be unusual against
-    climate = ModelClimate(data.store)
+    climate = ModelClimate(data.store, seasons=data.seasons)
     for position, date in enumerate(data.test.tolist()):
         index = extreme_forecast_index(climate, group, date, data.read(Part.FORECAST, date, group))
         if index is not None:
@@ -184,12 +185,10 @@ class _Scorer:
         made_of[f"spread_regression_{few}"] = list(range(few))
         for label, spread in said.items():
             self._put("spread", label, (spread - actual) ** 2, everywhere)
-            if held is not None:
+            error = held_out_error(spread, members, few, made_of.get(label, ()))
+            if held is not None and error is not None:
                 self._put("held_out_as_it_is", label, (spread - held) ** 2, everywhere)
-                # A forecast of all members' spread that knows some of them says something else of the others'.
-                if len(made_of.get(label, numbers)) < full:
-                    spread = base.spread_of_the_rest(spread, members[made_of[label]], full)
-                self._put("held_out", label, (spread - held) ** 2, everywhere)
+                self._put("held_out", label, error**2, everywhere)
         if held is not None and self.fitted.held_out is not None:
             self._put("held_out", f"held_out_regression_{few}", (self.fitted.held_out(given) - held) ** 2, everywhere)
             # Variance of `held` where its members are normal draws and their law is known: no forecast errs by less.

@@ -59,18 +59,24 @@ class Board:
                 found.append((self.counts @ total) / (self.counts @ weight))
         return np.mean(found, 0)
 
-    def ratio(
-        self, statistic: str, entrants: Sequence[str], others: Sequence[str], *, power: float = 1.0, other: str = ""
-    ) -> Interval:
-        """Geometric mean over columns of (entrants' score over the others')^power; `other` statistic of the others."""
-        first, second = self.score(statistic, entrants), self.score(other or statistic, others)
+    def ratio(self, statistic: str, entrants: Sequence[str], others: Sequence[str], *, power: float = 1.0) -> Interval:
+        """Geometric mean over columns of (entrants' score over the others')^power; NaN where a score is.
+
+        A field of which no date counts (an extreme that did not occur), or of which nobody errs, is left out, of a draw
+        that leaves none of it, too.
+        """
+        first, second = self.score(statistic, entrants), self.score(statistic, others)
+        counted = self._counted(statistic, entrants) & self._counted(statistic, others) & ((first != 0) | (second != 0))
+        usable = counted[0]
         with np.errstate(invalid="ignore", divide="ignore"):
-            logs = power * (np.log(first) - np.log(second))
-        # A field where a draw leaves nothing (an extreme that did not occur) is left out of that draw.
-        usable = np.isfinite(logs[0])
-        means = np.exp(np.nanmean(np.where(np.isfinite(logs), logs, np.nan)[:, usable], 1))
-        known = [self._fewest(statistic, entrants, usable), self._fewest(other or statistic, others, usable)]
-        return self.interval(means, min(known))
+            logs = np.where(counted, power * (np.log(first) - np.log(second)), 0.0)[:, usable]
+            means = np.exp(logs.sum(1) / counted[:, usable].sum(1))
+        return self.interval(means, min(self._fewest(statistic, who, usable) for who in (entrants, others)))
+
+    def _counted(self, statistic: str, entrants: Sequence[str]) -> np.ndarray:
+        """Which columns a draw leaves something of, (B, C) bool."""
+        weights = (self.table.weight[statistic, entrant][:, self.columns] for entrant in entrants)
+        return np.logical_and.reduce([self.counts @ weight > 0 for weight in weights])
 
     def _fewest(self, statistic: str, entrants: Sequence[str], usable: np.ndarray) -> int:
         """The fewest blocks that know one of the `usable` columns."""
