@@ -154,7 +154,8 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
         model.zero_grad(set_to_none=True)
         settle(run.device)
 
-    seconds = choose_overlap(overlap, step, run.session.mesh.model)
+    with told_of_memory(run.config, run.session):
+        seconds = choose_overlap(overlap, step, run.session.mesh.model)
     text = "overlap: %.0f ms a step without, %.0f ms with; taken: %s"
     log.info(text, 1e3 * seconds["off"], 1e3 * seconds["on"], "on" if overlap.on else "off")
 

@@ -138,12 +138,13 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
 def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput], Prediction], Prediction]:
     """A hook that gives predictions their widths, by the number of members."""
     usual, by_size = torch.tensor(checkpoint.meta["widths"]), checkpoint.meta.get("widths_by_size")
+    families = checkpoint.spec.families  # not the checkpoint, whose tensors would live as long as the model
 
     def widen(_: AnyModel, given: tuple[EnsembleInput], prediction: Prediction) -> Prediction:
         widths = usual.to(given[0].count.device)
         if by_size:
             widths = widths * widths_for(given[0].count, by_size)
-        return prediction.widened(widths, checkpoint.spec.families)
+        return prediction.widened(widths, families)
 
     return widen
 
@@ -317,7 +318,9 @@ def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Ten
     if hash_file(file) != meta["files"].get(file.name):
         raise _damaged(path, file.name)
     try:
-        return load_file(str(file))
+        # Copied out of the mapping, or the file would stay open as long as a tensor lives: on NFS its folder could
+        # not be removed, and elsewhere its space not be freed.
+        return {name: tensor.clone() for name, tensor in load_file(str(file)).items()}
     except SafetensorError as error:
         raise _damaged(path, file.name) from error
 

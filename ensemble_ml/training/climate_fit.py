@@ -12,7 +12,7 @@ With m, s mean and spread of the first M members, S the spread of all, y the tru
     bias      = s_clim * shrunk mean of (y - mean of all members) / s_clim                            (`smoothing`)
     linear    = ridge regression of y - m - bias and S - s1 on all fields around                      (`linear_fit`),
                 and what a small network of the surroundings adds to that of S                 (`surroundings_fit`)
-    a, b      = how much and how often the truth is above zero where m + bias + linear is not      (`models.dry`)
+    a, b      = how much and how often the truth is above zero where m + bias + linear + residuals is not (`models.dry`)
     inflation = log of [c * root of the shrunk mean of (y - m - bias without this date - linear)^2 / s0^2]
     residuals = what another such network says of these errors: what to expect, and how large         (`residual_fit`)
 

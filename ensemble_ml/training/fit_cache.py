@@ -78,7 +78,14 @@ def _key(
         "members": [members, *sorted(set(sizes))],
         "seed": seed if any(units for units, _ in surroundings_shapes(reader.spec).values()) else 0,
         "code": _CODE,
-        "machine": [memory_limit(), has_bfloat16(torch.device("cpu")), torch.get_num_threads(), torch.__version__],
+        "machine": [
+            memory_limit(),
+            torch.get_num_threads(),
+            torch.__version__,
+            np.__version__,
+            has_bfloat16(torch.device("cpu")),
+            torch.backends.cpu.get_cpu_capability(),
+        ],
     }
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 

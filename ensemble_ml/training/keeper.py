@@ -133,7 +133,6 @@ class Keeper:
             partial.mkdir(parents=True)
         if snapshot.own is not None:
             self._world.barrier()  # the folder is there, and the first rank has cleared away the one before
-        if snapshot.own is not None:
             snapshot = replace(snapshot, own=_copied(snapshot.own))
         self._pending = _Pending(snapshot, self._submit(partial, snapshot))
         self._last = time.monotonic()
@@ -150,6 +149,8 @@ class Keeper:
         if pending is None or pending.snapshot.own is None or not all_done:
             if pending is not None and pending.job is not None and pending.job.done():
                 pending.job.result()  # says at this step, not at the next checkpoint, that the disk is full
+                if pending.snapshot.own is None:
+                    self._pending = None  # with its tensors
             return
         self._rename(pending)
 

@@ -5,8 +5,8 @@ next; played again as a CUDA graph they follow each other without the host. What
 the same kernels on the same numbers. On large grids nothing is gained, and the memory of a second pass would be lost:
 so a recording is kept where it is faster.
 
-Recorded are batches of the shape that comes first; others, such as the last of an epoch, are called. Over several ranks
-nothing is recorded: gradients and halos travel within the pass.
+Recorded are batches of the first shape that comes several times in a row; others, such as the last of an epoch, with
+which a run may go on, are called. Over several ranks nothing is recorded: gradients and halos travel within the pass.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Recorded:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         shapes = _shapes(batch)
-        self._shapes = self._shapes or shapes
+        if self._recording is None and shapes != self._shapes:
+            self._shapes, self._called = shapes, 0
         if self._dropped or shapes != self._shapes:
             return self._called_without(batch)
         if self._recording is None and self._called >= _FIRST:
@@ -99,8 +100,9 @@ class Recorded:
             play()  # the first is slower
             _, seconds = _timed(play, self._device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            why = str(error.__context__ or error).splitlines()[0][:120]  # the end of a recording fails of what broke it
-            del error
+            broke = error.__context__ or error  # the end of a recording fails of what broke it
+            why = (str(broke) or type(broke).__name__).splitlines()[0][:120]
+            del error, broke
             self._drop(why)
             return
         self.model.zero_grad(set_to_none=True)

@@ -95,8 +95,6 @@ def _train(config: TrainConfig, session: Session) -> Path:
             config = shared_out(config, spec, session, checkpoint.meta["config"] if checkpoint else None)
         reader = Reader(source, spec)
         trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
-        if checkpoint is None:
-            trainer.measure_widths_by_size()
         if checkpoint is None and config.max_minutes and trainer.state.steps:
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
         elif checkpoint and session.first and config.max_minutes not in (0, checkpoint.meta["config"]["max_minutes"]):
@@ -120,6 +118,7 @@ class Trainer:
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
         self._waited, self._skipped = 0.0, 0
         self._kept: int | None = None  # the step of checkpoints/last
+        self._sized: int | None = None  # the step at which widths were measured by the number of members
         self._noted: dict[str, Any] = {}
         self.area = run.loss.area
         self.loader: RunLoader | None = None  # before there is one, batches are read as they are asked for
@@ -128,19 +127,19 @@ class Trainer:
         """Train to the last step, or to the first after a request to stop."""
         done = resumed and self.state.step >= self.state.steps
         with closing(self.keeper), self._tracker(resumed) as tracker, ExitStack() as stack:
-            if not done:
-                self.loader = stack.enter_context(closing(open_loader(self.setup, self.folder, resumed=resumed)))
-                tracker.counters = self.loader.counters
-            if resumed:
-                self._kept = self.state.step
-                tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
-            else:
-                if self.session.first:
-                    _write_config(self.config, self.folder)
-                self._save(tracker, best=self._validated(tracker))
-                self.keeper.finish()
-            stop.arm()
             try:
+                if not done:
+                    self.loader = stack.enter_context(closing(open_loader(self.setup, self.folder, resumed=resumed)))
+                    tracker.counters = self.loader.counters
+                if resumed:
+                    self._kept = self.state.step
+                    tracker.say(f"resumed after step {self.state.step} of {self.state.steps}")
+                else:
+                    if self.session.first:
+                        _write_config(self.config, self.folder)
+                    self._save(tracker, best=self._validated(tracker))
+                    self.keeper.finish()
+                stop.arm()
                 self._loop(tracker, stop)
                 self.keeper.finish()
             except BaseException as error:  # closing loader and keeper may wait for the others, or for storage
@@ -162,6 +161,7 @@ class Trainer:
         """Shorten the run to what fits into `seconds`; what is measured happens to a copy of the model."""
         start = time.perf_counter()
         self._scores()
+        self._measure_widths_by_size()  # as after a validation that is the best so far
         per_validation = time.perf_counter() - start if len(self.setup.validation_dates) else 0.0
         per_step = self._seconds_a_step()
         left = _MARGIN * seconds - (time.perf_counter() - start) - 2 * per_validation
@@ -228,7 +228,7 @@ class Trainer:
                 raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
 
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
-        """One optimizer step; returns the loss and its parts, `samples` of the batch, and whether to `stop`."""
+        """One optimizer step; returns the loss and its parts, and what ranks say of themselves (`_summed`)."""
         state, self.session.step = self.state, self.state.step + 1
         for group in state.optimizer.param_groups:
             group["lr"] = state.schedule(state.step)
@@ -239,13 +239,14 @@ class Trainer:
         with told_of_memory(self.config, self.session):
             state.exchange.share = self.setup.part_of(batch, state.step)
             losses = self._pass(batch)
-        outcome = state.exchange.finish()
+            outcome = state.exchange.finish()
         values = self._summed(losses, batch, stop)
         # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
         self._waited, self._noted = outcome.waited + mesh.seconds_waited - before, {}
         if math.isfinite(values["loss"]) and outcome.finite:  # on every rank, or on none
             self._skipped = 0
-            state.optimizer.step()
+            with told_of_memory(self.config, self.session):  # the first makes its moments
+                state.optimizer.step()
             before = state.exchange.seconds_waited
             self._noted = self._named(state.exchange.after_step())
             self._waited += state.exchange.seconds_waited - before
@@ -357,6 +358,7 @@ class Trainer:
         state.validated = state.step if finite else None
         if better:
             state.best = {"step": state.step, **scores}
+            self._measure_widths_by_size()
         tracker.validation(state.step, scores, best=better)
         tracker.restart_clock()
         return better
@@ -367,11 +369,13 @@ class Trainer:
             size = self.setup.reader.full_size
             return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
 
-    def measure_widths_by_size(self) -> None:
+    def _measure_widths_by_size(self) -> None:
         """Find what widths from each number of members are beside the usual ones, or leave them as they are."""
+        if self._sized == self.state.step:
+            return
         run = self.setup
         found = widths_by_size(self.config.data, run.reader, run.validation_dates, self._batches_of, self._scores)
-        self.state.by_size = found or self.state.by_size
+        self.state.by_size, self._sized = found or self.state.by_size, self.state.step
 
     def _validation_batches(self) -> Iterator[Batch]:
         run = self.setup
@@ -390,6 +394,7 @@ class Trainer:
 
     def _save(self, tracker: Tracker | Silent, *, best: bool, kept: MomentumKept | None = None) -> None:
         start = time.perf_counter()
+        self.keeper.finish()  # or two would lie in memory
         self.state.complete()
         own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks
         if self.session.first:

@@ -1,4 +1,4 @@
-"""Scores on validation dates, which choose `checkpoints/best`: always with the first M members.
+"""Scores on validation dates, which choose `checkpoints/best`: with the first M members (`widths` asks for others).
 
 Axes: B date, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
 

@@ -1,11 +1,12 @@
 """How much wider or narrower sigma should be from other numbers of members than from `data.validation_members`.
 
-The widths of the latest validation are of that number alone; what others need beside them is measured once, before the
-first step, and hardly moves: steps change the widths together.
+The widths of the latest validation are of that number alone; what others need beside them is measured with each model
+that is the best so far: a network learns of itself what it sees of the number of members.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -17,6 +18,8 @@ from ensemble_ml.loading import Batch, Reader
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, spaced
 from ensemble_ml.training.validation import Validation
 
+log = logging.getLogger(__name__)
+
 _DATES_A_SIZE = 24  # validation dates that are scored with each number of members
 
 
@@ -27,7 +30,8 @@ def widths_by_size(
     batches: Callable[[np.ndarray, np.ndarray], Iterable[Batch]],
     scores: Callable[[Iterable[Batch]], Validation],
 ) -> dict[str, list[list[float]]]:
-    """Factors of the usual widths, (T, F), by the number of members; none where too few validation dates tell.
+    """Factors of the usual widths, (T, F), by the number of members: of those that enough validation dates have; none
+    where these do not tell.
 
     Args:
         dates: of the validation.
@@ -36,11 +40,15 @@ def widths_by_size(
     """
     full = reader.full_size
     usual = min(data.validation_members, full)
-    sizes = sorted({usual, *(size for size in data.members if size <= full)})
-    whole = [date for date in dates if len(reader.available(int(date))) >= sizes[-1]]
-    if len(sizes) < 2 or len(whole) < FEWEST_TO_WIDEN or not reader.spec.config.postprocess:
+    there = np.array([len(reader.available(int(date))) for date in dates])
+    asked = sorted({usual, *(size for size in data.members if size <= full)})
+    sizes = [size for size in asked if (there >= max(size, usual)).sum() >= FEWEST_TO_WIDEN]
+    if len(sizes) < 2 or not reader.spec.config.postprocess:
         return {}
-    chosen = spaced(np.array(whole), _DATES_A_SIZE)
+    if sizes != asked:
+        few = "widths: fewer than %d validation dates have more than %d members, so these share a width"
+        log.info(few, FEWEST_TO_WIDEN, sizes[-1])
+    chosen = spaced(np.asarray(dates)[there >= max(sizes[-1], usual)], _DATES_A_SIZE)
     found: dict[int, list[list[float]]] = {}
     for size in sizes:
         if (widths := scores(batches(chosen, np.arange(size))).widths) is not None:

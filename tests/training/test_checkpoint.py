@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,14 @@ def test_round_trip(folder):
     assert not model.training and meta["sha256"] == found.sha256
     assert all(torch.equal(v, found.state_dict[k]) for k, v in model.state_dict().items())
     assert load_checkpoint(folder / "last").training == {}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped")
+def test_files_that_were_read_are_not_kept_open(folder):
+    """A mapped file that is removed stays in its folder on NFS, and in its place on other disks."""
+    held = load_checkpoint(folder / "last", training=True), load_model(folder / "last")
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    del held
 
 
 def test_channels_last_weights_are_kept(tmp_path):

@@ -1,9 +1,11 @@
 """Checkpoints written beside the training: whole or not there, by one rank or several, and no disk holds it up."""
 
 import errno
+import gc
 import resource
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -51,6 +53,21 @@ def test_training_goes_on_while_the_disk_is_slow(tmp_path, slow_disk):
     assert keeper.done and load_checkpoint(tmp_path / "c" / "best").meta["step"] == 1
     keeper.close()
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["best", "last", "step_00000001"]
+
+
+def test_what_is_written_is_let_go(tmp_path):
+    """Or copies of weights and moments would lie in memory from one checkpoint to the next."""
+    keeper, weight = Keeper(tmp_path), torch.zeros(3)
+    gone = weakref.ref(weight)
+    keeper.begin(Snapshot(1, {"w": weight}, meta=META))
+    del weight
+    while not keeper.done:
+        time.sleep(0.01)
+    keeper.follow(True)
+    gc.collect()
+    assert gone() is None and keeper.done
+    keeper.finish()
+    keeper.close()
 
 
 def test_what_ranks_hold_apart_is_copied(tmp_path, slow_disk):
