@@ -20,7 +20,7 @@ from ensemble_ml.training.validation import Validation
 
 log = logging.getLogger(__name__)
 
-_DATES_A_SIZE = 24  # validation dates that are scored with each number of members
+_DATES_A_SIZE = 12  # validation dates that are scored with each number of members
 
 
 def widths_by_size(

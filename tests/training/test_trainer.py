@@ -261,7 +261,7 @@ def test_weights_that_go_on_keep_their_ranges_and_widths(config_of):
 
 def test_planned_by_time(config_of, monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 1.0)
-    config = config_of(max_minutes=9 / 60, steps=500, model__linear=False)
+    config = config_of(max_minutes=9 / 60, steps=500, model__linear=False, data__members=[3])
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         with pytest.raises(KeyboardInterrupt):
