@@ -8,8 +8,8 @@ entrant are left out, and their share of the area is told; so are fields that do
 ordinary, not fair: members that were moved are not independent. Fields are brought to one scale by the global mean of
 their climate's variance on the fit dates.
 
-Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory,
-M x V x Y x X.
+Axes: D start date, M member, V field (variable and level), Z level, Y latitude, X longitude. One date is in memory, all
+entrants' M x V x Y x X in float32; scores are made of some rows at a time.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ensemble_ml.verification.statistics import ensemble_moments
 CORRECTED = "blend"  # what is coupled, of `baselines.CORRECTIONS`
 METRICS = ("crps_members", "energy", "variogram")
 _MOST_FIELDS = 16  # of a variogram, whose pairs grow with the square
+_VALUES = 1 << 22  # of an entrant's members that are scored at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +96,22 @@ def score_vectors(
         given, truth, whole = _date(setting, mine, labels, date, kept)
         weight = np.where(whole, setting.weights[0], 0.0)
         found.covered[position] = weight.sum() / setting.weights[0].sum()
-        y = np.where(whole, truth, 0.0)
         for entrant, members in given.items():
-            x = np.where(whole, members, 0.0)
-            each = [crps_members(x[:, v], y[v], fair=False) for v in range(len(y))]
-            found.put(entrant, "crps_members", position, np.mean(each, 0), weight)
-            found.put(entrant, "energy", position, energy_score(x, y), weight)
-            found.put(entrant, "variogram", position, variogram_score(x[:, pairs], y[pairs]), weight)
+            for metric, values in zip(METRICS, _scores(members, truth, whole, pairs), strict=True):
+                found.put(entrant, metric, position, values, weight)
     return found
+
+
+def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Sequence[int]) -> np.ndarray:
+    """`METRICS` at each point, (3, Y, X), of no meaning where not `whole`."""
+    made = np.empty((len(METRICS), *whole.shape))
+    step = max(1, _VALUES // members[..., 0, :].size)
+    for first in range(0, len(whole), step):
+        rows = slice(first, first + step)
+        x, y = (np.where(whole[rows], values[..., rows, :], 0.0).astype(np.float64) for values in (members, truth))
+        each = [crps_members(x[:, v], y[v], fair=False) for v in range(len(y))]
+        made[:, rows] = np.mean(each, 0), energy_score(x, y), variogram_score(x[:, pairs], y[pairs])
+    return made
 
 
 def _paired(every: Sequence[int | None]) -> list[int]:
@@ -120,30 +129,31 @@ def _date(
     are whole (Y, X).
     """
     m, n = setting.reduced, setting.full
-    parts: dict[str, list[np.ndarray]] = {}
-    truths = []
-    start = setting.source.layout.init_time[date]
+    shape, whole = setting.weights.shape[1:], np.ones(setting.weights.shape[1:], bool)
+    members, truth = dict[str, np.ndarray](), np.empty((kept.sum(), *shape), np.float32)
+    start, first = setting.source.layout.init_time[date], 0
     for group, known in groups:
+        there = known.scale > 0
+        place, scale = slice(first, first + there.sum()), known.scale[there][:, None, None]
+        first = place.stop
         sample = read_sample(setting, group, date)
-        scale = np.where(known.scale > 0, known.scale, 1.0)[:, None, None]
-        for size in sorted({m, n}):
-            parts.setdefault(f"raw_{size}", []).append(sample.members[:size] / scale)
         mean, deviation = known.correction(*ensemble_moments(sample.members[:m]))
         own = registered(group.variable).family
         family = Family.CENSORED_NORMAL if own.bounds == (0, np.inf) else own
         law = location_of_mean(family, mean, deviation), deviation
-        parts.setdefault(f"ecc_{m}", []).append(couple(sample.members[:m], *law, family) / scale)
+        every = {f"raw_{n}": sample.members, f"ecc_{m}": couple(sample.members[:m], *law, family)}
         for one in setting.forecasts:
             if one.label in labels:
-                found = one.members(start, group.variable, group.lead_hours, group.levels)
-                parts.setdefault(one.label, []).append(found / scale)
-        truths.append(np.asarray(sample.truth) / scale)
-    members = {entrant: np.concatenate(fields, 1)[:, kept] for entrant, fields in parts.items()}
-    truth = np.concatenate(truths)[kept]
-    whole = np.isfinite(truth).all(0)
-    for values in members.values():
-        whole &= np.isfinite(values).all((0, 1))
-    return members, truth, whole
+                every[one.label] = one.members(start, group.variable, group.lead_hours, group.levels)
+        for entrant, values in every.items():
+            if entrant not in members:
+                members[entrant] = np.empty((len(values), *truth.shape), np.float32)
+            members[entrant][:, place] = values[:, there] / scale
+            whole &= np.isfinite(values[:, there]).all((0, 1))
+        truth[place] = np.asarray(sample.truth)[there] / scale
+        whole &= np.isfinite(truth[place]).all(0)
+    raw = members[f"raw_{n}"]
+    return {f"raw_{size}": raw[:size] for size in sorted({m, n})} | members, truth, whole
 
 
 def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
