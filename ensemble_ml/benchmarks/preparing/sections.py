@@ -95,7 +95,7 @@ def memory(work: Workspace) -> Section:
         shutil.rmtree(output, ignore_errors=True)
         found.figures[f"peak memory of prepare, {words}"] = Figure.of(peaks, "GB")
         found.figures[f"archive and truth to store, {words}"] = Figure.of(speeds, "MB/s")
-        claim = f"peak memory under 1.5 GB whatever the number of dates: {words}"
+        claim = f"peak memory of a build under 1.5 GB: {words}"
         found.claims.append(Claim(claim, max(peaks), "GB", _PEAK_GB, at_most=True))
     return found
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 OURS = "unet3d"
 START = "start"  # our network before its first step: a statistical correction
 CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
-# As in conf/model, with our U-Net at the size of the quickstart, which its sixty training dates can feed.
+# As in conf/model, with our U-Net at the size of the quickstart's: a larger one would take fewer steps in its time.
 NETS: dict[str, dict[str, Any]] = {
     "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3, "residuals": 2048},
     "emos": {"spread": False},
