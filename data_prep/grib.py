@@ -327,8 +327,9 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
     points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts
-    records["masked"] |= (records["bitmap"] > 0) & (counts != points)
     simple = records["simple"]
+    # Of other packings the count may be no number of points: in edition 1 it divides by the width of something else.
+    records["masked"] |= (records["bitmap"] > 0) & ((counts != points) | ~simple)
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)
     records["scale"] = np.ldexp(records["scale"], np.where(simple, [head.binary_scale for head in heads], 0))
     return records
