@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from data_prep.cf_missing import unsigned
 from ensemble_ml.fields import Family, Field
 
 
@@ -33,6 +34,9 @@ class Written:
         made: Any = zarr.open_array(self._folder, mode="r")
         said, fill = array.encoding | array.attrs, made.fill_value
         marks = [np.ravel(said[name]) for name in ("_FillValue", "missing_value") if name in said]
+        if made.dtype.kind == "i" and unsigned(said):
+            kind = f"u{made.dtype.itemsize}"
+            fill, marks = None if fill is None else fill.astype(kind), [mark.astype(kind) for mark in marks]
         told = fill is not None and any((mark == fill).any() for mark in marks)
         says = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
         factor, offset = (float(said.get(name, usual)) for name, usual in (("scale_factor", 1), ("add_offset", 0)))

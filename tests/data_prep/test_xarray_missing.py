@@ -64,6 +64,25 @@ def test_limits_of_packed_values_with_a_negative_scale():
     assert valid_limits(array) == (-np.inf, np.inf)
 
 
+@pytest.mark.parametrize("missing", [np.int16(-1), np.int16([-1]), "-1"])
+@pytest.mark.parametrize("zarr", [False, True])
+def test_missing_values_of_integers_that_are_taken_as_unsigned(tmp_path, missing, zarr):
+    data = dataset(t="sst").isel(isobaricInhPa=0, drop=True)
+    whole = np.rint((data.sst.values - 200) / 0.002).astype(np.uint16)
+    whole[..., 0, :3] = 65535
+    data["sst"] = data.sst.copy(data=whole.view(np.int16))
+    packed = {"scale_factor": 0.002, "add_offset": 200.0, "_Unsigned": "true", "missing_value": missing}
+    if zarr:
+        data["sst"].attrs |= packed | {"missing_value": missing if isinstance(missing, str) else missing.tolist()}
+        data.to_zarr(tmp_path / "a.zarr", consolidated=False)
+    else:
+        data["sst"].attrs |= packed
+        data.to_netcdf(tmp_path / "a.nc")
+    found = open_archive(tmp_path / ("a.zarr" if zarr else "a.nc")).read(Part.FORECAST, 1).surface[:, :, 0]
+    np.testing.assert_array_equal(np.isnan(found), whole[1] == 65535)
+    np.testing.assert_allclose(found[whole[1] != 65535], (whole[1] * 0.002 + 200)[whole[1] != 65535], atol=1e-3)
+
+
 @pytest.mark.parametrize("missing", [np.float64(1e20), "1e20", np.array([1e20]), np.int32(-9999)])
 @pytest.mark.parametrize("zarr", [False, True])
 def test_missing_values_of_another_type(tmp_path, missing, zarr):
