@@ -77,7 +77,8 @@ class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
     Raises:
-        UserError: it cannot be opened, has no latitude or longitude, or an axis in units that are not known.
+        UserError: it cannot be opened, changes meanwhile, has no latitude or longitude, or an axis in units that are
+            not known.
     """
 
     keyed = False
@@ -92,12 +93,21 @@ class XarrayFile:
         self._lock = threading.RLock() if os.path.isdir(path) else _netcdf_lock
         self._listed = 0  # fields listed so far
         self._variables: list[_Variable] = []  # in the order of their first fields
+        self.stamp = Stamp.of_archive(path)
         try:
             with self._lock:
                 self.records = self._index(self._dataset())
         except UserError as error:
             raise error if path in str(error) else UserError(f"{path}: {error}") from error
+        finally:  # a file that is being written looks damaged: say what it is
+            self._check_unchanged()
         self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
+
+    def _check_unchanged(self) -> None:
+        """Raise a UserError where the file is not what it was. Of a Zarr store, which may have millions of files, that
+        takes too long for each read; builds look in the end."""
+        if not os.path.isdir(self.path):
+            self.stamp.check(self.path, Stamp.of_archive(self.path))
 
     def _dataset(self) -> xr.Dataset:
         if self._data is None:
@@ -203,8 +213,7 @@ class XarrayFile:
         Raises:
             UserError: the file cannot be read, or changed meanwhile.
         """
-        before = Stamp.of_archive(self.path)
-        found = index.load_looks(self.path, before, self._fields, self._listed)
+        found = index.load_looks(self.path, self.stamp, self._fields, self._listed)
         places = [
             (int(record["offset"]), *self._place(record)) for record in records[found[records["offset"]] == UNKNOWN]
         ]
@@ -226,9 +235,9 @@ class XarrayFile:
             if empty.any():
                 empty = np.isnan(self._read(variable, first, last, None)).all((-2, -1))[inside]
             found[list(offsets)] = np.where(empty, EMPTY, FILLED)
-        before.check(self.path, Stamp.of_archive(self.path))
+        self.stamp.check(self.path, Stamp.of_archive(self.path))
         if places:
-            index.save_looks(self.path, before, self._fields, found)
+            index.save_looks(self.path, self.stamp, self._fields, found)
         return found[records["offset"]] == EMPTY
 
     def fields(
@@ -239,7 +248,7 @@ class XarrayFile:
         NaN of a variable that the registry marks as maskable are points without a value.
 
         Raises:
-            UserError: another value is NaN or infinite, or the file cannot be read.
+            UserError: another value is NaN or infinite, or the file cannot be read, or changed since it was indexed.
         """
         places = [self._place(record) for record in records]
         for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):
@@ -293,6 +302,8 @@ class XarrayFile:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
+            finally:
+                self._check_unchanged()
         if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
             values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
         low, high = variable.limits
