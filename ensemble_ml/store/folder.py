@@ -15,6 +15,7 @@ import ctypes
 import errno
 import json
 import os
+import secrets
 import shutil
 import socket
 from pathlib import Path
@@ -65,9 +66,10 @@ def make_folders(work: Path, path: Path) -> None:
     try:
         for name in ("claims", "entries", "store"):
             (work / name).mkdir(parents=True, exist_ok=True)
-        probe = work / f".probe-{os.getpid()}"  # a folder of somebody else may be there, and refuse us
+        # A folder of somebody else may be there, and refuse us. Builders in containers may have one number of process.
+        probe = work / f".probe-{secrets.token_hex(8)}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"output={path}: cannot be written ({error.strerror}); choose another folder") from error
 

@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import building
 import numpy as np
@@ -23,7 +24,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.folder import building_folder, give_name
+from ensemble_ml.store.folder import building_folder, give_name, make_folders
 from ensemble_ml.store.locks import exclusive
 
 
@@ -189,6 +190,21 @@ def test_a_file_system_without_locks_is_named(archive, tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(UserError, match=r"its file system has no locks .*mount Lustre with -o flock"):
         prepare(config(archive, tmp_path / "s.zarr", index=None))
+
+
+def test_builders_of_one_process_number_write_under_names_of_their_own(tmp_path, monkeypatch):
+    """As in containers that share the output: each is process 1 of its own."""
+    names, real = [], Path.touch
+
+    def touched(path, *args, **keys):
+        names.append(path)
+        real(path, *args, **keys)
+        if len(names) == 1:
+            make_folders(tmp_path / "work", tmp_path / "s.zarr")
+
+    monkeypatch.setattr(Path, "touch", touched)
+    make_folders(tmp_path / "work", tmp_path / "s.zarr")
+    assert len(set(names)) == 2 and not any(path.exists() for path in names)
 
 
 def test_a_link_to_a_store_stays_one(archive, whole, tmp_path):
