@@ -21,7 +21,17 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, BETWEEN, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
+from data_prep.axes import (
+    ALIASES,
+    BETWEEN,
+    READ,
+    find_axis,
+    known_axes,
+    lead_of_valid_time,
+    understood,
+    untangle,
+    with_start,
+)
 from data_prep.cell_bounds import method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
@@ -124,29 +134,44 @@ class XarrayFile:
         return self._data
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
-        tables, strange = [], []
+        tables: list[np.ndarray] = []
+        strange: list[_OtherUnits] = []
+        data = self._without_nothing(data)
         with_members = variables_with_members(data)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
             if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
                 continue
-            field, reason = identify(data, array)
-            if field is None:
-                self._skip(f"{name}{reason}")
-                continue
-            if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
-                self._skip(f"{name} (of no member, beside {with_members[field.name]}, which has them)")
-                continue
             try:
-                tables.append(self._table(data, array, field, *self._locate(array)))
-                if said := method(array):
-                    self.methods[field.name] = said
+                with understood(name):
+                    tables += self._tables(data, array, with_members)
             except _OtherUnits as error:  # of another quantity, most likely, which nobody may have asked for
                 self._skip(f"{name} (units {array.attrs.get('units')})")
                 strange.append(error)
         if strange and not tables:
             raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
+
+    def _without_nothing(self, data: xr.Dataset) -> xr.Dataset:
+        """`data` without variables that have no value, for an axis of theirs has none: nothing was written yet."""
+        empty = [name for name, array in data.data_vars.items() if not array.size]
+        for name in empty:
+            self._skip(f"{name} (an axis of length 0)")
+        return data.drop_vars(empty)
+
+    def _tables(self, data: xr.Dataset, array: xr.DataArray, with_members: dict[str, Hashable]) -> list[np.ndarray]:
+        """The records of a data variable; none where it is left out."""
+        field, reason = identify(data, array)
+        if field is None:
+            self._skip(f"{array.name}{reason}")
+            return []
+        if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
+            self._skip(f"{array.name} (of no member, beside {with_members[field.name]}, which has them)")
+            return []
+        records = self._table(data, array, field, *self._locate(array))
+        if said := method(array):
+            self.methods[field.name] = said
+        return [records]
 
     def _skip(self, label: str, count: int = 1) -> None:
         self.skipped[label] = self.skipped.get(label, 0) + count
