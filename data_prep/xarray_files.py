@@ -59,7 +59,21 @@ log = logging.getLogger(__name__)
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
 _BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
-_LIMITS = {"K": (0.0, 1e3), "Pa": (0.0, 1e6), "m s-1": (-500.0, 500.0)}
+# By units, beyond any weather, in deserts and at 1 hPa, any sums over months, and what packing makes of zero. 9999,
+# -9999 and -32767 are outside, but for geopotential, and so is most of what has other units than it says.
+_LIMITS = {
+    "K": (100.0, 400.0),
+    "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
+    "m2 s-2": (-2e4, 2e6),
+    "m s-1": (-500.0, 500.0),
+    "kg kg-1": (-0.1, 0.5),
+    "Pa s-1": (-5e3, 5e3),  # 500 m s-1 near the ground
+    "s-1": (-10.0, 10.0),
+    "m": (-0.1, 50.0),  # of water
+    "kg m-2": (-10.0, 500.0),
+    "1": (-1.0, 10.0),
+}
+_ALTITUDES = (-2e3, 9.5e3)  # m
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -297,7 +311,7 @@ class XarrayFile:
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
-            if low == 0 and (values <= low).any():
+            if low > 0 and (values <= 0).any():
                 count += f", or not above 0 {units} (a missing value that no attribute tells of?)"
             elif ((np.abs(values) < _BEYOND) & bad).any():
                 count += f", or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
@@ -353,7 +367,7 @@ class XarrayFile:
 
 def _plausible(field: Field) -> tuple[float, float]:
     """What values lie between, far from any weather: 9999 and its like stand for missing ones."""
-    low, high = _LIMITS.get(field.units, (-_BEYOND, _BEYOND))
+    low, high = _ALTITUDES if field.name == "orog" else _LIMITS[field.units]
     return max(low, -1.0) if field.family.bounds[0] == 0 else low, high
 
 

@@ -67,6 +67,7 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     axes |= {"isobaricInhPa": [500.0]} if upper else {}
     axes |= {"latitude": GLOBE[0], "longitude": GLOBE[1]}
     values = np.random.default_rng(0).random([len(ticks) for ticks in axes.values()]).astype(np.float32)
+    values = values * {"kg kg-1": np.float32(0.01)}.get(units, 1) + np.float32({"K": 270, "Pa": 1e5}.get(units, 0))
     called = {"ens10": name, "short": short, "parameter": "var"}[by]
     attributes = {"units": units} | ({"GRIB_paramId": parameter} if by == "parameter" else {})
     data = xr.Dataset({called: (tuple(axes), values, attributes)}, axes)
