@@ -64,7 +64,22 @@ def test_an_entry_of_another_plan_is_not_taken(archive, whole, tmp_path):
 def test_a_worker_that_finds_another_archive_says_so(archive, tmp_path):
     settings = config(archive, tmp_path / "s.zarr")
     with pytest.raises(UserError, match="finds other archives than are seen here"):
-        workers.build_date(settings, 1, 0, "0" * 16)
+        workers.build_date(settings, 1, 0, "0" * 16, Job(settings).files)
+    assert not building_folder(tmp_path / "s.zarr").exists()
+
+
+def test_a_worker_that_outlives_a_run_opens_a_file_anew_that_was_copied_again(archive, tmp_path):
+    copied = shutil.copy(archive, tmp_path / "a.grib")
+    settings, plans = config(copied, tmp_path / "s.zarr"), set()
+    for date in range(2):
+        os.utime(copied, ns=(0, 10**18 + date))
+        job = Job(settings)
+        plans.add(job.plan.digest)
+        assert workers.build_date(settings, 1, date, job.plan.digest, job.files)
+        held = workers._opened.cache_info().misses
+        assert workers.build_date(settings, 1, date + 2, job.plan.digest, job.files)
+        assert workers._opened.cache_info().misses == held
+    assert len(plans) == 1
 
 
 def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkeypatch):
