@@ -20,10 +20,10 @@ from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
 from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
-from data_prep.records import FIELD_INDEX, GUST, IS_ACCUMULATED
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
 from data_prep.selecting import narrow, translation
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.fields import FIELDS, GUST, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Fields, Layout, Selection
 

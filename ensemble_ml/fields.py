@@ -41,6 +41,7 @@ AXIS_NAMES = {  # under which the axes of archives and forecasts are met, ours f
 }
 PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # as files spell them
 LOWEST_PASCAL = 1100  # levels without units beyond it are no hPa
+GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
 GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
 
 
@@ -104,7 +105,7 @@ FIELDS: tuple[Field, ...] = (
     _surface("u10", "eastward_wind", "10 metre eastward wind", "m s-1", (165,), "U10M", "10u", "10m_u_component_of_wind", "uas", vector_component=True),
     _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", vector_component=True),
     _surface("ws10", "wind_speed", "10 metre wind speed", "m s-1", (207,), "10si", "si10", "10m_wind_speed", "sfcWind", family=_TRUNCATED, components=("u10", "v10")),
-    _surface("fg10", "wind_speed_of_gust", "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
+    _surface("fg10", GUST, "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
     _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228, 228228), "TP", "total_precipitation", "pr_amount", family=_CENSORED, accumulated=True),
     _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
     _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
