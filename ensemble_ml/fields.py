@@ -100,7 +100,7 @@ FIELDS: tuple[Field, ...] = (
     _pressure("d", "divergence_of_wind", "divergence", "s-1", (155,), "D", "divergence"),
     _pressure("ws", "wind_speed", "wind speed", "m s-1", (10,), "wind_speed", "wspd", family=_TRUNCATED, components=("u", "v")),
     _surface("t2m", "air_temperature", "2 metre temperature", "K", (167,), "T2M", "2t", "2m_temperature", "tas"),
-    _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151,), "MSL", "mean_sea_level_pressure", "psl"),
+    _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151, 260074), "MSL", "mean_sea_level_pressure", "psl", "prmsl"),
     _surface("sp", "surface_air_pressure", "surface pressure", "Pa", (134,), "SP", "surface_pressure", "ps"),
     _surface("u10", "eastward_wind", "10 metre eastward wind", "m s-1", (165,), "U10M", "10u", "10m_u_component_of_wind", "uas", vector_component=True),
     _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", vector_component=True),

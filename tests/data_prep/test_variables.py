@@ -79,6 +79,12 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     np.testing.assert_array_equal((found.pressure if upper else found.surface).ravel(), values.ravel())
 
 
+def test_pressure_at_sea_level_as_others_reduce_it(tmp_path):
+    """GFS and GEFS have a parameter of their own."""
+    made = encoded(260074, 2, False, noise(mean=1e5, std=500.0))
+    assert open_archive(write(tmp_path / "a.grib", [made])).layout.surface == ("msl",)
+
+
 def test_units_of_other_archives(tmp_path):
     rain = encoded(228228, 2, False, np.full(SHAPE, 5.0), step="0-24")  # kg m-2
     cloud = encoded(228164, 2, False, np.full(SHAPE, 50.0))  # per cent
