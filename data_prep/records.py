@@ -30,7 +30,6 @@ IF_ABSENT = (
     " where start dates are built already)"
 )
 OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
-GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 
 RECORD = np.dtype(

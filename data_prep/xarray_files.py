@@ -41,7 +41,6 @@ from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
     GEOPOTENTIAL_UNITS,
-    GRAVITY,
     IF_ABSENT,
     MEMBER,
     RECORD,
@@ -51,7 +50,7 @@ from data_prep.records import (
 )
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Field, unit_conversion
+from ensemble_ml.fields import GRAVITY, Field, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 log = logging.getLogger(__name__)

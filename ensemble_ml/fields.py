@@ -40,6 +40,7 @@ AXIS_NAMES = {  # under which the axes of archives and forecasts are met, ours f
     "longitude": ("longitude", "lon"),
 }
 PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # as files spell them
+GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
 LOWEST_PASCAL = 1100  # levels without units beyond it are no hPa
 GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
 GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
@@ -92,7 +93,7 @@ _CENSORED = Family.CENSORED_SHIFTED_GAMMA
 # fmt: off
 FIELDS: tuple[Field, ...] = (
     _pressure("t", "air_temperature", "temperature", "K", (130,), "T", "temperature", "ta"),
-    _pressure("z", "geopotential", "geopotential", "m2 s-2", (129,), "Z", "geopotential"),
+    _pressure("z", "geopotential", "geopotential", "m2 s-2", (129, 156), "Z", "geopotential", "gh", "zg", "geopotential_height"),
     _pressure("u", "eastward_wind", "eastward wind", "m s-1", (131,), "U", "u_component_of_wind", "ua", vector_component=True),
     _pressure("v", "northward_wind", "northward wind", "m s-1", (132,), "V", "v_component_of_wind", "va", vector_component=True),
     _pressure("q", "specific_humidity", "specific humidity", "kg kg-1", (133,), "Q", "specific_humidity", "hus", family=_TRUNCATED),
@@ -181,7 +182,7 @@ _SAME_UNITS = {
     "Pa": ("Pa", "pascal"),
     "Pa s-1": ("Pa s-1", "Pa s**-1", "Pa/s"),
     "s-1": ("s-1", "s**-1", "1/s"),
-    "m": ("m", "metre", "meter"),
+    "m": ("m", "metre", "meter", "gpm"),
     "kg m-2": ("kg m-2", "kg m**-2", "kg/m2"),
     "1": ("1", "(0 - 1)", "0-1", "dimensionless", "fraction"),
 }
@@ -192,6 +193,8 @@ _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_fr
     ("hPa", "Pa"): (100.0, 0.0),
     ("mbar", "Pa"): (100.0, 0.0),
     ("millibar", "Pa"): (100.0, 0.0),
+    ("gpm", "m2 s-2"): (GRAVITY, 0.0),  # of geopotential height, which TIGGE and GEFS have in its place
+    ("m", "m2 s-2"): (GRAVITY, 0.0),
     ("mm", "m"): (1e-3, 0.0),
     ("kg m-2", "m"): (1e-3, 0.0),  # of water, as GRIB edition 2 gives precipitation
     ("kg m**-2", "m"): (1e-3, 0.0),
