@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,20 @@ def check_there(axis: xr.DataArray, absent: np.ndarray, how: str = "NaN") -> Non
 
 
 READ: dict[str, Any] = {"init": _read_init, "member": _read_member, "lead": _read_lead, "level": _read_level}
+
+
+@contextlib.contextmanager
+def understood(name: Hashable) -> Iterator[None]:
+    """Say in one line that axes or attributes of the variable `name` make no sense, as a level of `500hPa`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{name}: its axes or attributes make no sense ({reason}); mend them, or leave it out"
+        ) from error
 
 
 def known_axes() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
@@ -99,6 +100,12 @@ class Job:
             config.climate_days,
             self._reads,
         )
+
+    @property
+    def files(self) -> str:
+        """16 hex digits that name the files of forecast and truth, with their sizes and times when they were opened."""
+        catalogues = [self.source.catalogue] + ([self.truth.catalogue] if self.truth else [])
+        return hashlib.sha256(repr([one.stamps for one in catalogues]).encode()).hexdigest()[:16]
 
     def run(self, build: Build, date: int, pool: ThreadPoolExecutor, stopped: Callable[[], bool]) -> bool:
         """Build one start date, unless another builder has it or it is done; whether it was built here.

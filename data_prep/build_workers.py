@@ -70,7 +70,8 @@ def workers_of(config: PrepareConfig, job: Job, build: Build) -> Iterator[Worker
         def ahead() -> int:
             return 2 * (max(1, sum(client.nthreads().values())) if config.scheduler else count)
 
-        yield Workers(lambda date: pool.submit(build_date, config, threads, date, job.plan.digest), ahead, lambda: None)
+        same = job.plan.digest, job.files
+        yield Workers(lambda date: pool.submit(build_date, config, threads, date, *same), ahead, lambda: None)
 
 
 def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) -> Workers:
@@ -83,19 +84,17 @@ def _threads(stack: ExitStack, config: PrepareConfig, job: Job, build: Build) ->
     return Workers(lambda date: dates.submit(job.run, build, date, packers, stop.is_set), lambda: 2 * count, stop.set)
 
 
-def build_date(config: PrepareConfig, threads: int, date: int, plan: str) -> bool:
+def build_date(config: PrepareConfig, threads: int, date: int, plan: str, files: str) -> bool:
     """Build one start date in a worker process; `threads` compress (0: as many as the process may use).
 
+    `plan` and `files` are the digests of whoever sends the start dates. Archives that were opened for other `files` are
+    opened anew: workers of a cluster outlive a run, and what they know of a file that was copied again is of before.
+
     Raises:
-        UserError: what this process finds makes another plan than `plan`, the digest of whoever sends the start dates.
+        UserError: what this process finds makes another plan than `plan`.
     """
     with _opening:
-        job, build, pool = _opened(f"{config!r} {plan}", threads, _Held(config))
-    if job.plan.digest != plan:
-        raise UserError(
-            f"output={config.output}: a worker on {socket.gethostname()} finds other archives than are seen here; give"
-            " paths that mean the same everywhere, and leave the archives alone while they are read"
-        )
+        job, build, pool = _opened(f"{config!r} {files}", threads, plan, _Held(config))
     return job.run(build, date, pool, lambda: False)
 
 
@@ -113,9 +112,14 @@ class _Held:
 
 
 @lru_cache(maxsize=1)
-def _opened(_: str, threads: int, held: _Held) -> tuple[Job, Build, ThreadPoolExecutor]:
+def _opened(_: str, threads: int, plan: str, held: _Held) -> tuple[Job, Build, ThreadPoolExecutor]:
     keep_freed_memory(arenas=1)
     job = Job(held.config)
+    if job.plan.digest != plan:  # before anything is made in the output; and such archives are not kept
+        raise UserError(
+            f"output={held.config.output}: a worker on {socket.gethostname()} finds other archives than are seen here;"
+            " give paths that mean the same everywhere, and leave the archives alone while they are read"
+        )
     build = Build(held.config.output, job.plan, overwrite=held.config.overwrite)
     return job, build, ThreadPoolExecutor(threads or cores(), "pack")
 

@@ -21,7 +21,6 @@ from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
-from data_prep.grib_io import Stamp
 from data_prep.intervals import starts
 from data_prep.records import IF_ABSENT, IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, covers, describe, field_of
 from ensemble_ml.errors import UserError
@@ -55,7 +54,7 @@ class Catalogue:
         self.files = archive_files(paths, role=role)
         self.path = _shown(paths)
         self.readers: list[Reader] = open_readers(self.files, index)
-        self.stamps = [_stamped(path) for path in self.files]
+        self.stamps = [(os.path.abspath(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.grid = _one_grid(self.readers)
         self.geometry = Geometry(self.grid, self.grid)
         table = _joined_tables(self.readers)
@@ -285,10 +284,6 @@ def _joined_tables(readers: list[Reader]) -> np.ndarray:
         first += len(mine)
         reader.records = np.zeros(0, RECORD)
     return table
-
-
-def _stamped(path: str) -> tuple[str, int, int]:
-    return os.path.abspath(path), *astuple(Stamp.of_archive(path))
 
 
 def _shown(paths: Any) -> str:

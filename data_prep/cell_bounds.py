@@ -13,9 +13,8 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, ROUNDING, START, VALID, to_hours
-from data_prep.records import GUST
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Field
+from ensemble_ml.fields import GUST, Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
 _OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}

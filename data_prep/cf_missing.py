@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import netCDF4
 import numpy as np
 import xarray as xr
@@ -39,7 +42,7 @@ def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:
         packed = array.dtype.kind in "iu" and any(name in array.attrs for name in _PACKED)
         unsaid = not {"_FillValue", "missing_value"} & array.attrs.keys()
         # Of integers to be taken as unsigned the library's fill value is one in the middle of the range.
-        unsaid &= str(array.attrs.get("_Unsigned", "")).lower() != "true"
+        unsaid &= not unsigned(array.attrs)
         if packed and unsaid and array.dtype.itemsize > 1 and not written:
             fill = netCDF4.default_fillvals[f"{array.dtype.kind}{array.dtype.itemsize}"]
             array.attrs["_FillValue"] = array.dtype.newbyteorder("=").type(fill)
@@ -59,15 +62,26 @@ def _check_written(axis: xr.DataArray) -> None:
     check_there(axis, absent, "never written")
 
 
+def unsigned(about: Mapping[str, Any]) -> bool:
+    """Whether integers are to be taken as unsigned, which classic files have none of, by the attributes or the encoding
+    of their variable."""
+    return str(about.get("_Unsigned", "")).lower() == "true"
+
+
 def _as_values(array: xr.DataArray) -> None:
-    """Let missing values have the type of the values: 1e20 of float64, or as text, equals no float32."""
-    if array.dtype.kind != "f":
+    """Let missing values have the type of the values: 1e20 of float64, or as text, equals no float32, and -1 is no
+    unsigned integer (whose `_FillValue` xarray sees to)."""
+    whole = array.dtype.kind == "i" and unsigned(array.attrs)
+    if array.dtype.kind != "f" and not whole:
         return
-    for name in {"_FillValue", "missing_value"} & array.attrs.keys():
+    for name in ({"missing_value"} if whole else {"_FillValue", "missing_value"}) & array.attrs.keys():
         said = np.ravel(array.attrs[name])
         try:
-            with np.errstate(over="ignore"):
-                values = said.astype(np.float64).astype(array.dtype.newbyteorder("="))
+            with np.errstate(over="ignore", invalid="ignore"):
+                if whole:
+                    values = said.astype(np.int64).astype(f"u{array.dtype.itemsize}")
+                else:
+                    values = said.astype(np.float64).astype(array.dtype.newbyteorder("="))
         except ValueError:  # a text that is no number
             del array.attrs[name]
             continue
@@ -84,7 +98,7 @@ def valid_limits(array: xr.DataArray) -> tuple[float, float]:
     if not all(end.dtype.kind in "iuf" and end.size == 1 for end in given):
         return -np.inf, np.inf
     about = array.encoding
-    if str(about.get("_Unsigned", "")).lower() == "true":
+    if unsigned(about):
         given = [end.astype(f"u{end.dtype.itemsize}") for end in given]
     numbers = iter(given)
     least, most = (

@@ -17,6 +17,8 @@ from data_prep.records import Reader
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import as_list
 from ensemble_ml.errors import UserError
+from ensemble_ml.store import is_store
+from ensemble_ml.store.folder import is_building
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 def archive_files(paths: Any, *, role: str = FORECAST) -> list[str]:
     """Expand files, folders, globs or a list of them into data files, sorted, each once.
 
-    A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for what it has in that role.
+    A folder that holds `archive.json` (made by `ensemble-ml simulate`) stands for what it has in that role. Tensor
+    stores in a folder, or that match a pattern, are no part of an archive: an output may lie inside its input.
 
     Raises:
         UserError: nothing is there.
@@ -51,10 +54,18 @@ def _expand(path: str, role: str) -> list[str]:
         return _folder(Path(path), role)
     if os.path.exists(path):
         return [path]
-    matches = glob.glob(path, recursive=True) if glob.has_magic(path) else []
+    matches = _without_stores(path, glob.glob(path, recursive=True)) if glob.has_magic(path) else []
     if not matches:
         raise UserError(f"{path}: no such file or folder; give the {role} archive's path, a folder or a glob")
     return [name for match in matches for name in _expand(match, role)]
+
+
+def _without_stores(where: str, paths: list[str]) -> list[str]:
+    """`paths` that were found in `where` without tensor stores and folders in which they are built."""
+    own = [path for path in paths if os.path.isdir(path) and (is_store(Path(path)) or is_building(Path(path)))]
+    if own:
+        log.info("%s: %d tensor stores or unfinished ones in it are left out (first %s)", where, len(own), min(own))
+    return [path for path in paths if path not in own]
 
 
 def _folder(folder: Path, role: str) -> list[str]:
@@ -64,10 +75,11 @@ def _folder(folder: Path, role: str) -> list[str]:
             return [str(folder)]
         if not folder.is_dir():
             raise UserError(f"{folder.parent}: archive.json stands there but no {folder.name}; simulate it anew")
-    names, seen = [], {os.path.realpath(folder)}
+    names, zarrs, seen = [], [], {os.path.realpath(folder)}
     for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
-        zarrs = [name for name in folders if is_zarr(os.path.join(root, name))]
-        folders[:] = [name for name in folders if name not in zarrs and not name.startswith(".")]
+        paths = {name: os.path.join(root, name) for name in folders}
+        whole = [name for name, path in paths.items() if is_zarr(path) or is_building(Path(path))]
+        folders[:] = [name for name in folders if name not in whole and not name.startswith(".")]
         kept = []
         for name in sorted(folders, key=lambda name: os.path.islink(os.path.join(root, name))):
             place = os.path.realpath(os.path.join(root, name))
@@ -75,8 +87,9 @@ def _folder(folder: Path, role: str) -> list[str]:
                 kept.append(name)
             seen.add(place)
         folders[:] = kept
-        names += [os.path.join(root, name) for name in zarrs]
+        zarrs += [paths[name] for name in whole]
         names += [path for path in (os.path.join(root, name) for name in files) if _is_data(path)]
+    names += _without_stores(str(folder), zarrs)
     if not names:
         raise UserError(f"{folder}: holds no archive file ({', '.join(_SUFFIXES)})")
     return names

@@ -24,10 +24,9 @@ from scipy.sparse import csr_matrix
 from data_prep.records import RawField
 from ensemble_ml.domains import coarse_grid, cut, even_grid
 from ensemble_ml.errors import UserError
-from ensemble_ml.grid import Grid
+from ensemble_ml.grid import TOLERANCE, Grid
 
 _VALID_SHARE = 0.5
-_TOLERANCE = 1e-3  # degrees, as in `ensemble_ml.grid`
 _SLIVER = 1e-9  # of a cell: overlaps below it are rounding of the bounds
 
 
@@ -171,7 +170,7 @@ def _matches(old: np.ndarray, new: np.ndarray, period: float | None) -> np.ndarr
     if period is not None:
         apart = np.mod(apart + period / 2, period) - period / 2
     found = np.abs(apart).argmin(1)
-    return found if (np.abs(np.take_along_axis(apart, found[:, None], 1)) < _TOLERANCE).all() else None
+    return found if (np.abs(np.take_along_axis(apart, found[:, None], 1)) < TOLERANCE).all() else None
 
 
 def _overlaps(old: np.ndarray, new: np.ndarray, shifts: Sequence[float] = (0.0,)) -> np.ndarray:

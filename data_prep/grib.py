@@ -42,8 +42,10 @@ class GribFile:
         self.path = path
         self.methods: dict[str, str] = {}  # maxima and minima are parameters of their own
         descriptors.close(path)  # another file may have taken the name since it was last read
-        self._stamp = _stamp(path)
-        table = index.load(path, self._stamp) if index else None
+        self.stamp = Stamp.of_archive(path)
+        if not self.stamp.size:
+            raise UserError(f"{path}: is empty; give a GRIB, NetCDF or Zarr archive")
+        table = index.load(path, self.stamp) if index else None
         if table is None:
             table = self._scanned(index)
         self.records, self.skipped = table.records, table.skipped
@@ -52,12 +54,12 @@ class GribFile:
 
     def _scanned(self, index: FileIndex | None) -> Table:
         if index is None:
-            return _Indexer(self.path, self._stamp).table()
+            return _Indexer(self.path, self.stamp).table()
         with index.alone(self.path):
-            table = index.load(self.path, self._stamp)  # another may have made it meanwhile
+            table = index.load(self.path, self.stamp)  # another may have made it meanwhile
             if table is None:
-                table = _Indexer(self.path, self._stamp).table()
-                index.save(self.path, self._stamp, table)
+                table = _Indexer(self.path, self.stamp).table()
+                index.save(self.path, self.stamp, table)
         return table
 
     def _places(self) -> list[Place]:
@@ -73,12 +75,12 @@ class GribFile:
         """
         places = self._places()
         with descriptors.opened(self.path) as descriptor:
-            self._stamp.check(self.path, Stamp.of(descriptor))
+            self.stamp.check(self.path, Stamp.of(descriptor))
             for number, record in enumerate(records):
                 place = places[record["place"]]
                 message = _Message(self.path, descriptor, record, place, rows or slice(0, place.grid.shape[0]))
                 field = message.packed(into[number] if into else None) if record["simple"] else message.decoded()
-                self._stamp.check(self.path, Stamp.of(descriptor))
+                self.stamp.check(self.path, Stamp.of(descriptor))
                 yield field
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
@@ -205,16 +207,6 @@ def _masked(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     return values
 
 
-def _stamp(path: str) -> Stamp:
-    try:
-        stamp = Stamp.of(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
-    if not stamp.size:
-        raise UserError(f"{path}: is empty; give a GRIB, NetCDF or Zarr archive")
-    return stamp
-
-
 class _Indexer:
     """One pass over a file: headers are read, values are not."""
 
@@ -327,8 +319,9 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
     points = np.array([scan.latitude[2] * scan.longitude[2] for scan in scans])[records["place"]]
     counts = np.array([-1 if head.count is None else head.count for head in heads])
     records["stated"] = counts
-    records["masked"] |= (records["bitmap"] > 0) & (counts != points)
     simple = records["simple"]
+    # Of other packings the count may be no number of points: in edition 1 it divides by the width of something else.
+    records["masked"] |= (records["bitmap"] > 0) & ((counts != points) | ~simple)
     records["reference"] += np.where(simple, [head.reference for head in heads], 0.0)
     records["scale"] = np.ldexp(records["scale"], np.where(simple, [head.binary_scale for head in heads], 0))
     return records

@@ -18,9 +18,9 @@ import numpy as np
 
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
-from data_prep.records import CONTROL, FIELD_INDEX, GRAVITY, MEMBER, OF_ENSEMBLE
+from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, OF_ENSEMBLE
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, by_param_id, unit_conversion
+from ensemble_ml.fields import FIELDS, GRAVITY, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 _MOST_POINTS = 1 << 17  # along one axis

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import xarray as xr
 
-from data_prep.axes import find_axis, lead_of_valid_time
+from data_prep.axes import find_axis, lead_of_valid_time, understood
 from data_prep.cell_bounds import other_quantity
 from data_prep.records import FIELD_INDEX, OF_ENSEMBLE
 from ensemble_ml.errors import UserError
@@ -35,9 +35,10 @@ def variables_with_members(data: xr.Dataset) -> dict[str, Hashable]:
     """Variables of the registry that a data variable has for numbered members, and that data variable."""
     found: dict[str, Hashable] = {}
     for name, array in data.data_vars.items():
-        if array.ndim > 1 and find_axis(array, "member") is not None:
-            field, _ = identify(data, array)
-            found |= {} if field is None else {field.name: name}
+        with understood(name):
+            if array.ndim > 1 and find_axis(array, "member") is not None:
+                field, _ = identify(data, array)
+                found |= {} if field is None else {field.name: name}
     return found
 
 

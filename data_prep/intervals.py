@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from data_prep.records import GUST, IS_ACCUMULATED, MEMBER, field_of
+from data_prep.records import IS_ACCUMULATED, MEMBER, field_of
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS
+from ensemble_ml.fields import FIELDS, GUST
 
 NO_INTERVAL = (
     "sums at lead 0 alone that state no interval, and from the start of the forecast they would be zero; "

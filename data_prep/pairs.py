@@ -15,6 +15,7 @@ from data_prep.file_index import FileIndex
 from data_prep.files import TRUTH
 from data_prep.geometry import Geometry, GridChange
 from data_prep.records import FIELD_INDEX
+from data_prep.selecting import places
 from data_prep.truth import ArchiveTruth, check_grid
 from ensemble_ml.config import Control, as_list
 from ensemble_ml.errors import UserError
@@ -31,8 +32,8 @@ class StoreTruth:
         check_grid(store.layout.grid, store.path, layout.grid)
         self.store, self.layout, self.path = store, layout, store.path
         own = store.layout
-        self._date = _index(layout.init_time.tolist(), own.init_time.tolist())
-        self._axes = {name: _index(getattr(layout, name), getattr(own, name)) for name in _AXES}
+        self._date = places(layout.init_time.tolist(), own.init_time.tolist())
+        self._axes = {name: places(getattr(layout, name), getattr(own, name)) for name in _AXES}
         for name in sorted(bounds.keys() & store.lead_bounds.keys()):
             for lead, pair in zip(layout.lead_hours, bounds[name], strict=True):
                 there = dict(zip(own.lead_hours, store.lead_bounds[name], strict=True)).get(lead)
@@ -94,11 +95,6 @@ class StoreTruth:
 
 
 _AXES = ("lead_hours", "variables", "levels", "surface")
-
-
-def _index(wanted: Sequence[Any], there: Sequence[Any]) -> np.ndarray:
-    place = {value: number for number, value in enumerate(there)}
-    return np.array([place.get(value, -1) for value in wanted], int)
 
 
 class Pair:

@@ -22,6 +22,7 @@ from ensemble_ml.wording import hour_text
 
 if TYPE_CHECKING:
     from data_prep.file_index import FileIndex
+    from data_prep.grib_io import Stamp
 
 MEMBER, CONTROL = 0, 1
 IF_ABSENT = (
@@ -29,8 +30,6 @@ IF_ABSENT = (
     " where start dates are built already)"
 )
 OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
-GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
-GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 
 RECORD = np.dtype(
@@ -129,7 +128,8 @@ class Reader(Protocol):
 
     `records` are RECORD rows in the file's own order, and `grid` is theirs (None where there are none); `skipped`
     counts the fields of variables that the registry does not know. `keyed` says whether other values make other records
-    (by their packing constants), and `methods` which variables are a mean, maximum or minimum over time.
+    (by their packing constants), and `methods` which variables are a mean, maximum or minimum over time. `stamp` is of
+    before the file was indexed: what is read belongs to it.
     """
 
     keyed: bool
@@ -138,6 +138,7 @@ class Reader(Protocol):
     records: np.ndarray
     grid: Grid | None
     skipped: dict[str, int]
+    stamp: Stamp
 
     def fields(
         self, records: np.ndarray, rows: slice | None = None, into: Sequence[np.ndarray] | None = None

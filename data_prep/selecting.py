@@ -148,13 +148,15 @@ def slices_of(layout: Layout) -> Iterator[Selection]:
 
 def translation(old: Layout, new: Layout, *, members: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Where each position of `old` stands in `new`, -1 where it does not: axes of pressure and of surface blocks."""
-    upper = [_map(old.realization, new.realization) if members else np.zeros(1, int)]
-    upper += [_map(getattr(old, name), getattr(new, name)) for name in ("lead_hours", "variables", "levels")]
-    return upper, [*upper[:2], _map(old.surface, new.surface)]
+    upper = [places(old.realization, new.realization) if members else np.zeros(1, int)]
+    upper += [places(getattr(old, name), getattr(new, name)) for name in ("lead_hours", "variables", "levels")]
+    return upper, [*upper[:2], places(old.surface, new.surface)]
 
 
-def _map(old: Sequence[Any], new: Sequence[Any]) -> np.ndarray:
-    return np.array([new.index(value) if value in new else -1 for value in old], int)
+def places(old: Sequence[Any], new: Sequence[Any]) -> np.ndarray:
+    """Position of each value of `old` in `new`, -1 where it is not there: of any type, and in any order."""
+    place = {value: number for number, value in enumerate(new)}
+    return np.array([place.get(value, -1) for value in old], int)
 
 
 def _require(name: str, wanted: Sequence[Any], there: Sequence[Any], path: str) -> None:

@@ -20,10 +20,10 @@ from data_prep.catalogue import Catalogue
 from data_prep.combine import Combine
 from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.intervals import Tiles
-from data_prep.records import FIELD_INDEX, GUST, IS_ACCUMULATED
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED
 from data_prep.selecting import narrow, translation
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.fields import FIELDS, GUST, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.source import Fields, Layout, Selection
 
@@ -65,7 +65,7 @@ class ArchiveTruth:
         if len(numbers) > 1:
             raise UserError(f"truth {self.path}: holds {len(numbers)} members; the truth is one field for each time")
         self._records, self._wanted = records, wanted
-        self._tiles: dict[int, Tiles] = {}
+        self._tiles: dict[tuple[int, int], Tiles] = {}  # of a position in FIELDS, and a level
         self._stale: set[str] = set()  # variables that long forecasts stand for, which was told
         self._over_intervals: set[str] = set()  # variables of moments that the truth has over intervals alone
         self._rows = self._align(lambda name: name)
@@ -99,7 +99,7 @@ class ArchiveTruth:
         if not len(mine):
             return np.full(valid.shape, _MISSING)
         if name in self.bounds:
-            self._tiles[FIELD_INDEX[name]] = tiles = Tiles(self._records[mine], mine)
+            self._tiles[FIELD_INDEX[name], level] = tiles = Tiles(self._records[mine], mine)
             if not tiles.stated and not field(name).accumulated:
                 log.warning("truth %s: %s states no interval and is taken as it is at the valid time", self.path, name)
             # where a lead has no interval (the start), nor has what verifies it
@@ -152,7 +152,8 @@ class ArchiveTruth:
                 name = (self.layout.surface if surface else self.layout.variables)[place[1]]
                 interval = self.span(name, place[0])
                 if interval is not None:
-                    chosen, combine = self._cover(name, date, interval)
+                    level = 0 if surface else self.layout.levels[place[2]]
+                    chosen, combine = self._cover(name, level, date, interval)
                 else:
                     chosen, combine = self._row_at(surface, (date, *place))
                 if chosen:
@@ -175,11 +176,14 @@ class ArchiveTruth:
 
     def _by_intervals(self, name: str) -> bool:
         """Whether the truth is made of its intervals: always for sums; for maxima where it states them."""
-        tiles = self._tiles.get(FIELD_INDEX[name])
-        return bool(IS_ACCUMULATED[FIELD_INDEX[name]]) or (tiles is not None and tiles.stated)
+        return bool(IS_ACCUMULATED[FIELD_INDEX[name]]) or any(tiles.stated for tiles in self._tiles_of(name))
 
-    def _cover(self, name: str, date: int, interval: list[int]) -> tuple[tuple[int, ...], Combine]:
-        tiles = self._tiles.get(FIELD_INDEX[name])
+    def _tiles_of(self, name: str) -> list[Tiles]:
+        """The intervals of a variable at each of its levels."""
+        return [tiles for (index, _), tiles in self._tiles.items() if index == FIELD_INDEX[name]]
+
+    def _cover(self, name: str, level: int, date: int, interval: list[int]) -> tuple[tuple[int, ...], Combine]:
+        tiles = self._tiles.get((FIELD_INDEX[name], level))
         if tiles is None:
             return (), Combine.ONE
         start = self.layout.init_time[date].astype("datetime64[s]")
@@ -258,7 +262,7 @@ class ArchiveTruth:
         """
         found = self._reasons()
         for name, reason in found.items():
-            if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
+            if self._tiles_of(name) and self._by_intervals(name):
                 raise UserError(f"truth {self.path}: {name}: {reason}; leave it out with variables=[...]")
         return found
 
@@ -268,7 +272,7 @@ class ArchiveTruth:
             found = self.anywhere[surface][0]
             for number, name in enumerate(names):
                 if self._wanted[surface][:, number].any() and not found[:, number].any():
-                    if FIELD_INDEX[name] in self._tiles and self._by_intervals(name):
+                    if self._tiles_of(name) and self._by_intervals(name):
                         reasons[name] = self._interval_reason(name)
                         continue
                     reasons[name] = self._other(name) or "the truth has none of it at the forecast's valid times"
@@ -301,7 +305,7 @@ class ArchiveTruth:
     def _interval_reason(self, name: str) -> str:
         spans = sorted({(first, last) for first, last in (pair for pair in self.bounds[name] if pair)})
         needed = ", ".join(f"{first}-{last} h" for first, last in spans)
-        if not self._tiles[FIELD_INDEX[name]].stated:
+        if not any(tiles.stated for tiles in self._tiles_of(name)):
             return (
                 f"its sums state no interval (a GRIB step range or time bounds), and those over {needed} after the "
                 "start are needed"

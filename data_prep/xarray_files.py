@@ -21,7 +21,17 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, BETWEEN, READ, find_axis, known_axes, lead_of_valid_time, untangle, with_start
+from data_prep.axes import (
+    ALIASES,
+    BETWEEN,
+    READ,
+    find_axis,
+    known_axes,
+    lead_of_valid_time,
+    understood,
+    untangle,
+    with_start,
+)
 from data_prep.cell_bounds import method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
@@ -31,7 +41,6 @@ from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
     GEOPOTENTIAL_UNITS,
-    GRAVITY,
     IF_ABSENT,
     MEMBER,
     RECORD,
@@ -41,7 +50,7 @@ from data_prep.records import (
 )
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Field, unit_conversion
+from ensemble_ml.fields import GRAVITY, Field, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 log = logging.getLogger(__name__)
@@ -49,7 +58,21 @@ log = logging.getLogger(__name__)
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
 _BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
-_LIMITS = {"K": (0.0, 1e3), "Pa": (0.0, 1e6), "m s-1": (-500.0, 500.0)}
+# By units, beyond any weather, in deserts and at 1 hPa, any sums over months, and what packing makes of zero. 9999,
+# -9999 and -32767 are outside, but for geopotential, and so is most of what has other units than it says.
+_LIMITS = {
+    "K": (100.0, 400.0),
+    "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
+    "m2 s-2": (-2e4, 2e6),
+    "m s-1": (-500.0, 500.0),
+    "kg kg-1": (-0.1, 0.5),
+    "Pa s-1": (-5e3, 5e3),  # 500 m s-1 near the ground
+    "s-1": (-10.0, 10.0),
+    "m": (-0.1, 50.0),  # of water
+    "kg m-2": (-10.0, 500.0),
+    "1": (-1.0, 10.0),
+}
+_ALTITUDES = (-2e3, 9.5e3)  # m
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -77,7 +100,8 @@ class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
     Raises:
-        UserError: it cannot be opened, has no latitude or longitude, or an axis in units that are not known.
+        UserError: it cannot be opened, changes meanwhile, has no latitude or longitude, or an axis in units that are
+            not known.
     """
 
     keyed = False
@@ -92,12 +116,21 @@ class XarrayFile:
         self._lock = threading.RLock() if os.path.isdir(path) else _netcdf_lock
         self._listed = 0  # fields listed so far
         self._variables: list[_Variable] = []  # in the order of their first fields
+        self.stamp = Stamp.of_archive(path)
         try:
             with self._lock:
                 self.records = self._index(self._dataset())
         except UserError as error:
             raise error if path in str(error) else UserError(f"{path}: {error}") from error
+        finally:  # a file that is being written looks damaged: say what it is
+            self._check_unchanged()
         self._fields = hashlib.sha256(self.records.tobytes()).hexdigest()
+
+    def _check_unchanged(self) -> None:
+        """Raise a UserError where the file is not what it was. Of a Zarr store, which may have millions of files, that
+        takes too long for each read; builds look in the end."""
+        if not os.path.isdir(self.path):
+            self.stamp.check(self.path, Stamp.of_archive(self.path))
 
     def _dataset(self) -> xr.Dataset:
         if self._data is None:
@@ -114,29 +147,44 @@ class XarrayFile:
         return self._data
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
-        tables, strange = [], []
+        tables: list[np.ndarray] = []
+        strange: list[_OtherUnits] = []
+        data = self._without_nothing(data)
         with_members = variables_with_members(data)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
             if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
                 continue
-            field, reason = identify(data, array)
-            if field is None:
-                self._skip(f"{name}{reason}")
-                continue
-            if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
-                self._skip(f"{name} (of no member, beside {with_members[field.name]}, which has them)")
-                continue
             try:
-                tables.append(self._table(data, array, field, *self._locate(array)))
-                if said := method(array):
-                    self.methods[field.name] = said
+                with understood(name):
+                    tables += self._tables(data, array, with_members)
             except _OtherUnits as error:  # of another quantity, most likely, which nobody may have asked for
                 self._skip(f"{name} (units {array.attrs.get('units')})")
                 strange.append(error)
         if strange and not tables:
             raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
+
+    def _without_nothing(self, data: xr.Dataset) -> xr.Dataset:
+        """`data` without variables that have no value, for an axis of theirs has none: nothing was written yet."""
+        empty = [name for name, array in data.data_vars.items() if not array.size]
+        for name in empty:
+            self._skip(f"{name} (an axis of length 0)")
+        return data.drop_vars(empty)
+
+    def _tables(self, data: xr.Dataset, array: xr.DataArray, with_members: dict[str, Hashable]) -> list[np.ndarray]:
+        """The records of a data variable; none where it is left out."""
+        field, reason = identify(data, array)
+        if field is None:
+            self._skip(f"{array.name}{reason}")
+            return []
+        if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
+            self._skip(f"{array.name} (of no member, beside {with_members[field.name]}, which has them)")
+            return []
+        records = self._table(data, array, field, *self._locate(array))
+        if said := method(array):
+            self.methods[field.name] = said
+        return [records]
 
     def _skip(self, label: str, count: int = 1) -> None:
         self.skipped[label] = self.skipped.get(label, 0) + count
@@ -203,8 +251,7 @@ class XarrayFile:
         Raises:
             UserError: the file cannot be read, or changed meanwhile.
         """
-        before = Stamp.of_archive(self.path)
-        found = index.load_looks(self.path, before, self._fields, self._listed)
+        found = index.load_looks(self.path, self.stamp, self._fields, self._listed)
         places = [
             (int(record["offset"]), *self._place(record)) for record in records[found[records["offset"]] == UNKNOWN]
         ]
@@ -226,9 +273,9 @@ class XarrayFile:
             if empty.any():
                 empty = np.isnan(self._read(variable, first, last, None)).all((-2, -1))[inside]
             found[list(offsets)] = np.where(empty, EMPTY, FILLED)
-        before.check(self.path, Stamp.of_archive(self.path))
+        self.stamp.check(self.path, Stamp.of_archive(self.path))
         if places:
-            index.save_looks(self.path, before, self._fields, found)
+            index.save_looks(self.path, self.stamp, self._fields, found)
         return found[records["offset"]] == EMPTY
 
     def fields(
@@ -239,7 +286,7 @@ class XarrayFile:
         NaN of a variable that the registry marks as maskable are points without a value.
 
         Raises:
-            UserError: another value is NaN or infinite, or the file cannot be read.
+            UserError: another value is NaN or infinite, or the file cannot be read, or changed since it was indexed.
         """
         places = [self._place(record) for record in records]
         for _, group in groupby(range(len(records)), key=lambda number: (places[number][0].base, places[number][1][0])):
@@ -263,7 +310,7 @@ class XarrayFile:
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
-            if low == 0 and (values <= low).any():
+            if low > 0 and (values <= 0).any():
                 count += f", or not above 0 {units} (a missing value that no attribute tells of?)"
             elif ((np.abs(values) < _BEYOND) & bad).any():
                 count += f", or not between {low:g} and {high:g} {units} (a missing value that no attribute tells of?)"
@@ -293,6 +340,8 @@ class XarrayFile:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise UserError(f"{self.path}: {variable.name} cannot be read ({reason})") from error
+            finally:
+                self._check_unchanged()
         if np.issubdtype(values.dtype, np.floating) and (values > _UNWRITTEN).any():
             values = np.where((values > _UNWRITTEN) & np.isfinite(values), np.nan, values)
         low, high = variable.limits
@@ -317,7 +366,7 @@ class XarrayFile:
 
 def _plausible(field: Field) -> tuple[float, float]:
     """What values lie between, far from any weather: 9999 and its like stand for missing ones."""
-    low, high = _LIMITS.get(field.units, (-_BEYOND, _BEYOND))
+    low, high = _ALTITUDES if field.name == "orog" else _LIMITS[field.units]
     return max(low, -1.0) if field.family.bounds[0] == 0 else low, high
 
 

@@ -3,10 +3,13 @@ what such a chunk reads as, as dates do that share a chunk with others.
 
 A chunk that is not there reads as the fill value of its array. Where that is NaN, or an attribute calls this very value
 missing, the values say so themselves. Else they would be a field like others: 0 K, or `add_offset`.
+
+Chunks of version 3 may stand together in a file, a shard, whose index says which of them are there.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Hashable, Sequence
 from itertools import product
@@ -15,6 +18,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from data_prep.cf_missing import unsigned
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, Field
 
 
@@ -33,6 +38,9 @@ class Written:
         made: Any = zarr.open_array(self._folder, mode="r")
         said, fill = array.encoding | array.attrs, made.fill_value
         marks = [np.ravel(said[name]) for name in ("_FillValue", "missing_value") if name in said]
+        if made.dtype.kind == "i" and unsigned(said):
+            kind = f"u{made.dtype.itemsize}"
+            fill, marks = None if fill is None else fill.astype(kind), [mark.astype(kind) for mark in marks]
         told = fill is not None and any((mark == fill).any() for mark in marks)
         says = fill is not None and not np.isfinite(np.asarray(fill, np.float64))
         factor, offset = (float(said.get(name, usual)) for name, usual in (("scale_factor", 1), ("add_offset", 0)))
@@ -41,8 +49,11 @@ class Written:
         zero = offset == 0 if fill is None else self._unwritten == 0
         self.doubtful = not told and not says and not (may_be_zero and zero)
         self._metadata = made.metadata
-        self._chunk: Sequence[int] = made.shards or made.chunks  # of a file
-        self._there: dict[tuple[int, ...], bool] = {}
+        self._chunk: Sequence[int] = made.chunks
+        together = made.shards or made.chunks
+        self._in_file = tuple(whole // part for whole, part in zip(together, made.chunks, strict=True))
+        self._codec: Any = made.metadata.codecs[0] if made.shards else None
+        self._there: dict[tuple[int, ...], np.ndarray] = {}  # file -> which of its chunks are there
 
     def told(self, values: np.ndarray, leading: Sequence[Hashable | None], first: Sequence[int]) -> np.ndarray:
         """`values` with NaN in fields that nobody wrote.
@@ -76,7 +87,28 @@ class Written:
         return all(self._exists(chunk) for chunk in product(*ranges))
 
     def _exists(self, chunk: tuple[int, ...]) -> bool:
-        if chunk not in self._there:
-            key = self._metadata.encode_chunk_key(chunk)
-            self._there[chunk] = os.path.exists(os.path.join(self._folder, key))
-        return self._there[chunk]
+        file, inside = zip(*map(divmod, chunk, self._in_file), strict=True)
+        if file not in self._there:
+            path = os.path.join(self._folder, self._metadata.encode_chunk_key(file))
+            there = os.path.exists(path)
+            self._there[file] = self._indexed(path) if there and self._codec else np.full(self._in_file, there)
+        return bool(self._there[file][inside])
+
+    def _indexed(self, path: str) -> np.ndarray:
+        """Which chunks of a shard its index has, of the shape of `_in_file`: offset and size of each as uint64, both
+        all ones where it is not there (Zarr v3, `sharding_indexed` codec).
+
+        Raises:
+            UserError: the index cannot be read.
+        """
+        kinds = [type(codec).__name__ for codec in self._codec.index_codecs]
+        size = 16 * math.prod(self._in_file)
+        whole = size + 4 * kinds.count("Crc32cCodec")
+        try:
+            with open(path, "rb") as file:
+                if self._codec.index_location.value == "end":
+                    file.seek(-whole, os.SEEK_END)
+                pairs = np.frombuffer(file.read(size), "u8").reshape(*self._in_file, 2)  # all ones in either order
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: the index of its chunks cannot be read ({error}); fetch it again") from error
+        return (pairs != np.iinfo(np.uint64).max).any(-1)

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.grid import Edge, Grid, canonical
-
-_TOLERANCE = 1e-3  # degrees, as in `ensemble_ml.grid`
+from ensemble_ml.grid import TOLERANCE, Edge, Grid, canonical
 
 
 def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -36,17 +34,17 @@ def region_points(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.n
 def points_within(grid: Grid, region: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """As `region_points`, of a region that may reach beyond the grid, or hold no point of it."""
     north, west, south, east = (float(x) for x in region)
-    rows = np.flatnonzero((grid.latitude <= north + _TOLERANCE) & (grid.latitude >= south - _TOLERANCE))
+    rows = np.flatnonzero((grid.latitude <= north + TOLERANCE) & (grid.latitude >= south - TOLERANCE))
     # Eastward distance from the western edge; a point a hair to the west of it counts as on it.
-    offset = np.mod(grid.longitude - west + _TOLERANCE, 360) - _TOLERANCE
-    columns = np.flatnonzero(offset <= _width(west, east) + _TOLERANCE)
+    offset = np.mod(grid.longitude - west + TOLERANCE, 360) - TOLERANCE
+    columns = np.flatnonzero(offset <= _width(west, east) + TOLERANCE)
     return rows, columns[np.argsort(offset[columns], kind="stable")]
 
 
 def _width(west: float, east: float) -> float:
     """Degrees from west eastwards to east: all around from a whole turn on, also where west is 180 and east -180."""
     span = east - west
-    return 360.0 if span >= 360 - _TOLERANCE or abs(span + 360) <= _TOLERANCE else span % 360
+    return 360.0 if span >= 360 - TOLERANCE or abs(span + 360) <= TOLERANCE else span % 360
 
 
 def cut(grid: Grid, region: Sequence[float]) -> Grid:
@@ -104,11 +102,11 @@ def covered(grid: Grid, latitude: np.ndarray, longitude: np.ndarray) -> Grid:
     ticks = np.abs(latitude[1] - latitude[0]) / 2 if len(latitude) > 1 else 0.0
     bounds = grid.latitude_bounds()
     north, south = np.minimum(latitude + ticks, 90), np.maximum(latitude - ticks, -90)
-    latitude = latitude[(north <= bounds[0] + _TOLERANCE) & (south >= bounds[-1] - _TOLERANCE)]
+    latitude = latitude[(north <= bounds[0] + TOLERANCE) & (south >= bounds[-1] - TOLERANCE)]
     if not grid.wraps:
         half = (longitude[1] - longitude[0]) / 2 if len(longitude) > 1 else 0.0
         west, east = grid.longitude_bounds()[[0, -1]]
-        longitude = longitude[(longitude - half >= west - _TOLERANCE) & (longitude + half <= east + _TOLERANCE)]
+        longitude = longitude[(longitude - half >= west - TOLERANCE) & (longitude + half <= east + TOLERANCE)]
     if len(latitude) < 2 or len(longitude) < 2:
         raise UserError(f"coarsen or regrid: leaves fewer than two rows or columns of {grid.describe()}; take less")
     return Grid(latitude, longitude)
@@ -173,15 +171,15 @@ def _check_factor(name: str, factor: int, count: int, what: str) -> None:
 
 
 def _check_latitudes(grid: Grid, north: float, south: float, region: Sequence[float]) -> None:
-    margin = spacing(grid.latitude) + _TOLERANCE
+    margin = spacing(grid.latitude) + TOLERANCE
     most, least = grid.latitude[0] + margin, grid.latitude[-1] - margin
-    if north > min(most, 90 + _TOLERANCE) or south < max(least, -90 - _TOLERANCE):
+    if north > min(most, 90 + TOLERANCE) or south < max(least, -90 - TOLERANCE):
         raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")
 
 
 def _check_longitudes(grid: Grid, west: float, width: float, region: Sequence[float]) -> None:
     """A regional grid must hold the region, but for one spacing at either edge."""
-    margin = spacing(grid.longitude) + _TOLERANCE
+    margin = spacing(grid.longitude) + TOLERANCE
     first = np.mod(west - (grid.longitude[0] - margin), 360)
     if first + width > grid.longitude[-1] - grid.longitude[0] + 2 * margin:
         raise UserError(f"region={list(region)}: reaches beyond the grid, which has {grid.describe()}")

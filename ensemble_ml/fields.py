@@ -40,7 +40,9 @@ AXIS_NAMES = {  # under which the axes of archives and forecasts are met, ours f
     "longitude": ("longitude", "lon"),
 }
 PASCAL, HECTOPASCAL = ("Pa", "pascal"), ("hPa", "millibars", "millibar", "mbar", "mb")  # as files spell them
+GRAVITY = 9.80665  # m s-2, the WMO's standard value, with which geopotential is made from height
 LOWEST_PASCAL = 1100  # levels without units beyond it are no hPa
+GUST = "wind_speed_of_gust"  # standard name of the one variable that is the maximum of its parts
 GAMMA_SHIFT = 0.5  # how far the censored shifted gamma law is moved down, in scales
 
 
@@ -91,7 +93,7 @@ _CENSORED = Family.CENSORED_SHIFTED_GAMMA
 # fmt: off
 FIELDS: tuple[Field, ...] = (
     _pressure("t", "air_temperature", "temperature", "K", (130,), "T", "temperature", "ta"),
-    _pressure("z", "geopotential", "geopotential", "m2 s-2", (129,), "Z", "geopotential"),
+    _pressure("z", "geopotential", "geopotential", "m2 s-2", (129, 156), "Z", "geopotential", "gh", "zg", "geopotential_height"),
     _pressure("u", "eastward_wind", "eastward wind", "m s-1", (131,), "U", "u_component_of_wind", "ua", vector_component=True),
     _pressure("v", "northward_wind", "northward wind", "m s-1", (132,), "V", "v_component_of_wind", "va", vector_component=True),
     _pressure("q", "specific_humidity", "specific humidity", "kg kg-1", (133,), "Q", "specific_humidity", "hus", family=_TRUNCATED),
@@ -99,12 +101,12 @@ FIELDS: tuple[Field, ...] = (
     _pressure("d", "divergence_of_wind", "divergence", "s-1", (155,), "D", "divergence"),
     _pressure("ws", "wind_speed", "wind speed", "m s-1", (10,), "wind_speed", "wspd", family=_TRUNCATED, components=("u", "v")),
     _surface("t2m", "air_temperature", "2 metre temperature", "K", (167,), "T2M", "2t", "2m_temperature", "tas"),
-    _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151,), "MSL", "mean_sea_level_pressure", "psl"),
+    _surface("msl", "air_pressure_at_mean_sea_level", "mean sea level pressure", "Pa", (151, 260074), "MSL", "mean_sea_level_pressure", "psl", "prmsl"),
     _surface("sp", "surface_air_pressure", "surface pressure", "Pa", (134,), "SP", "surface_pressure", "ps"),
     _surface("u10", "eastward_wind", "10 metre eastward wind", "m s-1", (165,), "U10M", "10u", "10m_u_component_of_wind", "uas", vector_component=True),
     _surface("v10", "northward_wind", "10 metre northward wind", "m s-1", (166,), "V10M", "10v", "10m_v_component_of_wind", "vas", vector_component=True),
     _surface("ws10", "wind_speed", "10 metre wind speed", "m s-1", (207,), "10si", "si10", "10m_wind_speed", "sfcWind", family=_TRUNCATED, components=("u10", "v10")),
-    _surface("fg10", "wind_speed_of_gust", "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
+    _surface("fg10", GUST, "10 metre wind gust", "m s-1", (49, 228028, 123, 228029), "10fg", "10fg3", "10fg6", "i10fg", "fg10", family=_TRUNCATED),
     _surface("tp", "lwe_thickness_of_precipitation_amount", "total precipitation", "m", (228, 228228), "TP", "total_precipitation", "pr_amount", family=_CENSORED, accumulated=True),
     _surface("cp", "lwe_thickness_of_convective_precipitation_amount", "convective precipitation", "m", (143, 228143), "CP", "convective_precipitation", family=_CENSORED, accumulated=True),
     _surface("tcw", "atmosphere_mass_content_of_water", "total column water", "kg m-2", (136,), "TCW", "total_column_water", family=_TRUNCATED),
@@ -180,7 +182,7 @@ _SAME_UNITS = {
     "Pa": ("Pa", "pascal"),
     "Pa s-1": ("Pa s-1", "Pa s**-1", "Pa/s"),
     "s-1": ("s-1", "s**-1", "1/s"),
-    "m": ("m", "metre", "meter"),
+    "m": ("m", "metre", "meter", "gpm"),
     "kg m-2": ("kg m-2", "kg m**-2", "kg/m2"),
     "1": ("1", "(0 - 1)", "0-1", "dimensionless", "fraction"),
 }
@@ -191,6 +193,8 @@ _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_fr
     ("hPa", "Pa"): (100.0, 0.0),
     ("mbar", "Pa"): (100.0, 0.0),
     ("millibar", "Pa"): (100.0, 0.0),
+    ("gpm", "m2 s-2"): (GRAVITY, 0.0),  # of geopotential height, which TIGGE and GEFS have in its place
+    ("m", "m2 s-2"): (GRAVITY, 0.0),
     ("mm", "m"): (1e-3, 0.0),
     ("kg m-2", "m"): (1e-3, 0.0),  # of water, as GRIB edition 2 gives precipitation
     ("kg m**-2", "m"): (1e-3, 0.0),

@@ -13,7 +13,7 @@ import numpy as np
 
 from ensemble_ml.errors import UserError
 
-_TOLERANCE = 1e-3  # degrees; GRIB edition 1 keeps millidegrees
+TOLERANCE = 1e-3  # degrees; GRIB edition 1 keeps millidegrees
 
 
 class Edge(Enum):
@@ -40,7 +40,7 @@ class Grid:
         object.__setattr__(self, "longitude", np.asarray(self.longitude, np.float64))
         _check_axis("latitude", -self.latitude)
         _check_axis("longitude", self.longitude)
-        if np.abs(self.latitude).max() > 90 + _TOLERANCE:
+        if np.abs(self.latitude).max() > 90 + TOLERANCE:
             raise UserError(f"latitude {self.latitude[np.abs(self.latitude).argmax()]:g}: outside -90..90")
 
     @property
@@ -55,7 +55,7 @@ class Grid:
         if columns < 2:
             return False
         step = (self.longitude[-1] - self.longitude[0]) / (columns - 1)
-        return bool(abs(self.longitude[-1] + step - self.longitude[0] - 360) < max(_TOLERANCE, step * 0.01))
+        return bool(abs(self.longitude[-1] + step - self.longitude[0] - 360) < max(TOLERANCE, step * 0.01))
 
     @property
     def north(self) -> Edge:
@@ -102,7 +102,7 @@ class Grid:
     def same_as(self, other: Grid) -> bool:
         """Whether both grids have the same points, to the precision of GRIB edition 1."""
         return self.shape == other.shape and all(
-            np.allclose(a, b, rtol=0, atol=_TOLERANCE)
+            np.allclose(a, b, rtol=0, atol=TOLERANCE)
             for a, b in ((self.latitude, other.latitude), (self.longitude, other.longitude))
         )
 
@@ -130,17 +130,17 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
     if len(longitude) > 1 and unwrapped[-1] < unwrapped[0]:
         raise UserError("longitude: runs westwards; only grids scanned eastwards are read")
     unwrapped = np.round(unwrapped, 9)
-    if len(unwrapped) > 2 and abs(unwrapped[-1] - unwrapped[0] - 360) < _TOLERANCE:
+    if len(unwrapped) > 2 and abs(unwrapped[-1] - unwrapped[0] - 360) < TOLERANCE:
         unwrapped = unwrapped[:-1]  # the first meridian stands there twice
     trial = Grid(latitude[rows], unwrapped)
     if trial.wraps:
         modulo = np.mod(unwrapped, 360)
-        modulo[np.isclose(modulo, 360, atol=_TOLERANCE)] = 0
+        modulo[np.isclose(modulo, 360, atol=TOLERANCE)] = 0
         columns = np.argsort(modulo, kind="stable")
         return Grid(latitude[rows], modulo[columns]), rows, columns
     first = np.mod(unwrapped[0], 360)
     shifted = unwrapped - unwrapped[0] + first
-    if shifted[-1] > 360 - _TOLERANCE:  # the region crosses Greenwich, or ends there
+    if shifted[-1] > 360 - TOLERANCE:  # the region crosses Greenwich, or ends there
         shifted = shifted - 360
     return Grid(latitude[rows], shifted), rows, np.arange(len(unwrapped))
 
@@ -151,7 +151,7 @@ def _check_axis(name: str, ascending: np.ndarray) -> None:
     if not np.isfinite(ascending).all():
         raise UserError(f"{name}: {int((~np.isfinite(ascending)).sum())} of {ascending.size} values are absent (NaN)")
     steps = np.diff(ascending)
-    if len(steps) and (steps.min() <= 0 or np.ptp(steps) > max(0.02 * steps.mean(), 2 * _TOLERANCE)):
+    if len(steps) and (steps.min() <= 0 or np.ptp(steps) > max(0.02 * steps.mean(), 2 * TOLERANCE)):
         raise UserError(f"{name}: not evenly spaced in one direction; only regular latitude-longitude grids are read")
 
 

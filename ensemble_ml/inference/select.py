@@ -13,9 +13,7 @@ import numpy as np
 
 from ensemble_ml.domains import eastward, region_points, spacing
 from ensemble_ml.errors import UserError
-from ensemble_ml.grid import Grid
-
-_TOLERANCE = 1e-3  # degrees, as in `ensemble_ml.grid`
+from ensemble_ml.grid import TOLERANCE, Grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +84,8 @@ def nearest_points(grid: Grid, points: Any) -> Places:
     rows = np.abs(grid.latitude[None] - asked[:, :1]).argmin(1)
     away = np.abs(np.mod(grid.longitude[None] - asked[:, 1:] + 180, 360) - 180)
     columns = away.argmin(1)
-    far = np.abs(grid.latitude[rows] - asked[:, 0]) > spacing(grid.latitude) / 2 + _TOLERANCE
-    far |= away.min(1) > spacing(grid.longitude) / 2 + _TOLERANCE
+    far = np.abs(grid.latitude[rows] - asked[:, 0]) > spacing(grid.latitude) / 2 + TOLERANCE
+    far |= away.min(1) > spacing(grid.longitude) / 2 + TOLERANCE
     far |= np.abs(asked[:, 0]) > 90
     if far.any():
         latitude, longitude = asked[far.argmax()]

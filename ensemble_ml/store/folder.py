@@ -15,6 +15,7 @@ import ctypes
 import errno
 import json
 import os
+import secrets
 import shutil
 import socket
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.metadata import is_store
 
+_INSIDE = "claims", "entries", "store"
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of linux/fs.h and fcntl.h
 
 
@@ -40,6 +42,12 @@ def private_folder(path: Path) -> Path:
     work = path.with_name(f"{path.name}.partial-{host}-{os.getpid()}")
     shutil.rmtree(work, ignore_errors=True)
     return work
+
+
+def is_building(path: Path) -> bool:
+    """Whether a folder is one in which a store is built, or was before its builder died."""
+    named = path.name.endswith(".building") or ".partial-" in path.name
+    return named and all((path / name).is_dir() for name in _INSIDE)
 
 
 def check_target(path: Path, overwrite: bool) -> None:
@@ -63,11 +71,12 @@ def make_folders(work: Path, path: Path) -> None:
         UserError: they cannot be made.
     """
     try:
-        for name in ("claims", "entries", "store"):
+        for name in _INSIDE:
             (work / name).mkdir(parents=True, exist_ok=True)
-        probe = work / f".probe-{os.getpid()}"  # a folder of somebody else may be there, and refuse us
+        # A folder of somebody else may be there, and refuse us. Builders in containers may have one number of process.
+        probe = work / f".probe-{secrets.token_hex(8)}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"output={path}: cannot be written ({error.strerror}); choose another folder") from error
 

@@ -17,14 +17,13 @@ from xarray.backends import BackendArray, BackendEntrypoint
 from xarray.core import indexing
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import field
+from ensemble_ml.fields import GUST, field
 from ensemble_ml.store.metadata import cf_attributes, coordinates, is_store
 from ensemble_ml.store.read import TensorStore
 from ensemble_ml.store.schema import ArraySpec, Kind
 from ensemble_ml.store.source import Part, Selection
 
 _CELL_METHODS = {Part.MEAN: "realization: mean", Part.SPREAD: "realization: standard_deviation"}
-_GUST = "wind_speed_of_gust"
 _DECODERS = "mask_and_scale", "decode_times", "concat_characters", "decode_coords", "decode_timedelta"
 
 
@@ -117,7 +116,7 @@ def _attributes(store: TensorStore, spec: ArraySpec, name: str) -> dict[str, Any
     bounds = store.lead_bounds.get(name)
     if bounds:
         # Of others it is not kept whether they are means or extremes over their intervals.
-        over = "lead_time: sum" if known.accumulated else "lead_time: maximum" if known.standard_name == _GUST else ""
+        over = "lead_time: sum" if known.accumulated else "lead_time: maximum" if known.standard_name == GUST else ""
         methods[:0] = [over] if over else []
         attrs["lead_bounds_hours"] = " ".join("none" if pair is None else f"{pair[0]}-{pair[1]}" for pair in bounds)
     return attrs | ({"cell_methods": " ".join(methods)} if methods else {})

@@ -17,12 +17,11 @@ import numpy as np
 import xarray as xr
 
 from ensemble_ml.fields import Family
-from ensemble_ml.grid import canonical
+from ensemble_ml.grid import TOLERANCE, canonical
 from ensemble_ml.verification import extremes, families, members, probability
 
 Dims = str | Iterable[Hashable] | None
 Data = TypeVar("Data", xr.DataArray, xr.Dataset)
-_TOLERANCE = 1e-3  # degrees, as in `ensemble_ml.grid`
 
 __all__ = [
     "area_weights", "at_places_of", "brier_score", "crps_distribution", "crps_ensemble", "eecrps", "efi",
@@ -60,7 +59,7 @@ def at_places_of(
     for name, axis in wanted.items():
         apart = axis.values[:, None] - data[name].values.astype(np.float64)
         apart = np.abs((apart + 180) % 360 - 180 if name == longitude else apart)
-        if (lacking := apart.min(1) > _TOLERANCE).any():
+        if (lacking := apart.min(1) > TOLERANCE).any():
             raise ValueError(f"{name} {axis.values[lacking][0]:g} of the forecast: the data has no such grid point")
         chosen[name] = apart.argmin(1)
     return data.isel(chosen).assign_coords(wanted)

@@ -7,6 +7,7 @@ import resource
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import building
 import numpy as np
@@ -23,7 +24,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.entry import DateEntry
-from ensemble_ml.store.folder import building_folder, give_name
+from ensemble_ml.store.folder import building_folder, give_name, make_folders
 from ensemble_ml.store.locks import exclusive
 
 
@@ -63,7 +64,22 @@ def test_an_entry_of_another_plan_is_not_taken(archive, whole, tmp_path):
 def test_a_worker_that_finds_another_archive_says_so(archive, tmp_path):
     settings = config(archive, tmp_path / "s.zarr")
     with pytest.raises(UserError, match="finds other archives than are seen here"):
-        workers.build_date(settings, 1, 0, "0" * 16)
+        workers.build_date(settings, 1, 0, "0" * 16, Job(settings).files)
+    assert not building_folder(tmp_path / "s.zarr").exists()
+
+
+def test_a_worker_that_outlives_a_run_opens_a_file_anew_that_was_copied_again(archive, tmp_path):
+    copied = shutil.copy(archive, tmp_path / "a.grib")
+    settings, plans = config(copied, tmp_path / "s.zarr"), set()
+    for date in range(2):
+        os.utime(copied, ns=(0, 10**18 + date))
+        job = Job(settings)
+        plans.add(job.plan.digest)
+        assert workers.build_date(settings, 1, date, job.plan.digest, job.files)
+        held = workers._opened.cache_info().misses
+        assert workers.build_date(settings, 1, date + 2, job.plan.digest, job.files)
+        assert workers._opened.cache_info().misses == held
+    assert len(plans) == 1
 
 
 def test_dates_that_workers_build_elsewhere_are_missed(archive, tmp_path, monkeypatch):
@@ -189,6 +205,21 @@ def test_a_file_system_without_locks_is_named(archive, tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(UserError, match=r"its file system has no locks .*mount Lustre with -o flock"):
         prepare(config(archive, tmp_path / "s.zarr", index=None))
+
+
+def test_builders_of_one_process_number_write_under_names_of_their_own(tmp_path, monkeypatch):
+    """As in containers that share the output: each is process 1 of its own."""
+    names, real = [], Path.touch
+
+    def touched(path, *args, **keys):
+        names.append(path)
+        real(path, *args, **keys)
+        if len(names) == 1:
+            make_folders(tmp_path / "work", tmp_path / "s.zarr")
+
+    monkeypatch.setattr(Path, "touch", touched)
+    make_folders(tmp_path / "work", tmp_path / "s.zarr")
+    assert len(set(names)) == 2 and not any(path.exists() for path in names)
 
 
 def test_a_link_to_a_store_stays_one(archive, whole, tmp_path):

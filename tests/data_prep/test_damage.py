@@ -37,7 +37,8 @@ def eccodes_view(content):
         values = eccodes.codes_get_array(handle, "values")
         if eccodes.codes_get(handle, "bitmapPresent"):
             values[eccodes.codes_get_array(handle, "bitmap") == 0] = np.nan
-        return get, values.astype(np.float32)
+        height = get["paramId"] == 156  # geopotential height, of which geopotential is made
+        return get, (values * (9.80665 if height else 1.0)).astype(np.float32)
     except (eccodes.CodesInternalError, ValueError):  # numpy refuses sizes that a header makes up
         return None
     finally:

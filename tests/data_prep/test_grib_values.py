@@ -10,6 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from data_prep import open_archive, prepare
 from data_prep.grib import GribFile
+from data_prep.grib_sections import header
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection, open_store
@@ -110,6 +111,18 @@ def test_second_order_packing(tmp_path_factory, edition, bits, share, seed):
     eccodes.codes_release(handle)
     raw = check(tmp_path_factory.mktemp("2"), [made])[0]
     assert not raw.packed
+
+
+def test_a_second_order_bitmap_whose_header_seems_to_count_all_points(tmp_path):
+    grid = np.linspace(40, 0, 5), np.arange(0.0, 44.0, 4.0)
+    hidden = np.random.default_rng(17).random((5, 11)) < 0.4
+    values, keys = under(noise(grid, 17).cumsum(0), hidden)
+    handle = eccodes.codes_new_from_message(message("t", values, grid=grid, **keys))
+    eccodes.codes_set(handle, "packingType", "grid_second_order")
+    made = eccodes.codes_get_message(handle)
+    eccodes.codes_release(handle)
+    assert header(made).count == hidden.size
+    np.testing.assert_array_equal(check(tmp_path, [made])[0].mask, hidden)
 
 
 @pytest.mark.parametrize("packing", ["grid_complex", "grid_complex_spatial_differencing"])

@@ -7,6 +7,7 @@ import numpy as np
 from data_prep import catalogue
 from data_prep.archive import ArchiveSource
 from data_prep.catalogue import Catalogue
+from data_prep.grib_io import Stamp
 from data_prep.records import FIELD_INDEX, RECORD
 from ensemble_ml.grid import Grid
 
@@ -16,7 +17,7 @@ BYTES_A_MESSAGE = 260  # at the peak; 1.44 GB for all of ENS-10
 class Indexed:
     """A file's index without the file: one calendar date of some years, as ENS-10 has it."""
 
-    grid, skipped = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 10.0)), {}
+    grid, skipped, stamp = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 10.0)), {}, Stamp(1, 1)
 
     def __init__(self, number: int):
         self.path = f"{number}.grib"
@@ -38,7 +39,6 @@ class Indexed:
 def test_the_index_of_an_archive_takes_few_bytes_a_message(monkeypatch):
     monkeypatch.setattr(catalogue, "archive_files", lambda paths, role: [f"{n}.grib" for n in range(6)])
     monkeypatch.setattr(catalogue, "open_readers", lambda files, index: [Indexed(n) for n in range(len(files))])
-    monkeypatch.setattr(catalogue, "_stamped", lambda path: (path, 1, 1))
     tracemalloc.start()
     try:
         source = ArchiveSource(Catalogue("archive", role="forecast"))

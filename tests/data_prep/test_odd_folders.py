@@ -31,6 +31,24 @@ def test_a_link_beside_its_folder_is_the_same_folder(tmp_path, name):
     assert [os.path.relpath(path, tmp_path) for path in source.catalogue.files] == ["2018/a.grib"]
 
 
+@pytest.mark.parametrize("given", ["", "*"])
+def test_an_output_inside_its_input_is_none_of_the_archive(tmp_path, caplog, given):
+    made_archive(tmp_path, 2)
+    settings = {"archive": tmp_path / given, "index": None}
+    before = open_archive(tmp_path).fingerprint()
+    store = prepare(config(output=tmp_path / "s.zarr", **settings))
+    prepare(config(output=tmp_path / "t.zarr", parts="1/2", **settings))
+    (tmp_path / "t.zarr.building").rename(tmp_path / "u.zarr.partial-host-1")
+    prepare(config(output=tmp_path / "t.zarr", parts="1/2", **settings))
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert open_archive(tmp_path / given).fingerprint() == before
+    (told,) = [line for line in caplog.messages if "left out" in line]
+    assert told.endswith(f": 3 tensor stores or unfinished ones in it are left out (first {store})")
+    with pytest.raises(UserError, match="holds no archive file"):
+        open_archive(tmp_path / "t.zarr.building")
+
+
 def test_a_name_that_is_no_utf8(tmp_path):
     path = os.path.join(os.fsencode(tmp_path), b"donn\xe9es.grib")
     ensemble(tmp_path / "a.grib").rename(os.fsdecode(path))

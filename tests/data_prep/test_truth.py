@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import GLOBE, REGION, decoded, ensemble, message, noise, write
+from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
 
 from data_prep import open_pair, prepare
 from ensemble_ml.config import PrepareConfig
@@ -168,6 +168,23 @@ class TestSums:
         alone = open_pair(forecast, [tmp_path / "mean.nc", upper])
         assert not alone.present(Part.TRUTH, 0)[1].any() and alone.present(Part.TRUTH, 0)[0].any()
         assert alone.truth.unmatched() == {"t2m": "the truth has it over intervals, the forecast at moments"}
+
+    def test_means_on_pressure_levels_are_verified_each_by_its_own_level(self, tmp_path):
+        data = dataset().sel(step=[np.timedelta64(24, "h")])
+        data["t"].attrs["cell_methods"] = "step: mean"
+        data = data.assign_coords(step=("step", [24.0], {"units": "hours", "bounds": "step_bnds"}))
+        data["step_bnds"] = ("step", "two"), np.array([[0.0, 24.0]])
+        data.to_netcdf(tmp_path / "f.nc")
+        truth = data.isel(number=0, drop=True)
+        truth.to_netcdf(tmp_path / "t.nc")
+        pair = open_pair(tmp_path / "f.nc", tmp_path / "t.nc")
+        assert pair.lead_bounds == {"t": [[0, 24]]} and pair.truth.unmatched() == {}
+        found = pair.read(Part.TRUTH, 0).pressure[0, :, 0]
+        np.testing.assert_array_equal(found, truth.t.transpose("time", "step", ...).values[0, :, ::-1])
+        truth.isel(isobaricInhPa=[1]).to_netcdf(tmp_path / "upper.nc")
+        one = open_pair(tmp_path / "f.nc", tmp_path / "upper.nc")
+        assert one.present(Part.TRUTH, 0)[0][0, 0, 0].tolist() == [True, False]
+        np.testing.assert_array_equal(one.read(Part.TRUTH, 0).pressure[0, :, 0, 0], found[:, 0])
 
     @pytest.mark.parametrize(("said", "there"), [("mean", False), ("maximum", True), ("", True)])
     def test_a_maximum_is_not_verified_by_a_mean(self, tmp_path, said, there):

@@ -4,10 +4,11 @@ import eccodes
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import GLOBE, decoded, message, noise, write
+from gribfiles import GLOBE, dataset, decoded, message, noise, write
 
 from data_prep import open_archive, open_pair, prepare
 from data_prep.gaps import find_gaps
+from data_prep.grib import GribFile
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, field, resolve
@@ -67,6 +68,7 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     axes |= {"isobaricInhPa": [500.0]} if upper else {}
     axes |= {"latitude": GLOBE[0], "longitude": GLOBE[1]}
     values = np.random.default_rng(0).random([len(ticks) for ticks in axes.values()]).astype(np.float32)
+    values = values * {"kg kg-1": np.float32(0.01)}.get(units, 1) + np.float32({"K": 270, "Pa": 1e5}.get(units, 0))
     called = {"ens10": name, "short": short, "parameter": "var"}[by]
     attributes = {"units": units} | ({"GRIB_paramId": parameter} if by == "parameter" else {})
     data = xr.Dataset({called: (tuple(axes), values, attributes)}, axes)
@@ -76,6 +78,39 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     assert source.layout.names == (short,) and source.layout.lead_hours == (24,)
     found = source.read(Part.FORECAST, 0)
     np.testing.assert_array_equal((found.pressure if upper else found.surface).ravel(), values.ravel())
+
+
+@pytest.mark.parametrize("decimal", [None, 2])
+@pytest.mark.parametrize(("edition", "packing"), [(1, "grid_simple"), (2, "grid_simple"), (2, "grid_ccsds")])
+def test_geopotential_of_its_height_in_grib(tmp_path, edition, packing, decimal):
+    """The integers stay what they are, and decode to ecCodes' values, in double precision, times g."""
+    made = encoded(156, edition, True, noise(mean=5500.0, std=100.0), decimal=decimal, packing=packing)
+    handle = eccodes.codes_new_from_message(made)
+    expected = (eccodes.codes_get_array(handle, "values") * 9.80665).astype(np.float32).reshape(SHAPE)
+    assert eccodes.codes_get(handle, "units") == "gpm"
+    eccodes.codes_release(handle)
+    file = GribFile(str(write(tmp_path / "a.grib", [made])))
+    raw = next(file.fields(file.records))
+    assert raw.packed == (packing == "grid_simple") and open_archive(file.path).layout.variables == ("z",)
+    np.testing.assert_array_equal(raw.decode().view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("units", ["gpm", "m"])
+@pytest.mark.parametrize(("name", "about"), [("gh", {"GRIB_paramId": 156}), ("zg", {}), ("height", {})])
+def test_geopotential_of_its_height_in_netcdf(tmp_path, units, name, about):
+    data = dataset(t=name)
+    data[name].attrs = {"standard_name": "geopotential_height", "units": units} | about
+    data.to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.variables == ("z",)
+    expected = (data[name].values.astype(np.float64) * 9.80665).astype(np.float32)
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 1).pressure[:, :, 0], expected[1, :, :, ::-1])
+
+
+def test_pressure_at_sea_level_as_others_reduce_it(tmp_path):
+    """GFS and GEFS have a parameter of their own."""
+    made = encoded(260074, 2, False, noise(mean=1e5, std=500.0))
+    assert open_archive(write(tmp_path / "a.grib", [made])).layout.surface == ("msl",)
 
 
 def test_units_of_other_archives(tmp_path):

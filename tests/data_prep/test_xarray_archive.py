@@ -9,7 +9,8 @@ import xarray as xr
 import zarr
 from gribfiles import GLOBE, dataset, ensemble
 
-from data_prep import find_gaps, open_archive
+from data_prep import catalogue, find_gaps, open_archive
+from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
@@ -332,6 +333,53 @@ def test_a_zarr_archive_that_changes_inside_is_seen(tmp_path):
     chunk = max((p for p in (tmp_path / "a.zarr" / "t").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.utime(chunk, ns=(0, chunk.stat().st_mtime_ns + 10**9))
     assert stamp(str(tmp_path / "a.zarr")) != before
+
+
+class TestFilesThatChange:
+    def touched(self, path):
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+
+    def test_between_index_and_reading(self, tmp_path):
+        dataset().to_netcdf(tmp_path / "a.nc")
+        source = open_archive(tmp_path / "a.nc")
+        self.touched(tmp_path / "a.nc")
+        with pytest.raises(UserError, match=r"a.nc: changed while it was read .*then as now"):
+            source.read(Part.FORECAST, 0)
+
+    @pytest.mark.parametrize("error", [None, UserError("t: is damaged")])
+    def test_while_it_is_indexed(self, tmp_path, monkeypatch, error):
+        dataset().to_netcdf(tmp_path / "a.nc")
+        real = XarrayFile._index
+
+        def changing(*given):
+            self.touched(tmp_path / "a.nc")
+            if error is not None:
+                raise error
+            return real(*given)
+
+        monkeypatch.setattr(XarrayFile, "_index", changing)
+        with pytest.raises(UserError, match=r"a.nc: changed while it was read"):
+            XarrayFile(str(tmp_path / "a.nc"))
+
+    @pytest.mark.parametrize("name", ["a.nc", "a.zarr", "a.grib"])
+    def test_after_it_was_indexed_and_before_the_others_were(self, tmp_path, monkeypatch, name):
+        """A catalogue knows a file as it was when it was indexed, so that a build sees that it changed."""
+        path = tmp_path / name
+        if name == "a.grib":
+            ensemble(path)
+        elif name == "a.nc":
+            dataset().to_netcdf(path)
+        else:
+            dataset().to_zarr(path, consolidated=False)
+        before, real = stamp(str(path)), catalogue.open_readers
+
+        def opened(*given):
+            readers = real(*given)
+            self.touched(path / "zarr.json" if path.is_dir() else path)
+            return readers
+
+        monkeypatch.setattr(catalogue, "open_readers", opened)
+        assert open_archive(path).catalogue.stamps == [(str(path), *before)] and stamp(str(path)) != before
 
 
 def with_ensemble_moments(**attributes):

@@ -51,6 +51,39 @@ def test_axes_that_were_not_written_to_their_end(tmp_path, axis, values, message
         open_archive(tmp_path / "a.nc")
 
 
+@pytest.mark.parametrize(
+    ("axis", "values", "message"),
+    [
+        ("isobaricInhPa", ["850hPa", "500hPa"], "could not convert string to float.*850hPa"),
+        ("longitude", [f"{place:g}E" for place in GLOBE[1]], "could not convert string to float.*0E"),
+        ("GRIB_paramId", "x", r"ValueError: invalid literal for int\(\) with base 10: 'x'"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(tmp_path, axis, values, message):
+    data = dataset()
+    if axis in data.coords:
+        data = data.assign_coords({axis: values})
+    else:
+        data["t"].attrs[axis] = values
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=rf"a.nc: t: its axes or attributes make no sense \(.*{message}") as said:
+        open_archive(tmp_path / "a.nc")
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("axis", ["isobaricInhPa", "time", "number", "step"])
+def test_variables_of_no_value_are_left_out(tmp_path, axis):
+    data = dataset().isel({axis: slice(0)})
+    if axis == "time":
+        start = "time", data.time.values, {"standard_name": "forecast_reference_time"}
+        data = data.isel(step=0, drop=True).assign_coords(forecast_reference_time=start)
+    data.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=r"a.nc: holds no field .*; it has t \(an axis of length 0"):
+        open_archive(tmp_path / "a.nc")
+    dataset(t="q").assign(q=lambda other: (0 * other.q).assign_attrs(units="1")).to_netcdf(tmp_path / "b.nc")
+    assert open_archive(tmp_path).layout.variables == ("q",)
+
+
 def test_rotated_grids_are_refused(tmp_path):
     data = dataset()
     data.latitude.attrs["standard_name"], data.longitude.attrs["standard_name"] = "grid_latitude", "grid_longitude"

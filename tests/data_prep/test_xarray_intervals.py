@@ -61,7 +61,7 @@ def test_valid_times_after_one_start_are_leads(tmp_path, bounds):
 def rain_at(hours, width=6):
     """One start and valid times after it, with leads beside them; bounds of both, `width` hours wide."""
     data = dataset(t="tp").isel(time=0, isobaricInhPa=0, drop=True).rename(step="time").isel(time=slice(len(hours)))
-    data["tp"].attrs["units"] = "m"
+    data["tp"] = (data.tp / 1000).assign_attrs(units="m")
     start, leads = np.datetime64("2001-01-01", "ns"), np.array(hours, float)
     times = start + np.array(hours, "timedelta64[h]")
     period = ("time", leads, {"units": "hours", "standard_name": "forecast_period", "bounds": "forecast_period_bnds"})

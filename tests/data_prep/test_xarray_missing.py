@@ -8,7 +8,9 @@ from gribfiles import dataset
 
 from data_prep import open_archive
 from data_prep.cf_missing import valid_limits
+from data_prep.xarray_files import _plausible
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.store import Part
 
 
@@ -64,6 +66,25 @@ def test_limits_of_packed_values_with_a_negative_scale():
     assert valid_limits(array) == (-np.inf, np.inf)
 
 
+@pytest.mark.parametrize("missing", [np.int16(-1), np.int16([-1]), "-1"])
+@pytest.mark.parametrize("zarr", [False, True])
+def test_missing_values_of_integers_that_are_taken_as_unsigned(tmp_path, missing, zarr):
+    data = dataset(t="sst").isel(isobaricInhPa=0, drop=True)
+    whole = np.rint((data.sst.values - 200) / 0.002).astype(np.uint16)
+    whole[..., 0, :3] = 65535
+    data["sst"] = data.sst.copy(data=whole.view(np.int16))
+    packed = {"scale_factor": 0.002, "add_offset": 200.0, "_Unsigned": "true", "missing_value": missing}
+    if zarr:
+        data["sst"].attrs |= packed | {"missing_value": missing if isinstance(missing, str) else missing.tolist()}
+        data.to_zarr(tmp_path / "a.zarr", consolidated=False)
+    else:
+        data["sst"].attrs |= packed
+        data.to_netcdf(tmp_path / "a.nc")
+    found = open_archive(tmp_path / ("a.zarr" if zarr else "a.nc")).read(Part.FORECAST, 1).surface[:, :, 0]
+    np.testing.assert_array_equal(np.isnan(found), whole[1] == 65535)
+    np.testing.assert_allclose(found[whole[1] != 65535], (whole[1] * 0.002 + 200)[whole[1] != 65535], atol=1e-3)
+
+
 @pytest.mark.parametrize("missing", [np.float64(1e20), "1e20", np.array([1e20]), np.int32(-9999)])
 @pytest.mark.parametrize("zarr", [False, True])
 def test_missing_values_of_another_type(tmp_path, missing, zarr):
@@ -98,15 +119,42 @@ def test_values_that_no_variable_has_are_named(tmp_path):
     ("name", "units", "missing", "text"),
     [
         ("u", "m s-1", -9999.0, "not between -500 and 500 m s-1"),
-        ("q", "kg kg-1", -9999.0, r"not between -1 and 1e\+15 kg kg-1"),
-        ("t", "K", 9999.0, "not between 0 and 1000 K"),
+        ("q", "kg kg-1", -9999.0, "not between -0.1 and 0.5 kg kg-1"),
+        ("q", "kg kg-1", 9999.0, "not between -0.1 and 0.5 kg kg-1"),
+        ("t", "K", 9999.0, "not between 100 and 400 K"),
+        ("w", "Pa s-1", 9999.0, "not between -5000 and 5000 Pa s-1"),
+        ("z", "m2 s-2", -32767.0, r"not between -20000 and 2e\+06 m2 s-2"),
+        ("tp", "m", 9999.0, "not between -0.1 and 50 m"),
+        ("tcwv", "kg m-2", 9999.0, "not between -1 and 500 kg m-2"),
+        ("tcc", "1", 9999.0, "not between -1 and 10 1"),
+        ("msl", "Pa", 9999.0, r"not between 30000 and 120000 Pa"),
     ],
 )
 def test_a_missing_value_beyond_all_weather(tmp_path, name, units, missing, text):
     data = dataset(t=name)
-    data[name].values[:] = 0.001 if units != "K" else 270.0
-    data[name].values[0, 0, 0, 0, 2, 3] = missing
+    if field(name).surface:
+        data = data.isel(isobaricInhPa=[0]).squeeze("isobaricInhPa", drop=True).isel(step=[1])
+    usual = {"K": 270.0, "Pa": 1e5}
+    data[name].values[:] = usual.get(units, 0.001)
+    data[name].values[0, 0, 0, ..., 2, 3] = missing
     data[name].attrs["units"] = units
     data.to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match=rf"1 of 84 values .*{text} \(a missing value that no attribute tells of"):
         open_archive(tmp_path / "a.nc").read(Part.FORECAST, 0)
+
+
+EXTREMES = {  # of stations, the upper air to 1 hPa, the highest mountains, and sums over the wettest seasons
+    "t": (130.0, 335.0), "z": (-1.2e4, 5e5), "u": (-200.0, 250.0), "v": (-200.0, 200.0), "q": (-1e-4, 0.04),
+    "w": (-500.0, 500.0), "d": (-0.1, 0.1), "ws": (0.0, 250.0), "t2m": (170.0, 335.0), "msl": (86e3, 109e3),
+    "sp": (32e3, 111e3), "u10": (-120.0, 120.0), "v10": (-120.0, 120.0), "ws10": (0.0, 120.0), "fg10": (0.0, 150.0),
+    "tp": (-1e-4, 27.0), "cp": (-1e-4, 27.0), "tcw": (-1e-3, 300.0), "tcwv": (-1e-3, 120.0), "tcc": (-1e-3, 1.001),
+    "sst": (270.0, 311.0), "skt": (170.0, 370.0), "orog": (-600.0, 8850.0), "lsm": (0.0, 2.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", FIELDS, ids=lambda known: known.name)
+def test_what_weather_reaches_is_no_missing_value(known):
+    low, high = _plausible(known)
+    least, most = EXTREMES[known.name]
+    assert low < least and most < high
+    assert not low < -32767 and not (low < 9999 < high and known.name != "z")

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 
 from data_prep import prepare
 from data_prep.xarray_files import XarrayFile
@@ -58,6 +59,25 @@ def test_a_field_of_which_a_part_was_never_written_is_a_gap(tmp_path):
     path = archive(tmp_path / "a.zarr", *KINDS["floats of version 2"], written=(0, 1, 2), chunks={"longitude": 8})
     (tmp_path / "a.zarr" / "t2m" / "1.0.0.0.1").unlink()
     with pytest.raises(UserError, match=r"t2m, member 1, 2020-01-02T00, lead 24 h: 144 of 144 values are NaN"):
+        prepare(PrepareConfig(input=path, output=str(tmp_path / "refused.zarr")))
+
+
+@pytest.mark.parametrize("place", ["start", "end"])
+def test_a_field_of_which_a_part_of_a_shard_was_never_written_is_a_gap(tmp_path, place):
+    path = archive(tmp_path / "a.zarr", *KINDS["floats of version 3 with another mark"], name="u10", units="m s-1")
+    group = zarr.open_group(path)
+    old = group["u10"]
+    values, about = old[:], {"attributes": dict(old.attrs), "dimension_names": old.metadata.dimension_names}
+    shards = zarr.codecs.ShardingCodec(chunk_shape=(1, 1, 1, 9, 8), index_location=place)
+    about |= {"shape": values.shape, "dtype": values.dtype, "chunks": (1, 2, 1, 9, 16), "codecs": [shards]}
+    del group["u10"]
+    made = zarr.create(store=path, path="u10", fill_value=0.0, zarr_format=3, **about)
+    made[...] = values
+    made[1, 0, 0, :, 8:] = values[0, 0, 0, :, 8:]
+    made[1, 1] = values[0, 1]
+    file = XarrayFile(path)
+    np.testing.assert_array_equal(next(file.fields(file.records[3:4])).values, values[0, 1, 0])  # member 2 is whole
+    with pytest.raises(UserError, match=r"u10, member 1, 2020-01-02T00, lead 24 h: 144 of 144 values are NaN"):
         prepare(PrepareConfig(input=path, output=str(tmp_path / "refused.zarr")))
 
 
