@@ -96,11 +96,11 @@ class Session:
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
-    def agree(self, what: Mapping[str, Any]) -> None:
+    def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same") -> None:
         """Let all ranks come with the same values, by name; every rank calls this.
 
         Raises:
-            UserError: this rank's differ from those of rank 0; names the first.
+            UserError: this rank's differ from those of rank 0; names the first, and the `remedy`.
         """
         if self.world.size == 1:
             return
@@ -113,8 +113,7 @@ class Session:
         for name in sorted({*mine, *theirs}):
             if mine.get(name) != theirs.get(name):
                 raise UserError(
-                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; give"
-                    " every rank the same"
+                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; {remedy}"
                 )
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
