@@ -51,7 +51,7 @@ def meet(world: World) -> Meeting:
     """Where the ranks meet, for one session more.
 
     Raises:
-        UserError: nothing says where rank 0 is.
+        UserError: nothing says where rank 0 is, or mpi4py belongs to another MPI than the launcher.
     """
     if world not in _meetings:
         _meetings[world] = Meeting(*_arranged(world), job=world.job)
@@ -118,8 +118,16 @@ def _meet_through_mpi(world: World) -> tuple[str, int, Any]:
             "mpiexec: MASTER_ADDR and MASTER_PORT are not set; set them to rank 0's host and a free port, or pip"
             " install 'ensemble-ml[mpi]', which lets the ranks tell each other"
         ) from error
+    everyone = MPI.COMM_WORLD
+    if (everyone.rank, everyone.size) != (world.rank, world.size):
+        library = MPI.Get_library_version().splitlines()[0].strip(" \0")
+        raise UserError(
+            f"mpiexec: {world.launcher.value} started rank {world.rank} of {world.size}, but mpi4py uses {library},"
+            f" which sees rank {everyone.rank} of {everyone.size}; use the mpiexec of that library, an mpi4py of this"
+            " mpiexec's, or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port"
+        )
     server = _serve(world, 0) if world.rank == 0 else None
-    host, port = MPI.COMM_WORLD.bcast(None if server is None else (socket.gethostname(), server.port))
+    host, port = everyone.bcast(None if server is None else (socket.gethostname(), server.port))
     host = "127.0.0.1" if host == socket.gethostname() else host  # a laptop's own name may lead nowhere
     if mpi4py.rc.finalize is not False:
         # MPI has done its part; left to the end, its farewell would wait for a rank that failed.

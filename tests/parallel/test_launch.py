@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,17 @@ def test_nobody_knows_where_rank_0_is():
     env = {"RANK": "1", "WORLD_SIZE": "2"}
     with pytest.raises(UserError, match="set MASTER_ADDR and MASTER_PORT"), start(ParallelConfig(), env):
         pass
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_mpiexec_and_mpi4py_of_two_libraries(monkeypatch, rank):
+    alone = SimpleNamespace(rank=0, size=1, bcast=lambda value: value)
+    mpi = SimpleNamespace(COMM_WORLD=alone, Get_library_version=lambda: "MPICH Version: 4.2\nDevice: ch4")
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi, rc=SimpleNamespace(finalize=False)))
+    env = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"}
+    told = rf"openmpi started rank {rank} of 2, but mpi4py uses MPICH Version: 4\.2, which sees rank 0 of 1; .* MASTER_"
+    with pytest.raises(UserError, match=told):
+        start(ParallelConfig(), env).__enter__()
 
 
 @pytest.mark.slow
