@@ -8,7 +8,7 @@ from parallel.simulated import on_ranks
 from parallel.small_net import RIVALS, Net, batch, same, train
 from torch import nn
 
-from ensemble_ml.config import ClipBy, ExchangeName, MomentumSync, OptimConfig
+from ensemble_ml.config import ClipBy, ExchangeName, MomentumKept, MomentumSync, OptimConfig
 from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
@@ -227,6 +227,13 @@ def test_settings_clip_by_buckets_where_ranks_vote_alone(name):
     else:
         with pytest.raises(UserError, match=rf"^optim.clip_by=bucket: exchange={name.value} .*; use clip_by=total"):
             OptimConfig(exchange=name, clip=1.0, clip_by=ClipBy.bucket)
+
+
+def test_momenta_are_averaged_for_a_checkpoint_where_ranks_vote_alone():
+    """Elsewhere they are equal, and the setting would only keep the clock from asking for checkpoints."""
+    assert OptimConfig(exchange=ExchangeName.vote, momentum_kept=MomentumKept.mean)
+    with pytest.raises(UserError, match=r"^optim.momentum_kept=mean: exchange=allreduce takes no notice of it; leave"):
+        OptimConfig(momentum_kept=MomentumKept.mean)
 
 
 def test_clipping_of_an_average_bounds_the_average():
