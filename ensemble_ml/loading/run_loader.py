@@ -240,7 +240,8 @@ def make_plan(
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     home = np.repeat(homes * lane.columns + np.arange(len(homes)) % lane.columns, units.each)
-    plan = UnitPlan(trace, units.sizes, home, Tiers(lane.least(room), config.disk_bytes), lane.columns, lane.ranks)
+    tiers = Tiers(lane.least(room), lane.least(config.disk_bytes))
+    plan = UnitPlan(trace, units.sizes, home, tiers, lane.columns, lane.ranks)
     if not plan.exact:
         log.info("loading: %d uses are too many to plan each; what is used most is held", len(trace.unit))
     return plan, units, schedule, lane.least(ahead)
