@@ -60,6 +60,7 @@ class Lane:
     columns: int = 1
     gather: Gather | None = None
     on_host: int = 1  # ranks that share this host's memory
+    number: int | None = None  # this rank's in the job, where that is not its number in the lane
 
     @property
     def ranks(self) -> int:
@@ -100,7 +101,9 @@ class PlannedLoader:
         self.counters = self.cache.counters
         try:
             if lane.gather is not None:
-                self.cache.others = self._peers = UnitPeers(self.cache, lane.gather, config.host, config.node)
+                self.cache.others = self._peers = UnitPeers(
+                    self.cache, lane.gather, config.host, config.node, lane.number
+                )
             self._engine = Engine(
                 self.schedule, self.cache, coordinate=lane.coordinate, device=device, ahead=ahead,
                 threads=config.threads, alone=lane.ranks == 1,

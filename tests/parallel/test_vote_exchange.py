@@ -267,7 +267,7 @@ def test_hierarchy_averages_inside_and_votes_between(bits):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def hierarchical(make):
+def hierarchical(make, other=()):
     from concurrent.futures import ThreadPoolExecutor
 
     from parallel.simulated import Room, SimulatedCommunicator
@@ -278,6 +278,8 @@ def hierarchical(make):
         node, place = divmod(rank, 2)
         exchange = make(SimulatedCommunicator(outer[place], node), SimulatedCommunicator(inner[node], place))
         net = Net()
+        if rank in other:
+            nn.init.ones_(net.a)
         optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
         for step in range(5):
             optimizer.zero_grad()
@@ -290,6 +292,14 @@ def hierarchical(make):
 
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, range(4)))
+
+
+@pytest.mark.parametrize("ranks", [[1, 3], [2, 3], [1]])
+def test_models_are_compared_over_all_ranks_of_a_hierarchy(ranks):
+    """Where the second ranks of both nodes have the same other model, those that vote with each other are alike."""
+
+    with pytest.raises(UserError, match=f"^ranks {', '.join(map(str, ranks))}: their weights differ from rank 0's"):
+        hierarchical(lambda outer, inner: Vote(outer, inner=inner), other=ranks)
 
 
 def test_momentum_is_averaged_when_it_is_due():
