@@ -15,7 +15,7 @@ import torch
 from parallel.ranks import run_ranks
 
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed import start
+from ensemble_ml.distributed import start, watch
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 
@@ -117,6 +117,31 @@ def test_the_others_hear_of_a_failure_before_all_is_closed():
     ends = run_ranks(fails_with_much_to_close, 2, statuses=True, silence=30)
     assert ends[0][1] < 8 and ends[1][1] > 11
     assert "rank 1" in ends[0][2] and "OSError: the 3rd shard is damaged" in ends[0][2]
+
+
+def interrupted(session, first, folder):
+    """Ctrl-C at all ranks but the last, one of which is soon done; the other still ends a file."""
+    session.step = 17
+    rank = session.topology.rank
+    try:
+        if rank == 2:
+            time.sleep(30)
+        raise KeyboardInterrupt
+    finally:
+        if rank != first:
+            time.sleep(1.2)
+        (folder / str(rank)).touch()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_are_interrupted_end_by_themselves(tmp_path, monkeypatch, first):
+    for name, seconds in (("_PERIOD", 0.1), ("_FAREWELL", 0.4), ("_UNWIND", 2.0)):
+        monkeypatch.setattr(watch, name, seconds)
+    ends = run_ranks(interrupted, 3, first, tmp_path, statuses=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert [code for code, *_ in ends] == [1, 1, 70] and ends[2][1] < 10
+    assert all("KeyboardInterrupt" in text and "leaves" not in text for *_, text in ends[:2])
+    assert f"rank {first} ({os.uname().nodename}) was interrupted at step 17; this rank leaves" in ends[2][2]
 
 
 def slow(session):
