@@ -16,7 +16,9 @@ import os
 import pickle
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -146,7 +148,9 @@ class Session:
             _all_come(store, self.world)
             _check_agreement(store, self.topology)
             kinds = _devices(store, self.world, self.device)
-            backend = _backend(self.config.backend, self.world, kinds["apart"])
+            if not self.world.counted:  # as if all shared one node's cores and memory
+                self.world = replace(self.world, local_size=kinds["hosts"][socket.gethostname()])
+            backend = _backend(self.config.backend, self.world, kinds["apart"], kinds["shared"])
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
             be_patient(self.config.timeout)
@@ -161,7 +165,7 @@ class Session:
             self._store = store
             self.mesh = make_mesh(self.topology)
             if self.first:
-                hosts = kinds["hosts"]
+                hosts = len(kinds["hosts"])
                 who = f"{self.world.size} ranks on {hosts} host{'s' * (hosts > 1)}"
                 _tell_where(kinds["names"], self.device, who, f", {backend}")
         except BaseException as error:
@@ -211,7 +215,8 @@ def _device(world: World) -> torch.device:
 
 def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
     """What the ranks compute on: `apart`, whether each has a GPU of its own (as many as ranks on each host, or one that
-    its launcher lets it see), and `names`.
+    its launcher lets it see), a host and its ranks where one GPU is `shared`, their `names`, and how many ranks each of
+    the `hosts` has.
 
     Raises:
         UserError: some ranks have a GPU and others have none, which would compute at the speed of these.
@@ -221,10 +226,15 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
     if world.rank == 0:  # one asks for all, or a large job would begin with a question for each pair of ranks
         every = [json.loads(store.get(f"gpu/{rank}")) for rank in range(world.size)]
         without = [rank for rank, (_, own, _) in enumerate(every) if not own]
-        apart = len({(host, own) for host, own, _ in every}) == world.size and not without
+        holders: dict[tuple[str, str], list[int]] = {}
+        for rank, (host, own, _) in enumerate(every):
+            holders.setdefault((host, own), []).append(rank)
+        apart = len(holders) == world.size and not without
+        shared = next(((host, ranks) for (host, own), ranks in holders.items() if own and len(ranks) > 1), None)
         names = sorted({name for _, own, name in every if own} or {name for *_, name in every})
         lacking = without if len(without) < world.size else []
-        told = {"apart": apart, "names": names, "hosts": len({host for host, *_ in every}), "lacking": lacking}
+        hosts = Counter(host for host, *_ in every)
+        told = {"apart": apart, "shared": shared, "names": names, "hosts": hosts, "lacking": lacking}
         store.set("gpus", json.dumps(told))
     found: dict[str, Any] = json.loads(store.get("gpus"))
     if found["lacking"]:
@@ -244,7 +254,7 @@ def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str =
         _log.info("%s: %s%s%s", who, ", ".join(names), how, none)
 
 
-def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
+def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str, list[int]] | None = None) -> str:
     """The library: NCCL needs a GPU for each rank.
 
     Raises:
@@ -252,10 +262,14 @@ def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
     """
     enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:
+        if gpus_apart:
+            raise UserError("parallel.backend=nccl: this torch has no NCCL; use one that has, or parallel.backend=gloo")
+        seen = f"{world.local_size} ranks on this host and {torch.cuda.device_count()} GPUs to see"
+        if shared is not None:
+            host, ranks = shared
+            seen = f"ranks {', '.join(map(str, ranks))} share a GPU of {host}"
         raise UserError(
-            f"parallel.backend=nccl: {world.local_size} ranks on this host and {torch.cuda.device_count()} GPUs to see;"
-            " one GPU holds one rank;"
-            " start fewer ranks, or use parallel.backend=gloo"
+            f"parallel.backend=nccl: {seen}; one GPU holds one rank; start fewer ranks, or use parallel.backend=gloo"
         )
     if wanted is Backend.auto:
         return "nccl" if enough else "gloo"

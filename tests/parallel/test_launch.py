@@ -15,8 +15,8 @@ import torch
 from parallel.ranks import run_ranks
 
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed import start, watch
-from ensemble_ml.distributed.world import free_port
+from ensemble_ml.distributed import launch, start, watch
+from ensemble_ml.distributed.world import World, free_port, read_world
 from ensemble_ml.errors import UserError
 
 SAY = """
@@ -181,10 +181,6 @@ def test_exchanges_are_as_patient_as_the_settings_say():
 
 def pretends(kind):
     """A rank's answer to what it computes on, where it has a GPU of its own or none."""
-    from types import SimpleNamespace
-
-    from ensemble_ml.distributed import launch
-
     launch.torch = SimpleNamespace(
         cuda=SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid=kind), device_count=lambda: 1)
     )
@@ -193,8 +189,6 @@ def pretends(kind):
 
 
 def devices(session, kinds):
-    from ensemble_ml.distributed import launch
-
     store = torch.distributed.PrefixStore("again", session._store)
     return launch._devices(store, session.world, pretends(kinds[session.topology.rank]))
 
@@ -202,8 +196,19 @@ def devices(session, kinds):
 @pytest.mark.parametrize(("kinds", "apart"), [("ab", True), ("aa", False), (["", ""], False)])
 def test_whether_each_rank_has_a_gpu_of_its_own(kinds, apart):
     one, other = run_ranks(devices, 2, kinds)
-    assert one == other and one["apart"] is apart and one["hosts"] == 1
+    assert one == other and one["apart"] is apart and one["hosts"] == {os.uname().nodename: 2}
     assert one["names"] == sorted({f"GPU {k}" if k else "AVX2" for k in kinds})
+
+
+def test_ranks_of_a_node_are_counted_where_the_launcher_does_not_tell(monkeypatch):
+    def on_two_hosts(store, world, device, real=launch._devices):
+        monkeypatch.setattr(launch, "socket", SimpleNamespace(gethostname=lambda: "aab"[world.rank]))
+        return real(store, world, device)
+
+    monkeypatch.setattr(launch, "_devices", on_two_hosts)
+    assert run_ranks(lambda session: session.world.local_size, 3) == [2, 2, 1]
+    env = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    assert [read_world(more | env).counted for more in ({}, {"LOCAL_WORLD_SIZE": "3"})] == [False, True]
 
 
 def test_a_rank_without_a_gpu_among_others_is_named():
@@ -223,6 +228,16 @@ def test_what_computes_is_told(caplog, monkeypatch):
     nccl = ParallelConfig(backend=Backend.nccl)
     with pytest.raises(UserError, match=r"parallel\.backend=nccl: .* 0 GPUs"), start(nccl, {}):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"), [("ab", "this torch has no NCCL"), ("aa", rf"ranks 0, 1 share a GPU of {os.uname().nodename};")]
+)
+def test_why_there_is_no_nccl(monkeypatch, kinds, text):
+    found = run_ranks(devices, 2, kinds)[0]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(UserError, match=f"parallel.backend=nccl: {text}"):
+        launch._backend(Backend.nccl, World(size=2, local_size=2), found["apart"], found["shared"])
 
 
 def test_a_slow_rank_is_not_a_dead_one():
