@@ -140,12 +140,14 @@ class Session:
             return self
         host, port = self.world.host, self.world.port
         try:
-            meeting = meet(self.world)
+            # Where ranks may be late for an exchange they may be late at the start, too.
+            patience = max(MEETING, timedelta(seconds=self.config.timeout))
+            meeting = meet(self.world, patience)
             host, port = meeting.host, meeting.port
             store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
             _come(store, self.world)
             self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
-            _all_come(store, self.world)
+            _all_come(store, self.world, patience)
             _check_agreement(store, self.topology)
             kinds = _devices(store, self.world, self.device)
             if not self.world.counted:  # as if all shared one node's cores and memory
@@ -304,17 +306,17 @@ def _come(store: Any, world: World) -> None:
     store.set(f"host/{world.rank}", socket.gethostname())
 
 
-def _all_come(store: Any, world: World) -> None:
+def _all_come(store: Any, world: World, patience: timedelta) -> None:
     """Wait for the other ranks.
 
     Raises:
         UserError: some do not come; says which.
     """
-    if not _until(lambda: store.add("come", 0) >= world.size, MEETING.total_seconds()):
+    if not _until(lambda: store.add("come", 0) >= world.size, patience.total_seconds()):
         absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
         raise UserError(
             f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"
-            f" {MEETING.total_seconds():.0f} s; start all of them, and look at what those say"
+            f" {patience.total_seconds():.0f} s; start all of them, and look at what those say"
         )
 
 

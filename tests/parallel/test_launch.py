@@ -327,7 +327,10 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         "MASTER_PORT": str(free_port()),
     }
     with pytest.raises(UserError, match=r"rank 0: 2 of 3 ranks \(first \[1, 2\]\) have not come in 1 s"):
-        start(ParallelConfig(data=3), env).__enter__()
+        start(ParallelConfig(data=3, timeout=1), env).__enter__()
+    env["MASTER_PORT"] = str(free_port())
+    with pytest.raises(UserError, match="have not come in 2 s"):  # as patient as exchanges are, where that is longer
+        start(ParallelConfig(data=3, timeout=2), env).__enter__()
 
 
 def agrees(session, mine):
@@ -352,7 +355,7 @@ def comes(session, port, job):
             "from ensemble_ml.config import ParallelConfig\nfrom ensemble_ml.distributed import start, launch\n"
             "from datetime import timedelta\nlaunch.MEETING = timedelta(seconds=2)\n"
             f"env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}') | {job}\n"
-            "with start(ParallelConfig(), env): pass"
+            "with start(ParallelConfig(timeout=2), env): pass"
         )
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
