@@ -10,6 +10,7 @@ from parallel.test_planner import half_degree
 from ensemble_ml.config import ParallelConfig, TrainConfig
 from ensemble_ml.distributed import Topology
 from ensemble_ml.distributed.planner import Candidate
+from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.training import plan
 from ensemble_ml.training.plan import Planner, shared_out
@@ -38,6 +39,19 @@ def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
     ranks = [Topology(lat=lat).at(rank) for rank in range(lat)]
     assert found.shape == max(map(half_degree, ranks))
     assert found.traffic.sent == (200 if lat > 2 else 100)
+
+
+def test_other_numbers_of_ranks_are_named_that_model_and_optimizer_can_follow(monkeypatch):
+    planner = Planner.__new__(Planner)
+    parallel = ParallelConfig(data="auto", lat=1, lon=1)
+    planner.config = replace(TrainConfig(run="a"), batch_size=12, parallel=parallel)
+    planner.spec, planner.ranks, planner.shard = make_spec(17, 16), 4, half_degree
+    planner.session = SimpleNamespace(once=lambda f: f())
+    monkeypatch.setattr(
+        planner, "followed", lambda c: "no clip of a vote" if c.data in (3, 4) else _Traced(c.shape, None)
+    )
+    with pytest.raises(UserError, match=r"^4 ranks: none of 1 .*\(no clip of a vote\); 2 or 6 ranks would do$"):
+        planner.candidates()
 
 
 @pytest.mark.parametrize(
