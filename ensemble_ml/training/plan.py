@@ -146,6 +146,8 @@ class Planner:
             found = trace(self.config, self.spec, rank, samples, self.widest)
             if self.speed.precision is not self.widest.precision:
                 found = replace(found, traffic=trace(self.config, self.spec, rank, samples, self.speed).traffic)
+            if self.session.device.type == "cuda":  # the host's memory holds it
+                found = replace(found, snapshot=0)
             self.known[alike] = found
         return self.known[alike]
 
@@ -166,7 +168,7 @@ class Planner:
             " (plan.ranks_per_node says how many share one)" if self.local > self.busy else ""
         )
         given = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
-        fixed = least.resident + least.state + self.base + (given or 0)
+        fixed = least.resident + least.state + least.snapshot + self.base + (given or 0)
         if fixed >= self.memory:
             more, less = (", and loading.ram", " or loading.ram") if given else ("", "")
             fixed_for = f"{fixed / 1e9:.3g} GB of it for weights, optimizer and libraries{more}"

@@ -35,6 +35,7 @@ def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
     planner.config = planner.spec = None
     planner.speed = planner.widest = Speed()
     planner.known, planner.shard = {}, half_degree
+    planner.session = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     found = planner.traced(Candidate(1, lat, 1))
     ranks = [Topology(lat=lat).at(rank) for rank in range(lat)]
     assert found.shape == max(map(half_degree, ranks))
