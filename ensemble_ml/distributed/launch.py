@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ensemble_ml.config import Backend, ParallelConfig
 from ensemble_ml.distributed.meeting import MEETING, meet
-from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
+from ensemble_ml.distributed.mesh import Mesh, be_patient, dissolve, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.watch import LAST, Watch
 from ensemble_ml.distributed.world import World, read_world
@@ -70,9 +70,12 @@ class Session:
         self._once = 0
 
     def share_out(self, topology: Topology) -> None:
-        """Take another mesh over the same ranks; all of them call this with the same degrees."""
+        """Take another mesh over the same ranks, in place of the one before, which is destroyed; all of them call this
+        with the same degrees."""
+        before = self.mesh
         self.topology = topology.at(self.world.rank)
         self.mesh = make_mesh(self.topology) if self.world.size > 1 else Mesh(self.topology)
+        dissolve(before.groups.values(), self.mesh.world)
 
     @property
     def first(self) -> bool:

@@ -32,7 +32,7 @@ from ensemble_ml.distributed.costs import Links, Piece
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
 from ensemble_ml.distributed.exchange import BucketExchange
-from ensemble_ml.distributed.mesh import Members, make_mesh
+from ensemble_ml.distributed.mesh import Members, dissolve, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
@@ -118,6 +118,7 @@ def _links(job: Job, session: Session) -> dict[int, Links]:
         found[number] = measured_links(mesh, known, session.device)
         if not same:
             found[number] = {("lon",): found[number][("lat",)], **found[number]}
+    dissolve(meshes.values(), session.mesh.world)
     return found
 
 

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from models.small_models import make_spec
+from parallel.ranks import run_ranks
 from parallel.test_planner import half_degree
 
 from ensemble_ml.config import ParallelConfig, TrainConfig
@@ -12,7 +14,7 @@ from ensemble_ml.distributed import Topology
 from ensemble_ml.distributed.planner import Candidate
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
-from ensemble_ml.training import plan
+from ensemble_ml.training import plan, probing
 from ensemble_ml.training.plan import Planner, shared_out
 
 
@@ -40,6 +42,28 @@ def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
     ranks = [Topology(lat=lat).at(rank) for rank in range(lat)]
     assert found.shape == max(map(half_degree, ranks))
     assert found.traffic.sent == (200 if lat > 2 else 100)
+
+
+def counted_groups(session):
+    """Process groups of a rank before and after links are measured, and after a mesh is taken twice."""
+    counts, here = [], torch.distributed.distributed_c10d._world.pg_map
+    counts.append(len(here))
+    topologies = Topology(data=2, lat=2), Topology(lat=4), Topology(lat=2, lon=2)
+    probing._links(SimpleNamespace(shapes=[probing.Shape(t, 1) for t in topologies]), session)
+    counts.append(len(here))
+    for _ in range(2):
+        session.share_out(topologies[0])
+        counts.append(len(here))
+    x = torch.ones(1)
+    session.mesh.world.all_reduce(x)
+    session.mesh.lat.all_reduce(x)
+    return counts, x.item()
+
+
+def test_what_the_planner_measures_with_does_not_stay(monkeypatch):
+    monkeypatch.setattr(probing, "measured_links", lambda mesh, *_: mesh.lat.all_reduce(torch.ones(1)) and {})
+    for counts, x in run_ranks(counted_groups, 4, data=4):
+        assert counts[0] == counts[1] and counts[2] == counts[3] and x == 8
 
 
 def test_other_numbers_of_ranks_are_named_that_model_and_optimizer_can_follow(monkeypatch):
