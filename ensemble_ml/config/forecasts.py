@@ -42,7 +42,7 @@ class PredictConfig:
     overwrite: bool = opt(False, "replace forecasts that exist")
     resume: bool = opt(False, "go on where a run with the same settings was stopped: leave the forecasts that it has made")
     precision: Precision = opt(Precision.auto, "auto takes the checkpoint's")
-    threads: int = opt(0, "CPU threads; 0 takes all cores")
+    threads: int = opt(0, "CPU threads; 0 takes all cores, each rank its share of a host's")
     parallel: ParallelConfig = part(ParallelConfig, "ranks")
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class MomentumKept(Enum):
     mean = "mean"
 
 
-OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync"))
+OF_VOTES = tuple(f"optim.{key}" for key in ("bits", "scale", "hierarchical", "momentum_sync", "momentum_kept"))
 
 
 @dataclass
@@ -114,7 +114,7 @@ class OptimConfig:
         ballots = self.votes and self.exchange is not ExchangeName.distributed_lion
         for key, usual, taken in (
             ("bits", 1, ballots), ("scale", VoteScale.l1, ballots), ("hierarchical", False, self.votes),
-            ("momentum_sync", MomentumSync.never, self.votes),
+            ("momentum_sync", MomentumSync.never, self.votes), ("momentum_kept", MomentumKept.ranks, self.votes),
         ):  # fmt: skip
             value = getattr(self, key)
             require(f"optim.{key}", getattr(value, "value", value), taken or value == usual, f"exchange={self.exchange.value} takes no notice of it; leave it out, or use exchange=vote")

@@ -39,7 +39,7 @@ class ParallelConfig:
     overlap: Any = opt(False, "true | false | auto: convolutions compute while halos travel; auto times a step both ways before training, and is false for predict")
     backend: Backend = opt(Backend.auto, "auto | gloo | nccl; auto takes nccl where every rank of a node has a GPU of its own")
     launcher: Launcher = opt(Launcher.auto, "auto | none | torchrun | slurm | openmpi | mpich: whose variables count where several are set")
-    timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange")
+    timeout: float = opt(300.0, "seconds that a rank waits for the others in an exchange, and at the start, where it waits 120 at the least")
     silence: float = opt(15.0, "seconds without a heartbeat after which a rank is taken for dead")
 
     def __post_init__(self) -> None:

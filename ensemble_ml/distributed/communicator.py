@@ -151,6 +151,10 @@ class TorchCommunicator:
         dist.barrier(self._group)
         self.seconds_waited += time.perf_counter() - start
 
+    def close(self) -> None:
+        """Destroy the process group; nobody may be in one of its collectives any more."""
+        dist.destroy_process_group(self._group)
+
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
         """Call a collective on `x` (in place where it is `out`), by way of the memory that the backend needs."""
         staged = x.device.type != self._home

@@ -80,7 +80,7 @@ class BucketExchange(Exchange):
         if self._arrivals is not None:
             return
         self._set_apart()
-        check_same_model(self.params, self.group)
+        check_same_model(self.params, *self._groups)
         last = {id(p) for group in self.optimizer.param_groups if group.get("late") for p in group["params"]}
         late = {i for i, p in enumerate(self.params) if id(p) in last}
         self.buckets = make_buckets(self.params, self._limit, late)
@@ -99,6 +99,11 @@ class BucketExchange(Exchange):
         self._sent, self._waited = self.bytes_sent, self.seconds_waited
         self._jobs = []
         self._arrivals.begin()
+
+    @property
+    def _groups(self) -> tuple[Communicator, ...]:
+        """What joins all ranks, from neighbours outwards."""
+        return (self.group,)
 
     @property
     def bytes_sent(self) -> int:

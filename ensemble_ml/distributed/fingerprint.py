@@ -12,17 +12,22 @@ from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.errors import UserError
 
 
-def check_same_model(params: Sequence[Tensor], group: Communicator) -> None:
-    """Compare layout (shapes, types, order of axes in memory) and weights with those of the group's first rank.
+def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
+    """Compare layout (shapes, types, order of axes in memory) and weights with those of the first rank of all.
+
+    Args:
+        groups: which together join all ranks: those of neighbouring numbers first, then the ranks at one place of each
+            such row, so that ranks are told by their numbers in the job.
 
     Raises:
         UserError: on every rank, naming the ranks that differ.
     """
-    if group.size == 1:
+    if all(group.size == 1 for group in groups):
         return
-    own = torch.tensor([layout_hash(params), weights_hash(params)], device=params[0].device)
-    everyone = own.new_empty(group.size * 2)
-    group.all_gather(everyone, own)
+    everyone = torch.tensor([layout_hash(params), weights_hash(params)], device=params[0].device)
+    for group in groups:
+        own, everyone = everyone, everyone.new_empty(group.size * len(everyone))
+        group.all_gather(everyone, own)
     layouts, weights = everyone.view(-1, 2).T.tolist()
     if others := [r for r, found in enumerate(layouts) if found != layouts[0]]:
         raise UserError(

@@ -16,7 +16,9 @@ import os
 import pickle
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,7 +28,7 @@ import torch.distributed as dist
 
 from ensemble_ml.config import Backend, ParallelConfig
 from ensemble_ml.distributed.meeting import MEETING, meet
-from ensemble_ml.distributed.mesh import Mesh, be_patient, make_mesh
+from ensemble_ml.distributed.mesh import Mesh, be_patient, dissolve, make_mesh
 from ensemble_ml.distributed.topology import Topology, make_topology
 from ensemble_ml.distributed.watch import LAST, Watch
 from ensemble_ml.distributed.world import World, read_world
@@ -68,9 +70,12 @@ class Session:
         self._once = 0
 
     def share_out(self, topology: Topology) -> None:
-        """Take another mesh over the same ranks; all of them call this with the same degrees."""
+        """Take another mesh over the same ranks, in place of the one before, which is destroyed; all of them call this
+        with the same degrees."""
+        before = self.mesh
         self.topology = topology.at(self.world.rank)
         self.mesh = make_mesh(self.topology) if self.world.size > 1 else Mesh(self.topology)
+        dissolve(before.groups.values(), self.mesh.world)
 
     @property
     def first(self) -> bool:
@@ -96,11 +101,11 @@ class Session:
         self.mesh.world.broadcast(message)
         return pickle.loads(message.cpu().numpy().tobytes())
 
-    def agree(self, what: Mapping[str, Any]) -> None:
+    def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same") -> None:
         """Let all ranks come with the same values, by name; every rank calls this.
 
         Raises:
-            UserError: this rank's differ from those of rank 0; names the first.
+            UserError: this rank's differ from those of rank 0; names the first, and the `remedy`.
         """
         if self.world.size == 1:
             return
@@ -113,8 +118,7 @@ class Session:
         for name in sorted({*mine, *theirs}):
             if mine.get(name) != theirs.get(name):
                 raise UserError(
-                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; give"
-                    " every rank the same"
+                    f"rank {self.topology.rank}: {name}={mine.get(name)}, on rank 0 {name}={theirs.get(name)}; {remedy}"
                 )
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
@@ -139,15 +143,19 @@ class Session:
             return self
         host, port = self.world.host, self.world.port
         try:
-            meeting = meet(self.world)
+            # Where ranks may be late for an exchange they may be late at the start, too.
+            patience = max(MEETING, timedelta(seconds=self.config.timeout))
+            meeting = meet(self.world, patience)
             host, port = meeting.host, meeting.port
             store, own = meeting.connect(self.world.size), meeting.connect(self.world.size)
             _come(store, self.world)
             self._watch = Watch(own, self.world.rank, self.world.size, self.config.silence, lambda: self.step)
-            _all_come(store, self.world)
+            _all_come(store, self.world, patience)
             _check_agreement(store, self.topology)
             kinds = _devices(store, self.world, self.device)
-            backend = _backend(self.config.backend, self.world, kinds["apart"])
+            if not self.world.counted:  # as if all shared one node's cores and memory
+                self.world = replace(self.world, local_size=kinds["hosts"][socket.gethostname()])
+            backend = _backend(self.config.backend, self.world, kinds["apart"], kinds["shared"])
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
             be_patient(self.config.timeout)
@@ -162,7 +170,7 @@ class Session:
             self._store = store
             self.mesh = make_mesh(self.topology)
             if self.first:
-                hosts = kinds["hosts"]
+                hosts = len(kinds["hosts"])
                 who = f"{self.world.size} ranks on {hosts} host{'s' * (hosts > 1)}"
                 _tell_where(kinds["names"], self.device, who, f", {backend}")
         except BaseException as error:
@@ -212,7 +220,8 @@ def _device(world: World) -> torch.device:
 
 def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
     """What the ranks compute on: `apart`, whether each has a GPU of its own (as many as ranks on each host, or one that
-    its launcher lets it see), and `names`.
+    its launcher lets it see), a host and its ranks where one GPU is `shared`, their `names`, and how many ranks each of
+    the `hosts` has.
 
     Raises:
         UserError: some ranks have a GPU and others have none, which would compute at the speed of these.
@@ -222,10 +231,15 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
     if world.rank == 0:  # one asks for all, or a large job would begin with a question for each pair of ranks
         every = [json.loads(store.get(f"gpu/{rank}")) for rank in range(world.size)]
         without = [rank for rank, (_, own, _) in enumerate(every) if not own]
-        apart = len({(host, own) for host, own, _ in every}) == world.size and not without
+        holders: dict[tuple[str, str], list[int]] = {}
+        for rank, (host, own, _) in enumerate(every):
+            holders.setdefault((host, own), []).append(rank)
+        apart = len(holders) == world.size and not without
+        shared = next(((host, ranks) for (host, own), ranks in holders.items() if own and len(ranks) > 1), None)
         names = sorted({name for _, own, name in every if own} or {name for *_, name in every})
         lacking = without if len(without) < world.size else []
-        told = {"apart": apart, "names": names, "hosts": len({host for host, *_ in every}), "lacking": lacking}
+        hosts = Counter(host for host, *_ in every)
+        told = {"apart": apart, "shared": shared, "names": names, "hosts": hosts, "lacking": lacking}
         store.set("gpus", json.dumps(told))
     found: dict[str, Any] = json.loads(store.get("gpus"))
     if found["lacking"]:
@@ -245,7 +259,7 @@ def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str =
         _log.info("%s: %s%s%s", who, ", ".join(names), how, none)
 
 
-def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
+def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str, list[int]] | None = None) -> str:
     """The library: NCCL needs a GPU for each rank.
 
     Raises:
@@ -253,10 +267,14 @@ def _backend(wanted: Backend, world: World, gpus_apart: bool) -> str:
     """
     enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:
+        if gpus_apart:
+            raise UserError("parallel.backend=nccl: this torch has no NCCL; use one that has, or parallel.backend=gloo")
+        seen = f"{world.local_size} ranks on this host and {torch.cuda.device_count()} GPUs to see"
+        if shared is not None:
+            host, ranks = shared
+            seen = f"ranks {', '.join(map(str, ranks))} share a GPU of {host}"
         raise UserError(
-            f"parallel.backend=nccl: {world.local_size} ranks on this host and {torch.cuda.device_count()} GPUs to see;"
-            " one GPU holds one rank;"
-            " start fewer ranks, or use parallel.backend=gloo"
+            f"parallel.backend=nccl: {seen}; one GPU holds one rank; start fewer ranks, or use parallel.backend=gloo"
         )
     if wanted is Backend.auto:
         return "nccl" if enough else "gloo"
@@ -291,17 +309,17 @@ def _come(store: Any, world: World) -> None:
     store.set(f"host/{world.rank}", socket.gethostname())
 
 
-def _all_come(store: Any, world: World) -> None:
+def _all_come(store: Any, world: World, patience: timedelta) -> None:
     """Wait for the other ranks.
 
     Raises:
         UserError: some do not come; says which.
     """
-    if not _until(lambda: store.add("come", 0) >= world.size, MEETING.total_seconds()):
+    if not _until(lambda: store.add("come", 0) >= world.size, patience.total_seconds()):
         absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
         raise UserError(
             f"rank {world.rank}: {len(absent)} of {world.size} ranks (first {absent[:5]}) have not come in"
-            f" {MEETING.total_seconds():.0f} s; start all of them, and look at what those say"
+            f" {patience.total_seconds():.0f} s; start all of them, and look at what those say"
         )
 
 

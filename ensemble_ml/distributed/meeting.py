@@ -20,7 +20,7 @@ from ensemble_ml.config import Launcher
 from ensemble_ml.distributed.world import World
 from ensemble_ml.errors import UserError
 
-MEETING = timedelta(seconds=120)  # that ranks wait for each other
+MEETING = timedelta(seconds=120)  # that ranks wait for each other at the least
 _LOOK = 0.05  # seconds between looks for whether rank 0 listens
 
 
@@ -28,7 +28,8 @@ _LOOK = 0.05  # seconds between looks for whether rank 0 listens
 class Meeting:
     """Host and port of the key-value store, on rank 0 the store itself, and how often this process has met there.
 
-    `job` tells ours from others: two at the same port do not read each other's keys.
+    `job` tells ours from others: two at the same port do not read each other's keys. `patience` is how long ranks wait
+    for each other.
     """
 
     host: str
@@ -36,26 +37,28 @@ class Meeting:
     server: Any = None
     sessions: int = 0
     job: str = ""
+    patience: timedelta = MEETING
 
     def connect(self, size: int) -> Any:
         """A connection of its own to the store, for the keys of the last session alone."""
-        _reached(self.host, self.port)
-        store = dist.TCPStore(self.host, self.port, size, False, MEETING, wait_for_workers=False)
+        _reached(self.host, self.port, self.patience)
+        store = dist.TCPStore(self.host, self.port, size, False, self.patience, wait_for_workers=False)
         return dist.PrefixStore(f"{self.job} session {self.sessions}", store)
 
 
 _meetings: dict[World, Meeting] = {}  # kept: a port that SLURM's variables tell is taken, MPI asked, one time only
 
 
-def meet(world: World) -> Meeting:
+def meet(world: World, patience: timedelta = MEETING) -> Meeting:
     """Where the ranks meet, for one session more.
 
     Raises:
-        UserError: nothing says where rank 0 is.
+        UserError: nothing says where rank 0 is, or mpi4py belongs to another MPI than the launcher.
     """
     if world not in _meetings:
-        _meetings[world] = Meeting(*_arranged(world), job=world.job)
+        _meetings[world] = Meeting(*_arranged(world, patience), job=world.job)
     meeting = _meetings[world]
+    meeting.patience = patience
     meeting.sessions += 1
     return meeting
 
@@ -65,51 +68,51 @@ def met() -> bool:
     return bool(_meetings)
 
 
-def _arranged(world: World) -> tuple[str, int, Any]:
+def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
     agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     if world.host is not None and world.port is not None:
         # torchrun's agent holds MASTER_PORT itself; its store tells the port of ours.
         if agent and world.launcher is Launcher.torchrun:
-            return _meet_through_agent(world)
-        return world.host, world.port, _serve(world, world.port) if world.rank == 0 else None
+            return _meet_through_agent(world, patience)
+        return world.host, world.port, _serve(world, world.port, patience) if world.rank == 0 else None
     if world.launcher in (Launcher.openmpi, Launcher.mpich):
-        return _meet_through_mpi(world)
+        return _meet_through_mpi(world, patience)
     raise UserError(
         f"{world.launcher.value}: rank {world.rank} of {world.size} does not know where rank 0 is; set MASTER_ADDR and"
         " MASTER_PORT to a host and a free port"
     )
 
 
-def _reached(host: str, port: int) -> None:
+def _reached(host: str, port: int, patience: timedelta) -> None:
     """Return when somebody listens at this port; a store that connects would hear no signal until then.
 
     Raises:
         DistNetworkError: nobody does.
     """
-    latest = time.monotonic() + MEETING.total_seconds()
+    latest = time.monotonic() + patience.total_seconds()
     while time.monotonic() < latest:
         with suppress(OSError), socket.create_connection((host, port), timeout=1):
             return
         time.sleep(_LOOK)
-    raise dist.DistNetworkError(f"nobody listens there for {MEETING.total_seconds():.0f} s")
+    raise dist.DistNetworkError(f"nobody listens there for {patience.total_seconds():.0f} s")
 
 
-def _serve(world: World, port: int) -> Any:
-    return dist.TCPStore("0.0.0.0", port, world.size, True, MEETING, wait_for_workers=False)
+def _serve(world: World, port: int, patience: timedelta) -> Any:
+    return dist.TCPStore("0.0.0.0", port, world.size, True, patience, wait_for_workers=False)
 
 
-def _meet_through_agent(world: World) -> tuple[str, int, Any]:
-    agent = dist.TCPStore(world.host, world.port, world.size, False, MEETING, wait_for_workers=False)  # type: ignore[arg-type]
+def _meet_through_agent(world: World, patience: timedelta) -> tuple[str, int, Any]:
+    agent = dist.TCPStore(world.host, world.port, world.size, False, patience, wait_for_workers=False)  # type: ignore[arg-type]
     key = f"ensemble_ml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if world.rank:
         host, _, port = agent.get(key).decode().rpartition(":")
         return host, int(port), None
-    server = _serve(world, 0)
+    server = _serve(world, 0, patience)
     agent.set(key, f"{world.host}:{server.port}")
     return str(world.host), server.port, server
 
 
-def _meet_through_mpi(world: World) -> tuple[str, int, Any]:
+def _meet_through_mpi(world: World, patience: timedelta) -> tuple[str, int, Any]:
     try:
         import mpi4py
         from mpi4py import MPI
@@ -118,8 +121,16 @@ def _meet_through_mpi(world: World) -> tuple[str, int, Any]:
             "mpiexec: MASTER_ADDR and MASTER_PORT are not set; set them to rank 0's host and a free port, or pip"
             " install 'ensemble-ml[mpi]', which lets the ranks tell each other"
         ) from error
-    server = _serve(world, 0) if world.rank == 0 else None
-    host, port = MPI.COMM_WORLD.bcast(None if server is None else (socket.gethostname(), server.port))
+    everyone = MPI.COMM_WORLD
+    if (everyone.rank, everyone.size) != (world.rank, world.size):
+        library = MPI.Get_library_version().splitlines()[0].strip(" \0")
+        raise UserError(
+            f"mpiexec: {world.launcher.value} started rank {world.rank} of {world.size}, but mpi4py uses {library},"
+            f" which sees rank {everyone.rank} of {everyone.size}; use the mpiexec of that library, an mpi4py of this"
+            " mpiexec's, or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port"
+        )
+    server = _serve(world, 0, patience) if world.rank == 0 else None
+    host, port = everyone.bcast(None if server is None else (socket.gethostname(), server.port))
     host = "127.0.0.1" if host == socket.gethostname() else host  # a laptop's own name may lead nowhere
     if mpi4py.rc.finalize is not False:
         # MPI has done its part; left to the end, its farewell would wait for a rank that failed.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -100,6 +100,15 @@ def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = No
             same[members] = TorchCommunicator(_own_group(members, topology.rank))
         groups[axes] = same[members]
     return Mesh(topology, groups)
+
+
+def dissolve(groups: Iterable[Communicator], world: Communicator) -> None:
+    """Destroy communicators that nothing uses any more, with their threads and connections; all ranks of the job call
+    this, which `world` joins."""
+    world.barrier()  # or one would hang up while another still hears
+    for group in {id(group): group for group in groups}.values():
+        if isinstance(group, TorchCommunicator):
+            group.close()
 
 
 _patience: list[timedelta] = []  # of exchanges, once a job has begun; process groups belong to the process

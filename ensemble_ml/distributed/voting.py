@@ -71,6 +71,10 @@ class Vote(BucketExchange):
         self._headers: list[Tensor] = []
 
     @property
+    def _groups(self) -> tuple[Communicator, ...]:
+        return self.inner, self.group
+
+    @property
     def bytes_sent(self) -> int:
         return self.group.bytes_sent + self.inner.bytes_sent
 

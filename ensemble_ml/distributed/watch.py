@@ -5,6 +5,9 @@ in every rank reads that within half a second, prints it, and ends its process, 
 for ever. A rank that dies without a word (killed, out of memory) is told from a slow one by its heartbeat, which a
 thread of its own keeps up. A second thread of every other rank sees when rank 0 no longer answers, which the first may
 then wait for without end.
+
+An interruption (Ctrl-C, SIGTERM) comes to all ranks at once as a rule: the others have some time to end by themselves,
+with the file that they are at.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ LAST = 3.0  # seconds; launchers end the others at the first status that is not 
 _PERIOD = 0.5  # seconds between looks at the store
 _SOON = 0.05  # the same for who waits for the last to leave
 _GRACE = 3.0  # seconds beyond `silence` that rank 0 has to answer, and that a failed exchange waits for the cause
+_UNWIND = 15.0  # seconds that a rank may go on after another was interrupted; launchers kill after thirty
 _FAREWELL = 2 * _PERIOD + 0.5  # the store dies with rank 0: the others read first
 
 
@@ -45,6 +49,8 @@ class Watch:
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()
         self._end, self._leaving, self._reported = threading.Event(), False, False
+        self._interrupted: dict[str, Any] | None = None  # what was told of another rank's interruption
+        self._until = 0.0  # when this rank has had its time after it
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._answered, self._gone = self._looked, threading.Event()
         self._thread.start()
@@ -65,15 +71,16 @@ class Watch:
         """Write the cause, unless another rank's failure is behind it; that one is printed, and this process ends."""
         if _echo(error):
             until = time.monotonic() + self._silence + _GRACE
-            while time.monotonic() < until:  # the watch thread ends the process as soon as the cause is known
+            # The watch thread ends the process as soon as the cause is known, but for an interruption.
+            while time.monotonic() < until and self._interrupted is None:
                 time.sleep(_PERIOD)
         self._end.set()
         self._thread.join(timeout=5)
         try:
-            told = self._told()
+            told = self._interrupted or self._told()
             if told is None:
                 self._tell(self._rank, error)
-            elif told["rank"] != self._rank:
+            elif told["rank"] != self._rank and not (told["interrupted"] and isinstance(error, KeyboardInterrupt)):
                 self._leave(told)
             if self._rank == 0:
                 time.sleep(_FAREWELL)
@@ -110,13 +117,26 @@ class Watch:
             except dist.DistError:
                 if self._reported:  # the others have left for it, and this rank's own error is on its way up
                     return
+                if self._interrupted is not None:  # rank 0 has ended by itself
+                    self._gone.set()
+                    if not self._end.wait(self._until - time.monotonic()):
+                        self._leave(self._interrupted)
+                    return
                 if self._leaving or not self._end.is_set():
                     self._leave_rank_0()
                 return
-            if told is not None and told["rank"] != self._rank:
+            if told is not None and told["rank"] != self._rank and not self._may_go_on(told):
                 self._leave(told)
             if self._leaving:
                 time.sleep(_SOON)
+
+    def _may_go_on(self, told: dict[str, Any]) -> bool:
+        """Whether this rank still has time to end by itself."""
+        if self._leaving or not told["interrupted"]:
+            return False
+        if self._interrupted is None:
+            self._interrupted, self._until = told, time.monotonic() + _UNWIND
+        return time.monotonic() < self._until
 
     def _find_frozen(self) -> None:
         """Leave where rank 0 does not answer though its host keeps the connection: stopped, or without its disk."""
@@ -130,7 +150,8 @@ class Watch:
                 self._leave_rank_0()
 
     def _leave_rank_0(self) -> None:
-        self._leave({"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers"})
+        told = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
+        self._leave(told)
 
     def _all_done(self) -> bool:
         """Say that this rank has come to its end; whether it may go."""
@@ -148,14 +169,17 @@ class Watch:
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
 
     def _tell(self, rank: int, error: BaseException | str, step: int | None = None) -> None:
-        cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        requeue = isinstance(error, Stopped) and error.requeue
+        interrupted = isinstance(error, KeyboardInterrupt) and not requeue
+        cause = str(error) if isinstance(error, str) or interrupted else f"{type(error).__name__}: {error}"
         host = self._store.get(f"host/{rank}").decode() if self._store.check([f"host/{rank}"]) else ""
         told = {
             "rank": rank,
             "host": host if rank != self._rank else socket.gethostname(),
             "step": self._step() if step is None else step,
             "cause": " ".join(cause.split())[:500],
-            "requeue": isinstance(error, Stopped) and error.requeue,
+            "requeue": requeue,
+            "interrupted": interrupted,
         }
         self._store.compare_set("failed", "", json.dumps(told))  # the first to write is the cause
 
@@ -189,8 +213,9 @@ def _echo(error: BaseException) -> bool:
 def _leave(told: dict[str, Any], status: int, wait: float) -> None:
     """Print the cause and end this process, wherever its main thread stands."""
     where = f" ({told['host']})" if told["host"] else ""
-    what = "failed" if status == STATUS_ABORTED else "stopped"
-    text = f"ensemble-ml: rank {told['rank']}{where} {what} at step {told['step']}: {told['cause']}; this rank leaves"
+    what = "was interrupted" if told["interrupted"] else "failed" if status == STATUS_ABORTED else "stopped"
+    why = f": {told['cause']}" if told["cause"] else ""
+    text = f"ensemble-ml: rank {told['rank']}{where} {what} at step {told['step']}{why}; this rank leaves"
     sys.stdout.flush()
     os.write(2, f"{text}\n".encode())  # one write: lines of several ranks do not mix
     time.sleep(wait)

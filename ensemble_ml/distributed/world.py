@@ -19,7 +19,8 @@ from ensemble_ml.errors import UserError
 @dataclass(frozen=True)
 class World:
     """A process among `size`; `host` and `port` are where rank 0 is met, None where the launcher does not say; `job` is
-    what it calls all of them, and no others, as far as it does."""
+    what it calls all of them, and no others, as far as it does; `counted`, whether it tells `local_size`, the ranks of
+    this node: all, until they have met, where it does not."""
 
     rank: int = 0
     size: int = 1
@@ -29,6 +30,7 @@ class World:
     host: str | None = None
     port: int | None = None
     job: str = ""
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,11 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
         raise UserError(f"{names.rank}={rank}: must lie from 0 to {names.size}-1={size - 1}")
     local_rank = _number(env, names.local_rank, rank)
     local_size = _tasks_here(env) if launcher is Launcher.slurm else None
+    counted = local_size is not None or names.local_size in env
     local_size = local_size or _number(env, names.local_size, size)
     host, port = _meeting(env, launcher)
     job = "/".join(env.get(name, "") for name in _JOB[launcher])
-    return World(rank, size, local_rank, local_size, launcher, host, port, job)
+    return World(rank, size, local_rank, local_size, launcher, host, port, job, counted)
 
 
 def _tasks_here(env: Mapping[str, str]) -> int | None:

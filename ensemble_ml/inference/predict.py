@@ -97,7 +97,7 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     if session.first:
         _tell_of_few(starts, meta)
     paths = targets(config, starts)
-    made = made_already(starts, paths, job.same, source) if config.resume else set()
+    made = _made(job, starts, paths) if config.resume else set()
     session.mesh.world.barrier()  # nobody writes before all have looked
     if config.static is not None:
         replace_static(model, source)
@@ -110,6 +110,16 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
         wanted_paths = [None if path in made else path for path in paths]
         _run(job, model, device, _own(list(zip(starts, wanted_paths, strict=True)), session))
     return paths
+
+
+def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path]:
+    """Those of `paths` that are there, as the first rank of the group sees it, which writes them: ranks that share
+    samples have to leave out the same."""
+    spatial = job.session.mesh.spatial
+    made = made_already(starts, paths, job.same, job.source) if spatial.rank == 0 else set()
+    there = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
+    spatial.broadcast(there)
+    return {path for path, is_there in zip(paths, there.tolist(), strict=True) if is_there}
 
 
 def _tell_of_few(starts: Sequence[Start], meta: Mapping[str, Any]) -> None:

@@ -60,6 +60,7 @@ class Lane:
     columns: int = 1
     gather: Gather | None = None
     on_host: int = 1  # ranks that share this host's memory
+    number: int | None = None  # this rank's in the job, where that is not its number in the lane
 
     @property
     def ranks(self) -> int:
@@ -100,7 +101,9 @@ class PlannedLoader:
         self.counters = self.cache.counters
         try:
             if lane.gather is not None:
-                self.cache.others = self._peers = UnitPeers(self.cache, lane.gather, config.host, config.node)
+                self.cache.others = self._peers = UnitPeers(
+                    self.cache, lane.gather, config.host, config.node, lane.number
+                )
             self._engine = Engine(
                 self.schedule, self.cache, coordinate=lane.coordinate, device=device, ahead=ahead,
                 threads=config.threads, alone=lane.ranks == 1,
@@ -240,7 +243,8 @@ def make_plan(
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     home = np.repeat(homes * lane.columns + np.arange(len(homes)) % lane.columns, units.each)
-    plan = UnitPlan(trace, units.sizes, home, Tiers(lane.least(room), config.disk_bytes), lane.columns, lane.ranks)
+    tiers = Tiers(lane.least(room), lane.least(config.disk_bytes))
+    plan = UnitPlan(trace, units.sizes, home, tiers, lane.columns, lane.ranks)
     if not plan.exact:
         log.info("loading: %d uses are too many to plan each; what is used most is held", len(trace.unit))
     return plan, units, schedule, lane.least(ahead)

@@ -39,17 +39,25 @@ class UnitPeers:
         gather: brings the bytes of every rank of the plan to all.
         host: under which other nodes reach this one.
         node: a name that ranks share only where they share memory.
+        number: this rank's in the job, where that is not its number in the plan.
 
     Raises:
         UserError: ranks have planned different runs.
     """
 
-    def __init__(self, cache: UnitCache, gather: Gather, host: str | None = None, node: str | None = None):
+    def __init__(
+        self,
+        cache: UnitCache,
+        gather: Gather,
+        host: str | None = None,
+        node: str | None = None,
+        number: int | None = None,
+    ):
         self._cache = cache
         arenas = {str(tier): f"{arena.address}@{_identity(arena.fd)}" for tier, arena in cache.arenas.items()}
         self._wire = Wire(
             Server(_REQUEST, self._answer), cache.rank, arenas, cache.plan.hash, gather, host=host, node=node,
-            seconds=_SECONDS,
+            seconds=_SECONDS, number=number,
         )  # fmt: skip
         self._files: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()

@@ -33,6 +33,7 @@ class Address:
     port: int
     memory: dict[str, str]
     plan: str
+    number: int  # of the rank in the job, as users know it
 
 
 def this_node() -> str:
@@ -130,6 +131,7 @@ class Wire:
         gather: brings every rank's address to all.
         host: under which other nodes reach this one.
         node: a name that ranks share only where they share memory.
+        number: this rank's in the job, where that is not its place.
         seconds: without a byte, after which a rank counts as dead.
 
     Raises:
@@ -147,9 +149,13 @@ class Wire:
         host: str | None,
         node: str | None,
         seconds: float,
+        number: int | None = None,
     ):
         self._server, self._rank, self._seconds = server, rank, seconds
-        mine = Address(node or this_node(), host or socket.gethostname(), server.port, dict(memory), plan)
+        mine = Address(
+            node or this_node(), host or socket.gethostname(), server.port, dict(memory), plan,
+            rank if number is None else number,
+        )  # fmt: skip
         try:
             self.addresses = [Address(**json.loads(text)) for text in gather(json.dumps(asdict(mine)).encode())]
             plans = sorted({address.plan for address in self.addresses})
@@ -171,7 +177,10 @@ class Wire:
         """Ask `rank` no more."""
         if rank not in self.dead:
             self.dead.add(rank)
-            log.warning("loading: rank %d is no longer heard (%s); what it holds comes from slow storage", rank, error)
+            log.warning(
+                "loading: rank %d is no longer heard (%s); what it holds comes from slow storage",
+                self.addresses[rank].number, error,
+            )  # fmt: skip
 
     def connection(self, rank: int) -> socket.socket:
         """The connection of this thread to `rank`: one a thread, so that several streams run at a time."""

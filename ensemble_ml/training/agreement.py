@@ -46,7 +46,8 @@ def common_settings(config: TrainConfig) -> dict[str, Any]:
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
-    if theirs.get("optim.momentum_kept") == MomentumKept.mean.value:  # averaged where checkpoints are
+    averaged = config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value
+    if averaged:  # where checkpoints are
         also = (*also, "checkpoint_every", "validate_every")
     free = {k for k in {**ours, **theirs} if k in _FREE or (k.startswith(_FREE_GROUPS) and k not in _FIXED)}
     fixed = [k for k in {**ours, **theirs} if k in also or k not in free]

@@ -72,7 +72,8 @@ def lane_of(session: Session) -> Lane:
             for column in range(topology.lon)
         ]
 
-    return Lane(place.data, place.lon, topology.data, topology.lon, gather, session.world.local_size)
+    local = session.world.local_size
+    return Lane(place.data, place.lon, topology.data, topology.lon, gather, local, topology.rank)
 
 
 def describe(config: TrainConfig, store: TensorStore, topology: Topology = ONE, step: float | None = None) -> str:

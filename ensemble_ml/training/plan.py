@@ -85,8 +85,8 @@ class Planner:
         return make_shard(topology, self.spec.grid.shape, self.spec.config.depth).shape
 
     def fits(self, ranks: int) -> bool:
-        """Whether the grid and the batch can be shared out over so many, whatever the memory."""
-        return bool(self.open(ranks, self.config.batch_size))
+        """Whether grid and batch, model and optimizer can be shared out over so many, whatever the memory."""
+        return any(not isinstance(self.followed(c), str) for c in self.open(ranks, self.config.batch_size))
 
     def open(self, ranks: int, batch: int) -> list[Candidate]:
         """The partitions of `ranks` that fit grid and batch."""
@@ -103,10 +103,10 @@ class Planner:
             UserError: none fits the grid, the batch or the memory.
         """
         found = candidates(self.ranks, self.config.batch_size, self.config.parallel, self.shard)
-        check_any(found, self.ranks, self.fits)
         setup.refuse_trainers(self.config.parallel.trainer)
         if self.spec.config.name != "unet3d":
             raise UserError(f"model.name={self.spec.config.name}: trains on one rank, so nothing is planned")
+        check_any(found, self.ranks, self.fits)
         followed = self.session.once(lambda: {c.degrees: self.followed(c) for c in found if not c.why})
         found = [replace(c, why=why) if isinstance(why := followed.get(c.degrees), str) else c for c in found]
         check_any(found, self.ranks, self.fits)
@@ -146,6 +146,8 @@ class Planner:
             found = trace(self.config, self.spec, rank, samples, self.widest)
             if self.speed.precision is not self.widest.precision:
                 found = replace(found, traffic=trace(self.config, self.spec, rank, samples, self.speed).traffic)
+            if self.session.device.type == "cuda":  # the host's memory holds it
+                found = replace(found, snapshot=0)
             self.known[alike] = found
         return self.known[alike]
 
@@ -166,7 +168,7 @@ class Planner:
             " (plan.ranks_per_node says how many share one)" if self.local > self.busy else ""
         )
         given = self.config.loading.ram_bytes if self.config.loading.name is LoaderName.clairvoyant else 0
-        fixed = least.resident + least.state + self.base + (given or 0)
+        fixed = least.resident + least.state + least.snapshot + self.base + (given or 0)
         if fixed >= self.memory:
             more, less = (", and loading.ram", " or loading.ram") if given else ("", "")
             fixed_for = f"{fixed / 1e9:.3g} GB of it for weights, optimizer and libraries{more}"

@@ -32,7 +32,7 @@ from ensemble_ml.distributed.costs import Links, Piece
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.echo_exchange import echoes
 from ensemble_ml.distributed.exchange import BucketExchange
-from ensemble_ml.distributed.mesh import Members, make_mesh
+from ensemble_ml.distributed.mesh import Members, dissolve, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
@@ -118,6 +118,7 @@ def _links(job: Job, session: Session) -> dict[int, Links]:
         found[number] = measured_links(mesh, known, session.device)
         if not same:
             found[number] = {("lon",): found[number][("lat",)], **found[number]}
+    dissolve(meshes.values(), session.mesh.world)
     return found
 
 
@@ -265,25 +266,27 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # of a launcher above us
         command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
         environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
-        started = [_start(command, environment) for environment in environments]
+        # Into files: a full pipe would stop a process that the others wait for, while we wait for those.
+        errors = [Path(folder) / f"{rank}.err" for rank in range(processes)]
+        started = [_start(command, *given_to) for given_to in zip(environments, errors, strict=True)]
         try:
-            told = [process.communicate()[1] for process in started]
+            for process in started:
+                process.wait()
         finally:
             for process in started:
                 if process.poll() is None:  # we were stopped
                     process.kill()
                     process.wait()
-        for process, text in zip(started, told, strict=True):
+        for process, path in zip(started, errors, strict=True):
             if process.returncode:
-                last = " | ".join(text.strip().splitlines()[-2:])
+                last = " | ".join(path.read_text(errors="replace").strip().splitlines()[-2:])
                 raise UserError(f"plan: a measuring process ended with status {process.returncode}: {last}")
         return pickle.loads(out.read_bytes())
 
 
-def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        list(command), env=os.environ | environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+def _start(command: Sequence[str], environment: dict[str, str], errors: Path) -> subprocess.Popen[bytes]:
+    with errors.open("wb") as file:
+        return subprocess.Popen(list(command), env=os.environ | environment, stderr=file, stdout=subprocess.DEVNULL)
 
 
 def main(given: Path, out: Path, threads: int) -> None:

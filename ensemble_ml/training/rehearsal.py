@@ -80,7 +80,8 @@ class Tracing:
 
     `activations` is the most that forward and backward hold at once beyond weights, buffers and batch, gradients among
     it; `resident` are weights and buffers; `state` is the optimizer's, the running average's and the exchange's;
-    `loading` is what the loader is given, or the batch at work and those ahead of it.
+    `loading` is what the loader is given, or the batch at work and those ahead of it; `snapshot` is what the first rank
+    holds in host memory of a checkpoint that is written while it trains on.
     """
 
     shape: tuple[int, int]
@@ -90,6 +91,7 @@ class Tracing:
     resident: int
     state: int
     loading: int
+    snapshot: int
     parameters: tuple[torch.Size, ...]
     parts: tuple[Shard | None, ...]  # of the parameters, `shard.own_part`
     late: tuple[bool, ...]  # of the parameters, in the order in which the optimizer has them
@@ -97,7 +99,7 @@ class Tracing:
     @property
     def memory(self) -> int:
         """Bytes of a rank at the peak of a step."""
-        return self.activations + self.resident + self.state + self.loading
+        return self.activations + self.resident + self.state + self.loading + self.snapshot
 
 
 def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed) -> Tracing:
@@ -116,10 +118,12 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         shapes = tuple(p.shape for p, _ in named)
         parts = tuple(own_part(p) for p, _ in named)
     several = topology.data * topology.spatial > 1
-    copies = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average) + several
+    kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
+    apart = config.optim.votes and topology.data > 1  # each rank's own momenta
+    snapshot = resident + (kept + apart) * sum(values)
     return Tracing(
-        rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident, copies * sum(values),
-        _loading(config, held),
+        rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident,
+        (kept + several) * sum(values), _loading(config, held), snapshot,
         shapes, parts, tuple(late for _, late in named),
     )  # fmt: skip
 

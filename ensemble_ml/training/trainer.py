@@ -84,6 +84,9 @@ def _train(config: TrainConfig, session: Session) -> Path:
     session.mesh.world.barrier()
     if not session.first:
         folder, checkpoint = setup.open_run(config, tidy=False)
+    # Each looks for itself: a rank that sees another folder would begin anew while the others go on.
+    found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
+    session.agree(found, f"let output={config.output} be one folder for all ranks")
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
         threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)

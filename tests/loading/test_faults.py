@@ -11,14 +11,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import slab, wire
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.items import DatasetItems
+from ensemble_ml.training.feed import lane_of
 
 ROOT = Path(__file__).resolve().parents[2]
 F, BATCH, EPOCHS = 24, 4, 3
@@ -316,6 +319,22 @@ def test_a_rank_may_be_asked_before_it_knows_the_others():
             loader._peers.finish = lambda: None
             asked = np.flatnonzero(loader.plan.placement.owner == 0)[:1].tolist()
     assert answers == [np.full(SIZE // 4, asked[0], np.float32).tobytes()]
+
+
+def test_a_rank_that_is_lost_is_told_by_its_number_in_the_job(caplog):
+    """Rank 6, which stands second among those that share what they hold with rank 2."""
+
+    def gather(mine):
+        return [mine, json.dumps(json.loads(mine) | {"number": 6}).encode()]
+
+    server = wire.Server(struct.Struct("!q"), lambda *_: None)
+    one = wire.Wire(server, 0, {}, "plan", gather, host=None, node=None, seconds=1.0, number=2)
+    one.lose(1, OSError("it has gone"))
+    one.close()
+    assert [address.number for address in one.addresses] == [2, 6]
+    assert "rank 6 is no longer heard (it has gone)" in caplog.text
+    session = SimpleNamespace(topology=Topology(data=2, lat=2, rank=3), world=SimpleNamespace(local_size=4))
+    assert (lane_of(session).rank, lane_of(session).number) == (1, 3)
 
 
 @pytest.mark.slow

@@ -4,20 +4,21 @@ import gc
 import os
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from planning import CPU, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of
+from planning import CPU, Ranks, config_of, equal, plain, readers_of, run, run_ranks, schedule_of, spec_of
 from synthetic import make_store
 
 from ensemble_ml.config import Assign, LoaderName
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Reader
 from ensemble_ml.loading.batches import Draw, read_sample
-from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes
+from ensemble_ml.loading.run_loader import Lane, PlannedLoader, TorchLoader, decoded_bytes, make_plan
 from ensemble_ml.loading.unit_cache import UnitCache
 from ensemble_ml.loading.unit_peers import _identity, _opened
 from ensemble_ml.loading.unit_plan import PAGE
@@ -146,6 +147,19 @@ def test_ranks_together_read_what_the_plan_says(store, parts, columns, assign, n
             assert plan.traffic()["storage"] == once  # by all ranks together
     if assign is Assign.locality:
         assert_same_steps(found, plain(schedule_of(readers[0], dates=DATES, validation=VALIDATION), readers[0]))
+
+
+def test_ranks_with_disks_of_other_sizes_plan_one_run(store, tmp_path):
+    readers, ranks, disks = readers_of(store, 2), Ranks(2), (12 * PAGE, 20 * PAGE)
+    schedule = replace(schedule_of(readers[0], dates=DATES), parts=2)
+
+    def planned(rank):
+        config = config_of(ram=10**8, disk=disks[rank], folder=str(tmp_path))
+        return make_plan(config, schedule, readers[rank], Lane(rank, 0, 2, 1, ranks.gather(rank)))[0].room
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(planned, range(2))
+    assert one == other and one.disk == min(disks)
 
 
 def dates_of(batches):

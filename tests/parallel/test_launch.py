@@ -8,14 +8,15 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from parallel.ranks import run_ranks
 
 from ensemble_ml.config import Backend, ParallelConfig
-from ensemble_ml.distributed import start
-from ensemble_ml.distributed.world import free_port
+from ensemble_ml.distributed import launch, start, watch
+from ensemble_ml.distributed.world import World, free_port, read_world
 from ensemble_ml.errors import UserError
 
 SAY = """
@@ -118,6 +119,31 @@ def test_the_others_hear_of_a_failure_before_all_is_closed():
     assert "rank 1" in ends[0][2] and "OSError: the 3rd shard is damaged" in ends[0][2]
 
 
+def interrupted(session, first, folder):
+    """Ctrl-C at all ranks but the last, one of which is soon done; the other still ends a file."""
+    session.step = 17
+    rank = session.topology.rank
+    try:
+        if rank == 2:
+            time.sleep(30)
+        raise KeyboardInterrupt
+    finally:
+        if rank != first:
+            time.sleep(1.2)
+        (folder / str(rank)).touch()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_are_interrupted_end_by_themselves(tmp_path, monkeypatch, first):
+    for name, seconds in (("_PERIOD", 0.1), ("_FAREWELL", 0.4), ("_UNWIND", 2.0)):
+        monkeypatch.setattr(watch, name, seconds)
+    ends = run_ranks(interrupted, 3, first, tmp_path, statuses=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert [code for code, *_ in ends] == [1, 1, 70] and ends[2][1] < 10
+    assert all("KeyboardInterrupt" in text and "leaves" not in text for *_, text in ends[:2])
+    assert f"rank {first} ({os.uname().nodename}) was interrupted at step 17; this rank leaves" in ends[2][2]
+
+
 def slow(session):
     if session.topology.rank == 1:
         time.sleep(4)  # longer than `silence`, but its heart beats
@@ -155,10 +181,6 @@ def test_exchanges_are_as_patient_as_the_settings_say():
 
 def pretends(kind):
     """A rank's answer to what it computes on, where it has a GPU of its own or none."""
-    from types import SimpleNamespace
-
-    from ensemble_ml.distributed import launch
-
     launch.torch = SimpleNamespace(
         cuda=SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(uuid=kind), device_count=lambda: 1)
     )
@@ -167,8 +189,6 @@ def pretends(kind):
 
 
 def devices(session, kinds):
-    from ensemble_ml.distributed import launch
-
     store = torch.distributed.PrefixStore("again", session._store)
     return launch._devices(store, session.world, pretends(kinds[session.topology.rank]))
 
@@ -176,8 +196,19 @@ def devices(session, kinds):
 @pytest.mark.parametrize(("kinds", "apart"), [("ab", True), ("aa", False), (["", ""], False)])
 def test_whether_each_rank_has_a_gpu_of_its_own(kinds, apart):
     one, other = run_ranks(devices, 2, kinds)
-    assert one == other and one["apart"] is apart and one["hosts"] == 1
+    assert one == other and one["apart"] is apart and one["hosts"] == {os.uname().nodename: 2}
     assert one["names"] == sorted({f"GPU {k}" if k else "AVX2" for k in kinds})
+
+
+def test_ranks_of_a_node_are_counted_where_the_launcher_does_not_tell(monkeypatch):
+    def on_two_hosts(store, world, device, real=launch._devices):
+        monkeypatch.setattr(launch, "socket", SimpleNamespace(gethostname=lambda: "aab"[world.rank]))
+        return real(store, world, device)
+
+    monkeypatch.setattr(launch, "_devices", on_two_hosts)
+    assert run_ranks(lambda session: session.world.local_size, 3) == [2, 2, 1]
+    env = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    assert [read_world(more | env).counted for more in ({}, {"LOCAL_WORLD_SIZE": "3"})] == [False, True]
 
 
 def test_a_rank_without_a_gpu_among_others_is_named():
@@ -197,6 +228,16 @@ def test_what_computes_is_told(caplog, monkeypatch):
     nccl = ParallelConfig(backend=Backend.nccl)
     with pytest.raises(UserError, match=r"parallel\.backend=nccl: .* 0 GPUs"), start(nccl, {}):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"), [("ab", "this torch has no NCCL"), ("aa", rf"ranks 0, 1 share a GPU of {os.uname().nodename};")]
+)
+def test_why_there_is_no_nccl(monkeypatch, kinds, text):
+    found = run_ranks(devices, 2, kinds)[0]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(UserError, match=f"parallel.backend=nccl: {text}"):
+        launch._backend(Backend.nccl, World(size=2, local_size=2), found["apart"], found["shared"])
 
 
 def test_a_slow_rank_is_not_a_dead_one():
@@ -240,6 +281,17 @@ def test_nobody_knows_where_rank_0_is():
         pass
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_mpiexec_and_mpi4py_of_two_libraries(monkeypatch, rank):
+    alone = SimpleNamespace(rank=0, size=1, bcast=lambda value: value)
+    mpi = SimpleNamespace(COMM_WORLD=alone, Get_library_version=lambda: "MPICH Version: 4.2\nDevice: ch4")
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi, rc=SimpleNamespace(finalize=False)))
+    env = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2"}
+    told = rf"openmpi started rank {rank} of 2, but mpi4py uses MPICH Version: 4\.2, which sees rank 0 of 1; .* MASTER_"
+    with pytest.raises(UserError, match=told):
+        start(ParallelConfig(), env).__enter__()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_waits_for_the_others_can_be_stopped(tmp_path, rank):
@@ -275,7 +327,10 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
         "MASTER_PORT": str(free_port()),
     }
     with pytest.raises(UserError, match=r"rank 0: 2 of 3 ranks \(first \[1, 2\]\) have not come in 1 s"):
-        start(ParallelConfig(data=3), env).__enter__()
+        start(ParallelConfig(data=3, timeout=1), env).__enter__()
+    env["MASTER_PORT"] = str(free_port())
+    with pytest.raises(UserError, match="have not come in 2 s"):  # as patient as exchanges are, where that is longer
+        start(ParallelConfig(data=3, timeout=2), env).__enter__()
 
 
 def agrees(session, mine):
@@ -300,7 +355,7 @@ def comes(session, port, job):
             "from ensemble_ml.config import ParallelConfig\nfrom ensemble_ml.distributed import start, launch\n"
             "from datetime import timedelta\nlaunch.MEETING = timedelta(seconds=2)\n"
             f"env = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='{port}') | {job}\n"
-            "with start(ParallelConfig(), env): pass"
+            "with start(ParallelConfig(timeout=2), env): pass"
         )
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)

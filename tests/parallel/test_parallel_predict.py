@@ -1,5 +1,6 @@
 """Forecasts over several ranks: the same NetCDF as from one process, and each rank reads its rows alone."""
 
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -93,6 +94,21 @@ def test_overlap_changes_no_forecast(trained, serial, tmp_path, overlap):
     calls = run_ranks(overlapping, 2, config_of(trained, tmp_path, lat=2, overlap=overlap), lat=2)
     assert all(calls) if overlap is True else not any(calls)  # auto is of training
     same_files(serial, tmp_path)
+
+
+def with_an_old_listing(session, config):
+    """Predict; all but the first rank see a folder's state of before."""
+    import sys
+
+    if not session.first:
+        sys.modules["ensemble_ml.inference.predict"].made_already = lambda *_: set()
+    return forecast(session, config)
+
+
+def test_a_group_leaves_out_what_its_first_rank_finds(trained, serial, tmp_path):
+    shutil.copytree(serial, tmp_path / "out")
+    config = replace(config_of(trained, tmp_path / "out", lat=2), resume=True)
+    assert [rows for rows, _ in run_ranks(with_an_old_listing, 2, config, lat=2, timeout=20)] == [set(), set()]
 
 
 def same_files(serial, output):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -258,6 +259,23 @@ def test_a_sweep_meets_anew_for_each_run(store, tmp_path, launcher):
     assert not any(process.returncode for process in started), "\n".join(texts)
     for seed in range(2):
         assert max(line["step"] for line in read_log(tmp_path / f"s{seed}" / "log.jsonl")) == 2
+
+
+def elsewhere(session, config, folders):
+    """Train in a working directory of each rank's own."""
+    os.chdir(folders[session.topology.rank])
+    joined(session, config)
+
+
+def test_ranks_that_do_not_see_one_output_folder_are_told(store, serial, tmp_path):
+    folders = tmp_path / "shared", tmp_path / "other"
+    shutil.copytree(serial, folders[0] / "runs" / "a", symlinks=True)
+    (folders[1] / "runs").mkdir(parents=True)
+    config = config_of(store, "runs", resume=True, steps=10, parallel=ParallelConfig(data=2))
+    ends = run_ranks(elsewhere, 2, config, folders, statuses=True, data=2, timeout=20)
+    assert all(code for code, *_ in ends)
+    told = r"rank 1: checkpoint to go on from=none, on rank 0 checkpoint to go on from=\w{16}; let output=runs be one"
+    assert all(re.search(told, text) for *_, text in ends)
 
 
 @pytest.mark.slow

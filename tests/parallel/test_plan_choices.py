@@ -4,14 +4,17 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from models.small_models import make_spec
+from parallel.ranks import run_ranks
 from parallel.test_planner import half_degree
 
 from ensemble_ml.config import ParallelConfig, TrainConfig
 from ensemble_ml.distributed import Topology
 from ensemble_ml.distributed.planner import Candidate
+from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
-from ensemble_ml.training import plan
+from ensemble_ml.training import plan, probing
 from ensemble_ml.training.plan import Planner, shared_out
 
 
@@ -34,10 +37,46 @@ def test_messages_are_those_of_a_rank_between_two_others(monkeypatch, lat):
     planner.config = planner.spec = None
     planner.speed = planner.widest = Speed()
     planner.known, planner.shard = {}, half_degree
+    planner.session = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     found = planner.traced(Candidate(1, lat, 1))
     ranks = [Topology(lat=lat).at(rank) for rank in range(lat)]
     assert found.shape == max(map(half_degree, ranks))
     assert found.traffic.sent == (200 if lat > 2 else 100)
+
+
+def counted_groups(session):
+    """Process groups of a rank before and after links are measured, and after a mesh is taken twice."""
+    counts, here = [], torch.distributed.distributed_c10d._world.pg_map
+    counts.append(len(here))
+    topologies = Topology(data=2, lat=2), Topology(lat=4), Topology(lat=2, lon=2)
+    probing._links(SimpleNamespace(shapes=[probing.Shape(t, 1) for t in topologies]), session)
+    counts.append(len(here))
+    for _ in range(2):
+        session.share_out(topologies[0])
+        counts.append(len(here))
+    x = torch.ones(1)
+    session.mesh.world.all_reduce(x)
+    session.mesh.lat.all_reduce(x)
+    return counts, x.item()
+
+
+def test_what_the_planner_measures_with_does_not_stay(monkeypatch):
+    monkeypatch.setattr(probing, "measured_links", lambda mesh, *_: mesh.lat.all_reduce(torch.ones(1)) and {})
+    for counts, x in run_ranks(counted_groups, 4, data=4):
+        assert counts[0] == counts[1] and counts[2] == counts[3] and x == 8
+
+
+def test_other_numbers_of_ranks_are_named_that_model_and_optimizer_can_follow(monkeypatch):
+    planner = Planner.__new__(Planner)
+    parallel = ParallelConfig(data="auto", lat=1, lon=1)
+    planner.config = replace(TrainConfig(run="a"), batch_size=12, parallel=parallel)
+    planner.spec, planner.ranks, planner.shard = make_spec(17, 16), 4, half_degree
+    planner.session = SimpleNamespace(once=lambda f: f())
+    monkeypatch.setattr(
+        planner, "followed", lambda c: "no clip of a vote" if c.data in (3, 4) else _Traced(c.shape, None)
+    )
+    with pytest.raises(UserError, match=r"^4 ranks: none of 1 .*\(no clip of a vote\); 2 or 6 ranks would do$"):
+        planner.candidates()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from ensemble_ml.config import (
     TrainConfig,
 )
 from ensemble_ml.distributed.costs import Piece
-from ensemble_ml.training import trainer
+from ensemble_ml.errors import UserError
+from ensemble_ml.training import probing, trainer
 from ensemble_ml.training.probing import _keep, _load, cache_folder
 from ensemble_ml.training.tracking import read_log
 
@@ -83,7 +84,7 @@ def test_scaling_without_links_is_refused(store, tmp_path, capsys):
         (["plan.ranks=7"], "7 ranks: none of 3 partitions fits"),
         (["plan.ranks=2", "plan.memory_gb=1e-3"], "of it for weights, optimizer and libraries; use a smaller model"),
         pytest.param(
-            ["plan.ranks=1", "plan.memory_gb=0.009", "batch_size=8"], "ranks would do (data=", marks=pytest.mark.slow
+            ["plan.ranks=1", "plan.memory_gb=0.0132", "batch_size=8"], "ranks would do (data=", marks=pytest.mark.slow
         ),
         (["plan.beta=null"], "give plan.alpha and plan.beta, or neither"),
         (
@@ -159,3 +160,29 @@ def test_times_that_cannot_be_kept_or_read_are_measured_again(tmp_path, caplog):
     (tmp_path / "file").touch()
     _keep(piece, tmp_path / "file" / "a.json")
     assert "cannot be kept" in caplog.text and "measured again each time" in caplog.text
+
+
+TALKS = """
+import os, pathlib, pickle, sys, time
+out = pathlib.Path(sys.argv[2])
+done = out.with_name("spoken")
+if os.environ["RANK"] == "1":
+    sys.stderr.write("a warning of many\\n" * 20_000)
+    sys.stderr.flush()
+    done.touch()
+until = time.monotonic() + 10
+while not done.exists():  # as in a collective
+    if time.monotonic() > until:
+        sys.exit("rank 1 does not come")
+    time.sleep(0.02)
+if os.environ["RANK"] == "0":
+    out.write_bytes(pickle.dumps("found"))
+"""
+
+
+def test_a_measuring_process_that_says_much_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(probing, "_PROCESS", TALKS)
+    assert probing.measured_here("job", 2, 1) == "found"
+    monkeypatch.setattr(probing, "_PROCESS", "import sys; sys.exit('no\\nGPU')")
+    with pytest.raises(UserError, match=r"ended with status 1: no \| GPU"):
+        probing.measured_here("job", 2, 1)

@@ -17,6 +17,7 @@ from parallel.ranks import run_ranks
 from ensemble_ml.config import (
     ExchangeName,
     OptimConfig,
+    OptimName,
     ParallelConfig,
     Precision,
     TrainConfig,
@@ -43,6 +44,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed
 from ensemble_ml.optim import build
 from ensemble_ml.training.rehearsal import Rehearsal, trace
+from ensemble_ml.training.state import Average, State
 
 AUTO = ParallelConfig(data="auto", lat="auto", lon="auto")
 LAT, MODEL = ("lat",), ("data", "lat", "lon")
@@ -308,6 +310,22 @@ def test_a_traced_step_holds_what_a_real_one_does():
     even = make_spec(32, 16, pole_row=False)
     parts = [trace(config, even, Topology(lat=n), 2, Speed()).activations for n in (1, 2, 4)]
     assert 1.4 < parts[0] / parts[1] < 2 and 1.3 < parts[1] / parts[2] < 2  # halos and gradients are not shared out
+
+
+@pytest.mark.parametrize("name", list(OptimName))
+def test_a_checkpoint_that_is_written_meanwhile_takes_memory(name):
+    """Copies of all that it holds, on the first rank, while the training goes on."""
+    spec, config = make_spec(17, 16), TrainConfig(run="a", optim=OptimConfig(name=name), average=0.5)
+    rehearsal = Rehearsal(config, spec, Mesh(), 2, Speed())
+    optimizer, schedule = build(config.optim, rehearsal.model.param_groups(), 1)
+    rehearsal.step()
+    optimizer.step()
+    state = State(rehearsal.model, optimizer, schedule, 1, torch.zeros(1), Average(rehearsal.model, 0.5))
+    held = sum(t.numel() * t.element_size() for tensors in state.tensors() for t in tensors.values())
+    traced = trace(config, spec, Topology(), 2, Speed())
+    assert traced.snapshot == pytest.approx(held, rel=0.01)
+    parts = traced.activations, traced.resident, traced.state, traced.loading, traced.snapshot
+    assert traced.memory == sum(parts)
 
 
 AFTER_A_REHEARSAL = """

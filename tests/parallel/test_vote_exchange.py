@@ -8,7 +8,7 @@ from parallel.simulated import on_ranks
 from parallel.small_net import RIVALS, Net, batch, same, train
 from torch import nn
 
-from ensemble_ml.config import ClipBy, ExchangeName, MomentumSync, OptimConfig
+from ensemble_ml.config import ClipBy, ExchangeName, MomentumKept, MomentumSync, OptimConfig
 from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
@@ -229,6 +229,13 @@ def test_settings_clip_by_buckets_where_ranks_vote_alone(name):
             OptimConfig(exchange=name, clip=1.0, clip_by=ClipBy.bucket)
 
 
+def test_momenta_are_averaged_for_a_checkpoint_where_ranks_vote_alone():
+    """Elsewhere they are equal, and the setting would only keep the clock from asking for checkpoints."""
+    assert OptimConfig(exchange=ExchangeName.vote, momentum_kept=MomentumKept.mean)
+    with pytest.raises(UserError, match=r"^optim.momentum_kept=mean: exchange=allreduce takes no notice of it; leave"):
+        OptimConfig(momentum_kept=MomentumKept.mean)
+
+
 def test_clipping_of_an_average_bounds_the_average():
     found = train(lambda g: GradientAverage(g, clip=1e-3), 2)
     assert found[0][2][0].norm > 1e-3
@@ -260,7 +267,7 @@ def test_hierarchy_averages_inside_and_votes_between(bits):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def hierarchical(make):
+def hierarchical(make, other=()):
     from concurrent.futures import ThreadPoolExecutor
 
     from parallel.simulated import Room, SimulatedCommunicator
@@ -271,6 +278,8 @@ def hierarchical(make):
         node, place = divmod(rank, 2)
         exchange = make(SimulatedCommunicator(outer[place], node), SimulatedCommunicator(inner[node], place))
         net = Net()
+        if rank in other:
+            nn.init.ones_(net.a)
         optimizer = Lion(net.parameters(), lr=1e-2, exchange=exchange)
         for step in range(5):
             optimizer.zero_grad()
@@ -283,6 +292,14 @@ def hierarchical(make):
 
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(work, range(4)))
+
+
+@pytest.mark.parametrize("ranks", [[1, 3], [2, 3], [1]])
+def test_models_are_compared_over_all_ranks_of_a_hierarchy(ranks):
+    """Where the second ranks of both nodes have the same other model, those that vote with each other are alike."""
+
+    with pytest.raises(UserError, match=f"^ranks {', '.join(map(str, ranks))}: their weights differ from rank 0's"):
+        hierarchical(lambda outer, inner: Vote(outer, inner=inner), other=ranks)
 
 
 def test_momentum_is_averaged_when_it_is_due():

@@ -13,7 +13,7 @@ from parallel.ranks import run_ranks
 from safetensors import SafetensorError
 from test_checkpoint import SPEC
 
-from ensemble_ml.config import MomentumKept
+from ensemble_ml.config import ExchangeName, MomentumKept
 from ensemble_ml.distributed.choice import OwnState
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import keeper as module
@@ -167,7 +167,8 @@ def test_the_clock_asks_for_checkpoints(config_of, monkeypatch, kept, expected):
     """Every step is late under so short a limit; where keeping changes the momenta, a clock may not decide."""
     complete = State.complete
     monkeypatch.setattr(State, "complete", lambda self: (time.sleep(0.05), complete(self)))  # a part of the wait
-    settings = dict(steps=4, validate_every=100, checkpoint_every=100, optim__momentum_kept=kept)
+    settings = dict(steps=4, validate_every=100, checkpoint_every=100)
+    settings |= dict(optim__exchange=ExchangeName.vote, optim__momentum_kept=kept)
     run = train(config_of(checkpoint_minutes=1e-9, **settings))
     lines = read_log(run / "log.jsonl")
     assert [x["step"] for x in lines if "checkpoint" in x] == expected

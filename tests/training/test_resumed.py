@@ -14,7 +14,7 @@ import torch.distributed as dist
 from synthetic import make_store
 from training.running import assert_equal_runs, spoil, stop_at, weights
 
-from ensemble_ml.config import MomentumKept, Nonfinite, OptimName
+from ensemble_ml.config import ExchangeName, MomentumKept, Nonfinite, OptimName
 from ensemble_ml.config.loading import Assign
 from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
@@ -191,11 +191,14 @@ def test_a_copy_without_links_goes_on(config_of, monkeypatch, caplog, validation
 
 def test_where_momenta_are_averaged_is_not_free_when_a_run_goes_on(config_of):
     """Averaging happens at checkpoints, and changes what follows."""
-    run = train(config_of(steps=4, optim__momentum_kept=MomentumKept.mean))
+    votes = {"optim__exchange": ExchangeName.vote, "optim__momentum_kept": MomentumKept.mean}
+    run = train(config_of(steps=4, **votes))
     checkpoint = load_checkpoint(run / "checkpoints" / "last")
-    other = config_of(steps=4, checkpoint_every=2, optim__momentum_kept=MomentumKept.mean)
+    other = config_of(steps=4, checkpoint_every=2, **votes)
     with pytest.raises(UserError, match="checkpoint_every=2"):
         refuse_other_settings(other, checkpoint)
+    checkpoint.meta["config"]["optim"]["exchange"] = "allreduce"  # as older runs could have, where nothing is averaged
+    refuse_other_settings(config_of(steps=4, checkpoint_every=2), checkpoint)
 
 
 def test_who_computes_a_sample_is_not_free_when_a_run_goes_on(config_of):
