@@ -33,7 +33,7 @@ from data_prep.axes import (
     with_start,
 )
 from data_prep.cell_bounds import method, over_intervals, widths
-from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
+from data_prep.cf_missing import open_netcdf, open_zarr, plausible, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
 from data_prep.identity import grib_type, identify, numbered, variables_with_members
@@ -58,21 +58,6 @@ log = logging.getLogger(__name__)
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
 _BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
-# By units, beyond any weather, in deserts and at 1 hPa, any sums over months, and what packing makes of zero. 9999,
-# -9999 and -32767 are outside, but for geopotential, and so is most of what has other units than it says.
-_LIMITS = {
-    "K": (100.0, 400.0),
-    "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
-    "m2 s-2": (-2e4, 2e6),
-    "m s-1": (-500.0, 500.0),
-    "kg kg-1": (-0.1, 0.5),
-    "Pa s-1": (-5e3, 5e3),  # 500 m s-1 near the ground
-    "s-1": (-10.0, 10.0),
-    "m": (-0.1, 50.0),  # of water
-    "kg m-2": (-10.0, 500.0),
-    "1": (-1.0, 10.0),
-}
-_ALTITUDES = (-2e3, 9.5e3)  # m
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
 
@@ -303,7 +288,7 @@ class XarrayFile:
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
         units = field_of(record).units
-        low, high = _plausible(field_of(record))
+        low, high = plausible(field_of(record))
         bad = ~((values > low) & (values < high))
         if not bad.any():
             return RawField(values)
@@ -362,12 +347,6 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
-
-
-def _plausible(field: Field) -> tuple[float, float]:
-    """What values lie between, far from any weather: 9999 and its like stand for missing ones."""
-    low, high = _ALTITUDES if field.name == "orog" else _LIMITS[field.units]
-    return max(low, -1.0) if field.family.bounds[0] == 0 else low, high
 
 
 def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:

@@ -76,29 +76,40 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
     reduced = _reduced(config, source, forecasts[0])
     notes += _member_notes(config, reduced, source, forecasts)
     for forecast in forecasts:
-        if forecast.uneven_leads:
-            few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
-            notes.append(f"{forecast.label}: {few}.")
-        if forecast.uneven_members:
-            few = f"members of {shortened(forecast.uneven_members)} are not in all of its files, and not scored"
-            notes.append(f"{forecast.label}: {few}.")
-        width = {name: {f"{name}_scale", f"{name}_stddev"} & forecast.names for name in forecast.variables}
-        if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
-            few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
-            notes.append(f"{forecast.label} gives {few}.")
-        if forecast.untold_dates:
-            some = len(forecast.training_dates) > 0
-            who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
-            notes.append(
-                f"{who} not state the dates that it was trained on (attribute training_dates), if any; test dates may"
-                " be among them."
-            )
-        if more := len(np.setdiff1d(forecast.earlier_dates, source.layout.init_time[fit])):
-            notes.append(
-                f"{forecast.label}: training began from weights that had seen {more} dates which baselines are not"
-                " fitted on."
-            )
+        notes += _what_it_lacks(forecast, layout.init_time[fit])
     return Plan(test, fit, columns, groups, dropped, notes, truth, reduced)
+
+
+def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
+    """Sentences on what not all files of a forecast have or state.
+
+    Args:
+        fitted: start dates that baselines are fitted on.
+    """
+    notes = []
+    if forecast.uneven_leads:
+        few = f"leads {shortened(forecast.uneven_leads)} h are not in all of its files, and not scored"
+        notes.append(f"{forecast.label}: {few}.")
+    if forecast.uneven_members:
+        few = f"members of {shortened(forecast.uneven_members)} are not in all of its files, and not scored"
+        notes.append(f"{forecast.label}: {few}.")
+    width = {name: {f"{name}_scale", f"{name}_stddev"} & forecast.names for name in forecast.variables}
+    if without := [name for name, there in width.items() if not there and f"{name}_mean" in forecast.names]:
+        few = f"no width (stddev, or location and scale) of {shortened(without)}: no CRPS, errors of the mean alone"
+        notes.append(f"{forecast.label} gives {few}.")
+    if forecast.untold_dates:
+        some = len(forecast.training_dates) > 0
+        who = f"{forecast.label}: {forecast.untold_dates} of its files do" if some else f"{forecast.label} does"
+        notes.append(
+            f"{who} not state the dates that it was trained on (attribute training_dates), if any; test dates may"
+            " be among them."
+        )
+    if more := len(np.setdiff1d(forecast.earlier_dates, fitted)):
+        notes.append(
+            f"{forecast.label}: training began from weights that had seen {more} dates which baselines are not"
+            " fitted on."
+        )
+    return notes
 
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:

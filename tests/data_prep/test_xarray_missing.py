@@ -7,8 +7,7 @@ import xarray as xr
 from gribfiles import dataset
 
 from data_prep import open_archive
-from data_prep.cf_missing import valid_limits
-from data_prep.xarray_files import _plausible
+from data_prep.cf_missing import plausible, valid_limits
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.store import Part
@@ -154,7 +153,7 @@ EXTREMES = {  # of stations, the upper air to 1 hPa, the highest mountains, and 
 
 @pytest.mark.parametrize("known", FIELDS, ids=lambda known: known.name)
 def test_what_weather_reaches_is_no_missing_value(known):
-    low, high = _plausible(known)
+    low, high = plausible(known)
     least, most = EXTREMES[known.name]
     assert low < least and most < high
     assert not low < -32767 and not (low < 9999 < high and known.name != "z")
