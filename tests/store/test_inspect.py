@@ -70,7 +70,8 @@ def test_sizes_are_those_on_the_disk(looked, store, tmp_path):
 def test_speed_is_that_of_one_whole_date(store, capsys):
     speed = inspect(InspectConfig(store=store.path))["speed"]
     assert speed["decoded_mb"] == pytest.approx(5 * 3 * 6 * SHAPE[0] * SHAPE[1] * 4 / 1e6, abs=1e-3)
-    assert speed["mb_per_s"] == pytest.approx(speed["decoded_mb"] / speed["seconds"], rel=0.05)
+    # seconds and speed are written rounded, so a slow machine's 0.64 MB/s is 0.6
+    assert speed["mb_per_s"] == pytest.approx(speed["decoded_mb"] / speed["seconds"], rel=0.02, abs=0.05)
     assert "MB/s of decoded float32 (forecast of 200" in capsys.readouterr().out
 
 
