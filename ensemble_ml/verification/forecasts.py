@@ -3,7 +3,7 @@
 A field NAME is scored through NAME_location and NAME_scale (parameters of the law that the attribute
 `distribution_family` names), or through NAME_mean and NAME_stddev as a normal law where a file has only these; a mean
 and standard deviation that it lacks are those of the law. Its predicted spread of the full ensemble is
-NAME_ensemble_spread. Axes are known by CF standard names, or by usual ones. Z level, Y latitude, X longitude.
+NAME_ensemble_spread. What a single file says of itself is read by `forecast_files`. Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -11,17 +11,33 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import AXIS_NAMES, FIELDS, HECTOPASCAL, LOWEST_PASCAL, PASCAL, Family, unit_conversion
+from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
-from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.grid import Grid
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.families import moments
+from ensemble_ml.verification.forecast_files import (
+    KNOWN,
+    PARTS,
+    READ,
+    conversion,
+    dates_of,
+    family_of,
+    grid_of,
+    hours_of,
+    lead_hours,
+    levels_of,
+    listed,
+    numbers_of,
+    open_file,
+    reference_time,
+    variables_of,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +113,7 @@ class ForecastSet:
         """
         path = self.files[init_time]
         file, step = self._file(path), self._step(init_time, lead)
-        parts = {part: self._field(file, name, part, step, levels) for part in _PARTS}
+        parts = {part: self._field(file, name, part, step, levels) for part in PARTS}
         for part in ("scale", "stddev", "ensemble_spread"):
             if (values := parts[part]) is not None and (values < 0).any():
                 raise UserError(f"{path}: {name}_{part} is below zero at {int((values < 0).sum())} of its points")
@@ -105,7 +121,7 @@ class ForecastSet:
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
         else:
-            family = _family(file.data[f"{name}_location"], family)
+            family = family_of(file.data[f"{name}_location"], family)
         mean, stddev = parts["mean"], parts["stddev"]
         if location is not None and scale is not None and (mean is None or stddev is None):
             of_law = moments(family, location, scale)
@@ -141,29 +157,29 @@ class ForecastSet:
     def _file(self, path: Path) -> _File:
         # Only headers stay in memory, and xarray itself keeps no more than 128 files open.
         if path not in self._open:
-            data = _open_file(path)
+            data = open_file(path)
             time = str(data["time"].dims[0]) if data["time"].dims else "time"
-            self._open[path] = _File(data, _lead_hours(data, path), _levels(data), time)
+            self._open[path] = _File(data, lead_hours(data, path), levels_of(data), time)
         return self._open[path]
 
     def _step(self, init_time: np.datetime64, lead: int) -> int:
         path = self.files[init_time]
         file = self._file(path)
         if lead not in file.hours:
-            raise UserError(f"{path}: no lead of {lead} h; it has {_listed(file.hours)}. Make the forecast again")
+            raise UserError(f"{path}: no lead of {lead} h; it has {listed(file.hours)}. Make the forecast again")
         return file.hours.index(lead)
 
     def intervals(self, name: str) -> dict[int, tuple[int, int]]:
         """First and last hour that a variable is the sum or maximum over, by lead; empty where files do not say."""
         path = self.files[min(self.files)]
         file = self._file(path)
-        for array in (file.data[f"{name}_{part}"] for part in _PARTS if f"{name}_{part}" in self.names):
+        for array in (file.data[f"{name}_{part}"] for part in PARTS if f"{name}_{part}" in self.names):
             methods = str(array.attrs.get("cell_methods", ""))
             if spans := _SPANS.search(methods):  # of all leads that were forecast; each ends at its own
                 every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
                 return {int(last): (int(first), int(last)) for first, last in every}
             if _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
-                stated = _hours(np.atleast_2d(file.data[bounds].values), file.data, path)
+                stated = hours_of(np.atleast_2d(file.data[bounds].values), file.data, path)
                 return {last: (first, last) for first, last in stated}
         return {}
 
@@ -191,7 +207,7 @@ class ForecastSet:
             values = np.asarray(found.values, np.float64)
         except (OSError, RuntimeError) as error:
             raise UserError(f"{data.encoding.get('source')}: {name} cannot be read ({error}); make it again") from error
-        factor, shift = _conversion(data[name], variable)
+        factor, shift = conversion(data[name], variable)
         if (factor, shift) != (1.0, 0.0):
             values = factor * values + (0.0 if part in _DIFFERENCES else shift)
         return np.atleast_3d(values.T).T[..., self._rows[:, None], self._columns]
@@ -201,11 +217,6 @@ _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
-_STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
-_PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
-_READ = tuple(f"_{part}" for part in (*_PARTS, "member"))
-_KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in _READ)
-_AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _DIFFERENCES = ("scale", "stddev", "ensemble_spread")
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
@@ -225,7 +236,7 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
         if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
             one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
     if len({one.label for one in sets}) < len(sets):
-        raise UserError(f"forecast={_listed(folders)}: a folder is named twice; name each once")
+        raise UserError(f"forecast={listed(folders)}: a folder is named twice; name each once")
     return sets
 
 
@@ -244,15 +255,15 @@ def _open_folder(folder: Path) -> ForecastSet:
     leads: dict[Path, list[int]] = {}
     held: dict[Path, set[str]] = {}
     for path in paths:
-        with _open_file(path) as data:
-            start = _reference_time(data, path)
-            made_of[start] = _numbers(data)
+        with open_file(path) as data:
+            start = reference_time(data, path)
+            made_of[start] = numbers_of(data)
             checkpoints.add(str(data.attrs.get("checkpoint_sha256")))
             untold += not str(data.attrs.get("training_dates", "")).strip()
             for name, dates in known.items():
-                dates |= set(_dates(data, path, name))
-            leads[path] = _lead_hours(data, path)
-            held[path] = {str(name) for name in data.data_vars if name in _KNOWN}
+                dates |= set(dates_of(data, path, name))
+            leads[path] = lead_hours(data, path)
+            held[path] = {str(name) for name in data.data_vars if name in KNOWN}
             found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
             found |= {"level": np.atleast_1d(data["level"].values)} if "level" in data.coords else {}
         axes = axes or found
@@ -268,8 +279,8 @@ def _open_folder(folder: Path) -> ForecastSet:
         raise UserError(
             f"{folder}: no lead is in all of its {len(paths)} files; keep forecasts of one kind in a folder"
         )
-    with _open_file(paths[0]) as first:
-        grid, rows, columns = _grid(first, paths[0])
+    with open_file(paths[0]) as first:
+        grid, rows, columns = grid_of(first, paths[0])
         return ForecastSet(
             label=folder.stem if folder.is_file() else folder.resolve().name,
             path=str(folder),
@@ -284,7 +295,7 @@ def _open_folder(folder: Path) -> ForecastSet:
             lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
             uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),
-            variables=_variables(first),
+            variables=variables_of(first),
             grid=grid,
             _rows=rows,
             _columns=columns,
@@ -306,138 +317,4 @@ def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _place(name: str) -> tuple[int, str]:
-    return [name.endswith(part) for part in _READ].index(True), name
-
-
-def _open_file(path: Path) -> xr.Dataset:
-    try:
-        return _with_our_axes(xr.open_dataset(path, decode_timedelta=False, cache=False))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: not a readable NetCDF file ({error}); make the forecast again") from error
-
-
-def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
-    """The same with axes under our names."""
-    made, along = data, {}
-    for name, usual in AXIS_NAMES.items():
-        if name in made.dims and name in made.coords:
-            continue
-        lines = [axis for axis, values in made.coords.items() if values.ndim < 2]
-        told = [axis for axis in lines if made[axis].attrs.get("standard_name") == _STANDARD.get(name, name)]
-        for axis in [*told, *(axis for axis in usual if axis in lines or axis in made.dims)][:1]:
-            made = made if axis == name else made.rename({axis: name})
-            if name in made.coords and made[name].ndim:
-                along[name] = made[name].dims[0]
-    lengths = list(along.values())  # points have one for both
-    made = made.swap_dims({dim: name for name, dim in along.items() if dim != name and lengths.count(dim) == 1})
-    if "level" in made.coords and "units" not in made["level"].attrs:  # it may only count them
-        beside = [
-            c
-            for c in made.coords.values()
-            if c.dims == made["level"].dims and c.attrs.get("units") in (*PASCAL, *HECTOPASCAL)
-        ]
-        made = made.assign_coords(level=beside[0].variable) if beside and beside[0].ndim else made
-    if made is not data:
-        made.set_close(data.close)
-    return made
-
-
-def _conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:
-    """(factor, shift) that bring an array to the registry's units.
-
-    Raises:
-        UserError: none is known, or the array holds parameters of a law that goes by the registry's units.
-    """
-    known, path = registered(variable), array.encoding.get("source")
-    if "units" not in array.attrs and known.units != "1":
-        raise UserError(
-            f"{path}: {array.name}: has no units; set its attribute units (here they would be {known.units})"
-        )
-    units = str(array.attrs.get("units", known.units)).strip()
-    try:
-        found = unit_conversion(units, known.units)
-    except UserError as error:
-        raise UserError(f"{path}: {array.name}: {error}") from error
-    family = array.attrs.get("distribution_family", Family.NORMAL.value)
-    if found != (1.0, 0.0) and family != Family.NORMAL.value:
-        raise UserError(f"{path}: {array.name}: parameters of a {family} law in {units}; give them in {known.units}")
-    return found
-
-
-def _family(array: xr.DataArray, usual: Family) -> Family:
-    said = array.attrs.get("distribution_family", usual.value)
-    if said not in {family.value for family in Family}:
-        path, known = array.encoding.get("source"), _listed(family.value for family in Family)
-        raise UserError(f"{path}: {array.name}: distribution_family {said!r} is not known; known are {known}")
-    return Family(said)
-
-
-def _reference_time(data: xr.Dataset, path: Path) -> np.datetime64:
-    if "forecast_reference_time" not in data.variables:
-        raise UserError(f"{path}: no forecast_reference_time; only forecasts of ensemble-ml predict are read")
-    starts = np.unique(data["forecast_reference_time"].values)
-    if len(starts) != 1 or starts.dtype.kind != "M":
-        what = f"{len(starts)} start dates" if len(starts) != 1 else "no date"
-        raise UserError(f"{path}: forecast_reference_time holds {what}; give a file for each start date")
-    return starts[0].astype("datetime64[ns]")
-
-
-def _lead_hours(data: xr.Dataset, path: Path) -> list[int]:
-    if "time" not in data.variables:
-        raise UserError(f"{path}: no time; only forecasts of ensemble-ml predict are read")
-    return _hours(np.atleast_1d(data["time"].values).astype("datetime64[ns]"), data, path)
-
-
-def _hours(times: np.ndarray, data: xr.Dataset, path: Path) -> list[Any]:
-    """Whole hours since the start, nested like `times`; kept as floating days they are off by seconds."""
-    hours = (times - _reference_time(data, path)) / np.timedelta64(1, "h")
-    if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
-        raise UserError(f"{path}: time: only whole hours of lead time are read")
-    return np.rint(hours).astype(int).tolist()
-
-
-def _levels(data: xr.Dataset) -> list[int]:
-    if "level" not in data.variables:
-        return []
-    values, units = np.atleast_1d(data["level"].values).astype(np.float64), data["level"].attrs.get("units")
-    pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
-    return [round(level) for level in (values * (0.01 if pascal else 1.0)).tolist()]
-
-
-def _variables(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
-    found: dict[str, tuple[int | None, ...]] = {}
-    for full_name, array in data.data_vars.items():
-        for part in ("location", "mean", "ensemble_spread"):
-            name = str(full_name).removesuffix(f"_{part}")
-            if full_name in _KNOWN and name != full_name and "latitude" in array.dims:
-                one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
-                found[name] = tuple(_levels(data)) if "level" in array.dims or one else (None,)
-    return found
-
-
-def _grid(data: xr.Dataset, path: Path) -> tuple[Grid, np.ndarray, np.ndarray]:
-    missing = [name for name in ("latitude", "longitude") if name not in data.dims]
-    if missing:
-        has = ", ".join(map(str, data.dims))
-        raise UserError(
-            f"{path}: not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
-        )
-    return canonical(data["latitude"].values, data["longitude"].values)
-
-
-def _numbers(data: xr.Dataset) -> tuple[str, ...]:
-    """Members that a file says it was made from, numbers as the ensemble has them (06 is 6)."""
-    words = str(data.attrs.get("members_in", "")).replace(",", " ").split()
-    return tuple(str(int(word)) if word.isdecimal() else word for word in words)
-
-
-def _dates(data: xr.Dataset, path: Path, name: str) -> np.ndarray:
-    text = str(data.attrs.get(name, ""))
-    try:
-        return np.array(text.split(), "datetime64[ns]")
-    except ValueError as error:
-        raise UserError(f"{path}: {name} is no list of ISO dates ({error}); give fit=[...]") from error
-
-
-def _listed(values) -> str:
-    return ", ".join(str(value) for value in values)
+    return [name.endswith(part) for part in READ].index(True), name
