@@ -13,14 +13,11 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from ensemble_ml.config import LoaderName, LoadingConfig, MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
@@ -29,19 +26,17 @@ from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.shard import copied
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
-from ensemble_ml.loading.reader import iso
 from ensemble_ml.loading.run_loader import RunLoader
-from ensemble_ml.models.running import Running
-from ensemble_ml.optim import Outcome, build
+from ensemble_ml.optim import build
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import agreement, setup
 from ensemble_ml.training.assemble import Run, assemble, run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
-from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
+from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
 from ensemble_ml.training.tracking import Silent, Tracker
 from ensemble_ml.training.validation import Validation, validate
 from ensemble_ml.training.widths import widths_by_size
@@ -49,17 +44,7 @@ from ensemble_ml.training.widths import widths_by_size
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
-_MOST_SKIPPED = 10  # steps in a row that nonfinite=skip leaves out: a run that learns nothing more should end
-_OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
-
-
-class NotFinite(UserError):
-    """A step whose loss or gradient is not finite, on every rank; the state is still the one before it."""
-
-    def __init__(self, where: str):
-        super().__init__(f"{where}; begin {_OTHERWISE}")
-        self.where = where
 
 
 def train(config: TrainConfig) -> Path:
@@ -117,12 +102,11 @@ class Trainer:
     def __init__(self, run: Run, folder: Path):
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
+        self.stepper = Stepper(run, run.state)
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
-        self._waited, self._skipped = 0.0, 0
         self._kept: int | None = None  # the step of checkpoints/last
         self._sized: int | None = None  # the step at which widths were measured by the number of members
-        self._noted: dict[str, Any] = {}
         self.area = run.loss.area
         self.loader: RunLoader | None = None  # before there is one, batches are read as they are asked for
 
@@ -181,7 +165,8 @@ class Trainer:
         model = copied(self.state.model)
         exchange = run_exchange(self.config, self.session)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
-        trial.state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
+        state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
+        trial.state, trial.stepper = state, Stepper(self.setup, state)
         warm = 1 if self.session.device.type == "cpu" else 4  # a GPU's kernels are loaded, and a pass is recorded
         times, reads, batches = [], [], iter(self.setup.batches(0, warm + _TIMED_STEPS))
         start = time.perf_counter()
@@ -204,7 +189,7 @@ class Trainer:
             with told_of_memory(self.config, self.session):  # a GPU's, where batches wait
                 batch = self._moved(next(batches))
             waited = time.perf_counter() - start
-            sent = self._bytes_sent
+            sent = self.stepper.bytes_sent
             try:
                 losses = self._step(batch, stop)
             except NotFinite as error:
@@ -214,10 +199,10 @@ class Trainer:
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(
                 state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
-                sent=self._bytes_sent - sent, exchanged=self._waited, skipped=self._skipped > 0,
+                sent=self.stepper.bytes_sent - sent, exchanged=self.stepper.waited, skipped=self.stepper.skipped > 0,
             )  # fmt: skip
-            if self._noted:
-                tracker.note(state.step, self._noted)
+            if self.stepper.noted:
+                tracker.note(state.step, self.stepper.noted)
             self._keep(tracker, due=bool(due))
             if self.session.topology.size == 1:  # nobody to agree with
                 stopped = stop.vote
@@ -231,93 +216,13 @@ class Trainer:
                 raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
 
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
-        """One optimizer step; returns the loss and its parts, and what ranks say of themselves (`_summed`)."""
-        state, self.session.step = self.state, self.state.step + 1
-        for group in state.optimizer.param_groups:
-            group["lr"] = state.schedule(state.step)
-        state.optimizer.zero_grad(set_to_none=True)
-        state.exchange.begin(state.step)
-        mesh, before = self.session.mesh, self.session.mesh.seconds_waited
-        running = Running(state.model)  # a pass that is not finite would leave its mark there
-        with told_of_memory(self.config, self.session):
-            state.exchange.share = self.setup.part_of(batch, state.step)
-            losses = self._pass(batch)
-            outcome = state.exchange.finish()
-        values = self._summed(losses, batch, stop)
-        # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
-        self._waited, self._noted = outcome.waited + mesh.seconds_waited - before, {}
-        if math.isfinite(values["loss"]) and outcome.finite:  # on every rank, or on none
-            self._skipped = 0
-            with told_of_memory(self.config, self.session):  # the first makes its moments
-                state.optimizer.step()
-            before = state.exchange.seconds_waited
-            self._noted = self._named(state.exchange.after_step())
-            self._waited += state.exchange.seconds_waited - before
-        else:
-            running.put_back()
-            self._leave_out(values["loss"], outcome, batch)
-        state.step += 1
-        if state.average is not None:
-            state.average.update(state.model, state.step)
-        return values
+        """One step; of what ranks say: who asks to stop, has written its part of a checkpoint, finds one due."""
 
-    @cached_property
-    def _pass(self) -> Pass:
-        """Forward and backward of a batch: leaves gradients, returns the loss and its parts."""
-        model, loss = self.state.model, self.setup.loss  # not `self`, which would outlive its last user
+        def says() -> dict[str, float]:
+            written, due = float(self.keeper.done), float(self._due)
+            return {"stop": stop.vote if stop else 0.0, "written": written, "due": due}
 
-        def run(batch: Batch) -> dict[str, Tensor]:
-            losses = loss(model(batch.inputs), batch)
-            losses["loss"].backward()
-            return {name: value.detach() for name, value in losses.items()}
-
-        return Recorded(model, run, cuda_graph) if may_record(model, self.session) else run
-
-    @property
-    def _bytes_sent(self) -> int:
-        """Bytes that this rank has sent over all of its communicators."""
-        return self.session.mesh.bytes_sent + getattr(self.state.exchange, "bytes_sent", 0)
-
-    def _named(self, told: dict[str, Any]) -> dict[str, Any]:
-        """What an exchange tells of parameters by number, by their names."""
-        names = {id(p): name for name, p in self.state.model.named_parameters()}
-        order = [names[id(p)] for p in self.state.exchange.params]
-        if "layers" in told:
-            told["layers"] = [order[i] for i in told["layers"]]
-        if told.get("variance"):
-            told["variance"] = dict(zip(order, told["variance"], strict=True))
-        return told
-
-    def _summed(self, losses: dict[str, Tensor], batch: Batch, stop: StopRequest | None) -> dict[str, float]:
-        """Summed over ranks: shares of the losses, samples of the whole batch, and who asks to stop, has written its
-        part of a checkpoint, finds one due."""
-        mesh = self.session.mesh
-        one_of_group = mesh.spatial.rank == 0
-        mine = {name: float(value) for name, value in losses.items()}
-        mine |= {"samples": float(len(batch) * one_of_group), "stop": stop.vote if stop else 0.0}
-        mine |= {"written": float(self.keeper.done), "due": float(self._due)}
-        total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)
-        mesh.model.all_reduce(total)
-        return dict(zip(mine, total.tolist(), strict=True))
-
-    def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
-        """Tell of a step that is not finite; the same on every rank.
-
-        Raises:
-            NotFinite: it ends the run.
-        """
-        self._skipped += 1
-        what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
-        if self.session.topology.size > 1 and outcome.culprits:
-            what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
-        dates = f"on start dates {', '.join(batch.init_time)}"
-        if outcome.culprits and self.session.topology.rank not in outcome.culprits:  # this rank's dates are others
-            [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
-            dates = f"on start dates among {', '.join(iso(self.setup.reader.time(draw.date)) for draw in every)}"
-        where = f"step {self.state.step + 1}: {what}, {dates}"
-        if self.config.optim.nonfinite is Nonfinite.stop or self._skipped > _MOST_SKIPPED:
-            raise NotFinite(where)
-        log.warning("%s; the step is left out", where)
+        return self.stepper(batch, says)
 
     def _given_up(self, tracker: Tracker | Silent, where: str) -> UserError:
         """Keep the state before a step that is not finite, and say how to go on; all ranks call this."""
@@ -327,14 +232,14 @@ class Trainer:
         if total:  # such a checkpoint would only take the place of one that is of use
             self.keeper.finish()
             return UserError(
-                f"{where}; weights are not finite before it, so checkpoints/last is older: begin anew {_OTHERWISE}"
+                f"{where}; weights are not finite before it, so checkpoints/last is older: begin anew {OTHERWISE}"
             )
         if self._kept != self.state.step:  # on another number of ranks, the momenta are no longer those that were read
             self._save(tracker, best=False, kept=MomentumKept.ranks)
         self.keeper.finish()
         skips = self.config.optim.nonfinite is Nonfinite.skip
         how = "" if skips else "go on without this step by resume=true optim.nonfinite=skip, or "
-        return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {_OTHERWISE}")
+        return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {OTHERWISE}")
 
     @property
     def _due(self) -> bool:

@@ -125,7 +125,7 @@ def _train(trainer: Trainer, every: int, rate: float, ranks: int) -> Training:
     began = time.thread_time()
     for batch in _batches(trainer.setup, ranks):
         losses.append(trainer._step(trainer._moved(batch))["loss"])
-        momentum_bytes += trainer._noted.get("bytes", 0)
+        momentum_bytes += trainer.stepper.noted.get("bytes", 0)
     work = (time.thread_time() - began + _beside(state.exchange)) / state.steps
     scores = trainer._scores().scores
     state.exchange.close()
