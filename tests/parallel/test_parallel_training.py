@@ -370,11 +370,11 @@ def _bytes_of_steps(session, config):
     found, step = {"timed": [], "run": []}, trainer.Trainer._step
 
     def counted(self, batch, stop=None):
-        before = self._bytes_sent
+        before = self.stepper.bytes_sent
         try:
             return step(self, batch, stop)
         finally:
-            found["timed" if stop is None else "run"].append(self._bytes_sent - before)
+            found["timed" if stop is None else "run"].append(self.stepper.bytes_sent - before)
 
     trainer.Trainer._step = counted
     try:
