@@ -20,7 +20,6 @@ from ensemble_ml.optim import Outcome
 from ensemble_ml.training.assemble import Run
 from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
-from ensemble_ml.training.state import State
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ class Stepper:
         noted: what the exchange tells of the last step.
     """
 
-    def __init__(self, run: Run, state: State):
-        self.setup, self.state, self.session, self.config = run, state, run.session, run.config
+    def __init__(self, run: Run):
+        self.setup, self.state, self.session, self.config = run, run.state, run.session, run.config
         self.waited, self.skipped = 0.0, 0
         self.noted: dict[str, Any] = {}
 

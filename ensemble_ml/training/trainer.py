@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ class Trainer:
     def __init__(self, run: Run, folder: Path):
         self.setup, self.folder, self.session = run, folder, run.session
         self.config, self.state = run.config, run.state
-        self.stepper = Stepper(run, run.state)
+        self.stepper = Stepper(run)
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
         self._kept: int | None = None  # the step of checkpoints/last
@@ -161,12 +162,11 @@ class Trainer:
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
 
     def _seconds_a_step(self) -> float:
-        trial = Trainer(self.setup, self.folder)
         model = copied(self.state.model)
         exchange = run_exchange(self.config, self.session)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
-        trial.state, trial.stepper = state, Stepper(self.setup, state)
+        trial = Trainer(replace(self.setup, state=state), self.folder)
         warm = 1 if self.session.device.type == "cpu" else 4  # a GPU's kernels are loaded, and a pass is recorded
         times, reads, batches = [], [], iter(self.setup.batches(0, warm + _TIMED_STEPS))
         start = time.perf_counter()

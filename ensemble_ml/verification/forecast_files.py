@@ -17,10 +17,10 @@ from ensemble_ml.fields import AXIS_NAMES, FIELDS, HECTOPASCAL, LOWEST_PASCAL, P
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
 
-_STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
-READ = tuple(f"_{part}" for part in (*PARTS, "member"))
-KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in READ)
+READ = tuple(f"_{part}" for part in (*PARTS, "member"))  # endings of the names of variables that are read
+KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in READ)  # all such names
+_STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 
 
@@ -84,7 +84,7 @@ def family_of(array: xr.DataArray, usual: Family) -> Family:
     """The family that an array names, or `usual`."""
     said = array.attrs.get("distribution_family", usual.value)
     if said not in {family.value for family in Family}:
-        path, known = array.encoding.get("source"), listed(family.value for family in Family)
+        path, known = array.encoding.get("source"), ", ".join(family.value for family in Family)
         raise UserError(f"{path}: {array.name}: distribution_family {said!r} is not known; known are {known}")
     return Family(said)
 
@@ -160,8 +160,3 @@ def dates_of(data: xr.Dataset, path: Path, name: str) -> np.ndarray:
         return np.array(text.split(), "datetime64[ns]")
     except ValueError as error:
         raise UserError(f"{path}: {name} is no list of ISO dates ({error}); give fit=[...]") from error
-
-
-def listed(values) -> str:
-    """With commas."""
-    return ", ".join(str(value) for value in values)

@@ -32,12 +32,11 @@ from ensemble_ml.verification.forecast_files import (
     hours_of,
     lead_hours,
     levels_of,
-    listed,
     numbers_of,
     open_file,
     reference_time,
     variables_of,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +165,8 @@ class ForecastSet:
         path = self.files[init_time]
         file = self._file(path)
         if lead not in file.hours:
-            raise UserError(f"{path}: no lead of {lead} h; it has {listed(file.hours)}. Make the forecast again")
+            hours = ", ".join(map(str, file.hours))
+            raise UserError(f"{path}: no lead of {lead} h; it has {hours}. Make the forecast again")
         return file.hours.index(lead)
 
     def intervals(self, name: str) -> dict[int, tuple[int, int]]:
@@ -236,7 +236,7 @@ def open_forecasts(folders: list[str]) -> list[ForecastSet]:
         if labels.count(one.label) > 1 or _RESERVED.fullmatch(one.label):
             one.label = str(Path(one.path).resolve()) if _RESERVED.fullmatch(one.path) else one.path
     if len({one.label for one in sets}) < len(sets):
-        raise UserError(f"forecast={listed(folders)}: a folder is named twice; name each once")
+        raise UserError(f"forecast={', '.join(map(str, folders))}: a folder is named twice; name each once")
     return sets
 
 
