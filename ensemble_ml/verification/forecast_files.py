@@ -1,11 +1,14 @@
-"""One file of forecasts: its axes, times, levels, members and units, whoever made it.
+"""One file of forecasts: its axes, times, levels, members, units and values, whoever made it.
 
-Axes are known by CF standard names, or by usual ones. Every function that finds a file wanting raises a `UserError`
-that begins with the file's path. Z level, Y latitude, X longitude.
+Axes are known by CF standard names, or by usual ones. Whatever finds a file wanting raises a `UserError` that begins
+with the file's path. Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,198 @@ from ensemble_ml.grid import Grid, canonical
 
 PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 READ = tuple(f"_{part}" for part in (*PARTS, "member"))  # endings of the names of variables that are read
-KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in READ)  # all such names
+_KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in READ)  # all such names
+_DIFFERENCES = ("scale", "stddev", "ensemble_spread")  # whose units have no zero point
 _STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
+_SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
+_OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
-def open_file(path: Path) -> xr.Dataset:
-    """The file with axes under our names; nothing but headers is read."""
+@dataclass(frozen=True, eq=False)
+class ForecastFile:
+    """An open file, axes under our names; nothing but headers stays in memory."""
+
+    path: Path
+    data: xr.Dataset
+
+    def __enter__(self) -> ForecastFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.data.close()
+
+    @cached_property
+    def start(self) -> np.datetime64:
+        """The start date, of which a file has one."""
+        if "forecast_reference_time" not in self.data.variables:
+            raise self._wanting("no forecast_reference_time; only forecasts of ensemble-ml predict are read")
+        starts = np.unique(self.data["forecast_reference_time"].values)
+        if len(starts) != 1 or starts.dtype.kind != "M":
+            what = f"{len(starts)} start dates" if len(starts) != 1 else "no date"
+            raise self._wanting(f"forecast_reference_time holds {what}; give a file for each start date")
+        return starts[0].astype("datetime64[ns]")
+
+    @cached_property
+    def lead_hours(self) -> list[int]:
+        """Lead times in whole hours."""
+        if "time" not in self.data.variables:
+            raise self._wanting("no time; only forecasts of ensemble-ml predict are read")
+        return self._hours(np.atleast_1d(self.data["time"].values).astype("datetime64[ns]"))
+
+    def _hours(self, times: np.ndarray) -> list[Any]:
+        """Whole hours since the start, nested like `times`; kept as floating days they are off by seconds."""
+        hours = (times - self.start) / np.timedelta64(1, "h")
+        if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
+            raise self._wanting("time: only whole hours of lead time are read")
+        return np.rint(hours).astype(int).tolist()
+
+    @cached_property
+    def levels(self) -> list[int]:
+        """Pressure levels in hPa; none where there is no such axis."""
+        if "level" not in self.data.variables:
+            return []
+        level = self.data["level"]
+        values, units = np.atleast_1d(level.values).astype(np.float64), level.attrs.get("units")
+        pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
+        return [round(value) for value in (values * (0.01 if pascal else 1.0)).tolist()]
+
+    @cached_property
+    def grid(self) -> tuple[Grid, np.ndarray, np.ndarray]:
+        """The grid as `grid.canonical` orders it, and the rows and columns of the file that come so."""
+        missing = [name for name in ("latitude", "longitude") if name not in self.data.dims]
+        if missing:
+            has = ", ".join(map(str, self.data.dims))
+            raise self._wanting(
+                f"not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
+            )
+        return canonical(self.data["latitude"].values, self.data["longitude"].values)
+
+    @property
+    def axes(self) -> dict[str, np.ndarray]:
+        """Values of the axes in space, as the file has them."""
+        found = {name: self.data[name].values for name in ("latitude", "longitude") if name in self.data.dims}
+        return found | ({"level": np.atleast_1d(self.data["level"].values)} if "level" in self.data.coords else {})
+
+    @property
+    def names(self) -> set[str]:
+        """Names of variables that are read."""
+        return {str(name) for name in self.data.data_vars if name in _KNOWN}
+
+    @property
+    def fields(self) -> dict[str, tuple[int | None, ...]]:
+        """Names of what can be scored, and its levels; (None,) at the surface."""
+        found: dict[str, tuple[int | None, ...]] = {}
+        for full_name, array in self.data.data_vars.items():
+            for part in ("location", "mean", "ensemble_spread"):
+                name = str(full_name).removesuffix(f"_{part}")
+                if full_name in _KNOWN and name != full_name and "latitude" in array.dims:
+                    one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
+                    found[name] = tuple(self.levels) if "level" in array.dims or one else (None,)
+        return found
+
+    @property
+    def members_in(self) -> tuple[str, ...]:
+        """Members that the file says it was made from, numbers as the ensemble has them (06 is 6)."""
+        words = str(self.data.attrs.get("members_in", "")).replace(",", " ").split()
+        return tuple(str(int(word)) if word.isdecimal() else word for word in words)
+
+    @property
+    def checkpoint(self) -> str:
+        """Its sha256, "None" where the file does not say."""
+        return str(self.data.attrs.get("checkpoint_sha256"))
+
+    def dates(self, name: str) -> np.ndarray:
+        """Dates of an attribute; none where it is absent."""
+        text = str(self.data.attrs.get(name, ""))
+        try:
+            return np.array(text.split(), "datetime64[ns]")
+        except ValueError as error:
+            raise self._wanting(f"{name} is no list of ISO dates ({error}); give fit=[...]") from error
+
+    def family(self, name: str, usual: Family) -> Family:
+        """The family that a variable names, or `usual`."""
+        said = self.data[name].attrs.get("distribution_family", usual.value)
+        if said not in {family.value for family in Family}:
+            known = ", ".join(family.value for family in Family)
+            raise self._wanting(f"{name}: distribution_family {said!r} is not known; known are {known}")
+        return Family(said)
+
+    def intervals(self, variable: str) -> dict[int, tuple[int, int]]:
+        """First and last hour that a variable is the sum or maximum over, by lead; empty where that is not said."""
+        for name in (f"{variable}_{part}" for part in PARTS):
+            if name not in self.data:
+                continue
+            methods = str(self.data[name].attrs.get("cell_methods", ""))
+            if spans := _SPANS.search(methods):  # of all leads that were forecast; each ends at its own
+                every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
+                return {int(last): (int(first), int(last)) for first, last in every}
+            if _OVER_TIME.search(methods) and (bounds := self.data["time"].attrs.get("bounds")) in self.data:
+                stated = self._hours(np.atleast_2d(self.data[bounds].values))
+                return {last: (first, last) for first, last in stated}
+        return {}
+
+    def values(
+        self, variable: str, part: str, lead: int, levels: tuple[int | None, ...], leading: str = ""
+    ) -> np.ndarray:
+        """VARIABLE_PART at one lead, (Z, Y, X) float64 on `grid` in the registry's units, with a `leading` axis before
+        these if asked."""
+        if lead not in self.lead_hours:
+            hours = ", ".join(map(str, self.lead_hours))
+            raise self._wanting(f"no lead of {lead} h; it has {hours}. Make the forecast again")
+        name = f"{variable}_{part}"
+        if name not in self.data:
+            raise self._wanting(f"lacks {name}, which other files hold; make it again")
+        found = self.data[name].variable
+        time = str(self.data["time"].dims[0]) if self.data["time"].dims else "time"
+        found = found.isel({time: self.lead_hours.index(lead)}) if time in found.dims else found
+        if "level" in found.dims:
+            found = found.isel(level=[self.levels.index(level) for level in levels if level is not None])
+        elif leading:
+            found = found.set_dims(("level", *found.dims))
+        order = [axis for axis in (leading, "level", "latitude", "longitude") if axis in found.dims]
+        if more := [str(axis) for axis in found.dims if axis not in order]:
+            raise self._wanting(f"{name}: has a dimension {more[0]}; take one value of it")
+        try:
+            values = np.asarray(found.transpose(*order).values, np.float64)
+        except (OSError, RuntimeError) as error:
+            raise self._wanting(f"{name} cannot be read ({error}); make it again") from error
+        factor, shift = self._conversion(name, variable)
+        if (factor, shift) != (1.0, 0.0):
+            values = factor * values + (0.0 if part in _DIFFERENCES else shift)
+        _, rows, columns = self.grid
+        return np.atleast_3d(values.T).T[..., rows[:, None], columns]
+
+    def _conversion(self, name: str, variable: str) -> tuple[float, float]:
+        """(factor, shift) that bring a variable to the registry's units.
+
+        Raises:
+            UserError: none is known, or the variable is a parameter of a law that goes by the registry's units.
+        """
+        known, told = registered(variable), self.data[name].attrs
+        if "units" not in told and known.units != "1":
+            raise self._wanting(f"{name}: has no units; set its attribute units (here they would be {known.units})")
+        units = str(told.get("units", known.units)).strip()
+        try:
+            found = unit_conversion(units, known.units)
+        except UserError as error:
+            raise self._wanting(f"{name}: {error}") from error
+        family = told.get("distribution_family", Family.NORMAL.value)
+        if found != (1.0, 0.0) and family != Family.NORMAL.value:
+            raise self._wanting(f"{name}: parameters of a {family} law in {units}; give them in {known.units}")
+        return found
+
+    def _wanting(self, what: str) -> UserError:
+        return UserError(f"{self.path}: {what}")
+
+
+def open_file(path: Path) -> ForecastFile:
+    """Open a file; nothing but headers is read."""
     try:
-        return _with_our_axes(xr.open_dataset(path, decode_timedelta=False, cache=False))
+        return ForecastFile(path, _with_our_axes(xr.open_dataset(path, decode_timedelta=False, cache=False)))
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: not a readable NetCDF file ({error}); make the forecast again") from error
 
@@ -56,107 +242,3 @@ def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
     if made is not data:
         made.set_close(data.close)
     return made
-
-
-def conversion(array: xr.DataArray, variable: str) -> tuple[float, float]:
-    """(factor, shift) that bring an array to the registry's units.
-
-    Raises:
-        UserError: none is known, or the array holds parameters of a law that goes by the registry's units.
-    """
-    known, path = registered(variable), array.encoding.get("source")
-    if "units" not in array.attrs and known.units != "1":
-        raise UserError(
-            f"{path}: {array.name}: has no units; set its attribute units (here they would be {known.units})"
-        )
-    units = str(array.attrs.get("units", known.units)).strip()
-    try:
-        found = unit_conversion(units, known.units)
-    except UserError as error:
-        raise UserError(f"{path}: {array.name}: {error}") from error
-    family = array.attrs.get("distribution_family", Family.NORMAL.value)
-    if found != (1.0, 0.0) and family != Family.NORMAL.value:
-        raise UserError(f"{path}: {array.name}: parameters of a {family} law in {units}; give them in {known.units}")
-    return found
-
-
-def family_of(array: xr.DataArray, usual: Family) -> Family:
-    """The family that an array names, or `usual`."""
-    said = array.attrs.get("distribution_family", usual.value)
-    if said not in {family.value for family in Family}:
-        path, known = array.encoding.get("source"), ", ".join(family.value for family in Family)
-        raise UserError(f"{path}: {array.name}: distribution_family {said!r} is not known; known are {known}")
-    return Family(said)
-
-
-def reference_time(data: xr.Dataset, path: Path) -> np.datetime64:
-    """The start date, of which a file has one."""
-    if "forecast_reference_time" not in data.variables:
-        raise UserError(f"{path}: no forecast_reference_time; only forecasts of ensemble-ml predict are read")
-    starts = np.unique(data["forecast_reference_time"].values)
-    if len(starts) != 1 or starts.dtype.kind != "M":
-        what = f"{len(starts)} start dates" if len(starts) != 1 else "no date"
-        raise UserError(f"{path}: forecast_reference_time holds {what}; give a file for each start date")
-    return starts[0].astype("datetime64[ns]")
-
-
-def lead_hours(data: xr.Dataset, path: Path) -> list[int]:
-    """Lead times in whole hours."""
-    if "time" not in data.variables:
-        raise UserError(f"{path}: no time; only forecasts of ensemble-ml predict are read")
-    return hours_of(np.atleast_1d(data["time"].values).astype("datetime64[ns]"), data, path)
-
-
-def hours_of(times: np.ndarray, data: xr.Dataset, path: Path) -> list[Any]:
-    """Whole hours since the start, nested like `times`; kept as floating days they are off by seconds."""
-    hours = (times - reference_time(data, path)) / np.timedelta64(1, "h")
-    if (np.abs(hours - np.rint(hours)) > 1 / 60).any():
-        raise UserError(f"{path}: time: only whole hours of lead time are read")
-    return np.rint(hours).astype(int).tolist()
-
-
-def levels_of(data: xr.Dataset) -> list[int]:
-    """Pressure levels in hPa; none where there is no such axis."""
-    if "level" not in data.variables:
-        return []
-    values, units = np.atleast_1d(data["level"].values).astype(np.float64), data["level"].attrs.get("units")
-    pascal = values.max() > LOWEST_PASCAL if units is None else units in PASCAL
-    return [round(level) for level in (values * (0.01 if pascal else 1.0)).tolist()]
-
-
-def variables_of(data: xr.Dataset) -> dict[str, tuple[int | None, ...]]:
-    """Names of what can be scored, and its levels; (None,) at the surface."""
-    found: dict[str, tuple[int | None, ...]] = {}
-    for full_name, array in data.data_vars.items():
-        for part in ("location", "mean", "ensemble_spread"):
-            name = str(full_name).removesuffix(f"_{part}")
-            if full_name in KNOWN and name != full_name and "latitude" in array.dims:
-                one = "level" in array.coords and name not in _AT_THE_SURFACE  # a level that was chosen
-                found[name] = tuple(levels_of(data)) if "level" in array.dims or one else (None,)
-    return found
-
-
-def grid_of(data: xr.Dataset, path: Path) -> tuple[Grid, np.ndarray, np.ndarray]:
-    """The grid as `grid.canonical` orders it, and the rows and columns of the file that come so."""
-    missing = [name for name in ("latitude", "longitude") if name not in data.dims]
-    if missing:
-        has = ", ".join(map(str, data.dims))
-        raise UserError(
-            f"{path}: not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
-        )
-    return canonical(data["latitude"].values, data["longitude"].values)
-
-
-def numbers_of(data: xr.Dataset) -> tuple[str, ...]:
-    """Members that a file says it was made from, numbers as the ensemble has them (06 is 6)."""
-    words = str(data.attrs.get("members_in", "")).replace(",", " ").split()
-    return tuple(str(int(word)) if word.isdecimal() else word for word in words)
-
-
-def dates_of(data: xr.Dataset, path: Path, name: str) -> np.ndarray:
-    """Dates of an attribute; none where it is absent."""
-    text = str(data.attrs.get(name, ""))
-    try:
-        return np.array(text.split(), "datetime64[ns]")
-    except ValueError as error:
-        raise UserError(f"{path}: {name} is no list of ISO dates ({error}); give fit=[...]") from error

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import xarray as xr
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
@@ -21,22 +20,7 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.families import moments
-from ensemble_ml.verification.forecast_files import (
-    KNOWN,
-    PARTS,
-    READ,
-    conversion,
-    dates_of,
-    family_of,
-    grid_of,
-    hours_of,
-    lead_hours,
-    levels_of,
-    numbers_of,
-    open_file,
-    reference_time,
-    variables_of,
-)
+from ensemble_ml.verification.forecast_files import PARTS, READ, ForecastFile, open_file
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +33,6 @@ class Predicted:
     mean: np.ndarray | None
     stddev: np.ndarray | None
     spread: np.ndarray | None
-
-
-@dataclass(frozen=True, eq=False)
-class _File:
-    """An open file and where its leads and levels are."""
-
-    data: xr.Dataset
-    hours: list[int]
-    levels: list[int]
-    time: str  # the dimension of leads
 
 
 @dataclass(eq=False)
@@ -80,9 +54,7 @@ class ForecastSet:
     uneven_members: tuple[str, ...]  # variables of which some files lack members
     variables: dict[str, tuple[int | None, ...]]  # name -> levels; (None,) at the surface
     grid: Grid
-    _rows: np.ndarray
-    _columns: np.ndarray
-    _open: dict[Path, _File] = field(default_factory=dict)
+    _open: dict[Path, ForecastFile] = field(default_factory=dict)
 
     @property
     def silent(self) -> bool:
@@ -111,8 +83,9 @@ class ForecastSet:
             UserError: the file lacks the lead, or cannot be read; or a scale or spread is below zero.
         """
         path = self.files[init_time]
-        file, step = self._file(path), self._step(init_time, lead)
-        parts = {part: self._field(file, name, part, step, levels) for part in PARTS}
+        file = self._file(path)
+        there = {part: f"{name}_{part}" in self.names for part in PARTS}  # or they would be scored on some dates only
+        parts = {part: file.values(name, part, lead, levels) if there[part] else None for part in PARTS}
         for part in ("scale", "stddev", "ensemble_spread"):
             if (values := parts[part]) is not None and (values < 0).any():
                 raise UserError(f"{path}: {name}_{part} is below zero at {int((values < 0).sum())} of its points")
@@ -120,7 +93,7 @@ class ForecastSet:
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
         else:
-            family = family_of(file.data[f"{name}_location"], family)
+            family = file.family(f"{name}_location", family)
         mean, stddev = parts["mean"], parts["stddev"]
         if location is not None and scale is not None and (mean is None or stddev is None):
             of_law = moments(family, location, scale)
@@ -137,11 +110,11 @@ class ForecastSet:
         Raises:
             UserError: the file lacks the lead or the members, or cannot be read.
         """
-        file = self._file(self.files[init_time])
-        step = self._step(init_time, lead)
-        found = self._field(file, name, "member", step, levels, leading="realization")
-        assert found is not None
-        return found
+        return self._file(self.files[init_time]).values(name, "member", lead, levels, leading="realization")
+
+    def intervals(self, name: str) -> dict[int, tuple[int, int]]:
+        """First and last hour that a variable is the sum or maximum over, by lead; empty where files do not say."""
+        return self._file(self.files[min(self.files)]).intervals(name)
 
     def fields(self) -> list[tuple[str, int | None]]:
         """Names and levels of all fields."""
@@ -150,76 +123,19 @@ class ForecastSet:
     def close(self) -> None:
         """Close all files."""
         for file in self._open.values():
-            file.data.close()
+            file.close()
         self._open.clear()
 
-    def _file(self, path: Path) -> _File:
-        # Only headers stay in memory, and xarray itself keeps no more than 128 files open.
-        if path not in self._open:
-            data = open_file(path)
-            time = str(data["time"].dims[0]) if data["time"].dims else "time"
-            self._open[path] = _File(data, lead_hours(data, path), levels_of(data), time)
+    def _file(self, path: Path) -> ForecastFile:
+        if path not in self._open:  # xarray itself keeps no more than 128 files open
+            self._open[path] = open_file(path)
         return self._open[path]
-
-    def _step(self, init_time: np.datetime64, lead: int) -> int:
-        path = self.files[init_time]
-        file = self._file(path)
-        if lead not in file.hours:
-            hours = ", ".join(map(str, file.hours))
-            raise UserError(f"{path}: no lead of {lead} h; it has {hours}. Make the forecast again")
-        return file.hours.index(lead)
-
-    def intervals(self, name: str) -> dict[int, tuple[int, int]]:
-        """First and last hour that a variable is the sum or maximum over, by lead; empty where files do not say."""
-        path = self.files[min(self.files)]
-        file = self._file(path)
-        for array in (file.data[f"{name}_{part}"] for part in PARTS if f"{name}_{part}" in self.names):
-            methods = str(array.attrs.get("cell_methods", ""))
-            if spans := _SPANS.search(methods):  # of all leads that were forecast; each ends at its own
-                every = (span.removesuffix(" h").split("-") for span in spans[1].split(", "))
-                return {int(last): (int(first), int(last)) for first, last in every}
-            if _OVER_TIME.search(methods) and (bounds := file.data["time"].attrs.get("bounds")) in file.data:
-                stated = hours_of(np.atleast_2d(file.data[bounds].values), file.data, path)
-                return {last: (first, last) for first, last in stated}
-        return {}
-
-    def _field(
-        self, file: _File, variable: str, part: str, step: int, levels: tuple[int | None, ...], leading: str = ""
-    ) -> np.ndarray | None:
-        """(Z, Y, X) in the registry's units, with a `leading` axis before these if asked."""
-        name = f"{variable}_{part}"
-        if name not in self.names:
-            return None  # or it would be scored on some dates only
-        data = file.data
-        if name not in data:
-            raise UserError(f"{data.encoding.get('source')}: lacks {name}, which other files hold; make it again")
-        found = data[name].variable
-        found = found.isel({file.time: step}) if file.time in found.dims else found
-        if "level" in found.dims:
-            found = found.isel(level=[file.levels.index(level) for level in levels if level is not None])
-        elif leading:
-            found = found.set_dims(("level", *found.dims))
-        order = [axis for axis in (leading, "level", "latitude", "longitude") if axis in found.dims]
-        if more := [str(axis) for axis in found.dims if axis not in order]:
-            raise UserError(f"{data.encoding.get('source')}: {name}: has a dimension {more[0]}; take one value of it")
-        found = found.transpose(*order)
-        try:
-            values = np.asarray(found.values, np.float64)
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{data.encoding.get('source')}: {name} cannot be read ({error}); make it again") from error
-        factor, shift = conversion(data[name], variable)
-        if (factor, shift) != (1.0, 0.0):
-            values = factor * values + (0.0 if part in _DIFFERENCES else shift)
-        return np.atleast_3d(values.T).T[..., self._rows[:, None], self._columns]
 
 
 _REGRESSIONS = ("spread_regression", "start_regression", "held_out_regression")
 _BASELINES = ("raw", "size_corrected", "ecc", *_REGRESSIONS, *CORRECTIONS)
 _RESERVED = re.compile(rf"climatology|({'|'.join(_BASELINES)})_\d+")  # a folder of that name goes by its path
 _SEEN = ("training_dates", "validation_dates", "earlier_dates")  # attributes; files that lack one have no such dates
-_DIFFERENCES = ("scale", "stddev", "ensemble_spread")
-_SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
-_OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
 def open_forecasts(folders: list[str]) -> list[ForecastSet]:
@@ -255,17 +171,14 @@ def _open_folder(folder: Path) -> ForecastSet:
     leads: dict[Path, list[int]] = {}
     held: dict[Path, set[str]] = {}
     for path in paths:
-        with open_file(path) as data:
-            start = reference_time(data, path)
-            made_of[start] = numbers_of(data)
-            checkpoints.add(str(data.attrs.get("checkpoint_sha256")))
-            untold += not str(data.attrs.get("training_dates", "")).strip()
+        with open_file(path) as file:
+            start, found = file.start, file.axes
+            made_of[start] = file.members_in
+            checkpoints.add(file.checkpoint)
+            untold += not len(file.dates("training_dates"))
             for name, dates in known.items():
-                dates |= set(dates_of(data, path, name))
-            leads[path] = lead_hours(data, path)
-            held[path] = {str(name) for name in data.data_vars if name in KNOWN}
-            found = {name: data[name].values for name in ("latitude", "longitude") if name in data.dims}
-            found |= {"level": np.atleast_1d(data["level"].values)} if "level" in data.coords else {}
+                dates |= set(file.dates(name))
+            leads[path], held[path] = file.lead_hours, file.names
         axes = axes or found
         for name in axes | found:
             if name not in axes or name not in found or not np.array_equal(axes[name], found[name]):
@@ -280,7 +193,6 @@ def _open_folder(folder: Path) -> ForecastSet:
             f"{folder}: no lead is in all of its {len(paths)} files; keep forecasts of one kind in a folder"
         )
     with open_file(paths[0]) as first:
-        grid, rows, columns = grid_of(first, paths[0])
         return ForecastSet(
             label=folder.stem if folder.is_file() else folder.resolve().name,
             path=str(folder),
@@ -295,10 +207,8 @@ def _open_folder(folder: Path) -> ForecastSet:
             lead_hours=tuple(lead for lead in leads[paths[0]] if lead in shared),
             uneven_members=tuple(sorted(name.removesuffix("_member") for name in uneven)),
             uneven_leads=tuple(sorted(set().union(*leads.values()) - shared)),
-            variables=variables_of(first),
-            grid=grid,
-            _rows=rows,
-            _columns=columns,
+            variables=first.fields,
+            grid=first.grid[0],
         )
 
 

@@ -13,7 +13,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.families import moments
-from ensemble_ml.verification.forecast_files import lead_hours
+from ensemble_ml.verification.forecast_files import ForecastFile
 
 
 def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
@@ -56,10 +56,10 @@ def test_times_in_floating_days_are_whole_hours():
     days = (hours / 24).astype(np.float32)  # some lie before their hour
     units = {"units": "days since 2001-01-01"}
     data = xr.Dataset({"forecast_reference_time": ((), np.float32(0), units)}, {"time": ("time", days, units)})
-    assert lead_hours(xr.decode_cf(data), Path("f.nc")) == hours.tolist()
+    assert ForecastFile(Path("f.nc"), xr.decode_cf(data)).lead_hours == hours.tolist()
     half = data.assign_coords(time=("time", hours / 48, units))
     with pytest.raises(UserError, match=r"f.nc: time: only whole hours of lead time are read"):
-        lead_hours(xr.decode_cf(half), Path("f.nc"))
+        _ = ForecastFile(Path("f.nc"), xr.decode_cf(half)).lead_hours
 
 
 @pytest.mark.parametrize(
