@@ -54,11 +54,14 @@ files = sorted(folder.glob("forecast_*.nc"))
 if not files:
     raise ValueError(f"{folder}: holds no forecast_*.nc; set ENSEMBLE_ML_FORECAST to the folder that predict wrote")
 with xr.open_dataset(files[0], decode_timedelta=True) as first:
-    lead = first.forecast_period.values[-1]
     archive = api.at_places_of(archive, first)
+[held] = open_forecasts([str(folder)])
+both = np.intersect1d(np.array(held.lead_hours, "timedelta64[h]"), archive.lead_time.values)
+if not len(both):
+    raise ValueError(f"{folder}: shares no lead with {store}, which holds {archive.lead_time.values}")
+lead = both[-1]
 hours = int(lead / np.timedelta64(1, "h"))
 truths = archive[f"{name}_truth"].sel(lead_time=lead)
-[held] = open_forecasts([str(folder)])
 if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scale") if f"{name}_{part}" not in first]:
     holds = ", ".join(map(str, first.data_vars))
     given = f"give forecasts of the distribution of {name} (a model trained with model.postprocess=true)"
@@ -122,7 +125,8 @@ raw = members.sel(init_time=case).dropna("realization", how="all")  # a date may
 truth = truths.sel(init_time=case)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
     used = [int(number) for number in data.attrs["members_in"].split()]
-    forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]].isel(time=-1)
+    forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]]
+    forecast = forecast.isel(time=int(np.flatnonzero(data.forecast_period.values == lead)[0]))
     forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()
 
 

@@ -91,6 +91,19 @@ def test_evaluate_forecast(run, monkeypatch, variable, forecast):
     assert float(error) == pytest.approx(raw_error(run, variable, forecast), rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+@pytest.mark.parametrize("which", [0, -1])
+def test_leads_that_all_files_have_are_looked_at(run, monkeypatch, tmp_path, name, which):
+    """One file, be it the first, ends at 24 h."""
+    paths = sorted((run / "forecast").glob("*.nc"))
+    for path in paths:
+        with xr.open_dataset(path, decode_timedelta=False) as data:
+            data.isel(time=[0] if path is paths[which] else slice(None)).to_netcdf(tmp_path / path.name)
+    text, _ = executed(run, monkeypatch, name, forecast=tmp_path)
+    assert "at 24 h has a CRPS" in text.splitlines()[-1] and "48 h" not in text
+    assert name == "extreme_case" or "5 start dates" in text.splitlines()[-1]
+
+
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 def test_a_law_counts_the_members_that_are_there(lacking):
     source = ast.parse((NOTEBOOKS / "evaluate_forecast.py").read_text())
