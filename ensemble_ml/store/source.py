@@ -125,8 +125,9 @@ def zero_by_nature(name: str, lead_hours: int) -> bool:
     return lead_hours == 0 and field(name).accumulated
 
 
-def select_dates(init_time: np.ndarray, periods: Sequence[str]) -> np.ndarray:
-    """Return the indices of the start dates within any of `periods` (YYYY[-MM[-DD[THH]]] or start/end, both inclusive).
+def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "dates") -> np.ndarray:
+    """Return the indices of the start dates within any of `periods` (YYYY[-MM[-DD[THH]]] or start/end, both inclusive);
+    the setting `key` gave these.
 
     Raises:
         UserError: a period is no date, or matches no start date.
@@ -137,12 +138,12 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str]) -> np.ndarray:
         try:
             start, end_period = np.datetime64(first).astype("datetime64[s]"), np.datetime64(last or first)
         except ValueError as error:
-            raise UserError(f"dates {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
+            raise UserError(f"{key} {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
         end = (end_period + 1).astype("datetime64[s]")  # the whole of the last year, month, day or hour
         seconds = init_time.astype("datetime64[s]")  # nanoseconds end in 2262
         inside = (seconds >= start) & (seconds < end)
         if not inside.any():
-            raise UserError(f"dates {period}: no start date lies there; the data span {_span(init_time)}")
+            raise UserError(f"{key} {period}: no start date lies there; the data span {_span(init_time)}")
         chosen |= inside
     return np.flatnonzero(chosen)
 

@@ -47,8 +47,8 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
     """
     if not config.train:
         raise UserError("data.train: empty; name start dates to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
-    train = select_dates(init_time, [str(p) for p in config.train])
-    validation = select_dates(init_time, [str(p) for p in config.validation])
+    train = select_dates(init_time, [str(p) for p in config.train], "data.train")
+    validation = select_dates(init_time, [str(p) for p in config.validation], "data.validation")
     train, validation = (_at_hours(config, init_time, dates) for dates in (train, validation))
     both = np.intersect1d(train, validation)
     if len(both):

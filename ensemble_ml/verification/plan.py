@@ -114,10 +114,7 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
     """Sentences on hours of the day of the fit dates together, and of test dates that these lack."""
-    known, scored = (
-        {int(hour) for hour in (times - times.astype("datetime64[D]")) // np.timedelta64(1, "h")}
-        for times in (fit, test)
-    )
+    known, scored = ({int(hour) for hour in _hours_of_day(times)} for times in (fit, test))
     every, new = (", ".join(f"{hour:02}" for hour in sorted(hours)) for hours in (known, scored - known))
     notes = []
     if len(known) > 1:
@@ -161,10 +158,17 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
     ]
 
 
+def _hours_of_day(times: np.ndarray) -> np.ndarray:
+    """Hours UTC."""
+    return (times - times.astype("datetime64[D]")) // np.timedelta64(1, "h")
+
+
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
+    """Dates of `config.fit`; else those that the forecasts were trained on, of the hours at which these start where
+    there are any: errors follow the sun."""
     times = source.layout.init_time
     if config.fit is not None:
-        return select_dates(times, config.fit)
+        return select_dates(times, config.fit, "fit")
     trained = next((f for f in forecasts if len(f.training_dates)), None)
     if trained is None:
         raise UserError(f"{forecasts[0].path}: records no training_dates; say with fit=[...] what to fit baselines on")
@@ -177,7 +181,16 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
             f"{trained.path} (first {str(missing[0])[:13]}), which baselines are fitted on; "
             "give the archive that has them, or other dates with fit=[...]"
         )
-    return np.flatnonzero(np.isin(times, trained.training_dates))
+    fit = np.flatnonzero(np.isin(times, trained.training_dates))
+    hours = np.unique(_hours_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
+    alike = fit[np.isin(_hours_of_day(times[fit]), hours)]
+    if not len(alike) or len(alike) == len(fit):
+        return fit
+    at = ", ".join(f"{hour:02}" for hour in hours)
+    notes.append(
+        f"Baselines are fitted to the {len(alike)} of {len(fit)} training dates at {at} UTC, as forecasts start."
+    )
+    return alike
 
 
 def _test_dates(

@@ -322,7 +322,7 @@ def test_without_truth_the_spread_alone_is_learned(config_of, tmp_path, caplog):
     [
         ({"data__validation": ["2001-01-31/2001-02-08"]}, "shares 1 start dates with data.train, first 2001-01-31T00"),
         ({"data__train": []}, "data.train: empty"),
-        ({"data__train": ["1999"]}, "dates 1999: no start date"),
+        ({"data__train": ["1999"]}, "data.train 1999: no start date"),
         ({"data__variables": ["t", "q"]}, r"data.variables=\['q'\]: not available; there are t, z"),
         ({"data__levels": [1000]}, r"data.levels=\[1000\]"),
         ({"data__leads_out": [72]}, r"data.leads_out=\[72\]"),
