@@ -1,16 +1,19 @@
-"""Folders that a command will write to, looked at before its work begins: nobody loses a night to a name; and the
-user's cache."""
+"""Folders that a command will write to, looked at before its work begins: nobody loses a night to a name; drafts that
+get their name when they are whole; and the user's cache."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_ABANDONED = 3600  # seconds after which a draft that nobody touches is a killed run's
 _told: set[str] = set()
 
 
@@ -27,6 +30,33 @@ def check_writable(output: str | Path, key: str = "output") -> None:
         raise UserError(f"{key}={output}: {there} is a file; give a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"{key}={output}: {there} may not be written; choose another folder")
+
+
+def draft_of(path: Path) -> Path:
+    """Where this process may write what shall be `path`, beside it; drafts that killed runs left there are removed."""
+    for draft in path.parent.glob(f".{path.name}.partial-*"):
+        with suppress(FileNotFoundError):
+            if time.time() - draft.stat().st_mtime > _ABANDONED:
+                draft.unlink()
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+
+
+def give_name(draft: Path, path: Path, *, replace: bool) -> None:
+    """Let a draft stand at `path`, in one step.
+
+    Raises:
+        UserError: something stands there, and `replace` is off.
+    """
+    if not replace:
+        with suppress(OSError):  # no hard links
+            try:
+                os.link(draft, path)
+            except FileExistsError as error:
+                raise UserError(
+                    f"output {path}: another process has made it meanwhile, and it is left; choose another output"
+                ) from error
+            return
+    os.replace(draft, path)
 
 
 def user_cache(kind: str) -> Path | None:

@@ -43,7 +43,7 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
     found["strata"] = [row for row in scores.get("strata", ()) if row["forecast"] in mine]
     others = tuple(f"{label}, " for label in every if label not in mine)  # sentences begin with whom they are about
     labels = [one["label"] for one in scores["forecasts"] if one["label"] not in mine]  # baselines, too
-    theirs = tuple(f"{label}{rest}" for label in labels for rest in (": ", " was ", " does not state "))
+    theirs = tuple(f"{label}{rest}" for label in labels for rest in (": ", " was ", " does not state ", " gives "))
     found["notes"] = [line for line in scores["notes"] if not line.startswith(theirs)]
     found["headline"] = [line for line in scores["headline"] if not line.startswith(others)]
     return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field as registered
+from ensemble_ml.folders import draft_of, give_name
 from ensemble_ml.inference.contents import HEIGHTS, Header, Output, attributes, dimensions, height_name
 from ensemble_ml.inference.select import Places
 from ensemble_ml.training.checkpoint import sync
@@ -22,7 +21,6 @@ from ensemble_ml.training.checkpoint import sync
 # HDF5 serves one thread at a time, and a thread may be reading an archive through xarray: xarray's own lock keeps
 # the two apart.
 _LOCK = NETCDF4_PYTHON_LOCK
-_ABANDONED = 3600.0  # seconds
 _CHUNK = 1 << 20  # bytes: small grids go whole into a chunk, large ones field by field
 _CLOCK = {
     "units": "seconds since 1970-01-01 00:00:00",
@@ -53,10 +51,9 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
     Raises:
         UserError: the file cannot be written, or another process has made it meanwhile.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with _access(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(path)
+        partial = draft_of(path)
         data = netCDF4.Dataset(partial, "w", format="NETCDF4")
     try:
         with _access(path):
@@ -68,8 +65,7 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
             data.close()
             for each in (partial, path.parent):
                 sync(each)
-            if replace or not _linked(partial, path):
-                os.replace(partial, path)
+            give_name(partial, path, replace=replace)
             sync(path.parent)
     finally:
         with _LOCK, suppress(OSError, RuntimeError):  # a full disk refuses the close, too
@@ -77,27 +73,6 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
                 data.close()
         partial.unlink(missing_ok=True)
     return path
-
-
-def _linked(partial: Path, path: Path) -> bool:
-    """Give a draft its name without taking it from another file; whether the file system can."""
-    try:
-        os.link(partial, path)
-    except FileExistsError as error:
-        raise UserError(
-            f"output {path}: another process has made it meanwhile, and it is left; choose another output"
-        ) from error
-    except OSError:  # no hard links
-        return False
-    return True
-
-
-def _tidy(path: Path) -> None:
-    """Remove what killed runs left of this forecast: drafts that nobody has touched for an hour."""
-    for draft in path.parent.glob(f".{path.name}.partial-*"):
-        with suppress(FileNotFoundError):
-            if time.time() - draft.stat().st_mtime > _ABANDONED:
-                draft.unlink()
 
 
 @contextmanager

@@ -46,7 +46,8 @@ class Case:
 
 
 def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | None:
-    """Find the date whose mean |EFI| of the first headline field is largest, and read it; None without a climate."""
+    """Find the date whose mean |EFI| of the first headline field is largest, and read it; None without a climate, or
+    where nothing has a width."""
     column = pictures.headline[0]
     known = pictures.index.get(column)
     if not known:
@@ -66,6 +67,8 @@ def extreme_case(setting: Setting, plan: Plan, pictures: Pictures) -> Case | Non
     for label, one in predictions(setting, group, date).items():
         if one.mean is not None and one.stddev is not None:
             laws[label] = (one.mean[z], one.stddev[z])
+    if not laws:
+        return None
     truth = None if sample.truth is None or not np.isfinite(sample.truth[z]).any() else sample.truth[z]
     grid = setting.source.layout.grid
     y, x = _place(index[z], truth, grid.wraps)

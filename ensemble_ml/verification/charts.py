@@ -90,7 +90,7 @@ def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid
         maps += [(f"predicted by {label}", values) for label, values in shot.predicted.items()]
         if scores.reduced > 1:
             maps.append((f"raw {scores.reduced} members", shot.reduced))
-        text = f"Spread of {field.name} at {field.lead_hours} h on the last test date"
+        text = f"Spread of {field.name} at {field.lead_hours} h, from {shot.date}"
         parts.append(image(plots.spread_maps(maps, grid, land, registered(field.variable).units), text))
     return f"<h2>Maps</h2>{''.join(parts)}" if parts else ""
 

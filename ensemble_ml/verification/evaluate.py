@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -42,7 +41,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ensemble_ml.config import EvaluateConfig, as_list, require
-from ensemble_ml.folders import check_writable
+from ensemble_ml.folders import check_writable, draft_of, give_name
 from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification import summary, vectors
@@ -128,7 +127,7 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
         "vectors": vectors.rows(scores, tables.vectors),
         "case": None if case is None else case.as_dict(),
     }
-    _write(output, content, scores, tables, case, source)
+    _write(output, config.overwrite, content, scores, tables, case, source)
     for line in content["headline"]:
         log.info("%s", line)
     log.info("-> %s, %s", output / FILES[1], output / FILES[0])
@@ -148,6 +147,16 @@ def _setting(
     return Setting(source, tuple(forecasts), *settled), tuple(regions)
 
 
+def _drawn(setting: Setting) -> frozenset[Key]:
+    """The scores that maps show, or may, of the best baseline."""
+    sure = [*(forecast.label for forecast in setting.forecasts), f"raw_{setting.full}"]
+    perhaps = [*(f"{name}_{setting.reduced}" for name in CORRECTIONS), CLIMATOLOGY]
+    laws = Statistic.CRPS, Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY
+    return frozenset(
+        [Key(name, Statistic.CRPS) for name in sure] + [Key(name, law) for name in perhaps for law in laws]
+    )
+
+
 def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray) -> Tables:
     dates, columns = len(plan.test), len(plan.columns)
     headline = _headline_columns(plan.columns)
@@ -155,7 +164,14 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
     tables = Tables(
         AggregationState(dates, columns, (*WEIGHTINGS, *regions, EXTREME, EFI_WEIGHTED)),
         Calibration(dates, columns, setting.weights[0]),
-        Pictures(headline, setting.weights[0], setting.reduced, dates - 1, merged(blocks)),
+        Pictures(
+            headline,
+            setting.weights[0],
+            setting.reduced,
+            setting.source.layout.init_time[plan.test],
+            merged(blocks),
+            _drawn(setting),
+        ),
     )
     with tqdm(plan.groups, desc="evaluate", unit="field", disable=not sys.stderr.isatty()) as bar:
         for group in bar:
@@ -304,18 +320,19 @@ def _left_out(scores: Scores) -> list[dict[str, Any]]:
 
 
 def _write(
-    output: Path, content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None, source: Source
-) -> None:
+    output: Path, overwrite: bool, content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None,
+    source: Source,
+) -> None:  # fmt: skip
     """Write both files beside their names, then rename: a report is whole or not there."""
     output.mkdir(parents=True, exist_ok=True)
-    drafts = {name: output / f".{name}.partial-{os.getpid()}" for name in FILES}
+    drafts = {name: draft_of(output / name) for name in FILES}
     try:
         drafts[FILES[0]].write_text(json.dumps(strict(content), indent=1, allow_nan=False), encoding="utf-8")
         land = source.static().get("lsm")
         page = write_report(content, scores, tables, case, source.layout.grid, land)
         drafts[FILES[1]].write_text(page, encoding="utf-8")
         for name, draft in drafts.items():
-            os.replace(draft, output / name)
+            give_name(draft, output / name, replace=overwrite)
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)

@@ -23,7 +23,8 @@ from ensemble_ml.grid import Grid, canonical
 PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 READ = tuple(f"_{part}" for part in (*PARTS, "member"))  # endings of the names of variables that are read
 _KNOWN = frozenset(f"{known.name}{part}" for known in FIELDS for part in READ)  # all such names
-_DIFFERENCES = ("scale", "stddev", "ensemble_spread")  # whose units have no zero point
+_DIFFERENCES = ("scale", "stddev", "ensemble_spread")  # whose units have no zero point, and which are not negative
+_ROUNDING = 1e-6  # of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
@@ -51,9 +52,9 @@ class ForecastFile:
         """The start date, of which a file has one."""
         if "forecast_reference_time" not in self.data.variables:
             raise self._wanting("no forecast_reference_time; only forecasts of ensemble-ml predict are read")
-        starts = np.unique(self.data["forecast_reference_time"].values)
-        if len(starts) != 1 or starts.dtype.kind != "M":
-            what = f"{len(starts)} start dates" if len(starts) != 1 else "no date"
+        starts = np.unique(self._times("forecast_reference_time"))
+        if len(starts) != 1:
+            what = f"{len(starts)} start dates"
             raise self._wanting(f"forecast_reference_time holds {what}; give a file for each start date")
         return starts[0].astype("datetime64[ns]")
 
@@ -62,7 +63,18 @@ class ForecastFile:
         """Lead times in whole hours."""
         if "time" not in self.data.variables:
             raise self._wanting("no time; only forecasts of ensemble-ml predict are read")
-        return self._hours(np.atleast_1d(self.data["time"].values).astype("datetime64[ns]"))
+        return self._hours(np.atleast_1d(self._times("time")))
+
+    def _times(self, name: str) -> np.ndarray:
+        """Values of a time coordinate as datetime64[ns]."""
+        values = self.data[name].values
+        if values.dtype.kind != "M":
+            calendar = self.data[name].encoding.get("calendar")
+            other = (
+                f"dates of the calendar {calendar}" if values.dtype.kind == "O" else "no dates (its units name none)"
+            )
+            raise self._wanting(f"{name} holds {other}; give dates of the standard calendar")
+        return values.astype("datetime64[ns]")
 
     def _hours(self, times: np.ndarray) -> list[Any]:
         """Whole hours since the start, nested like `times`; kept as floating days they are off by seconds."""
@@ -90,7 +102,10 @@ class ForecastFile:
             raise self._wanting(
                 f"not on a grid (no dimension {missing[0]}; it has {has}); evaluate needs forecasts without points="
             )
-        return canonical(self.data["latitude"].values, self.data["longitude"].values)
+        try:
+            return canonical(self.data["latitude"].values, self.data["longitude"].values)
+        except UserError as error:
+            raise self._wanting(str(error)) from error
 
     @property
     def axes(self) -> dict[str, np.ndarray]:
@@ -122,9 +137,9 @@ class ForecastFile:
         return tuple(str(int(word)) if word.isdecimal() else word for word in words)
 
     @property
-    def checkpoint(self) -> str:
-        """Its sha256, "None" where the file does not say."""
-        return str(self.data.attrs.get("checkpoint_sha256"))
+    def checkpoint(self) -> str | None:
+        """Its sha256, None where the file does not say."""
+        return self.data.attrs.get("checkpoint_sha256")
 
     def dates(self, name: str) -> np.ndarray:
         """Dates of an attribute; none where it is absent."""
@@ -184,8 +199,18 @@ class ForecastFile:
         factor, shift = self._conversion(name, variable)
         if (factor, shift) != (1.0, 0.0):
             values = factor * values + (0.0 if part in _DIFFERENCES else shift)
+        if part in _DIFFERENCES:
+            values = self._not_negative(values, name, factor)
         _, rows, columns = self.grid
         return np.atleast_3d(values.T).T[..., rows[:, None], columns]
+
+    def _not_negative(self, values: np.ndarray, name: str, factor: float) -> np.ndarray:
+        """Zero where values lie below it by what packing and rounding make of a zero."""
+        step = abs(factor * self.data[name].encoding.get("scale_factor", 0.0))  # a packed zero is within half of it
+        least = -max(step / 2, _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values)))
+        if below := int((values < least).sum()):
+            raise self._wanting(f"{name} is below zero at {below} of its points")
+        return np.maximum(values, 0.0)
 
     def _conversion(self, name: str, variable: str) -> tuple[float, float]:
         """(factor, shift) that bring a variable to the registry's units.

@@ -17,7 +17,7 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
-from ensemble_ml.grid import Grid
+from ensemble_ml.grid import TOLERANCE, Grid
 from ensemble_ml.verification.baselines import CORRECTIONS
 from ensemble_ml.verification.families import moments
 from ensemble_ml.verification.forecast_files import PARTS, READ, ForecastFile, open_file
@@ -86,9 +86,6 @@ class ForecastSet:
         file = self._file(path)
         there = {part: f"{name}_{part}" in self.names for part in PARTS}  # or they would be scored on some dates only
         parts = {part: file.values(name, part, lead, levels) if there[part] else None for part in PARTS}
-        for part in ("scale", "stddev", "ensemble_spread"):
-            if (values := parts[part]) is not None and (values < 0).any():
-                raise UserError(f"{path}: {name}_{part} is below zero at {int((values < 0).sum())} of its points")
         location, scale, family = parts["location"], parts["scale"], registered(name).family
         if location is None or scale is None:
             location, scale, family = parts["mean"], parts["stddev"], Family.NORMAL
@@ -174,14 +171,14 @@ def _open_folder(folder: Path) -> ForecastSet:
         with open_file(path) as file:
             start, found = file.start, file.axes
             made_of[start] = file.members_in
-            checkpoints.add(file.checkpoint)
+            checkpoints |= {file.checkpoint} if file.checkpoint else set()
             untold += not len(file.dates("training_dates"))
             for name, dates in known.items():
                 dates |= set(file.dates(name))
             leads[path], held[path] = file.lead_hours, file.names
         axes = axes or found
         for name in axes | found:
-            if name not in axes or name not in found or not np.array_equal(axes[name], found[name]):
+            if name not in axes or name not in found or not _alike(axes[name], found[name]):
                 raise UserError(f"{path}: other {name} than {paths[0].name}; keep forecasts of one kind in a folder")
         if start in files:
             raise UserError(f"{path}: start date {str(start)[:13]} is also that of {files[start].name}; keep one")
@@ -210,6 +207,11 @@ def _open_folder(folder: Path) -> ForecastSet:
             variables=first.fields,
             grid=first.grid[0],
         )
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two axes are the same but for their rounding."""
+    return one.shape == other.shape and bool(np.allclose(one, other, rtol=0, atol=TOLERANCE))
 
 
 def _names(held: dict[Path, set[str]]) -> tuple[frozenset[str], frozenset[str]]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ensemble_ml.verification.statistics import Key, Statistic, ensemble_moments
+from ensemble_ml.wording import hour_text
 
 if TYPE_CHECKING:
     from ensemble_ml.verification.forecasts import Predicted
     from ensemble_ml.verification.samples import Sample
 
-_CRPS = (Statistic.CRPS, Statistic.CRPS_NORMAL, Statistic.CRPS_FAMILY)
 _BINS = np.geomspace(0.1, 6.0, 16)  # upper edges but the last, in units of the first date's mean spread
 
 
@@ -63,7 +63,7 @@ class Bins:
 class Snapshot:
     """One date's spread (Y, X): of the full ensemble, of the reduced one, and as each forecast has it."""
 
-    date: int
+    date: str
     actual: np.ndarray
     reduced: np.ndarray
     predicted: dict[str, np.ndarray]
@@ -73,15 +73,16 @@ class Snapshot:
 class Pictures:
     """Sums for the `headline` columns (positions on C).
 
-    `blocks` (D,): block of each test date, for tests at each point; `index`: mean |EFI| over the sphere, by column and
-    date.
+    `starts`, `blocks` (D,): start of each test date, and its block, for tests at each point; `drawn`: the scores that
+    maps are kept of; `index`: mean |EFI| over the sphere, by column and date.
     """
 
     headline: tuple[int, ...]
     area: np.ndarray
     reduced: int
-    snapshot_date: int
+    starts: np.ndarray
     blocks: np.ndarray
+    drawn: frozenset[Key]
     maps: dict[tuple[int, Key], np.ndarray] = field(default_factory=dict)
     counts: dict[int, np.ndarray] = field(default_factory=dict)
     error_bins: dict[tuple[int, str], Bins] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class Pictures:
         shape = (int(self.blocks.max()) + 1, *mask.shape)
         self.block_counts.setdefault(column, np.zeros(shape, np.float32))[block] += mask
         for key, value in values.items():
-            if key.statistic in _CRPS:
+            if key in self.drawn:
                 table = self.by_block.setdefault((column, key), np.zeros(shape, np.float32))
                 table[block] += np.where(mask, value, 0.0)
 
@@ -149,7 +150,7 @@ class Pictures:
             return
         self.counts[column] = self.counts.get(column, 0) + mask
         for key, value in values.items():
-            if key.statistic in _CRPS:
+            if key in self.drawn:
                 self.maps[column, key] = self.maps.get((column, key), 0) + np.where(mask, value, 0.0)
         for entrant in dict.fromkeys(key.entrant for key in values):  # the first sets the bins of all
             variance = values.get(Key(entrant, Statistic.VARIANCE))
@@ -169,8 +170,8 @@ class Pictures:
         entrants = predicted | ({f"raw_{self.reduced}": given} if self.reduced > 1 else {})
         for entrant, spread in entrants.items():
             self._bin(self.spread_bins, column, entrant, spread, actual, mask, 1)
-        if date == self.snapshot_date:
-            self.snapshots[column] = Snapshot(date, actual, given, predicted)
+        if mask.any():  # the last one stays
+            self.snapshots[column] = Snapshot(hour_text(self.starts[date]), actual, given, predicted)
 
     def _bin(
         self, table: dict, column: int, entrant: str, predicted: np.ndarray, actual: np.ndarray, mask: np.ndarray,

@@ -155,6 +155,8 @@ def _brier(curves: dict[str, dict]) -> str:
     lines = []
     for title, entrants in curves.items():
         for entrant, table_of in entrants.items():
+            if not table_of.weight.any():  # no truth of this field
+                continue
             p = table_of.parts()
             values = (p.score, p.reliability, p.resolution, p.uncertainty, p.within)
             lines.append([escape(f"{title}: {entrant}"), *(f"{value:.4f}" for value in values)])

@@ -102,6 +102,7 @@ def truth_values(setting: Setting, fit: Fit, sample: Sample, said: dict[str, Pre
             scores = {Statistic.CRPS: crps(one.family, one.location, one.scale, truth)}
             scores |= {Statistic.VARIANCE: np.asarray(one.stddev) ** 2}
             scores |= _probabilities(one.family, one.location, one.scale, truth, limit)
+            scores |= _of_points(one.family, one.location, one.scale, np.asarray(one.mean), truth, least)
             _put(found, label, scores)
     return found
 
@@ -116,22 +117,19 @@ def _baseline(
     truth: np.ndarray,
     family: Family,
     limit: np.ndarray | None,
-    least: np.ndarray | None = None,
+    least: np.ndarray | None,
 ) -> dict[Statistic, np.ndarray]:
     """Scores of a corrected ensemble, as both laws where the variable's own has bounds: the better is taken in the end.
 
     Both have the corrected mean where that is within them: a law that stops at zero has its location below it, and less
-    variance than its scale says. A scale of zero (no rain in a desert) is a point forecast to every score but the log
-    score, which takes `least` (Z, 1, 1): a point has no density, and one such cell would leave the mean undefined.
+    variance than its scale says.
     """
     found: dict[Statistic, np.ndarray] = {}
     laws = (Family.NORMAL,) if family is Family.NORMAL else (Family.NORMAL, family)
     for place, law in enumerate(laws):
         location = location_of_mean(law, mean, scale)
         scores = _probabilities(law, location, scale, truth, limit)
-        if least is not None and (scale == 0).any():
-            wide = np.where(scale == 0, least, scale)
-            scores[Statistic.LOG_SCORE] = _log_score(law, location_of_mean(law, mean, wide), wide, truth)
+        scores |= _of_points(law, location, scale, mean, truth, least)
         scores[Statistic.CRPS] = crps(law, location, scale, truth)
         expected, deviation = moments(law, location, scale)
         error = expected - truth
@@ -156,6 +154,21 @@ def _log_score(family: Family, location: np.ndarray, scale: np.ndarray, truth: n
     y = np.clip(truth, *family.bounds)
     with np.errstate(divide="ignore", invalid="ignore"):
         return log_score(family, location, scale, y)
+
+
+def _of_points(
+    family: Family, location: np.ndarray, scale: np.ndarray, mean: np.ndarray, truth: np.ndarray,
+    least: np.ndarray | None,
+) -> dict[Statistic, np.ndarray]:  # fmt: skip
+    """The log score where some scales are zero (no rain in a desert), nothing elsewhere. Such a law is a point to every
+    other score; the log score takes `least` (Z, 1, 1) for its scale: a point has no density, and one such cell would
+    leave the mean over all undefined."""
+    point = scale == 0
+    if least is None or not point.any():
+        return {}
+    wide = np.where(point, least, scale)
+    location = np.where(point, location_of_mean(family, mean, wide), location)
+    return {Statistic.LOG_SCORE: _log_score(family, location, wide, truth)}
 
 
 def settle_families(state: AggregationState, columns: tuple, entrants: list[str]) -> dict[str, dict[str, str]]:

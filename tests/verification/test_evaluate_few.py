@@ -185,6 +185,40 @@ def test_baselines_of_several_start_hours_are_told_of(tmp_path, plain):
     )
 
 
+def test_baselines_are_those_of_the_hours_at_which_forecasts_start(tmp_path, plain):
+    dates = [f"{day}T{hour:02}" for day, hour in zip(DATES, [0, 12] * 15, strict=True)]
+    made = make_store(tmp_path / "s.zarr", dates=dates, members=6, leads=(24,), surface=())
+    folder = write_forecasts(tmp_path / "f", made, TEST[::2], corrected(members=2), leads=(24,), train=TRAIN)
+    content = json.loads((evaluate(settings(folder, made, tmp_path / "r"), made) / "scores.json").read_text())
+    assert content["dates"]["fit"] == [dates[date] for date in TRAIN[::2]]
+    assert "Baselines are fitted to the 6 of 12 training dates at 00 UTC, as forecasts start." in content["notes"]
+    assert not any("00, 12 UTC" in note for note in content["notes"])
+
+
+def test_one_member_and_forecasts_of_the_mean_alone(tmp_path):
+    """Nothing has a width: there is no picture of an extreme case, and the report is written."""
+    dates = [str(np.datetime64(year, "D") + 2 * k) for year in ("2001", "2002", "2003", "2004") for k in range(12)]
+    made = make_store(tmp_path / "s.zarr", dates=dates, members=1, variables=("t",), levels=(850,), surface=())
+    rule = lambda name, members: {Kind.MEAN: members.mean(0)}  # noqa: E731
+    folder = write_forecasts(tmp_path / "f", made, range(36, 48), rule, train=range(24), members_in="1")
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    assert content["case"] is None and entry(content, "f", "t", 850)["rmse"]["value"] > 0
+    assert "An extreme case" not in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_maps_are_of_a_date_that_has_the_field(tmp_path):
+    """Of the last test date a member is missing, of t all truths: neither leaves an empty picture, or rows of nan."""
+    gone = [(Part.FORECAST, TEST[-1], 2, name) for name in ("t", "z")]
+    gone += [(Part.TRUTH, date, 0, "t") for date in TEST]
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(48,), surface=("t2m",), absent=gone)
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(members=2), leads=(48,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert f"Spread of t850 at 48 h, from {DATES[TEST[-2]]}" in page
+    assert "<td>nan</td>" not in page
+
+
 def test_a_truth_that_verifies_nothing_is_refused(tmp_path):
     made = make_store(tmp_path / "s.zarr", dates=DATES, members=6, leads=(24,), surface=(), truth=False)
     folder = write_forecasts(tmp_path / "f", made, TEST, spread_only, leads=(24,), train=TRAIN)

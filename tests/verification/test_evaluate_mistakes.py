@@ -1,5 +1,8 @@
 """What cannot be scored is refused in one line, before anything is written."""
 
+import os
+import sys
+
 import netCDF4
 import pytest
 from fakes import DATES, TEST, TRAIN, corrected, settings, write_forecasts
@@ -19,7 +22,7 @@ def truncate(folder):
     [
         ({"forecast": "nowhere"}, "forecast=nowhere: no such folder"),
         ({"members_in": 11}, "members_in=11: .* has 10 members"),
-        ({"fit": ["1999"]}, "dates 1999: no start date lies there"),
+        ({"fit": ["1999"]}, "fit 1999: no start date lies there"),
         ({"fit": ["2003"]}, r"none of 20 start dates can be scored \(seen in training, used to fit"),
     ],
 )
@@ -108,6 +111,22 @@ def test_what_cannot_be_written_is_told_before_anything_is_read(store, forecast,
     with pytest.raises(UserError, match="may not be written; choose another folder"):
         evaluate(settings(forecast, store, tmp_path / "a" / "b"), None)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_report_that_another_process_made_meanwhile_is_left(store, forecast, tmp_path, monkeypatch):
+    killed = tmp_path / ".scores.json.partial-1"
+    killed.write_text("half")
+    os.utime(killed, (0, 0))
+
+    def slow(*_):
+        (tmp_path / "scores.json").write_text("theirs")
+        return "<!doctype html>"
+
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "write_report", slow)
+    with pytest.raises(UserError, match=r"scores\.json: another process has made it meanwhile"):
+        evaluate(settings(forecast, store, tmp_path), store)
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.json"]
+    assert (tmp_path / "scores.json").read_text() == "theirs"
 
 
 def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):

@@ -62,6 +62,31 @@ def test_times_in_floating_days_are_whole_hours():
         _ = ForecastFile(Path("f.nc"), xr.decode_cf(half)).lead_hours
 
 
+def test_axes_may_differ_by_their_rounding(store, forecast, tmp_path, plain):
+    files = iter(range(100))
+    other = rewritten(
+        forecast, tmp_path / "f", lambda data: data.assign_coords(latitude=data.latitude + 1e-6 * next(files))
+    )
+    evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ({"calendar": "noleap"}, "dates of the calendar noleap"),
+        ({"units": "days"}, r"no dates \(its units name none\)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["time", "forecast_reference_time"])
+def test_times_of_no_date_are_refused(store, forecast, tmp_path, name, told, text):
+    other = rewritten(forecast, tmp_path / "f", lambda data: data)
+    path = sorted(other.glob("*.nc"))[1]
+    with netCDF4.Dataset(path, "a") as data:
+        data[name].setncatts(told)
+    with pytest.raises(UserError, match=rf"{path.name}: {name} holds {text}; give dates of the standard calendar"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -74,6 +99,10 @@ def test_times_in_floating_days_are_whole_hours():
                 )
             ),
             "forecast_reference_time holds 2 start dates; give a file for each start date",
+        ),
+        (
+            lambda data: data.assign_coords(latitude=np.sort(data.latitude.values**3)[::-1]),
+            r"f.forecast_\S+nc: latitude: not evenly spaced",
         ),
     ],
 )
@@ -130,6 +159,32 @@ def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, part):
     other = rewritten(forecast, tmp_path / "f", turned, parts)
     with pytest.raises(UserError, match=rf"f.forecast_\S+nc: t_{part} is below zero at \d+ of its points"):
         evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+def test_a_packed_zero_is_no_scale_below_zero(store, forecast, tmp_path, plain):
+    """16-bit integers bring a zero back as what rounding makes of it."""
+
+    def dry(data):
+        data["tp_stddev"][:, :3] = 0.0
+        return data
+
+    parts = ("mean", "stddev")
+    whole, packed = rewritten(forecast, tmp_path / "f", dry, parts), tmp_path / "g"
+    packed.mkdir()
+    for path in whole.glob("*.nc"):
+        with xr.open_dataset(path, decode_timedelta=False) as data:
+            step = float(data.tp_stddev.max()) / 65000
+            kind = {"dtype": "int16", "scale_factor": step, "add_offset": 32500.7 * step, "_FillValue": -32768}
+            data.to_netcdf(packed / path.name, encoding={"tp_stddev": kind})
+        with xr.open_dataset(packed / path.name, decode_timedelta=False) as data:
+            assert -step < float(data.tp_stddev.min()) < 0
+    evaluate(settings([str(whole), str(packed)], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    ours, theirs = (entry(content, name, "tp", None) for name in ("f", "g"))
+    assert theirs["crps"]["value"] == pytest.approx(ours["crps"]["value"], rel=1e-3)
+    # a point has no density: the scale that baselines take there keeps the log score of the others
+    assert np.isfinite(ours["log_score"]["value"])
+    assert not [row for row in content.get("left_out", ()) if row["entrant"] == "f"]
 
 
 def test_parameters_are_no_moments(store, forecast, tmp_path, plain):
