@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import google_crc32c
 import numpy as np
 
-from data_prep.combine import COMBINED, Combine
+from data_prep.combine import COMBINED, Combine, difference
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
@@ -232,9 +232,8 @@ class Catalogue:
         if target.combine is not Combine.DIFFERENCE:
             made = COMBINED[target.combine](parts)
         else:
-            both = list(parts)
             try:
-                made = COMBINED[target.combine](both)
+                made = difference(*self.values(records))
             except UserError as error:
                 raise UserError(f"{self.path}: {describe(records[0])}: {error}") from error
         return self.geometry.floats(made.astype(np.float32))[rows]
@@ -322,17 +321,17 @@ def _report_skipped(path: str, readers: list[Reader]) -> None:
 
 
 def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:
-    """`table` without records that state no member, of variables that others have for members: a deterministic run
-    beside its ensemble, or what was made of all members, would be member 0.
+    """`table` without records that state no member, where others do: a deterministic run beside its ensemble, what was
+    made of all members, or an analysis would be member 0, of which all else is missing.
 
     Beside a member that is numbered 0 and no other they stay: some files give a deterministic run that number.
     """
     others = table["numbered"] & ((table["member"] != 0) | (table["kind"] != MEMBER))
-    gone = ~table["numbered"] & np.isin(table["field"], np.unique(table["field"][others]))
+    gone = ~table["numbered"] & others.any()
     if not gone.any():
         return table
     names = ", ".join(FIELDS[index].name for index in np.unique(table["field"][gone]).tolist())
     first = files[int(table["file"][gone.argmax()])]
-    text = "%s: %d fields of no member, beside members of the same variables, are left out: %s (%s)"
+    text = "%s: %d fields of no member, beside members, are left out: %s (%s)"
     log.warning(text, path, gone.sum(), names, first)
     return table[~gone]

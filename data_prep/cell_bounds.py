@@ -66,9 +66,9 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
 
 def _methods(array: xr.DataArray, *roles: str) -> set[str]:
     """CF cell methods of the axes of `roles`; of time where none is given."""
-    pairs = re.findall(r"((?:\w+: )+)(\w+)", str(array.attrs.get("cell_methods", "")))
+    pairs = re.findall(r"((?:\w+:\s*)+)(\w+)", str(array.attrs.get("cell_methods", "")).lower())
     names = {name for role in roles or ("init", "lead") for name in ALIASES[role]}
-    return {method for axes, method in pairs if names & set(axes.replace(":", "").split())}
+    return {method for axes, method in pairs if names & set(axes.replace(":", " ").split())}
 
 
 def _step_type(array: xr.DataArray) -> str:

@@ -8,6 +8,7 @@ from functools import partial, reduce
 
 import numpy as np
 
+from data_prep.records import RawField
 from ensemble_ml.errors import UserError
 
 _FALL, _FALLING = 0.05, 0.01  # share of its maximum by which a sum may fall, and share of points that may fall further
@@ -18,21 +19,22 @@ class Combine(Enum):
     """How the fields of the archive make the field that is wanted."""
 
     ONE = "one"
-    DIFFERENCE = "difference"  # first less second, not below zero: an interval of a sum that runs from the start
+    DIFFERENCE = "difference"  # first less second: an interval of a sum that runs from the start (`difference`)
     SUM = "sum"
     MAXIMUM = "maximum"
     SPEED = "speed"  # of a vector, from its two components
 
 
-def _difference(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """What came to a sum that runs from the start.
+def difference(later: RawField, earlier: RawField) -> np.ndarray:
+    """What came to a sum that runs from the start, (Y, X) float64.
 
-    Packing rounds both sums, so that a dry interval may come out just below zero.
+    Packing rounds both sums: what is no more than half a step of each is no rain, or a dry interval would come out just
+    below zero here, just above it there.
 
     Raises:
         UserError: the sum fell by more, over more of the field: it runs from somewhere else.
     """
-    first, second = parts
+    first, second = (raw.decode().astype(np.float64) for raw in (later, earlier))
     now, before = np.maximum(first, 0), np.maximum(second, 0)
     falls = now < before - _FALL * _most(before) - _ROUNDING * _most(now)  # never at a point without a value
     share = falls.sum() / max(1, np.isfinite(now + before).sum())
@@ -41,7 +43,9 @@ def _difference(parts: Iterable[np.ndarray]) -> np.ndarray:
             f"its sum is below that of the lead before at {share:.0%} of the points, so it does not run from the"
             " start; state the interval of each (time bounds in NetCDF, a step range in GRIB)"
         )
-    return np.maximum(first - second, 0)
+    more = first - second
+    noise = sum(abs(raw.scale * raw.decimal) / 2 for raw in (later, earlier) if raw.packed)
+    return np.where(more <= noise, 0.0, more)
 
 
 def _most(values: np.ndarray) -> float:
@@ -49,7 +53,6 @@ def _most(values: np.ndarray) -> float:
 
 
 COMBINED: dict[Combine, Callable[[Iterable[np.ndarray]], np.ndarray]] = {  # of parts that may come one by one
-    Combine.DIFFERENCE: _difference,
     Combine.SUM: partial(reduce, np.add),
     Combine.MAXIMUM: partial(reduce, np.maximum),
     Combine.SPEED: lambda parts: np.hypot(*parts),

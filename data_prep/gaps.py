@@ -55,8 +55,12 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
             if count:
                 who = "the control" if part is Part.CONTROL else f"member {lay.realization[member]}"
                 surface = not len(lacking[0])
-                what, lead = _named(lay, surface, lacking[surface][0].tolist())
-                found.append(Gap(date, start, f"{who} at {start} lacks {what}, lead {lead} h", count))
+                place = lacking[surface][0].tolist()
+                what, lead = _named(lay, surface, place)
+                text = f"{who} at {start} lacks {what}, lead {lead} h"
+                if lost[surface][tuple(place)]:
+                    text += " (or the sum up to the lead before, which is taken off it)"
+                found.append(Gap(date, start, text, count))
     return found
 
 

@@ -117,12 +117,13 @@ class Geometry:
         if self.crop is not None:
             return values[np.ix_(*self.crop)]
         valid = np.isfinite(values)
-        if valid.all():
-            # Departures from one value: a constant field stays exactly what it was, and no digit is lost to a mean.
-            return self._sums(values - values[0, 0]) + values[0, 0]
         if not valid.any():
             return np.full(self.target.shape, np.nan)
-        origin = values[valid][0]
+        # Departures from one value: a constant field stays exactly what it was, and no digit is lost to a mean. It is
+        # the value nearest to zero: cells without rain have none at all then, and not some 1e-18 m.
+        origin = values[valid][np.abs(values[valid]).argmin()]
+        if valid.all():
+            return self._sums(values - origin) + origin
         share = self._sums(valid.astype(np.float64))
         kept = share >= _VALID_SHARE - _SLIVER
         sums = self._sums(np.where(valid, values - origin, 0.0))

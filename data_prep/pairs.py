@@ -151,7 +151,7 @@ class Pair:
 
     def static(self) -> dict[str, np.ndarray]:
         """Static fields, (Y, X) float32."""
-        return self._static if self._static is not None else self.forecast.static()
+        return {**self.forecast.static(), **(self._static or {})}
 
     def fingerprint(self) -> str:
         """16 hex digits over all that was opened."""

@@ -18,12 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def control_as_member(records: np.ndarray, path: str) -> np.ndarray:
-    """Count the unperturbed member among the members, under its own number.
+    """Count the unperturbed member among the members, under its own number; where there is none, a warning says so.
 
     Raises:
         UserError: a perturbed member has that number.
     """
     numbers = [set(np.unique(records["member"][records["kind"] == kind]).tolist()) for kind in (MEMBER, CONTROL)]
+    if not numbers[1]:
+        log.warning("control=include: %s holds no control", path)
     if numbers[0] & numbers[1]:
         number = min(numbers[0] & numbers[1])
         raise UserError(f"control=include: {path} has a perturbed member {number} beside it; use control=apart")

@@ -298,9 +298,12 @@ class ArchiveTruth:
 
     def _leads(self, wanted: np.ndarray, lacking: np.ndarray) -> Iterator[str]:
         for hours, asked, lost in zip(self.layout.lead_hours, wanted, lacking, strict=True):
-            if lost.any():
+            if (lost == asked).all():  # at the surface both are one
+                if lost.any():
+                    yield f"{hours} h"
+            elif lost.any():
                 levels = ", ".join(str(self.layout.levels[place]) for place in np.flatnonzero(lost))
-                yield f"{hours} h" if (lost == asked).all() else f"{hours} h ({levels} hPa)"
+                yield f"{hours} h ({levels} hPa)"
 
     def _interval_reason(self, name: str) -> str:
         spans = sorted({(first, last) for first, last in (pair for pair in self.bounds[name] if pair)})

@@ -138,7 +138,8 @@ class XarrayFile:
         with_members = variables_with_members(data)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
-            if array.ndim < 1 or not np.issubdtype(array.dtype, np.number) or name.endswith(("_bnds", "_bounds")):
+            number = array.dtype.kind in "iufb"  # a mask of land may be true and false
+            if array.ndim < 1 or not number or name.endswith(("_bnds", "_bounds")):
                 continue
             try:
                 with understood(name):
@@ -198,6 +199,8 @@ class XarrayFile:
             axes["level"] = None  # a scalar coordinate that other variables of the file need
         lead_of_valid_time(array, axes)
         untangle(array, axes)
+        if axes["init"] is None and not field.static:
+            raise UserError(f"{array.name}: has no start date; give it a coordinate forecast_reference_time")
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())
         dims = _dimensions(array, axes)
@@ -303,6 +306,8 @@ class XarrayFile:
                 count += ", or outside of the variable's valid range"
             if bad.all():
                 count += f"; {IF_ABSENT}"
+            elif bad.sum() == hidden.sum():
+                count += "; only sst may lack points in NetCDF and Zarr: leave the level or variable out, or give GRIB"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
         return RawField(values, mask=hidden)
 

@@ -10,7 +10,8 @@ from gribfiles import ensemble, message, noise, write
 
 from data_prep import open_archive, prepare
 from data_prep.archive import ArchiveSource
-from data_prep.combine import COMBINED, Combine
+from data_prep.combine import COMBINED, Combine, difference
+from data_prep.records import RawField
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
@@ -88,8 +89,8 @@ def test_sums_that_do_not_run_from_the_start_are_seen_beside_masked_points():
     before, now = np.full((4, 5), 3.0), np.full((4, 5), 1.0)
     before[0, 0] = now[1, 1] = np.nan
     with pytest.raises(UserError, match="below that of the lead before at 100% of the points"):
-        COMBINED[Combine.DIFFERENCE]([now, before])
-    found = COMBINED[Combine.DIFFERENCE]([before, now])
+        difference(RawField(now), RawField(before))
+    found = difference(RawField(before), RawField(now))
     assert np.isnan(found[0, 0]) and np.isnan(found[1, 1]) and np.nansum(found) == 2.0 * 18
 
 
