@@ -119,11 +119,14 @@ def test_the_batch_script_is_sound():
     assert subprocess.run(["bash", "-n", script]).returncode == 0
 
 
-@pytest.mark.parametrize(("status", "requeued"), [(0, False), (75, True), (2, False), (143, False)])
-def test_the_batch_script_starts_and_requeues(tmp_path, status, requeued):
-    """`srun` and `scontrol` are stand-ins that write down how they are called."""
+@pytest.mark.parametrize(
+    ("status", "requeued", "refused"), [(0, False, 0), (75, True, 0), (75, True, 1), (2, False, 0), (143, False, 0)]
+)
+def test_the_batch_script_starts_and_requeues(tmp_path, status, requeued, refused):
+    """`srun` and `scontrol` are stand-ins that write down how they are called. A job that is not queued again has not
+    done what others, which wait for it, need."""
     said = tmp_path / "said"
-    for name, code in (("srun", status), ("scontrol", 0), ("scancel", 0)):
+    for name, code in (("srun", status), ("scontrol", refused), ("scancel", 0)):
         stand_in = tmp_path / name
         stand_in.write_text(f'#!/bin/bash\necho {name} "$@" >> {said}\nexit {code}\n')
         stand_in.chmod(0o755)
@@ -145,5 +148,5 @@ def test_the_batch_script_starts_and_requeues(tmp_path, status, requeued):
     ):
         assert option in first
     assert first.startswith("srun") and (others == ["scontrol requeue 17"]) is requeued
-    assert done.returncode == (0 if requeued else status)
+    assert done.returncode == (0 if requeued and not refused else status)
     assert {"#SBATCH --requeue", "#SBATCH --signal=USR1@300"} <= set(script.read_text().splitlines())
