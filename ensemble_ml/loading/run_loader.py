@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,6 +138,12 @@ class PlannedLoader:
             log.warning("%s", error)
 
 
+def _stand_apart(_: int) -> None:
+    """Take a worker out of the process group of its run: a signal to all of that (scancel, Ctrl-C) is for the run to
+    answer, by a checkpoint; a worker that dies of it would end the run before. It ends when the run has."""
+    os.setpgid(0, 0)
+
+
 class TorchLoader:
     """Batches by torch's DataLoader, each read when its turn has come (implements `RunLoader`)."""
 
@@ -165,6 +172,7 @@ class TorchLoader:
             prefetch_factor=self._ahead if self._workers else None,
             generator=torch.Generator(),  # else it draws from the one that training uses
             collate_fn=_as_it_is,  # type: ignore[arg-type]
+            worker_init_fn=_stand_apart,
         )
         self._open.append(found := iter(loader))  # worker processes begin at once
         return self._to_its_end(found)

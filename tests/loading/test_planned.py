@@ -1,6 +1,7 @@
 """Training's batches by plan: the same as without, and the bytes that the plan says."""
 
 import gc
+import multiprocessing
 import os
 import threading
 import tracemalloc
@@ -324,6 +325,18 @@ def test_iterators_that_have_ended_are_let_go(store):
         found.append(len(os.listdir("/proc/self/fd")))
     loader.close()
     assert found[-1] < found[1] + 6  # which each of them held
+
+
+def test_a_signal_to_the_process_group_is_the_runs_alone(store):
+    """scancel and Ctrl-C reach all of the group: a worker that died of it would end the run before it has kept its
+    state."""
+    [reader] = readers_of(store, 1)
+    loader = TorchLoader(config_of(name=LoaderName.torch, workers=2), schedule_of(reader, dates=DATES), reader, 0)
+    batches = loader.train()
+    next(batches)
+    workers = [process.pid for process in multiprocessing.active_children()]
+    assert len(workers) == 2 and os.getpgrp() not in {os.getpgid(pid) for pid in workers}
+    loader.close()
 
 
 @pytest.mark.parametrize(("parts", "columns"), [(1, 2), (2, 1)])
