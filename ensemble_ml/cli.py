@@ -194,6 +194,10 @@ def _sweep(task: str, arguments: list[str]) -> int:
     def job(composed: DictConfig) -> int | None:
         try:
             return run_task(task, composed)
+        except KeyboardInterrupt as error:
+            if _goes_on():  # `main` tells of it
+                raise
+            raise SystemExit(_stopped(error)) from None
         except UserError as error:
             print(f"ensemble-ml: {error}", file=sys.stderr)
             if not _goes_on():
@@ -321,6 +325,14 @@ def _on_sigterm(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def _stopped(error: KeyboardInterrupt) -> int:
+    """Tell of a stop; the status that says so."""
+    print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
+    if isinstance(error, Stopped) and error.requeue:
+        return STATUS_REQUEUE if error.first else 0
+    return STATUS_INTERRUPTED
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -334,10 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ensemble-ml: {error}", file=sys.stderr)
         return STATUS_USER
     except KeyboardInterrupt as error:
-        print(f"ensemble-ml: {str(error) or 'interrupted'}", file=sys.stderr)
-        if isinstance(error, Stopped) and error.requeue:
-            return STATUS_REQUEUE if error.first else 0
-        return STATUS_INTERRUPTED
+        return _stopped(error)
     except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -22,6 +22,12 @@ _FRESH = 3  # restarts without a checkpoint: with a time limit that its fits do 
 _noted: list[int] = []
 
 
+def restarts() -> int:
+    """How often SLURM or torchrun has begun this rank again; an empty variable says nothing."""
+    counts = (os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+    return max(int(count) if count.isdecimal() else 0 for count in counts)
+
+
 def note(number: int, _: object) -> None:
     """A handler that leaves a signal to the next `StopRequest`, which can tell what is kept."""
     _noted.append(number)
@@ -86,7 +92,6 @@ class StopRequest:
         when = f"{self.requested} before the first step"
         if self._kept:
             return Stopped(True, self._first, f"{when}; go on with resume=true", together=False)
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        if restarts < _FRESH:
+        if (count := restarts()) < _FRESH:
             return Stopped(True, self._first, f"{when}; the run has to begin anew", together=False)
-        return KeyboardInterrupt(f"{when}, after {restarts} restarts; give the job more time than its fits take")
+        return KeyboardInterrupt(f"{when}, after {count} restarts; give the job more time than its fits take")

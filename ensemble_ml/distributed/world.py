@@ -71,7 +71,11 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
     if wanted is not Launcher.auto:
         found = _read(env, wanted)
         if found is None:
-            raise UserError(f"parallel.launcher={wanted.value}: {_NAMES[wanted].rank} is not set; use launcher=auto")
+            names, remedy = _NAMES[wanted], "use launcher=auto"
+            lacking = next(name for name in (names.rank, names.size) if name not in env)
+            if wanted is Launcher.slurm and lacking == names.size:
+                remedy = "start the ranks with srun, or " + remedy  # in the batch script itself
+            raise UserError(f"parallel.launcher={wanted.value}: {lacking} is not set; {remedy}")
         return found
     if "TORCHELASTIC_RUN_ID" in env:
         return _read(env, Launcher.torchrun) or World()

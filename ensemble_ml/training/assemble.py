@@ -15,10 +15,11 @@ import torch
 
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
-from ensemble_ml.distributed.choice import make_exchange
+from ensemble_ml.distributed.choice import make_exchange, process_group
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
+from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import Batch, spare_members
@@ -252,7 +253,7 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
             f"resume: {checkpoint.path} computes in bfloat16, as was chosen on {was or 'another device'}, and {now}"
             " cannot; go on there, or begin another run with init_from"
         )
-    if was not in (None, now):
+    if was not in (None, now) and session.first:  # whose device it is
         text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
         log.warning(text, now, was, speed.precision.value)
     speed.apply(model)
@@ -288,15 +289,24 @@ def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch
     return State(model, optimizer, schedule, steps, spread_error, average, exchange)
 
 
-def run_exchange(config: TrainConfig, session: Session) -> Exchange:
+def run_exchange(config: TrainConfig, session: Session, made: list[Communicator] | None = None) -> Exchange:
     """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up.
+
+    `made`: the communicators that are made for it are added to it.
 
     Raises:
         UserError: settings that do not fit the ranks, or nodes with different numbers of them where that matters.
     """
     if config.optim.hierarchical:
         _refuse_uneven_nodes(session)
-    return make_exchange(config.optim, session.topology, local_size=session.world.local_size)
+
+    def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
+        own = process_group(ranks, topology)
+        if own is not None and made is not None:
+            made.append(own)
+        return own
+
+    return make_exchange(config.optim, session.topology, local_size=session.world.local_size, connect=connect)
 
 
 def _refuse_uneven_nodes(session: Session) -> None:
@@ -353,12 +363,18 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
         model = build_model(spec, Climate.default(spec)).to(device)
     loss = _loss(config, spec, state, None, NullCommunicator())
 
+    lacking = torch.tensor(float(not has_bfloat16(device)), device=device)
+    session.mesh.world.all_reduce(lacking)
+    wanted: Precision = config.model.precision
+    if lacking and wanted is Precision.auto:
+        wanted = Precision.float32  # or it could not be resumed where some ranks have none
+        if has_bfloat16(device):
+            log.warning("speed: %d ranks have no bfloat16, so all compute in float32", int(lacking))
     with told_of_memory(config, session):
         moved = batch.to(device, next(model.parameters()).dtype)
         record = cuda_graph if may_record(model, session) else None
         speed = choose(
-            model, lambda: loss(model(moved.inputs), moved)["loss"].backward(), wanted=config.model.precision,
-            record=record,
+            model, lambda: loss(model(moved.inputs), moved)["loss"].backward(), wanted=wanted, record=record,
         )  # fmt: skip
     speed = session.once(lambda: speed)
     speed.apply(state.model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import shutil
 import time
@@ -26,6 +25,7 @@ from ensemble_ml.loading.reader import hour_of_day
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
+from ensemble_ml.signals import restarts
 from ensemble_ml.store.las import check_window
 from ensemble_ml.store.locks import NoLocks, claimed_once
 from ensemble_ml.store.source import Part, Source, select_dates
@@ -222,6 +222,7 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
     if planned and config.loading.timeline not in (None, "run"):  # written when the run ends
         check_writable(Path(config.loading.timeline).parent, "loading.timeline")
     run = Path(config.output) / config.run
+    check_writable(run, "run")
     if not _goes_on(config):
         if any((run / name).exists() for name in _TRACES):  # other files may lie there: a plan
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
@@ -266,22 +267,21 @@ def forget(folder: Path, *, there: bool) -> None:
 
 def _goes_on(config: TrainConfig) -> bool:
     if config.resume == "auto":
-        return int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        return restarts() > 0
     return bool(config.resume)
 
 
-def use_threads(config: TrainConfig, checkpoint: Checkpoint | None, ranks: int = 1) -> int:
+def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> int:
     """Settle this process for training: set torch's threads and return how many, and keep freed memory.
 
-    Warns where a resumed run had another number.
+    Warns where a resumed run had another number, `was`.
 
     `ranks`: processes that share this one's cores.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
     keep_freed_memory()
-    if checkpoint is not None and checkpoint.meta["threads"] != threads:
-        was = checkpoint.meta["threads"]
+    if was not in (None, threads):
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)
     return threads
 

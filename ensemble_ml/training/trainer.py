@@ -23,7 +23,9 @@ from omegaconf import OmegaConf
 from ensemble_ml.config import LoaderName, LoadingConfig, MomentumKept, Nonfinite, TrainConfig
 from ensemble_ml.distributed import Session, start
 from ensemble_ml.distributed.choice import own_state
+from ensemble_ml.distributed.communicator import Communicator
 from ensemble_ml.distributed.gather import sharing_cores
+from ensemble_ml.distributed.mesh import dissolve
 from ensemble_ml.distributed.shard import copied
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.loading import Batch, Reader, fixed_batches
@@ -67,14 +69,15 @@ def _train(config: TrainConfig, session: Session) -> Path:
     there = (Path(config.output) / config.run).exists()
     if session.first:  # before the others look: it mends what a killed run left
         folder, checkpoint = setup.open_run(config)
-    session.mesh.world.barrier()
+    session.meet()  # it may have a large checkpoint to read
     if not session.first:
         folder, checkpoint = setup.open_run(config, tidy=False)
     # Each looks for itself: a rank that sees another folder would begin anew while the others go on.
     found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
     session.agree(found, f"let output={config.output} be one folder for all ranks")
     with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
-        threads = setup.use_threads(config, checkpoint, sharing_cores(session.mesh.world, session.device))
+        was = checkpoint.meta["threads"] if checkpoint and session.first else None  # those of rank 0
+        threads = setup.use_threads(config, was, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         session.agree({"contents of data.store": source.fingerprint()})  # its path may differ
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
@@ -163,7 +166,8 @@ class Trainer:
 
     def _seconds_a_step(self) -> float:
         model = copied(self.state.model)
-        exchange = run_exchange(self.config, self.session)
+        made: list[Communicator] = []
+        exchange = run_exchange(self.config, self.session, made)
         optimizer, schedule = build(self.config.optim, model.param_groups(), self.config.steps, exchange)
         state = State(model, optimizer, schedule, self.config.steps, self.state.spread_error, exchange=exchange)
         trial = Trainer(replace(self.setup, state=state), self.folder)
@@ -178,6 +182,7 @@ class Trainer:
             times.append(end - read)
             start = end
         exchange.close()
+        dissolve(made, self.session.mesh.world)
         return beside(float(np.median(times[warm:])), float(np.median(reads[warm:])), self.config.loading)
 
     def _loop(self, tracker: Tracker | Silent, stop: StopRequest) -> None:
@@ -219,7 +224,7 @@ class Trainer:
         """One step; of what ranks say: who asks to stop, has written its part of a checkpoint, finds one due."""
 
         def says() -> dict[str, float]:
-            written, due = float(self.keeper.done), float(self._due)
+            written, due = float(self.keeper.done), float(self.keeper.due)
             return {"stop": stop.vote if stop else 0.0, "written": written, "due": due}
 
         return self.stepper(batch, says)
@@ -241,17 +246,14 @@ class Trainer:
         how = "" if skips else "go on without this step by resume=true optim.nonfinite=skip, or "
         return UserError(f"{where}; checkpoints/last is the state before: {how}begin anew {OTHERWISE}")
 
-    @property
-    def _due(self) -> bool:
-        # Averaging momenta at a checkpoint changes what follows, which a clock must not.
-        return self.keeper.due and self.config.optim.momentum_kept is not MomentumKept.mean
-
     def _keep(self, tracker: Tracker | Silent, *, due: bool) -> None:
         """Validate and write checkpoints where steps or the clock ask for them."""
         step, last = self.state.step, self.state.step == self.state.steps
         better = self._validated(tracker) if last or step % self.config.validate_every == 0 else False
-        if better or last or due or step % self.config.checkpoint_every == 0:
-            self._save(tracker, best=better)
+        planned = better or last or step % self.config.checkpoint_every == 0
+        if planned or due:
+            # Averaging momenta changes what follows, which a clock must not.
+            self._save(tracker, best=better, kept=None if planned else MomentumKept.ranks)
             tracker.restart_clock()
 
     def _validated(self, tracker: Tracker | Silent) -> bool:

@@ -16,7 +16,7 @@ Training by the CRPS leaves them above one where errors have heavier tails than 
 lies, where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the
 scale, and one time in 600,000 it rains): its mean square says nothing, and the width is the one with the least CRPS.
 The number of members changes them: from one, sigma follows what many would have said. They are taken from the number
-that validation has, and those of others beside them once, before the first step.
+that validation has; those of others come beside them with each best model (`training.widths`).
 """
 
 from __future__ import annotations

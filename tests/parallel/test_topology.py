@@ -152,6 +152,8 @@ def test_variables_that_make_no_sense(env, text):
 def test_a_launcher_that_is_not_there():
     with pytest.raises(UserError, match=r"parallel.launcher=slurm: SLURM_PROCID is not set"):
         read_world({}, Launcher.slurm)
+    with pytest.raises(UserError, match=r"slurm: SLURM_STEP_NUM_TASKS is not set; start the ranks with srun, or use"):
+        read_world({"SLURM_PROCID": "0"}, Launcher.slurm)
 
 
 def sharing(session):

@@ -93,6 +93,20 @@ def test_a_stop_leaves_momenta_apart_that_checkpoints_average(store, tmp_path):
     assert whole.keys() == stopped.keys() and all(torch.equal(whole[k], stopped[k]) for k in whole)
 
 
+def test_checkpoints_that_the_clock_asks_for_leave_momenta_apart(store, tmp_path):
+    """Those by steps average them, and the run goes on from there; no run may depend on the time."""
+    found = []
+    for name, minutes in (("steps", 1e6), ("clock", 1e-9)):
+        config = voting(store, tmp_path / name, checkpoint_minutes=minutes)
+        config.optim.momentum_kept = MomentumKept.mean
+        run_ranks(joined, 2, config, data=2)
+        lines = read_log(tmp_path / name / "a" / "log.jsonl")
+        found.append((weights(tmp_path / name / "a"), [x["step"] for x in lines if "checkpoint" in x]))
+    (whole, few), (clocked, many) = found
+    assert len(many) > len(few) > 1
+    assert whole.keys() == clocked.keys() and all(torch.equal(whole[k], clocked[k]) for k in whole)
+
+
 @pytest.mark.slow
 def test_low_ranks_go_on_where_ranks_share_a_sample(store, tmp_path):
     """Terms of one cell stay with the rank that has it, in the resumed run as in the whole one."""

@@ -14,7 +14,7 @@ from ensemble_ml.errors import Stopped
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
 from ensemble_ml.models.rivals import ens10_unet
-from ensemble_ml.training import load_checkpoint, load_model, train, trainer
+from ensemble_ml.training import load_checkpoint, load_model, stepper, train
 from ensemble_ml.training.tracking import read_log
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def test_recorded_passes_give_what_called_ones_do(config_of, monkeypatch, caplog
                 model__families={"t2m": "lognormal"})  # fmt: skip
     played = train(config_of(run="played", **plan))
     assert caplog.text.count("recorded a pass on a batch of 3") == 1, caplog.text
-    monkeypatch.setattr(trainer, "Recorded", lambda model, run, record: run)
+    monkeypatch.setattr(stepper, "Recorded", lambda model, run, record: run)
     called = train(config_of(run="called", **plan))
     assert_equal_runs(played, called)
     steps = [[line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line] for run in (played, called)]

@@ -128,6 +128,30 @@ def test_resume_without_a_checkpoint_begins(config_of, caplog):
     assert "starts anew" in caplog.text and weights(run).meta["step"] == 1
 
 
+@pytest.mark.parametrize(
+    ("told", "goes_on"),
+    [
+        ({}, False),
+        ({"SLURM_RESTART_COUNT": ""}, False),  # as containers pass on what is not set
+        ({"SLURM_RESTART_COUNT": "0"}, False),
+        ({"SLURM_RESTART_COUNT": "2"}, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+    ],
+)
+def test_a_job_that_was_begun_again_goes_on_by_itself(config_of, monkeypatch, told, goes_on):
+    train(config_of(steps=1))
+    for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, count in told.items():
+        monkeypatch.setenv(name, count)
+    if goes_on:
+        train(config_of(steps=1, resume="auto"))
+    else:
+        with pytest.raises(UserError, match="exists; go on with resume=true"):
+            train(config_of(steps=1, resume="auto"))
+
+
 def test_a_damaged_last_is_refused(config_of):
     run = train(config_of(steps=1))
     file = run / "checkpoints" / "last" / "model.safetensors"

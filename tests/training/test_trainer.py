@@ -340,6 +340,16 @@ def test_mistakes_leave_nothing(config_of, changes, message):
     assert not Path(config.output).exists()
 
 
+def test_a_run_that_is_a_file_is_refused_before_anything_is_fitted(config_of, caplog):
+    caplog.set_level(logging.INFO)
+    config = config_of()
+    Path(config.output).mkdir()
+    (Path(config.output) / config.run).touch()
+    with pytest.raises(UserError, match=rf"run={config.output}/{config.run}: .* is a file; give a folder"):
+        train(config)
+    assert "climate" not in caplog.text
+
+
 def test_a_plan_in_the_run_folder_is_in_nobodys_way(config_of):
     config = config_of(steps=1)
     plan = Path(config.output) / config.run / "plan.json"
