@@ -59,7 +59,7 @@ def find_gaps(source: ArchiveSource, part: Part = Part.FORECAST) -> list[Gap]:
                 what, lead = _named(lay, surface, place)
                 text = f"{who} at {start} lacks {what}, lead {lead} h"
                 if lost[surface][tuple(place)]:
-                    text += " (or the sum up to the lead before, which is taken off it)"
+                    text += " (its interval cannot be made of the sums there)"
                 found.append(Gap(date, start, text, count))
     return found
 

@@ -119,9 +119,9 @@ class Geometry:
         valid = np.isfinite(values)
         if not valid.any():
             return np.full(self.target.shape, np.nan)
-        # Departures from one value: a constant field stays exactly what it was, and no digit is lost to a mean. It is
-        # the value nearest to zero: cells without rain have none at all then, and not some 1e-18 m.
-        origin = values[valid][np.abs(values[valid]).argmin()]
+        # Departures from one value: a constant field stays exactly what it was, and no digit is lost to a mean. From
+        # zero where there is rain here and none there: cells without have none at all, and not some 1e-18 m.
+        origin = 0.0 if (values == 0).any() else values[valid][0]
         if valid.all():
             return self._sums(values - origin) + origin
         share = self._sums(valid.astype(np.float64))

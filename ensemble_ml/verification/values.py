@@ -117,7 +117,7 @@ def _baseline(
     truth: np.ndarray,
     family: Family,
     limit: np.ndarray | None,
-    least: np.ndarray | None,
+    least: np.ndarray | None = None,
 ) -> dict[Statistic, np.ndarray]:
     """Scores of a corrected ensemble, as both laws where the variable's own has bounds: the better is taken in the end.
 

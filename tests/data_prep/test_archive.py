@@ -188,6 +188,19 @@ class TestSums:
         np.testing.assert_array_equal(rain[1], sums[24])
         np.testing.assert_allclose(rain[2], sums[48] - sums[24], atol=1e-10)
 
+    @pytest.mark.parametrize("bits", [12, 16])
+    def test_what_packing_makes_of_a_dry_interval_is_no_rain(self, tmp_path, bits):
+        """A sum that did not change is packed with other steps at another lead."""
+        first = np.random.default_rng(0).gamma(0.5, 8e-3, (7, 12))
+        second = first.copy()
+        second[:3] += 0.02
+        fields = [
+            message("tp", values, step=step, bitsPerValue=bits) for step, values in (("0-24", first), ("0-48", second))
+        ]
+        rain = open_archive(write(tmp_path / "a.grib", fields)).read(Part.FORECAST, 0).surface[0, -1, 0]
+        assert (rain[3:] == 0).all()
+        np.testing.assert_allclose(rain[:3], 0.02, rtol=0.01)
+
     def test_a_selected_lead_keeps_the_interval_of_the_archive(self, tmp_path):
         path = self.rain(tmp_path)
         whole = open_archive(path).read(Part.FORECAST, 0).surface[:, 2, 1]
@@ -233,14 +246,15 @@ class TestSums:
         assert source.lead_bounds == {"tp": [None, [0, 24], [24, 48]]} and find_gaps(source) == []
         assert not source.present(Part.CONTROL, 0)[1][:, :, 1].any()
         [gap] = find_gaps(source, Part.CONTROL)
-        assert str(gap) == "the control at 2001-01-01T00 lacks tp, lead 24 h (2 fields)"
+        why = "its interval cannot be made of the sums there"
+        assert str(gap) == f"the control at 2001-01-01T00 lacks tp, lead 24 h ({why}) (2 fields)"
 
     def test_a_sum_that_lost_its_earlier_part_everywhere_is_a_gap(self, tmp_path):
         first = [message("tp", np.full((7, 12), 1e-3), step="0-24", date=20010101)]
         later = [message("tp", np.full((7, 12), 2e-3), step="0-48", date=20010102)]
         source = open_archive(write(tmp_path / "a.grib", first + later))
         assert [gap.text for gap in find_gaps(source)] == [
-            "member 1 at 2001-01-01T00 lacks tp, lead 48 h",
+            "member 1 at 2001-01-01T00 lacks tp, lead 48 h (its interval cannot be made of the sums there)",
             "member 1 at 2001-01-02T00 lacks tp, lead 24 h",
         ]
 

@@ -149,6 +149,21 @@ def test_masked_points_count_for_nothing_and_half_a_cell_decides():
     assert np.isnan(geometry.means(np.full((4, 4), np.nan))).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_where_there_is_no_rain_there_is_none(masked):
+    """Not some 1e-18 m, which is rain to whoever asks whether there is any; wherever the first point lies."""
+    grid = Grid(np.linspace(90, -90, 37), np.arange(0, 360, 5.0))
+    geometry = Geometry(grid, GridChange(regrid=9.0).of(grid).target)
+    values = np.random.default_rng(0).gamma(0.5, 3e-3, grid.shape)
+    values[10:25] = 0.0
+    if masked:
+        values[30, 4:9] = np.nan
+    found = geometry.means(values)
+    rows, _ = geometry.weights
+    dry = np.asarray(rows[:, 10:25].sum(1)).ravel() > 1 - 1e-12
+    assert dry.any() and (found[dry] == 0).all() and np.nanmin(found) == 0
+
+
 def test_a_crop_keeps_packed_integers_and_crosses_greenwich():
     change = GridChange(region=(60, -20, 40, 20))
     geometry = Geometry(HALF, change.of(HALF).target)

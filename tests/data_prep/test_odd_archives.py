@@ -9,11 +9,12 @@ import xarray as xr
 from gribfiles import GLOBE, dataset, ensemble, message, noise, write
 
 from data_prep import open_archive, open_pair, prepare
+from data_prep.gaps import find_gaps
 from data_prep.geometry import Geometry
 from data_prep.intervals import Tiles
 from data_prep.netcdf_classic import check_whole
 from data_prep.records import FIELD_INDEX, RECORD
-from ensemble_ml.config import PrepareConfig
+from ensemble_ml.config import Control, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid, canonical
 from ensemble_ml.store import Part
@@ -237,6 +238,7 @@ def test_orography_that_the_service_gave_a_time(tmp_path):
 def test_geopotential_of_members_or_leads_is_no_orography(tmp_path, axis):
     """On one level that nothing names; beside a coordinate that says surface it is."""
     data = dataset(t="z").isel(time=0, isobaricInhPa=0, drop=True)
+    data = data.assign_coords(forecast_reference_time=np.datetime64("2001-01-01", "ns"))
     data["z"].attrs["units"] = "m**2 s**-2"
     data["t2m"] = data.z.copy().assign_attrs(units="K")
     data["z"] = data.z.isel({"step" if axis == "number" else "number": 0}, drop=True)
@@ -245,7 +247,7 @@ def test_geopotential_of_members_or_leads_is_no_orography(tmp_path, axis):
     assert source.static() == {} and source.catalogue.readers[0].skipped == {"z (no pressure level)": 1}
     if axis == "step":
         times = np.datetime64("2001-01-01", "ns") + data.step.values
-        data = data.rename(step="time").assign_coords(time=times, reference_time=times[0])
+        data = data.rename(step="time").assign_coords(time=times)
         data.to_netcdf(tmp_path / "c.nc")
         assert open_archive(tmp_path / "c.nc").static() == {}
     data["z"] = data.z.assign_coords(surface=0.0)
@@ -271,10 +273,68 @@ def test_a_deterministic_run_beside_its_ensemble_is_no_member(tmp_path, caplog, 
         source = open_archive([tmp_path / "ef.grib", tmp_path / "oper.grib"])
     assert source.layout.realization == (1, 2) and source.has(Part.CONTROL)
     (told,) = [record.getMessage() for record in caplog.records if "of no member" in record.getMessage()]
-    assert told.endswith(f"1 fields of no member, beside members of the same variables, are left out: t "
+    assert told.endswith(f"1 fields of no member, beside members, are left out: t "
                          f"({tmp_path / 'oper.grib'})")  # fmt: skip
     alone = open_archive(tmp_path / "oper.grib")
     assert alone.layout.realization == (0,) and not alone.has(Part.CONTROL)
+
+
+def test_one_field_of_no_member_is_no_member_of_which_all_else_is_missing(tmp_path, caplog):
+    write(tmp_path / "ens.grib", [message("t", member=m, seed=m) for m in (1, 2, 3)])
+    write(tmp_path / "sst.grib", [message("sst", member=None)])
+    with caplog.at_level(logging.WARNING):
+        source = open_archive([tmp_path / "ens.grib", tmp_path / "sst.grib"])
+    assert source.layout.realization == (1, 2, 3) and source.layout.names == ("t",)
+    assert "1 fields of no member, beside members, are left out: sst" in caplog.text
+    assert find_gaps(source) == []
+
+
+def test_a_lead_of_the_surface_that_the_truth_lacks_is_told_of(tmp_path, caplog):
+    ensemble(tmp_path / "a.grib", names=("t2m",), steps=(12, 24), dates=(20010101, 20010102))
+    write(tmp_path / "t.grib", [message("t2m", date=date, member=None) for date in (20010102, 20010103)])
+    with caplog.at_level(logging.WARNING):
+        pair = open_pair(tmp_path / "a.grib", tmp_path / "t.grib")
+        [told] = pair.unverified().values()
+    assert told.endswith("t2m stays without truth at these leads: 12 h")
+
+
+def test_static_fields_of_the_archive_stay_beside_those_given(tmp_path):
+    data = dataset()
+    one = data.t.isel(time=0, number=0, step=0, isobaricInhPa=0, drop=True)
+    data.assign(orog=one.assign_attrs(units="m")).to_netcdf(tmp_path / "a.nc")
+    xr.Dataset({"lsm": (one > 280).astype("float32").assign_attrs(units="1")}).to_netcdf(tmp_path / "b.nc")
+    assert list(open_pair(tmp_path / "a.nc", None, tmp_path / "b.nc").static()) == ["orog", "lsm"]
+
+
+def test_a_control_that_is_not_there_cannot_be_included(tmp_path, caplog):
+    path = write(tmp_path / "a.grib", [message("t", member=m, seed=m) for m in (1, 2)])
+    with caplog.at_level(logging.WARNING):
+        open_archive(path, control=Control.include)
+    assert f"control=include: {path} holds no control" in caplog.text
+
+
+def test_a_forecast_without_a_start_date_is_not_of_1970(tmp_path):
+    dataset().isel(time=0, drop=True).to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(UserError, match=r"a.nc: \w+: has no start date; give it a coordinate forecast_reference_time"):
+        open_archive(tmp_path / "a.nc")
+
+
+def test_a_land_mask_may_be_true_and_false(tmp_path):
+    data = dataset()
+    land = data.t.isel(time=0, number=0, step=0, isobaricInhPa=0, drop=True) > 280
+    data["lsm"] = land.assign_attrs(units="1")
+    data.to_netcdf(tmp_path / "a.nc")
+    np.testing.assert_array_equal(open_archive(tmp_path / "a.nc").static()["lsm"], land.values)
+
+
+def test_means_over_time_however_they_are_spelled(tmp_path):
+    for number, method in enumerate(("time: mean", "time:mean", "Time: mean")):
+        data = dataset()
+        data.t.attrs["cell_methods"] = method
+        data["q"] = data.t.copy().assign_attrs(units="kg kg**-1", cell_methods="time: point") * 0 + 1e-3
+        data["q"].attrs["units"] = "kg kg**-1"
+        data.to_netcdf(tmp_path / f"{number}.nc")
+        assert open_archive(tmp_path / f"{number}.nc").layout.names == ("q",), method
 
 
 def test_analyses_and_members_of_another_variable_make_one_truth_or_archive(tmp_path):
