@@ -185,6 +185,8 @@ class XarrayFile:
             if standard.startswith(("grid_", "projection_")):
                 raise UserError(f"{array.name}: {axis.name} is {standard}; only geographic grids are read")  # type: ignore[union-attr]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
+        if grid.gaussian:  # whose outermost cells end at the poles, and these would not
+            raise UserError(f"{array.name}: a Gaussian grid; only regular ones are read: cdo remapcon brings it to one")
         if self.grid is not None and not grid.same_as(self.grid):
             first = self.grid.describe()
             raise UserError(f"{array.name}: grid {grid.describe()} differs from the file's first, {first}")

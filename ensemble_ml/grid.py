@@ -76,6 +76,17 @@ class Grid:
             return Edge.POLE_ROW
         return Edge.POLE_BETWEEN if abs(distance - step / 2) < 0.01 * step else Edge.OPEN
 
+    @property
+    def gaussian(self) -> bool:
+        """Whether rows of the globe lie where a Legendre polynomial is zero, nearly evenly spaced: the first of Y lies
+        j / (Y + 1/2) from the pole, j = 2.405 the first zero of Bessel's J_0, which is j / pi of a spacing
+        (Abramowitz and Stegun 1964, 22.16.6)."""
+        rows = len(self.latitude)
+        if not self.wraps or rows < 4:
+            return False
+        step = (self.latitude[0] - self.latitude[-1]) / (rows - 1)
+        return all(abs((90 - abs(self.latitude[end])) / step - 2.4048 / np.pi) < 0.01 for end in (0, -1))
+
     def latitude_bounds(self) -> np.ndarray:
         """Edges of the rows, (Y + 1,) degrees north, descending: midway between rows, and never beyond a pole."""
         middle = (self.latitude[:-1] + self.latitude[1:]) / 2

@@ -319,6 +319,20 @@ def test_a_forecast_without_a_start_date_is_not_of_1970(tmp_path):
         open_archive(tmp_path / "a.nc")
 
 
+@pytest.mark.parametrize("rows", [4, 32, 161])
+@pytest.mark.parametrize("south_first", [False, True])
+def test_a_gaussian_grid_is_not_taken_for_a_regular_one(tmp_path, rows, south_first):
+    """Nearly evenly spaced, and not so at the poles."""
+    latitude = np.rad2deg(np.arcsin(np.polynomial.legendre.leggauss(rows)[0]))[:: 1 if south_first else -1]
+    for name, ticks in (("gauss", latitude), ("between", 90 - 180 * (np.arange(rows) + 0.5) / rows)):
+        axes = {"time": np.array(["2001-01-01"], "datetime64[ns]"), "latitude": ticks, "longitude": np.arange(8) * 45.0}
+        values = np.full([len(axis) for axis in axes.values()], 280.0, np.float32)
+        xr.Dataset({"t2m": (tuple(axes), values, {"units": "K"})}, axes).to_netcdf(tmp_path / f"{name}.nc")
+    with pytest.raises(UserError, match=r"t2m: a Gaussian grid; only regular ones are read"):
+        open_archive(tmp_path / "gauss.nc")
+    assert open_archive(tmp_path / "between.nc").layout.grid.shape == (rows, 8)
+
+
 def test_a_land_mask_may_be_true_and_false(tmp_path):
     data = dataset()
     land = data.t.isel(time=0, number=0, step=0, isobaricInhPa=0, drop=True) > 280
