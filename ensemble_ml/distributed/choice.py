@@ -72,7 +72,6 @@ def exchange_between(
         return _vote(config, outer, inner, reduction)
     common: dict[str, Any] = {"reduction": reduction, "clip": config.clip, "bucket_mb": config.bucket_mb}
     if config.votes:
-        log.info("optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision", name.value)
         return GradientAverage(inner, **common)
     if name is ExchangeName.powersgd:
         return PowerSGD(outer, rank=config.rank, **common)

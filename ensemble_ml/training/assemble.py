@@ -16,6 +16,7 @@ import torch
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
 from ensemble_ml.distributed.choice import make_exchange, process_group
+from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
@@ -306,7 +307,12 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
             made.append(own)
         return own
 
-    return make_exchange(config.optim, session.topology, local_size=session.world.local_size, connect=connect)
+    size, optim = session.world.local_size, config.optim
+    exchange = make_exchange(optim, session.topology, local_size=size, connect=connect)
+    if made is None and optim.votes and isinstance(exchange, GradientAverage):
+        told = "optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision"
+        log.info(told, optim.exchange.value)
+    return exchange
 
 
 def _refuse_uneven_nodes(session: Session) -> None:
