@@ -15,12 +15,9 @@ import torch
 
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
-from ensemble_ml.distributed.choice import make_exchange, process_group
-from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
-from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import Batch, spare_members
@@ -36,6 +33,7 @@ from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
+from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
 from ensemble_ml.training.recorded import cuda_graph, may_record
@@ -288,53 +286,6 @@ def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch
     optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
     average = Average(model, config.average) if config.average else None
     return State(model, optimizer, schedule, steps, spread_error, average, exchange)
-
-
-def run_exchange(config: TrainConfig, session: Session, made: list[Communicator] | None = None) -> Exchange:
-    """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up.
-
-    `made`: the communicators that are made for it are added to it.
-
-    Raises:
-        UserError: settings that do not fit the ranks, or nodes with different numbers of them where that matters.
-    """
-    if config.optim.hierarchical:
-        _refuse_uneven_nodes(session)
-
-    def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
-        own = process_group(ranks, topology)
-        if own is not None and made is not None:
-            made.append(own)
-        return own
-
-    size, optim = session.world.local_size, config.optim
-    exchange = make_exchange(optim, session.topology, local_size=size, connect=connect)
-    if made is None and optim.votes and isinstance(exchange, GradientAverage):
-        told = "optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision"
-        log.info(told, optim.exchange.value)
-    return exchange
-
-
-def _refuse_uneven_nodes(session: Session) -> None:
-    """Raise a UserError, on all ranks, where they have not the same number of ranks on their nodes: each would make
-    other groups, and wait for them."""
-    size, own = session.mesh.world.size, session.world.local_size
-    sums = torch.tensor([own, own**2], dtype=torch.float64, device=session.device)
-    session.mesh.world.all_reduce(sums)
-    if int(sums[0]) ** 2 != size * int(sums[1]):  # Cauchy and Schwarz: equal for equal numbers alone
-        raise UserError(
-            f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
-            f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"
-        )
-    first = session.topology.rank // own * own
-    apart = torch.tensor(float(not session.on_one_host([first])), device=session.device)
-    session.mesh.world.all_reduce(apart)
-    if apart:
-        raise UserError(
-            f"optim.hierarchical=true: of {own} ranks in a row, said to be of one node, some are on another; set"
-            " hierarchical=false, or let the launcher fill node by node and say how many ranks are on each"
-            " (LOCAL_WORLD_SIZE)"
-        )
 
 
 def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:

@@ -34,7 +34,8 @@ from ensemble_ml.optim import build
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.store import open_store
 from ensemble_ml.training import agreement, setup
-from ensemble_ml.training.assemble import Run, assemble, run_exchange
+from ensemble_ml.training.assemble import Run, assemble
+from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
 from ensemble_ml.training.room import told_of_memory

@@ -31,7 +31,7 @@ from ensemble_ml.distributed.voting import Vote
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Exchange
 from ensemble_ml.training import load_checkpoint, trainer
-from ensemble_ml.training.assemble import run_exchange
+from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.tracking import read_log
 
 

@@ -1,0 +1,64 @@
+"""The exchange of a run: what the ranks of its job agree on in a step, where they make groups that fit."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ensemble_ml.config import TrainConfig
+from ensemble_ml.distributed import Communicator, Session
+from ensemble_ml.distributed.choice import make_exchange, process_group
+from ensemble_ml.distributed.exchange import GradientAverage
+from ensemble_ml.distributed.topology import Topology
+from ensemble_ml.errors import UserError
+from ensemble_ml.optim import Exchange
+
+log = logging.getLogger(__name__)
+
+
+def run_exchange(config: TrainConfig, session: Session, made: list[Communicator] | None = None) -> Exchange:
+    """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up.
+
+    `made`: the communicators that are made for it are added to it.
+
+    Raises:
+        UserError: settings that do not fit the ranks, or nodes with different numbers of them where that matters.
+    """
+    if config.optim.hierarchical:
+        _refuse_uneven_nodes(session)
+
+    def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
+        own = process_group(ranks, topology)
+        if own is not None and made is not None:
+            made.append(own)
+        return own
+
+    size, optim = session.world.local_size, config.optim
+    exchange = make_exchange(optim, session.topology, local_size=size, connect=connect)
+    if made is None and optim.votes and isinstance(exchange, GradientAverage):
+        told = "optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision"
+        log.info(told, optim.exchange.value)
+    return exchange
+
+
+def _refuse_uneven_nodes(session: Session) -> None:
+    """Raise a UserError, on all ranks, where they have not the same number of ranks on their nodes: each would make
+    other groups, and wait for them."""
+    size, own = session.mesh.world.size, session.world.local_size
+    sums = torch.tensor([own, own**2], dtype=torch.float64, device=session.device)
+    session.mesh.world.all_reduce(sums)
+    if int(sums[0]) ** 2 != size * int(sums[1]):  # Cauchy and Schwarz: equal for equal numbers alone
+        raise UserError(
+            f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
+            f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"
+        )
+    first = session.topology.rank // own * own
+    apart = torch.tensor(float(not session.on_one_host([first])), device=session.device)
+    session.mesh.world.all_reduce(apart)
+    if apart:
+        raise UserError(
+            f"optim.hierarchical=true: of {own} ranks in a row, said to be of one node, some are on another; set"
+            " hierarchical=false, or let the launcher fill node by node and say how many ranks are on each"
+            " (LOCAL_WORLD_SIZE)"
+        )
