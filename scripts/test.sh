@@ -17,6 +17,7 @@ failed=0 ran=""
 run() {
   OMP_NUM_THREADS=1 python -m pytest -n "${TEST_WORKERS:-2}" "$@" && ran=yes && return
   code=$?
+  case $code in 2 | 3 | 4) exit $code ;; esac  # interrupted, or no run at all
   [ $code = 5 ] || failed=$code  # 5: none of the tests asked for is of this kind
 }
 run --dist loadscope -m "not slow" ${slow:+--cov --cov-report=term --cov-fail-under=85} "$@"
