@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -248,12 +248,13 @@ class Catalogue:
         fields = np.unique(self.records["field"][self.records["masked"]])
         return tuple(FIELDS[index].name for index in fields.tolist())
 
-    def static(self) -> dict[str, np.ndarray]:
-        """Static fields by name, (Y, X) float32; where files repeat one, the first stands for all."""
+    def static(self, without: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """Static fields by name, (Y, X) float32; where files repeat one, the first stands for all. Those of the names
+        `without` are not read."""
         found: dict[str, np.ndarray] = {}
         for record in self.static_records:
             name = field_of(record).name
-            if name not in found:
+            if name not in found and name not in without:
                 raw = next(self.values(np.array([record], RECORD)))
                 found[name] = self.geometry.field(raw).decode()
         return dict(sorted(found.items()))

@@ -44,8 +44,7 @@ def difference(later: RawField, earlier: RawField) -> np.ndarray:
             " start; state the interval of each (time bounds in NetCDF, a step range in GRIB)"
         )
     more = first - second
-    noise = sum(abs(raw.scale * raw.decimal) / 2 for raw in (later, earlier) if raw.packed)
-    return np.where(more <= noise, 0.0, more)
+    return np.where(more <= later.rounding + earlier.rounding, 0.0, more)
 
 
 def _most(values: np.ndarray) -> float:

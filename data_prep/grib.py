@@ -107,7 +107,7 @@ class _Message:
         if self.bits > 16:
             wide, mask = self._integers(np.empty(shape, np.uint32))
             values = ((wide * scale + reference) * decimal).astype(np.float32)
-            return RawField(_masked(values, mask), mask=mask)
+            return RawField(_masked(values, mask), mask=mask, step=scale * decimal)
         if out is None and self.bits == 16 and not self.record["bitmap"] and self.place.straight:
             return RawField(self._as_it_lies(shape), reference, scale, decimal)
         integers, mask = self._integers(np.empty(shape, np.uint16) if out is None else out)
@@ -170,6 +170,7 @@ class _Message:
             if self.record["masked"]:
                 codes.codes_set(handle, "missingValue", _HOLE)  # 9999 may be a value
             values = codes.codes_get_array(handle, "values")
+            step = _step(handle)
         if self.record["masked"]:
             hidden = values == _HOLE
             values[hidden] = 0
@@ -181,16 +182,17 @@ class _Message:
                 " it out"
             )
         factor, shift = float(self.record["decimal"]), float(self.record["reference"])
+        step *= factor
         if (factor, shift) != (1.0, 0.0):  # else even the sign of a zero is kept
             values = values * factor + shift
         shape = self.rows.stop - self.rows.start, self.place.grid.shape[1]
         out = np.empty(shape, np.float32)
         self._place(values.astype(np.float32), out)
         if hidden is None or not hidden.any():
-            return RawField(out)
+            return RawField(out, step=step)
         mask = np.empty(shape, bool)
         self._place(hidden, mask)
-        return RawField(_masked(out, mask), mask=mask if mask.any() else None)
+        return RawField(_masked(out, mask), mask=mask if mask.any() else None, step=step)
 
     def _read(self, start: int, size: int) -> np.ndarray:
         buffer = _scratch.take(size)
@@ -282,6 +284,17 @@ class _Indexer:
                     "put fields on different grids into different archives"
                 )
         self.scans[kind.scan] = len(self.scans)
+
+
+def _step(handle: int) -> float:
+    """Between values that an open message may hold; 0 where it has no scales (IEEE floats), or one value."""
+    codes = eccodes_module()
+    if not all(codes.codes_is_defined(handle, key) for key in ("binaryScaleFactor", "decimalScaleFactor")):
+        return 0.0
+    if not codes.codes_get(handle, "bitsPerValue"):
+        return 0.0
+    binary, decimal = (codes.codes_get(handle, f"{base}ScaleFactor") for base in ("binary", "decimal"))
+    return 2.0**binary / 10.0**decimal
 
 
 def _finite(kind: Kind, head: Header) -> bool:

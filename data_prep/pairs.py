@@ -151,7 +151,10 @@ class Pair:
 
     def static(self) -> dict[str, np.ndarray]:
         """Static fields, (Y, X) float32."""
-        return {**self.forecast.static(), **(self._static or {})}
+        given = self._static or {}
+        if isinstance(self.forecast, ArchiveSource):  # what is given may be there because the archive's is damaged
+            return self.forecast.catalogue.static(without=given) | given
+        return self.forecast.static() | given
 
     def fingerprint(self) -> str:
         """16 hex digits over all that was opened."""

@@ -83,6 +83,7 @@ class RawField:
     `values` (Y, X) are either packed integers (uint16, of this machine's order of bytes or of the file's), with value =
     ((X * scale) + reference) * decimal in double precision, or float32 values in the registry's units. `mask` (Y, X)
     bool is True where a point has no value (the integer is 0 there, the float NaN); None where every point has one.
+    `step` is that of the packing which floats were decoded from, 0 where there was none or nobody knows it.
     """
 
     values: np.ndarray
@@ -90,6 +91,12 @@ class RawField:
     scale: float = 1.0
     decimal: float = 1.0
     mask: np.ndarray | None = None
+    step: float = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """By how much packing may have moved a value."""
+        return abs(self.scale * self.decimal if self.packed else self.step) / 2
 
     @property
     def packed(self) -> bool:

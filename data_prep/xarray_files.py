@@ -73,12 +73,21 @@ class _Variable:
     columns: np.ndarray
     factor: float
     shift: float
+    step: float  # of integers that the file's values are packed in, in the registry's units; 0 of floats
     limits: tuple[float, float]  # of valid values, in the file's units
     written: Written | None = None  # of Zarr, where values do not tell what was never written
 
 
-class _OtherUnits(UserError):
-    """Units that are not those of the variable."""
+class _OfSomethingElse(UserError):
+    """A variable has other units, or no start date, and is most likely something that nobody asked for.
+
+    Args:
+        why: what it is listed by where others of the file are read.
+    """
+
+    def __init__(self, text: str, why: str):
+        super().__init__(text)
+        self.why = why
 
 
 class XarrayFile:
@@ -133,7 +142,7 @@ class XarrayFile:
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
         tables: list[np.ndarray] = []
-        strange: list[_OtherUnits] = []
+        strange: list[_OfSomethingElse] = []
         data = self._without_nothing(data)
         with_members = variables_with_members(data)
         for name in sorted(map(str, data.data_vars)):
@@ -144,8 +153,8 @@ class XarrayFile:
             try:
                 with understood(name):
                     tables += self._tables(data, array, with_members)
-            except _OtherUnits as error:  # of another quantity, most likely, which nobody may have asked for
-                self._skip(f"{name} (units {array.attrs.get('units')})")
+            except _OfSomethingElse as error:
+                self._skip(f"{name} ({error.why})")
                 strange.append(error)
         if strange and not tables:
             raise strange[0]
@@ -202,15 +211,17 @@ class XarrayFile:
         lead_of_valid_time(array, axes)
         untangle(array, axes)
         if axes["init"] is None and not field.static:
-            raise UserError(f"{array.name}: has no start date; give it a coordinate forecast_reference_time")
+            lacks = f"{array.name}: has no start date; give it a coordinate forecast_reference_time"
+            raise _OfSomethingElse(lacks, "no start date")
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())
         dims = _dimensions(array, axes)
         units = _conversion(array, field)
+        step = abs(units[0] * array.encoding.get("scale_factor", 0.0))
         written = Written(self.path, array, field) if os.path.isdir(self.path) else None
         written = written if written is not None and written.doubtful else None
         self._variables.append(
-            _Variable(array.name, self._listed, dims, shape, rows, columns, *units, valid_limits(array), written)
+            _Variable(array.name, self._listed, dims, shape, rows, columns, *units, step, valid_limits(array), written)
         )
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
@@ -296,7 +307,7 @@ class XarrayFile:
         low, high = plausible(field_of(record))
         bad = ~((values > low) & (values < high))
         if not bad.any():
-            return RawField(values)
+            return RawField(values, step=self._place(record)[0].step)
         hidden = np.isnan(values)
         if not record["masked"] or (bad & ~hidden).any():
             count = f"{int(bad.sum())} of {values.size} values are NaN, infinite or beyond {_BEYOND:g}"
@@ -311,7 +322,7 @@ class XarrayFile:
             elif bad.sum() == hidden.sum():
                 count += "; only sst may lack points in NetCDF and Zarr: leave the level or variable out, or give GRIB"
             raise UserError(f"{self.path}: {describe(record)}: {count}")
-        return RawField(values, mask=hidden)
+        return RawField(values, mask=hidden, step=self._place(record)[0].step)
 
     def _read(self, variable: _Variable, first: np.ndarray, last: np.ndarray, rows: slice | None) -> np.ndarray:
         """A stretch of one start date (member, lead, level, Y, X) float32 in the program's order and units."""
@@ -385,4 +396,4 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
     try:
         return unit_conversion(units or field.units, field.units)
     except UserError as error:
-        raise _OtherUnits(f"{array.name}: {error}") from error
+        raise _OfSomethingElse(f"{array.name}: {error}", f"units {array.attrs.get('units')}") from error

@@ -23,9 +23,9 @@ _noted: list[int] = []
 
 
 def restarts() -> int:
-    """How often SLURM or torchrun has begun this rank again; an empty variable says nothing."""
-    counts = (os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
-    return max(int(count) if count.isdecimal() else 0 for count in counts)
+    """How often SLURM has begun this job again; an empty variable says nothing."""
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def note(number: int, _: object) -> None:

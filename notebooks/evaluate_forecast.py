@@ -101,7 +101,9 @@ print(f"{seen.sum()} of {len(files)} start dates had a part in the training and 
 forecast = forecast.isel(init_time=~seen & np.isin(forecast.init_time, archive.init_time))  # today's is in no archive
 both = np.intersect1d(np.array(held.lead_hours, "timedelta64[h]"), archive.lead_time.values)  # leads of all files
 if not len(both):
-    raise ValueError(f"{folder}: shares no lead with {store}, which holds {archive.lead_time.values}")
+    raise ValueError(
+        f"{folder}: shares no lead with {store}, which has {archive.lead_time.values.astype('timedelta64[h]')}"
+    )
 forecast = forecast.sel(lead_time=both)
 archive = archive.sel(init_time=forecast.init_time, lead_time=forecast.lead_time)
 archive = archive.sel(level=int(level[0]), drop=True) if level else archive

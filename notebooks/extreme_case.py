@@ -58,7 +58,9 @@ with xr.open_dataset(files[0], decode_timedelta=True) as first:
 [held] = open_forecasts([str(folder)])
 both = np.intersect1d(np.array(held.lead_hours, "timedelta64[h]"), archive.lead_time.values)
 if not len(both):
-    raise ValueError(f"{folder}: shares no lead with {store}, which holds {archive.lead_time.values}")
+    raise ValueError(
+        f"{folder}: shares no lead with {store}, which has {archive.lead_time.values.astype('timedelta64[h]')}"
+    )
 lead = both[-1]
 hours = int(lead / np.timedelta64(1, "h"))
 truths = archive[f"{name}_truth"].sel(lead_time=lead)

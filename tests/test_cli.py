@@ -8,6 +8,7 @@ import pytest
 from ensemble_ml import cli
 from ensemble_ml.distributed import meeting
 from ensemble_ml.distributed.world import World
+from ensemble_ml.errors import Stopped
 from ensemble_ml.signals import StopRequest
 from ensemble_ml.tasks import TASKS, Task
 
@@ -183,6 +184,29 @@ def test_a_mistake_of_several_ranks_ends_their_sweep(capsys, tmp_path, monkeypat
         run(capsys, "train", "-m", "run=a", "data.store=nothing", "seed=0,1", "hydra.sweep.dir=sweep")
     assert ended.value.code == cli.STATUS_USER
     assert capsys.readouterr().err.count("ensemble-ml: store") == 1
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_run_of_a_sweep_that_was_stopped(capsys, tmp_path, monkeypatch, alone):
+    """In a job of its own, which submitit began, it ends with the status that says so; here it ends the sweep."""
+
+    def stopped(_):
+        raise Stopped(True, True, "SIGUSR2: stopped after step 9; go on with resume=true")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    monkeypatch.setattr(cli, "_goes_on", lambda: not alone)
+    task = TASKS["train"]
+    monkeypatch.setitem(TASKS, "train", Task(task.config, stopped, task.example, task.leaves))
+    settings = "train", "-m", "run=a", "data.store=b", "seed=0,1", "hydra.sweep.dir=sweep"
+    if alone:
+        with pytest.raises(SystemExit) as ended:
+            run(capsys, *settings)
+        status, err = ended.value.code, capsys.readouterr().err
+    else:
+        status, _, err = run(capsys, *settings)
+    assert status == cli.STATUS_REQUEUE
+    assert err.count("ensemble-ml: SIGUSR2: stopped after step 9; go on with resume=true") == 1
 
 
 def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):

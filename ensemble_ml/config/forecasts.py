@@ -80,7 +80,7 @@ class EvaluateConfig:
     truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none")
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     members_in: Any = opt(None, "number of first members of the raw reduced ensemble that forecasts are compared with; null takes as many as the first forecast was made from (5 where it does not say)")
-    fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates")
+    fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates, of the hours at which forecasts start where these are enough")
     output: str = opt(MISSING, "folder for scores.json and report.html")
     regions: Any = opt(None, "boxes to score apart, beside tropics, extratropics, land and sea: 'regions={alps: [48, 5, 44, 16]}', [north, west, south, east]")
     climate_days: int = opt(9, "model climate for the extreme forecast index: members of other years within so many days of the date; 0 leaves it out")

@@ -92,7 +92,7 @@ class OptimConfig:
     momentum_sync: MomentumSync = opt(MomentumSync.never, "never | every | growing | selective: when the momenta of voting ranks are averaged")
     momentum_every: int = opt(100, "steps between averagings; the first interval where they grow")
     momentum_mb: float = opt(1.0, "bytes that a selective averaging may send, 1e6 bytes a rank; a layer that needs more is never averaged")
-    momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first")
+    momentum_kept: MomentumKept = opt(MomentumKept.ranks, "ranks | mean: checkpoints hold the momentum of each rank, or average it first, but for those that a stop or the clock asks for")
 
     @property
     def votes(self) -> bool:

@@ -65,7 +65,7 @@ class TrainConfig:
     spread_weight: float = opt(1.0, "weight of the spread loss beside the CRPS")
     average: float = opt(0.0, "decay of a running average of the weights that validation and checkpoints/best use; 0 turns it off")
     threads: int = opt(0, "CPU threads; 0 takes all cores, each rank its share of a host's. Resumed runs need the same number to be equal bit for bit")
-    resume: Any = opt(False, "go on from checkpoints/last of the same run; auto does so where SLURM or torchrun began it again")
+    resume: Any = opt(False, "go on from checkpoints/last of the same run; auto does so where SLURM has requeued the job")
     init_from: str | None = opt(None, "start from the weights of this checkpoint, with a new schedule")
     data: DataConfig = part(DataConfig, "dates, variables, levels, leads, members")
     model: ModelConfig = part(ModelConfig, "network")

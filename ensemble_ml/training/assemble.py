@@ -303,8 +303,9 @@ def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> No
 def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
     """Set and return the precision and order of axes that are fastest for a step of this run.
 
-    Over several ranks each times a model of its own part of the grid, all at once, and rank 0 decides. Two runs may
-    measure differently, and then differ in the last bits; a precision that is given is taken unmeasured.
+    Over several ranks each times a model of its own part of the grid, all at once, and rank 0 decides, among what all
+    of them have. Two runs may measure differently, and then differ in the last bits; a precision that is given is taken
+    unmeasured.
     """
     device = session.device
     if config.model.precision is not Precision.auto:
@@ -322,11 +323,9 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
 
     lacking = torch.tensor(float(not has_bfloat16(device)), device=device)
     session.mesh.world.all_reduce(lacking)
-    wanted: Precision = config.model.precision
-    if lacking and wanted is Precision.auto:
-        wanted = Precision.float32  # or it could not be resumed where some ranks have none
-        if has_bfloat16(device):
-            log.warning("speed: %d ranks have no bfloat16, so all compute in float32", int(lacking))
+    wanted = Precision.float32 if lacking else Precision.auto  # or it could not be resumed where some have no other
+    if session.first and 0 < lacking < session.world.size:
+        log.warning("speed: %d of %d ranks have no bfloat16, so all compute in float32", lacking, session.world.size)
     with told_of_memory(config, session):
         moved = batch.to(device, next(model.parameters()).dtype)
         record = cuda_graph if may_record(model, session) else None

@@ -73,7 +73,7 @@ def curves(scores: Scores) -> str:
 
 
 def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid, land: np.ndarray | None) -> str:
-    """Maps of the gain, and of the spread on the last test date."""
+    """Maps of the gain, and of the spread on the last test date that has the field."""
     if min(grid.shape) < 2:
         return ""  # a row or a column makes no map
     families = content["families"]

@@ -205,12 +205,12 @@ class ForecastFile:
         return np.atleast_3d(values.T).T[..., rows[:, None], columns]
 
     def _not_negative(self, values: np.ndarray, name: str, factor: float) -> np.ndarray:
-        """Zero where values lie below it by what packing and rounding make of a zero."""
-        step = abs(factor * self.data[name].encoding.get("scale_factor", 0.0))  # a packed zero is within half of it
-        least = -max(step / 2, _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values)))
-        if below := int((values < least).sum()):
+        """Zero where values may be what packing and rounding make of a zero."""
+        packing = abs(factor * self.data[name].encoding.get("scale_factor", 0.0)) / 2
+        near = packing + _ROUNDING * np.max(values, initial=0.0, where=np.isfinite(values))
+        if below := int((values < -near).sum()):
             raise self._wanting(f"{name} is below zero at {below} of its points")
-        return np.maximum(values, 0.0)
+        return np.where(values <= (near if packing else 0.0), 0.0, values)
 
     def _conversion(self, name: str, variable: str) -> tuple[float, float]:
         """(factor, shift) that bring a variable to the registry's units.

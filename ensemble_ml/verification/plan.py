@@ -165,7 +165,7 @@ def _hours_of_day(times: np.ndarray) -> np.ndarray:
 
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
     """Dates of `config.fit`; else those that the forecasts were trained on, of the hours at which these start where
-    there are any: errors follow the sun."""
+    they are enough: errors follow the sun."""
     times = source.layout.init_time
     if config.fit is not None:
         return select_dates(times, config.fit, "fit")
@@ -174,22 +174,25 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
         raise UserError(f"{forecasts[0].path}: records no training_dates; say with fit=[...] what to fit baselines on")
     if any(len(f.training_dates) and set(f.training_dates) != set(trained.training_dates) for f in forecasts):
         notes.append(f"Forecasts were trained on different dates; baselines are fitted on those of {trained.label}.")
-    missing = np.setdiff1d(trained.training_dates, times)
+    wanted = _of_hours(trained.training_dates, forecasts, notes)
+    missing = np.setdiff1d(wanted, times)
     if len(missing):
         raise UserError(
-            f"ensemble={source.path}: lacks {len(missing)} of the {len(trained.training_dates)} training dates of "
+            f"ensemble={source.path}: lacks {len(missing)} of the {len(wanted)} training dates of "
             f"{trained.path} (first {str(missing[0])[:13]}), which baselines are fitted on; "
             "give the archive that has them, or other dates with fit=[...]"
         )
-    fit = np.flatnonzero(np.isin(times, trained.training_dates))
+    return np.flatnonzero(np.isin(times, wanted))
+
+
+def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
+    """Of `trained`, the start dates at hours at which forecasts start, where these are enough to fit on."""
     hours = np.unique(_hours_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
-    alike = fit[np.isin(_hours_of_day(times[fit]), hours)]
-    if not len(alike) or len(alike) == len(fit):
-        return fit
-    at = ", ".join(f"{hour:02}" for hour in hours)
-    notes.append(
-        f"Baselines are fitted to the {len(alike)} of {len(fit)} training dates at {at} UTC, as forecasts start."
-    )
+    alike = trained[np.isin(_hours_of_day(trained), hours)]
+    if len(alike) < FEWEST_DATES or len(alike) == len(trained):
+        return trained
+    at, some = ", ".join(f"{hour:02}" for hour in hours), f"{len(alike)} of {len(trained)}"
+    notes.append(f"Baselines are fitted to the {some} training dates at {at} UTC, as forecasts start.")
     return alike
 
 

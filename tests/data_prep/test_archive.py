@@ -188,18 +188,21 @@ class TestSums:
         np.testing.assert_array_equal(rain[1], sums[24])
         np.testing.assert_allclose(rain[2], sums[48] - sums[24], atol=1e-10)
 
-    @pytest.mark.parametrize("bits", [12, 16])
-    def test_what_packing_makes_of_a_dry_interval_is_no_rain(self, tmp_path, bits):
+    @pytest.mark.parametrize("packing", ["grid_simple", "grid_ccsds"])
+    @pytest.mark.parametrize("bits", [12, 16, 24])
+    def test_what_packing_makes_of_a_dry_interval_is_no_rain(self, tmp_path, bits, packing):
         """A sum that did not change is packed with other steps at another lead."""
         first = np.random.default_rng(0).gamma(0.5, 8e-3, (7, 12))
         second = first.copy()
-        second[:3] += 0.02
-        fields = [
-            message("tp", values, step=step, bitsPerValue=bits) for step, values in (("0-24", first), ("0-48", second))
-        ]
-        rain = open_archive(write(tmp_path / "a.grib", fields)).read(Part.FORECAST, 0).surface[0, -1, 0]
+        second[:3] += 0.2
+        told = {"bitsPerValue": bits, "packingType": packing}
+        fields = [message("tp", sums, step=step, **told) for step, sums in (("0-24", first), ("0-48", second))]
+        path = write(tmp_path / "a.grib", fields)
+        sums = [values for _, values in decoded(path)]
+        assert (sums[1][3:] > sums[0][3:]).any()
+        rain = open_archive(path).read(Part.FORECAST, 0).surface[0, -1, 0]
         assert (rain[3:] == 0).all()
-        np.testing.assert_allclose(rain[:3], 0.02, rtol=0.01)
+        np.testing.assert_allclose(rain[:3], 0.2, rtol=0.01)
 
     def test_a_selected_lead_keeps_the_interval_of_the_archive(self, tmp_path):
         path = self.rain(tmp_path)

@@ -332,9 +332,10 @@ def test_a_signal_to_the_process_group_is_the_runs_alone(store):
     state."""
     [reader] = readers_of(store, 1)
     loader = TorchLoader(config_of(name=LoaderName.torch, workers=2), schedule_of(reader, dates=DATES), reader, 0)
-    batches = loader.train()
-    next(batches)
-    workers = [process.pid for process in multiprocessing.active_children()]
+    before, batches = set(multiprocessing.active_children()), loader.train()
+    for _ in range(2):  # one of each worker, which has begun then
+        next(batches)
+    workers = [process.pid for process in set(multiprocessing.active_children()) - before]
     assert len(workers) == 2 and os.getpgrp() not in {os.getpgid(pid) for pid in workers}
     loader.close()
 

@@ -135,8 +135,7 @@ def test_resume_without_a_checkpoint_begins(config_of, caplog):
         ({"SLURM_RESTART_COUNT": ""}, False),  # as containers pass on what is not set
         ({"SLURM_RESTART_COUNT": "0"}, False),
         ({"SLURM_RESTART_COUNT": "2"}, True),
-        ({"TORCHELASTIC_RESTART_COUNT": "1"}, True),
-        ({"SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, False),  # torchrun begins again whatever failed, the name of the run, too
     ],
 )
 def test_a_job_that_was_begun_again_goes_on_by_itself(config_of, monkeypatch, told, goes_on):

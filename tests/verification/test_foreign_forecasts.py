@@ -161,7 +161,8 @@ def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, part):
         evaluate(settings(other, store, tmp_path / "r"), store)
 
 
-def test_a_packed_zero_is_no_scale_below_zero(store, forecast, tmp_path, plain):
+@pytest.mark.parametrize("offset", [32500.7, 32500.3])
+def test_a_packed_zero_is_no_scale_below_zero_or_above(store, forecast, tmp_path, plain, offset):
     """16-bit integers bring a zero back as what rounding makes of it."""
 
     def dry(data):
@@ -174,10 +175,10 @@ def test_a_packed_zero_is_no_scale_below_zero(store, forecast, tmp_path, plain):
     for path in whole.glob("*.nc"):
         with xr.open_dataset(path, decode_timedelta=False) as data:
             step = float(data.tp_stddev.max()) / 65000
-            kind = {"dtype": "int16", "scale_factor": step, "add_offset": 32500.7 * step, "_FillValue": -32768}
+            kind = {"dtype": "int16", "scale_factor": step, "add_offset": offset * step, "_FillValue": -32768}
             data.to_netcdf(packed / path.name, encoding={"tp_stddev": kind})
         with xr.open_dataset(packed / path.name, decode_timedelta=False) as data:
-            assert -step < float(data.tp_stddev.min()) < 0
+            assert -step < float(data.tp_stddev.min()) < step and float(data.tp_stddev.min())
     evaluate(settings([str(whole), str(packed)], store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     ours, theirs = (entry(content, name, "tp", None) for name in ("f", "g"))
