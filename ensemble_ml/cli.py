@@ -144,6 +144,8 @@ def _one_line(task: str, text: str) -> str:
     if unknown:
         full = re.search(r"full_key: (\S+)", text)
         return _no_such(task, unknown.group(1) or (full.group(1) if full else unknown.group(2)))
+    if "Could not load 'hydra/launcher/submitit" in text:
+        return "hydra/launcher=cluster: not installed; pip install 'ensemble-ml[cluster]'"
     choice = re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\n((?:\t\S+\n?)*)", text)
     if choice:
         options = ", ".join(choice.group(3).split())

@@ -3,29 +3,39 @@
 #   . scripts/environment.sh EXTRAS      e.g. simulate,tracking
 #
 # ENSEMBLE_ML_VENV names another place than .venv. A finished installation is recognised by a stamp for its extras, so
-# that a second call costs nothing until pyproject.toml, constraints.txt, native.c or how that is compiled change.
+# that a second call costs nothing until this checkout's place, pyproject.toml, constraints.txt, native.c or how that is
+# compiled change.
 
+unset CDPATH  # with which cd prints where it went
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${ENSEMBLE_ML_VENV:-$root/.venv}
 extras=${1:?extras to install}
+case $venv in /*) ;; *)
+  echo "ensemble_ml: ENSEMBLE_ML_VENV=$venv: give an absolute path" >&2
+  return 1
+esac
 
 find_python() {
   for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3 python; do
     [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
-      "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null &&
+      "$candidate" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null &&
       echo "$candidate" && return
   done
-  echo "ensemble_ml: Python 3.11 to 3.13 with venv is needed; set PYTHON to one" >&2
+  echo "ensemble_ml: Python 3.11 to 3.13 with venv and pip is needed; set PYTHON to one" >&2
   return 1
 }
 
 sources=("$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" "$root/scripts/hatch_build.py")
-digest=$(cat "${sources[@]}" | cksum | cut -d' ' -f1)
+digest=$({ echo "$root"; cat "${sources[@]}"; } | cksum | cut -d' ' -f1)
 stamp=$venv/.ensemble-ml-$digest-$extras
 if [ ! -e "$stamp" ]; then
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
-  if [ ! -x "$venv/bin/python" ]; then
-    python=$(find_python) && "$python" -m venv "$venv" || return 1
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # it may have been interrupted before it had pip
+    if [ -n "${ENSEMBLE_ML_VENV:-}" ] && [ -e "$venv/bin/python" ]; then
+      echo "ensemble_ml: ENSEMBLE_ML_VENV=$venv has no pip; give another, or add it (python -m ensurepip)" >&2
+      return 1
+    fi
+    python=$(find_python) && "$python" -m venv --clear "$venv" || return 1
   fi
   constraints=$root/constraints.txt others=
   # In an environment that is given, a torch of 2.11 or later, for a site's GPUs say, stays as it is.

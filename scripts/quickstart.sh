@@ -3,6 +3,7 @@
 # Does all its own set-up. Leaves runs/quickstart/{forecast/*.nc, scores.json, report.html}; run again, it goes on where
 # it stopped.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "$0")/.."
 . scripts/environment.sh simulate,tracking
 run=runs/quickstart

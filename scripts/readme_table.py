@@ -62,7 +62,7 @@ def command(name: str, content: dict) -> str:
     if content.get("command"):
         words = [word for word in content["command"] if not word.startswith(("output=", "workspace="))]
         shown = (re.sub(r"(?<==)\S*/(?=[^/\s])", "", word) for word in words)
-        return " ".join(f"'{word}'" if " " in word else word for word in shown)
+        return " ".join(f"'{word}'" if set(word) & set(" []{}") else word for word in shown)
     benchmark, _, section = name.partition("-")
     if name == "quickstart":
         return "scripts/quickstart.sh"

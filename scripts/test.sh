@@ -4,6 +4,7 @@
 # --slow measures coverage, which makes them 1.5 times as long, and then runs those that take four seconds or more where
 # others test the like in less: these are left out of the coverage.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "$0")/.."
 . scripts/environment.sh test
 slow=""

@@ -22,7 +22,7 @@ from ensemble_ml.benchmarks.loaders import memory, places, racing, simulation
 from ensemble_ml.benchmarks.loaders.lap import Size
 from ensemble_ml.benchmarks.loaders.track import Track, track
 from ensemble_ml.benchmarks.results import Figure
-from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
+from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
 
 _SIZES = {
     BenchmarkSize.full: Size(32, 10, (181, 360)),
@@ -69,7 +69,10 @@ def run(config: BenchmarkConfig) -> Path:
             past the emulator, or there is no C compiler.
     """
     with tempfile.TemporaryDirectory(prefix="loading-") as temporary:
-        bench = run_sections(LoadingBench(config, Path(config.workspace or temporary).resolve()), SECTIONS)
+        workspace = Path(config.workspace or temporary).resolve()
+        whole = not set(" :") & set(str(workspace))  # which separate libraries in LD_PRELOAD
+        require("workspace", config.workspace, whole, "must have no blank and no colon")
+        bench = run_sections(LoadingBench(config, workspace), SECTIONS)
     return bench.publish(Path(config.output) / "loading", "Loading: every byte leaves slow storage once")
 
 

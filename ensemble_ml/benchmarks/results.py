@@ -98,6 +98,8 @@ def commit() -> str:
     """The commit that ran, with `+` where files differ from it; `unknown` outside a checkout."""
     here = Path(__file__).resolve().parent
     try:
+        # The package may lie in an environment inside somebody else's repository.
+        subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
         changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

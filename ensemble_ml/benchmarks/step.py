@@ -77,7 +77,7 @@ def run(config: BenchmarkConfig) -> Path:
     figures: dict[str, Figure] = {}
     claims, notes = [], []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "two cores"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     for case in CASES if device.type == "cpu" else GPU_CASES:
         found, note = _race_case(case, config.repeats, device)
         figures |= {f"{case.name}: {name}": figure for name, figure in found.items()}

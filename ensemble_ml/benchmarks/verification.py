@@ -64,7 +64,7 @@ def run(config: BenchmarkConfig) -> Path:
         runs=config.repeats,
         figures=figures,
         claims=claims,
-        notes=[f"Both give the same scores: the largest relative difference is {apart:.1e}."],
+        notes=[f"The largest relative difference between their scores is {apart:.1e}."],
         size=config.size,
     )
 

@@ -76,12 +76,15 @@ def lane_of(session: Session) -> Lane:
     return Lane(place.data, place.lon, topology.data, topology.lon, gather, local, topology.rank)
 
 
-def describe(config: TrainConfig, store: TensorStore, topology: Topology = ONE, step: float | None = None) -> str:
+def describe(
+    config: TrainConfig, store: TensorStore, topology: Topology = ONE, step: float | None = None, on_host: int = 0
+) -> str:
     """Lines that tell what loading a run will read, from where, in what time: see `ensemble_ml.loading.explain`.
 
     Args:
         topology: of the ranks that it is planned for; seen from the first band of rows.
         step: seconds that a training step computes, where they are known.
+        on_host: ranks that share the memory of a host; all of them if 0.
 
     Raises:
         UserError: settings that do not fit the store.
@@ -104,7 +107,7 @@ def describe(config: TrainConfig, store: TensorStore, topology: Topology = ONE, 
         True,
         topology.data,
     )
-    lane = Lane(parts=topology.data, columns=topology.lon, on_host=topology.size)
+    lane = Lane(parts=topology.data, columns=topology.lon, on_host=on_host or topology.size)
     plan, units, schedule, ahead = make_plan(config.loading, schedule, reader, lane)
     return explain(config.loading, plan, units, schedule, ahead=ahead, step=step, lanes=topology.lat)
 

@@ -272,13 +272,23 @@ def plan(config: PlanConfig) -> Path:
         _tell(config, found, best)
         assert best.cost is not None
         if config.data.train:
-            print(describe(config, source, best.topology, best.cost.seconds))
+            told = _with_memory(config, best, session)
+            print(describe(told, source, best.topology, best.cost.seconds, config.plan.ranks_per_node))
         else:
             print("What loading reads, and when, is told where data.train names the start dates.")
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}
         if config.plan.simulate:
             content["scaling"] = _scaling(planner, found, folder)
         return _written(folder / "plan.json", json.dumps(content, indent=2) + "\n")
+
+
+def _with_memory(config: PlanConfig, best: Candidate, session: Session) -> PlanConfig:
+    """Settings with the memory for loading that a rank of `plan.memory_gb` has: half of what a step leaves, as a run
+    takes it that finds this free. A GPU's memory says nothing of its host's."""
+    if not config.plan.memory_gb or config.loading.ram is not None or session.device.type != "cpu":
+        return config
+    left = max(0, int(1e9 * config.plan.memory_gb) - best.memory) // 2
+    return replace(config, loading=replace(config.loading, ram=left))
 
 
 def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> None:

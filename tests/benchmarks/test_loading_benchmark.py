@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ensemble_ml.benchmarks import loading
+from ensemble_ml.benchmarks.loaders import racing
 from ensemble_ml.benchmarks.loaders.race import Outcome
 from ensemble_ml.benchmarks.loaders.track import check
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, RaceConfig
@@ -50,3 +51,39 @@ def test_disqualified(wrong):
     check("entrant", Outcome(**good), 100)
     with pytest.raises(UserError, match="entrant"):
         check("entrant", Outcome(**good | wrong), 100)
+
+
+@pytest.mark.parametrize("section", [racing.losses, racing.fast_storage])
+def test_a_rival_that_does_not_finish_loses_nothing_that_was_measured(monkeypatch, section):
+    class Stuck:
+        """A track on which rivals cannot be tuned."""
+
+        raw, notes, outcomes = 1, [], {"before": ["measured"]}
+
+        def tuned(self, name, settings, spec):
+            raise UserError("ran with none of 3 settings")
+
+        def spec(self, *given, **more):
+            return given
+
+        def run(self, name, spec):
+            self.outcomes[name] = ["measured"]
+
+    class Rival:
+        name, settings, cached = "theirs", (), False
+
+        def spec(self, one, cache):
+            return {}
+
+    monkeypatch.setattr(racing, "rivals", lambda *_, same_bytes: [Rival()])
+    track = Stuck()
+    track.notes, track.outcomes = [], dict(track.outcomes)
+    section(track, RaceConfig(), None)
+    assert "before" in track.outcomes and sum(": ours" in name for name in track.outcomes) >= 2
+    assert len(track.notes) == 2 and all("theirs: did not finish (ran with none" in note for note in track.notes)
+
+
+def test_a_workspace_that_the_emulator_cannot_be_loaded_from(tmp_path):
+    given = BenchmarkConfig(benchmark="loading", output=str(tmp_path), workspace=str(tmp_path / "my data"))
+    with pytest.raises(UserError, match=r"workspace=.*my data: must have no blank and no colon"):
+        loading.run(given)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 import torch
 
-from ensemble_ml.benchmarks import step
+from ensemble_ml.benchmarks import results, step
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig, Pole, Precision, Vertical
 from ensemble_ml.models import Climate, EnsembleModel, Speed
@@ -63,10 +64,11 @@ def test_run_writes_results(tmp_path, monkeypatch):
     assert {"machine", "commit", "runs", "figures", "claims"} <= set(found)
     ratio = found["figures"]["small: naive over ours"]["median"]
     [claim] = found["claims"]
+    assert f"on {torch.get_num_threads()} threads" in claim["claim"]
     assert claim["value"] == ratio and claim["target"] == 5 and claim["holds"] == (ratio >= 5)
     assert found["figures"]["small: step, naive"]["unit"] == "ms" and found["runs"] == 2
     page = (tmp_path / "step" / "report.html").read_text()
-    assert "two cores" in page and "<script" not in page and "http" not in page
+    assert "threads" in page and "<script" not in page and "http" not in page
 
 
 def test_claims_are_truthful(tmp_path):
@@ -81,3 +83,14 @@ def test_claims_are_truthful(tmp_path):
     before = path.read_text()
     assert write_results(path.parent, title="other", runs=3, figures={}, claims=[]) == path
     assert (path.parent / "results.previous.json").read_text() == before != path.read_text()
+
+
+def test_the_commit_of_somebody_elses_repository_is_not_ours(tmp_path, monkeypatch):
+    """The package may be installed in an environment inside one."""
+    assert results.commit() == "unknown" or len(results.commit().rstrip("+")) == 40
+    who = "-c", "user.name=a", "-c", "user.email=a@b"
+    for command in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "results.py").touch()
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    assert results.commit() == "unknown"

@@ -182,6 +182,8 @@ class TestSchedule:
             ("forecast_truncation", 30, "21, 31 and 42"),
             ("forecast_minutes", 50, "forecast_minutes=50"),
             ("norm", 0.0, "norm=0.0"),
+            ("first_year", 0, "first_year=0: give years from 1000 to 2261"),
+            ("first_year", 2260, "first_year=2260"),
         ],
     )
     def test_bad_settings(self, key, value, text):

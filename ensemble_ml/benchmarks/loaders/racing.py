@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ensemble_ml.benchmarks.loaders.track import Rival, Track, rivals
@@ -46,15 +47,29 @@ def own_formats(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
     return [*claims, *_waits(one, race.caches, OWN), *_predictions(one, race.caches, OWN)]
 
 
+@contextmanager
+def _noted(one: Track, *names: str) -> Iterator[None]:
+    """A rival that does not finish is told of, and what was measured before stays."""
+    try:
+        yield
+    except UserError as error:
+        one.notes.append(f"{names[0]}: did not finish ({error}).")
+        for name in names:
+            if not one.outcomes.get(name):
+                one.outcomes.pop(name, None)
+
+
 def losses(one: Track, race: RaceConfig, tools: Path) -> None:
     """One epoch, and all epochs without a cache: where knowing the future helps least. DataLoader and ours."""
     for same in (True, False):
         kind = SAME if same else OWN
         for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
-            best = one.tuned(f"{rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
-            one.run(f"one epoch, {kind}: {rival.name}", one.spec(**rival.spec(one, 1.0), **best, epochs=1))
-            if not rival.cached:
-                one.run(f"no cache, {kind}: {rival.name}", one.spec(**rival.spec(one, 0), **best))
+            epoch, bare = f"one epoch, {kind}: {rival.name}", f"no cache, {kind}: {rival.name}"
+            with _noted(one, epoch, bare):
+                best = one.tuned(f"{rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
+                one.run(epoch, one.spec(**rival.spec(one, 1.0), **best, epochs=1))
+                if not rival.cached:
+                    one.run(bare, one.spec(**rival.spec(one, 0), **best))
         ours = "ours raw" if same else "ours packed"
         one.run(f"one epoch, {kind}: ours", one.spec(ours, one.raw, epochs=1))
         one.run(f"no cache, {kind}: ours", one.spec(ours, 0))
@@ -65,8 +80,10 @@ def fast_storage(one: Track, race: RaceConfig, tools: Path) -> None:
     for same in (True, False):
         kind = SAME if same else OWN
         for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
-            best = one.tuned(f"fast storage, {rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
-            one.run(f"fast storage, {kind}: {rival.name}", one.spec(**rival.spec(one, 1.0), **best))
+            name = f"fast storage, {kind}: {rival.name}"
+            with _noted(one, name):
+                best = one.tuned(f"fast storage, {rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
+                one.run(name, one.spec(**rival.spec(one, 1.0), **best))
         one.run(f"fast storage, {kind}: ours", one.spec("ours raw" if same else "ours packed", one.raw))
 
 
@@ -124,12 +141,9 @@ def _enter(one: Track, race: RaceConfig, tools: Path, kind: str) -> None:
 def _race_rival(one: Track, race: RaceConfig, kind: str, rival: Rival) -> None:
     for cache in [c for c in race.caches if c >= 0.25] if rival.cached else [0.0]:
         name = f"{kind}, cache {cache:g}: {rival.name}" if rival.cached else rival.name
-        try:
+        with _noted(one, name):
             best = one.tuned(name, rival.settings, rival.spec(one, cache))
             one.run(name, one.spec(**rival.spec(one, cache), **best))
-        except UserError as error:
-            one.notes.append(f"{name}: did not finish ({error}).")
-            one.outcomes.pop(name, None)
 
 
 def _ahead(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
