@@ -134,7 +134,8 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
     l = -mu / sigma
     above = 0.5 * torch.erfc(torch.clamp(l, max=_FAR) / _SQRT2)  # torch's ndtr is zero below -10
     near = -ndtri((1 - p) * above)
-    far = l - torch.log1p(-p) / torch.clamp(l, min=1)  # the tail is exponential there
+    e = -torch.log1p(-p)  # the tail falls as exp(-(z^2 - l^2) / 2) there: z^2 = l^2 + 2 e
+    far = l + 2 * e / (l + torch.sqrt(l * l + 2 * e)).clamp(min=1)
     z = torch.where(l > _FAR, far, near)
     return torch.clamp(mu + sigma * z, min=0).to(location.dtype)
 

@@ -28,6 +28,7 @@ from ensemble_ml.store.source import Layout, Part, Selection, Source, zero_by_na
 
 WINDOW = 7
 SIGMA = 10.0
+_LEAST = 0.02  # of a level's typical standard deviation
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,10 +170,16 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 
 
 def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian means of the maps of mean and standard deviation, over the points that have values."""
+    """Gaussian means of the maps of mean and standard deviation, over the points that have values.
+
+    The deviation stays above a share of its root mean square over all points: where it never rained in training, or the
+    sea was always frozen, rain of the next season would be 1e8 of them.
+    """
     there = (points.count > 0).astype(np.float64)
     std = np.sqrt(points.m2 / np.maximum(points.count, 1))
-    return _gaussian(points.mean, there, wraps, sigma), _gaussian(std, there, wraps, sigma)
+    found = _gaussian(std, there, wraps, sigma)  # rounding may leave it below zero
+    least = _LEAST * np.sqrt((found**2).mean((-2, -1), keepdims=True))
+    return _gaussian(points.mean, there, wraps, sigma), np.maximum(found, least)
 
 
 def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) -> np.ndarray:

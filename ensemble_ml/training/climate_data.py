@@ -91,7 +91,7 @@ class Dates:
         """Mean and spread of the first M members that the date has whole, and the spread of all.
 
         Where it has fewer, of the first M: what one of them lacks is NaN. `chosen`: positions of other members. The
-        spread of all is NaN where these are all that a date has of more: the input is never the target.
+        spread of all is NaN where these are all that the date has: the input is never the target.
         """
         whole = self.reader.available(date)
         if chosen is None:
@@ -103,7 +103,7 @@ class Dates:
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
         full_spread = self.target(Part.SPREAD, date)
-        if len(chosen) == len(whole) < self.reader.full_size:
+        if len(chosen) == len(whole):
             full_spread = torch.full_like(full_spread, torch.nan)
         return Sample(mean, spread, full_spread, day)
 

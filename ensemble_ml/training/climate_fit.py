@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -103,7 +103,9 @@ def fit_climate(
     sample = spaced(all_train, _SAMPLE_DATES)
     moments = dates.input_moments(all_train)
     climatology = fit_climatology(dates, chosen, scales, moments.std)
-    spread = fit_spread(dates, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
+    some = dates.of(max(1, min(dates.members, reader.full_size - 1)))  # all of them have no spread left to tell of
+    spread = fit_spread(some, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
+    spread = replace(spread, members=dates.members)
     truth = Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
     static = _static(reader)

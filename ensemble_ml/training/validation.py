@@ -14,7 +14,8 @@ Beside them the widths: by how much the predicted standard deviation of a field 
 to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
 Training by the CRPS leaves them above one where errors have heavier tails than the family. The variance of rain's law
 lies, where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the
-scale, and one time in 600,000 it rains): its mean square says nothing, and the width is the one with the least CRPS.
+scale, and one time in 600,000 it rains), that of a log-normal law of small mean in values as rare: its mean square says
+nothing, and the width is the one with the least CRPS.
 The number of members changes them: from one, sigma follows what many would have said. They are taken from the number
 that validation has; those of others come beside them with each best model (`training.widths`).
 """
@@ -32,13 +33,13 @@ from ensemble_ml.distributed import Mesh
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.loading import Batch
-from ensemble_ml.models import AnyModel, Prediction, distributions
+from ensemble_ml.models import AnyModel, Prediction, distributions, skewed
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, families
 from ensemble_ml.training.losses import crps
 
 _NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
-_BY_CRPS = (Family.CENSORED_SHIFTED_GAMMA,)  # laws whose width is the one with the least CRPS
+_BY_CRPS = skewed.LAWS  # whose width is the one with the least CRPS
 _TRIED = (0.8, 1.0, 1.25)  # widths at which it is known, even steps of the logarithm: a parabola goes through these
 _FURTHEST = 2.0  # steps from one that a parabola is believed
 

@@ -187,6 +187,15 @@ def test_quantile_inverts_cdf(family, mu):
     assert (back[~inside] >= levels[~inside]).all()
 
 
+@pytest.mark.parametrize("mu", [-29.0, -31.0, -50.0, -300.0])
+@pytest.mark.parametrize("level", [0.1, 0.9, 0.999999])
+def test_quantiles_of_a_truncated_normal_far_in_its_tail(mu, level):
+    """Where probabilities are too small for floating numbers, their logarithms are not."""
+    found = quantile(TRUNCATED, torch.tensor(mu, dtype=F64), torch.tensor(1.0, dtype=F64), level).item()
+    beyond = stats.norm.logsf(found - mu) - stats.norm.logsf(-mu)
+    assert beyond == pytest.approx(np.log1p(-level), rel=3e-3, abs=3e-3)
+
+
 def test_cdf_counts_the_censored_mass():
     zero, one = torch.zeros(()), torch.ones(())
     assert cdf(CENSORED, zero, one, zero).item() == pytest.approx(0.5)

@@ -87,6 +87,15 @@ def test_smoothing_is_gaussian_and_ends_at_edges():
     assert not np.allclose(region, rolled)
 
 
+def test_where_nothing_varied_a_deviation_is_still_something():
+    """A belt without rain, wider than the filter reaches: next season's rain there is no 1e8 deviations."""
+    m2 = np.random.default_rng(0).gamma(2.0, 1e-6, (140, 40))
+    m2[40:] = 0.0
+    _, std = smoothed(Pooled(np.full(m2.shape, 9.0), np.zeros(m2.shape), m2), True)
+    typical = np.sqrt((std**2).mean())
+    assert (std > 0.019 * typical).all() and (std[90:] == std.min()).all()
+
+
 def test_gaps_and_masks_are_left_out(store, tmp_path):
     lay, mask = store.layout, np.zeros(store.layout.grid.shape, bool)
     mask[2:9, 3:15] = True

@@ -253,6 +253,13 @@ def test_spread_alone_needs_no_truth(wrong):
     assert not climate.bias_p.any() and not climate.inflation_p.any() and (climate.error_p == 1).all()
 
 
+def test_all_members_are_no_input_that_tells_their_spread(wrong):
+    """Seen as input, it would say that no spread has to be drawn to climate's, whatever the number of members."""
+    whole, nine = (fit_climate(reader_of(wrong), TRAIN, TEST, members).climate for members in (10, 9))
+    for name in ("spread_shrink_p", "spread_gain_p", "spread_level_p"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(nine, name))
+
+
 @pytest.mark.parametrize("members", [1, 2, 10])
 def test_any_number_of_members_and_few_dates(wrong, members):
     found = fit_climate(reader_of(wrong), [0, 1, 2], [], members)
