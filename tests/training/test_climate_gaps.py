@@ -76,7 +76,8 @@ def test_spreads_of_the_members_that_are_given_are_no_target(tmp_path):
     readers = [reader_of(store) for store in stores]
     assert torch.isnan(Dates(readers[1], 3).sample(0).full_spread).all()
     assert torch.isfinite(Dates(readers[1], 2).sample(0).full_spread).all()
-    assert torch.isfinite(Dates(readers[0], 8).sample(0).full_spread).all()  # all members are meant
+    assert torch.isnan(Dates(readers[0], 8).sample(0).full_spread).all()  # it is the input
+    assert torch.isfinite(Dates(readers[0], 7).sample(0).full_spread).all()
     others = np.array([date for date in TRAIN if date not in few])
     wanted, found = (
         fit_climate(reader, dates, TEST, 3, [2, 3]) for reader, dates in ((readers[0], others), (readers[1], TRAIN))
