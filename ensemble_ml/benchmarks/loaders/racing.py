@@ -48,15 +48,13 @@ def own_formats(one: Track, race: RaceConfig, tools: Path) -> list[Claim]:
 
 
 @contextmanager
-def _noted(one: Track, *names: str) -> Iterator[None]:
-    """A rival that does not finish is told of, and what was measured before stays."""
+def _noted(one: Track, name: str) -> Iterator[None]:
+    """A rival that does not finish a run is told of and has no outcome there; what else was measured stays."""
     try:
         yield
     except UserError as error:
-        one.notes.append(f"{names[0]}: did not finish ({error}).")
-        for name in names:
-            if not one.outcomes.get(name):
-                one.outcomes.pop(name, None)
+        one.notes.append(f"{name}: did not finish ({error}).")
+        one.outcomes.pop(name, None)
 
 
 def losses(one: Track, race: RaceConfig, tools: Path) -> None:
@@ -65,11 +63,12 @@ def losses(one: Track, race: RaceConfig, tools: Path) -> None:
         kind = SAME if same else OWN
         for rival in rivals(one, race.rivals, race.workers, tools, same_bytes=same):
             epoch, bare = f"one epoch, {kind}: {rival.name}", f"no cache, {kind}: {rival.name}"
-            with _noted(one, epoch, bare):
+            with _noted(one, epoch):
                 best = one.tuned(f"{rival.name} ({kind})", rival.settings, rival.spec(one, 1.0))
                 one.run(epoch, one.spec(**rival.spec(one, 1.0), **best, epochs=1))
-                if not rival.cached:
-                    one.run(bare, one.spec(**rival.spec(one, 0), **best))
+                with _noted(one, bare):
+                    if not rival.cached:
+                        one.run(bare, one.spec(**rival.spec(one, 0), **best))
         ours = "ours raw" if same else "ours packed"
         one.run(f"one epoch, {kind}: ours", one.spec(ours, one.raw, epochs=1))
         one.run(f"no cache, {kind}: ours", one.spec(ours, 0))
