@@ -35,7 +35,7 @@ if [ ! -e "$stamp" ]; then
       echo "ensemble_ml: ENSEMBLE_ML_VENV=$venv has no pip; give another, or add it (python -m ensurepip)" >&2
       return 1
     fi
-    python=$(find_python) && "$python" -m venv --clear "$venv" || return 1
+    python=$(find_python) && "$python" -m venv "$venv" || return 1
   fi
   constraints=$root/constraints.txt others=
   # In an environment that is given, a torch of 2.11 or later, for a site's GPUs say, stays as it is.
