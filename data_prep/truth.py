@@ -298,10 +298,11 @@ class ArchiveTruth:
 
     def _leads(self, wanted: np.ndarray, lacking: np.ndarray) -> Iterator[str]:
         for hours, asked, lost in zip(self.layout.lead_hours, wanted, lacking, strict=True):
-            if (lost == asked).all():  # at the surface both are one
-                if lost.any():
-                    yield f"{hours} h"
-            elif lost.any():
+            if not lost.any():
+                continue
+            if (lost == asked).all():  # as ever at the surface
+                yield f"{hours} h"
+            else:
                 levels = ", ".join(str(self.layout.levels[place]) for place in np.flatnonzero(lost))
                 yield f"{hours} h ({levels} hPa)"
 

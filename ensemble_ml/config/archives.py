@@ -92,9 +92,10 @@ class SimulateConfig:
         require("levels", self.levels, {500, 850} <= set(self.levels) and all(50 <= level <= 1000 for level in self.levels), "levels of 50-1000 hPa, with 500 and 850 among them")
         at_least(self, 0, "train_years", "validation_years", "test_years", "warm_up_cycles", "workers", "seed")
         at_least(self, 1, "train_dates", "validation_dates", "test_dates")
-        last = self.first_year + self.train_years + self.validation_years + self.test_years
-        require("first_year", self.first_year, self.first_year >= 1000 and last < 2262, "give years from 1000 to 2261")
-        require("train_years", self.train_years, self.train_years + self.validation_years + self.test_years >= 1, "one model year at least is needed")
+        years = self.train_years + self.validation_years + self.test_years
+        known = self.first_year >= 1000 and self.first_year + years < 2262
+        require("first_year", self.first_year, known, "give years from 1000 to 2261")
+        require("train_years", self.train_years, years >= 1, "one model year at least is needed")
         for window in self.windows:
             require("windows", window, _day(window) is not None, "write month and day, 01-07")
         require("windows", self.windows, bool(self.windows) and sorted(self.windows) == list(self.windows), "give one at least, in order")

@@ -16,9 +16,9 @@ import numpy as np
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.domains import settings_for
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.reader import day_of_year, hour_of_day, iso
+from ensemble_ml.loading.reader import day_of_year, iso
 from ensemble_ml.models import ModelSpec
-from ensemble_ml.store.source import Part, Source, bounds_at, select_dates, zero_by_nature
+from ensemble_ml.store.source import Part, Source, bounds_at, hour_of_day, select_dates, zero_by_nature
 
 log = logging.getLogger(__name__)
 

@@ -197,11 +197,6 @@ def day_of_year(time: np.datetime64) -> int:
     return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
 
 
-def hour_of_day(time: np.datetime64 | np.ndarray) -> np.ndarray:
-    """Hour (UTC) of a start date, or of an array of them, int64."""
-    return time.astype("datetime64[h]").astype(np.int64) % 24
-
-
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and sample standard deviation (ddof = 1; zero for one member) over the first axis, float32.
 

@@ -125,6 +125,11 @@ def zero_by_nature(name: str, lead_hours: int) -> bool:
     return lead_hours == 0 and field(name).accumulated
 
 
+def hour_of_day(time: np.datetime64 | np.ndarray) -> np.ndarray:
+    """Hour (UTC) of a start date, or of an array of them, int64."""
+    return time.astype("datetime64[h]").astype(np.int64) % 24
+
+
 def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "dates") -> np.ndarray:
     """Return the indices of the start dates within any of `periods` (YYYY[-MM[-DD[THH]]] or start/end, both inclusive);
     the setting `key` gave these.

@@ -22,12 +22,12 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import Batch, spare_members
 from ensemble_ml.loading.order import Order
-from ensemble_ml.loading.reader import hour_of_day, iso
+from ensemble_ml.loading.reader import iso
 from ensemble_ml.models import AnyModel, Climate, EnsembleModel, ModelSpec, Speed, build_model, choose
 from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.models.speed import candidates, device_name, has_bfloat16, settle
 from ensemble_ml.optim import Exchange, build
-from ensemble_ml.store.source import bounds_at
+from ensemble_ml.store.source import bounds_at, hour_of_day
 from ensemble_ml.training import agreement, setup
 from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights

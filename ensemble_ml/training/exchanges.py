@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def run_exchange(config: TrainConfig, session: Session, made: list[Communicator] | None = None) -> Exchange:
     """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up.
 
-    `made`: the communicators that are made for it are added to it.
+    `made`: of a trial, of which the log says nothing: the communicators that are made for it are added here.
 
     Raises:
         UserError: settings that do not fit the ranks, or nodes with different numbers of them where that matters.

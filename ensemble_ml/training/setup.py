@@ -21,14 +21,13 @@ from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.folders import check_writable
-from ensemble_ml.loading.reader import hour_of_day
 from ensemble_ml.machine import cores, keep_freed_memory
 from ensemble_ml.models import ModelSpec, refuse_masks
 from ensemble_ml.models.padding import geometries
 from ensemble_ml.signals import restarts
 from ensemble_ml.store.las import check_window
 from ensemble_ml.store.locks import NoLocks, claimed_once
-from ensemble_ml.store.source import Part, Source, select_dates
+from ensemble_ml.store.source import Part, Source, hour_of_day, select_dates
 from ensemble_ml.training.agreement import refuse_other_settings
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point, refuse_unread
 

@@ -54,9 +54,9 @@ class ForecastFile:
             raise self._wanting("no forecast_reference_time; only forecasts of ensemble-ml predict are read")
         starts = np.unique(self._times("forecast_reference_time"))
         if len(starts) != 1:
-            what = f"{len(starts)} start dates"
-            raise self._wanting(f"forecast_reference_time holds {what}; give a file for each start date")
-        return starts[0].astype("datetime64[ns]")
+            many = f"forecast_reference_time holds {len(starts)} start dates"
+            raise self._wanting(f"{many}; give a file for each start date")
+        return starts[0]
 
     @cached_property
     def lead_hours(self) -> list[int]:

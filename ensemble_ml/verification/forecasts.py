@@ -171,7 +171,8 @@ def _open_folder(folder: Path) -> ForecastSet:
         with open_file(path) as file:
             start, found = file.start, file.axes
             made_of[start] = file.members_in
-            checkpoints |= {file.checkpoint} if file.checkpoint else set()
+            if file.checkpoint:
+                checkpoints.add(file.checkpoint)
             untold += not len(file.dates("training_dates"))
             for name, dates in known.items():
                 dates |= set(file.dates(name))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ensemble_ml.config import EvaluateConfig, as_list
 from ensemble_ml.errors import UserError
-from ensemble_ml.store.source import Part, Source, bounds_at, select_dates
+from ensemble_ml.store.source import Part, Source, bounds_at, hour_of_day, select_dates
 from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.baselines import FEWEST_DATES, FEWEST_SPREADS
 from ensemble_ml.verification.forecasts import ForecastSet
@@ -114,7 +114,7 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
     """Sentences on hours of the day of the fit dates together, and of test dates that these lack."""
-    known, scored = ({int(hour) for hour in _hours_of_day(times)} for times in (fit, test))
+    known, scored = (set(hour_of_day(times).tolist()) for times in (fit, test))
     every, new = (", ".join(f"{hour:02}" for hour in sorted(hours)) for hours in (known, scored - known))
     notes = []
     if len(known) > 1:
@@ -158,11 +158,6 @@ def _check_intervals(source: Source, forecast: ForecastSet) -> list[str]:
     ]
 
 
-def _hours_of_day(times: np.ndarray) -> np.ndarray:
-    """Hours UTC."""
-    return (times - times.astype("datetime64[D]")) // np.timedelta64(1, "h")
-
-
 def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
     """Dates of `config.fit`; else those that the forecasts were trained on, of the hours at which these start where
     they are enough: errors follow the sun."""
@@ -187,8 +182,8 @@ def _fit_dates(config: EvaluateConfig, source: Source, forecasts: list[ForecastS
 
 def _of_hours(trained: np.ndarray, forecasts: list[ForecastSet], notes: list[str]) -> np.ndarray:
     """Of `trained`, the start dates at hours at which forecasts start, where these are enough to fit on."""
-    hours = np.unique(_hours_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
-    alike = trained[np.isin(_hours_of_day(trained), hours)]
+    hours = np.unique(hour_of_day(np.array([start for forecast in forecasts for start in forecast.files])))
+    alike = trained[np.isin(hour_of_day(trained), hours)]
     if len(alike) < FEWEST_DATES or len(alike) == len(trained):
         return trained
     at, some = ", ".join(f"{hour:02}" for hour in hours), f"{len(alike)} of {len(trained)}"

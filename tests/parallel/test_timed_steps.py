@@ -21,11 +21,8 @@ def _bytes_of_steps(session, config):
         finally:
             found["timed" if stop is None else "run"].append(self.stepper.bytes_sent - before)
 
-    trainer.Trainer._step = counted
-    try:
-        joined(session, config)
-    finally:
-        trainer.Trainer._step = step
+    trainer.Trainer._step = counted  # in this rank's process alone
+    joined(session, config)
     return found
 
 
@@ -46,10 +43,7 @@ def _groups_of_a_run(session, config):
         loop(self, *given)
 
     trainer.Trainer._loop = counted
-    try:
-        joined(session, config)
-    finally:
-        trainer.Trainer._loop = loop
+    joined(session, config)
     return found
 
 

@@ -403,9 +403,6 @@ def _shares(session, config):
         seen.append(self.state.exchange.share)
         return found
 
-    trainer.Trainer._step = noted
-    try:
-        joined(session, config)
-    finally:
-        trainer.Trainer._step = step
+    trainer.Trainer._step = noted  # in this rank's process alone
+    joined(session, config)
     return seen
