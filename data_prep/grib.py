@@ -26,6 +26,8 @@ _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive r
 _scratch = Scratch()
 _HOLE = -1e30  # what ecCodes is to give for a point without a value
 _LARGEST = float(np.finfo(np.float32).max)
+_NO_FINITE = "its packing constants give no finite values; the file is damaged, fetch it again"
+_SCALES = ("bitsPerValue", "binaryScaleFactor", "decimalScaleFactor")
 
 
 class GribFile:
@@ -181,6 +183,8 @@ class _Message:
                 f"{self._where()}: {bad} of {self.points} values are NaN or infinite; hide them by a bitmap, or leave"
                 " it out"
             )
+        if not math.isfinite(step):
+            raise UserError(f"{self._where()}: {_NO_FINITE}")
         factor, shift = float(self.record["decimal"]), float(self.record["reference"])
         step *= factor
         if (factor, shift) != (1.0, 0.0):  # else even the sign of a zero is kept
@@ -273,7 +277,7 @@ class _Indexer:
         if kind.row["simple"] and head.bitmap and not head.bitmap_bits[0] <= points <= head.bitmap_bits[1]:
             raise UserError(f"its bitmap has {head.bitmap_bits[1]} points, its grid {points}; fetch the file again")
         if kind.row["simple"] and not _finite(kind, head):
-            raise UserError("its packing constants give no finite values; the file is damaged, fetch it again")
+            raise UserError(_NO_FINITE)
         if kind.scan in self.scans:
             return
         if self.scans:
@@ -289,12 +293,11 @@ class _Indexer:
 def _step(handle: int) -> float:
     """Between values that an open message may hold; 0 where it has no scales (IEEE floats), or one value."""
     codes = eccodes_module()
-    if not all(codes.codes_is_defined(handle, key) for key in ("binaryScaleFactor", "decimalScaleFactor")):
+    if not all(codes.codes_is_defined(handle, key) for key in _SCALES):
         return 0.0
-    if not codes.codes_get(handle, "bitsPerValue"):
-        return 0.0
-    binary, decimal = (codes.codes_get(handle, f"{base}ScaleFactor") for base in ("binary", "decimal"))
-    return 2.0**binary / 10.0**decimal
+    with np.errstate(over="ignore", invalid="ignore"):  # scales of a damaged header
+        scale, decimal = grib_factors(*(codes.codes_get(handle, key) for key in _SCALES))
+        return float(np.multiply(scale, decimal))
 
 
 def _finite(kind: Kind, head: Header) -> bool:

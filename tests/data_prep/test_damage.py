@@ -85,6 +85,20 @@ def test_flipped_header_bytes(tmp_path_factory, content, data):
         assert record["level"] in (keys["level"], keys["level"] / 100)
 
 
+@pytest.mark.parametrize("octet", [2, 130], ids=["positive", "negative"])  # of the decimal scale, sign and magnitude
+def test_a_decimal_scale_beyond_all_floats(tmp_path, octet):
+    """In packing that ecCodes decodes: 10^-512 leaves zeros, 10^512 no number."""
+    content = bytearray(MESSAGES[5])
+    content[header_length(bytes(content)) - 19] = octet  # 8 octets of section 5, all 6 of section 6, 5 of section 7
+    file = GribFile(str(write(tmp_path / "a.grib", [bytes(content)])))
+    if octet == 2:
+        [raw] = file.fields(file.records)
+        assert not raw.decode().any() and raw.rounding == 0
+    else:
+        with pytest.raises(UserError, match=r"a.grib: message at byte 0, t: 84 of 84 values are NaN or infinite"):
+            list(file.fields(file.records))
+
+
 @settings(max_examples=60)
 @given(st.sampled_from(MESSAGES), st.data())
 def test_cut_anywhere(tmp_path_factory, content, data):
