@@ -12,9 +12,10 @@ which there is nothing to predict (no rain fell on these dates, or was forecast)
 
 Beside them the widths: by how much the predicted standard deviation of a field has to be multiplied for its mean square
 to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
-Training by the CRPS leaves them above one where errors have heavier tails than the family. The variance of rain's law
-lies, where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the
-scale, and one time in 600,000 it rains), that of a log-normal law of small mean in values as rare: its mean square says
+Training by the CRPS leaves them above one where errors have heavier tails than the family. The deviation of a law that
+ends at a bound grows more slowly than its scale, so it is looked at for a few widths. The variance of rain's law lies,
+where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the scale,
+and one time in 600,000 it rains), that of a log-normal law of small mean in values as rare: its mean square says
 nothing, and the width is the one with the least CRPS.
 The number of members changes them: from one, sigma follows what many would have said. They are taken from the number
 that validation has; those of others come beside them with each best model (`training.widths`).
@@ -40,8 +41,8 @@ from ensemble_ml.training.losses import crps
 _NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
 _BY_CRPS = skewed.LAWS  # whose width is the one with the least CRPS
-_TRIED = (0.8, 1.0, 1.25)  # widths at which it is known, even steps of the logarithm: a parabola goes through these
-_FURTHEST = 2.0  # steps from one that a parabola is believed
+_TRIED = (0.8, 1.0, 1.25)  # widths at which more is known, even steps of the logarithm: a parabola goes through these
+_FURTHEST = 2.0  # steps from one that a minimum of the parabola is believed
 
 
 def c4(n: int) -> float:
@@ -76,8 +77,8 @@ def validate(
     spec, mesh = model.spec, mesh or Mesh()
     fields = len(spec.leads_out), spec.fields
     crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
-    skewed = _skewed(model)
-    tried = [_Sums(area, (fields[0], len(skewed)), mesh) for _ in _TRIED if skewed]
+    bounded = [position for position, law in enumerate(families(spec)) if law is not Family.NORMAL]
+    tried = [_Sums(area, (fields[0], len(bounded)), mesh) for _ in _TRIED if bounded]
     least = _NOTHING * _typical(model).to(area.device).double()
     for batch in batches:
         prediction = model(batch.inputs)
@@ -87,8 +88,8 @@ def validate(
             errors, variances, truth, told = _squares(model, batch, prediction)
             width_sums.add(errors, variances, truth, told, least)
             for width, sums in zip(_TRIED, tried, strict=False):
-                maps = ours[:, :, skewed] if width == 1 else _crps_at(model, batch, prediction, width)
-                sums.add(maps, maps, truth[:, :, skewed], told[:, :, skewed], least[:, skewed])
+                maps = _at_width(model, batch, prediction, width)
+                sums.add(maps, maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
     found = {"crps_ratio": crps_sums.ratio(least), "spread_ratio": spread_sums.ratio(least**2, 0.5)}
@@ -96,8 +97,10 @@ def validate(
     if scores:
         scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
     widths = width_sums.roots()
-    if widths is not None and skewed:
-        widths[:, skewed] = _least(*tried)
+    if widths is not None and bounded:
+        by_crps = torch.tensor([families(spec)[position] in _BY_CRPS for position in bounded], device=area.device)
+        means = torch.stack([sums.means() for sums in tried])
+        widths[:, bounded] = torch.where(by_crps, _least(means), _reaching(means, widths[:, bounded]))
     return Validation(scores, None if widths is None else widths.tolist())
 
 
@@ -198,30 +201,41 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
     return _join(ours), _join(raw), _join(truths)
 
 
-def _skewed(model: AnyModel) -> list[int]:
-    """Positions among the fields of those in `_BY_CRPS`."""
-    return [position for position, law in enumerate(families(model.spec)) if law in _BY_CRPS]
-
-
-def _crps_at(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> Tensor:
-    """CRPS of the fields in `_BY_CRPS` with `width` times their scale, (B, T, G, Y, X)."""
-    scores = []
+def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> Tensor:
+    """CRPS of the fields in `_BY_CRPS`, and variance of the others that have a bound, (B, T, G, Y, X), with `width`
+    times their scale."""
+    found = []
     for suffix, laws in _kinds(model):
         truth, parts = _of(batch, "truth", suffix), [_of(prediction, name, suffix) for name in ("location", "scale")]
         for position, law in enumerate(laws):
-            if law in _BY_CRPS:
-                location, scale, y = (part[:, :, position] for part in (*parts, truth))
-                wider = distributions.widen(law, location, scale, truth.new_tensor(width))
-                scores.append(distributions.crps(law, *wider, y).unsqueeze(2))
-    return _join(scores)
+            if law is Family.NORMAL:
+                continue
+            location, scale, y = (part[:, :, position] for part in (*parts, truth))
+            wider = distributions.widen(law, location, scale, truth.new_tensor(width))
+            by_crps = law in _BY_CRPS
+            maps = distributions.crps(law, *wider, y) if by_crps else distributions.moments(law, *wider)[1] ** 2
+            found.append(maps.unsqueeze(2))
+    return _join(found)
 
 
-def _least(low: _Sums, middle: _Sums, high: _Sums) -> Tensor:
-    """The widths with the least CRPS, (T, G), one where too few dates tell."""
-    before, here, after = low.means(), middle.means(), high.means()
+def _least(crps_WTG: Tensor) -> Tensor:
+    """The widths with the least CRPS, known at those tried, (T, G), one where too few dates tell."""
+    before, here, after = crps_WTG
     bend, slope = before - 2 * here + after, (before - after) / 2
     step = torch.where(bend > 0, slope / bend.clamp(min=1e-300), torch.sign(slope) * (slope.abs() > 0))
     return torch.exp(step.clamp(-_FURTHEST, _FURTHEST).nan_to_num(0.0) * math.log(_TRIED[2]))
+
+
+def _reaching(variance_WTG: Tensor, roots: Tensor) -> Tensor:
+    """The widths at which the mean variance, known at those tried, is `roots`^2 times as large, (T, G); one where too
+    few dates tell.
+
+    The parabola through the logarithms comes to it there; that of a normal law is the line 2 log(width).
+    """
+    before, here, after = variance_WTG.clamp(min=1e-300).log()
+    bend, slope, wanted = (before + after) / 2 - here, ((after - before) / 2).clamp(min=1e-12), 2 * roots.log()
+    step = 2 * wanted / (slope + (slope**2 + 4 * bend * wanted).clamp(min=0).sqrt())
+    return torch.exp(step.nan_to_num(0.0) * math.log(_TRIED[2])).clamp(1 / _WIDEST, _WIDEST)
 
 
 def _spread_error(

@@ -283,6 +283,29 @@ def test_the_width_of_rain_is_the_one_with_the_least_crps(wrong):
     assert width == pytest.approx(1 / wrong, rel=0.06)
 
 
+@pytest.mark.parametrize("name", ["tcc", "ws10"])
+@pytest.mark.parametrize("wrong", [0.6, 0.8, 1.0, 1.3, 1.8])
+def test_laws_with_bounds_get_the_variance_of_their_errors(name, wrong):
+    """Many points near a bound, where the deviation grows more slowly than the scale."""
+    spec = replace(SPEC, variables=(), levels=(), surface=("t2m", name))
+    law = spec.families[1][1]
+    generator = torch.Generator().manual_seed(5)
+    shape = 40, 1, 2, 9, 16
+    scale = torch.full(shape, 0.3)
+    location = torch.rand(shape, generator=generator) * 1.4 - 0.2
+    truth = distributions.quantile(law, location, scale, torch.rand(shape, generator=generator))
+    given = distributions.widen(law, location, scale, torch.tensor(wrong))
+    fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in (location.clamp(min=0), scale))
+    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
+    model = Fixed(Prediction(None, None, None, *given, None), spec)
+    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
+    [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
+    assert width == pytest.approx(1 / wrong, rel=0.06)
+    mean, deviation = distributions.moments(law, *distributions.widen(law, *given, torch.tensor(width)))
+    error, variance = ((x[:, :, 1] * AREA).mean() for x in ((mean - truth) ** 2, deviation**2))
+    assert variance / error == pytest.approx(1, rel=0.02)
+
+
 def test_widths_are_bounded():
     prediction, batch = case()
     prediction.scale_p *= 1e-4
