@@ -8,8 +8,8 @@ never below zero:
   sigma_log^2 / 2. CRPS: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4.
 - censored shifted gamma: max(0, G - c scale), where G has mean scale r(x + c) and standard deviation scale, c =
   `GAMMA_SHIFT`; so its shape is k = r^2 and its own scale scale / r. Scheuerer & Hamill (2015),
-  doi:10.1175/MWR-D-15-0061.1, equations 1 and 10. From r = 50 on it is scored as the normal law, which it then equals
-  to a hundredth of the scale.
+  doi:10.1175/MWR-D-15-0061.1, equations 1 and 10. From r = 100 on it is scored as the normal law, which gives
+  it the same score to two thousandths of the scale.
 
 All is computed in float64: the incomplete gamma function loses digits in float32.
 """
@@ -29,7 +29,7 @@ from torch.special import gammainc, ndtr, ndtri
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 
 LAWS = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
-_LOWEST, _HIGHEST = -8.0, 50.0  # bounds of x: below, the law sits at zero; above, the gamma law is the normal one
+_LOWEST, _HIGHEST = -8.0, 100.0  # bounds of x: below, the law sits at zero; above, the gamma law is the normal one
 _TINY = 1e-290
 _STEP = 1e-5  # relative step in the shape
 
@@ -131,7 +131,7 @@ def _density(k: Tensor, x: Tensor) -> Tensor:
 class _Incomplete(torch.autograd.Function):
     """Regularised lower incomplete gamma function F_k(x); torch itself has no derivative by the shape.
 
-    That derivative is a central difference, good to ten digits.
+    That derivative is a central difference, good to six digits of a score where k is largest.
     """
 
     @staticmethod

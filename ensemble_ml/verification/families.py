@@ -28,7 +28,7 @@ from ensemble_ml.fields import GAMMA_SHIFT, Family
 
 _SQRT2 = math.sqrt(2)
 _ROOT_PI = math.sqrt(math.pi)
-_LOWEST, _HIGHEST = -8.0, 50.0  # bounds of location / scale of the skewed laws, as in training
+_LOWEST, _HIGHEST = -8.0, 100.0  # bounds of location / scale of the skewed laws, as in training
 _TINY = 1e-290
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scoringrules
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
@@ -90,6 +90,8 @@ def test_crps_equals_scoringrules(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25)
 @given(mu=st.floats(-15, 15), sigma=st.floats(0.2, 4), y=st.floats(0, 20))
+@example(mu=13.0, sigma=0.25, y=7.0)
+@example(mu=15.0, sigma=0.2, y=14.9)
 def test_crps_equals_quadrature(family, mu, sigma, y):
     ours = crps(family, *(torch.tensor(v, dtype=F64) for v in (mu, sigma, y))).item()
     assert ours == pytest.approx(quadrature(family, mu, sigma, y), rel=1e-6, abs=1e-6)
