@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,12 +35,16 @@ def check_writable(output: str | Path, key: str = "output") -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Where this process may write what shall be `path`, beside it; drafts that killed runs left there are removed."""
+    """A name for what shall be `path`, a file or a folder, beside it and nobody else's: processes in containers may all
+    have one number. Drafts that killed runs left there are removed."""
     for draft in path.parent.glob(f".{path.name}.partial-*"):
         with suppress(FileNotFoundError):
             if time.time() - draft.stat().st_mtime > _ABANDONED:
-                draft.unlink()
-    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+                if draft.is_dir():
+                    shutil.rmtree(draft, ignore_errors=True)
+                else:
+                    draft.unlink()
+    return path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
 
 
 def give_name(draft: Path, path: Path, *, replace: bool) -> None:

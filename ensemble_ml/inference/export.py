@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ensemble_ml.config import ExportConfig, require
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import draft_of
 from ensemble_ml.inference.card import model_card
 from ensemble_ml.store.folder import exchange
 from ensemble_ml.training.checkpoint import META, MODEL, load_checkpoint, sync
@@ -43,8 +44,7 @@ def export(config: ExportConfig) -> Path:
         if all(one.get("baseline") for one in made):
             raise UserError(f"{who}forecasts by {config.checkpoint} stood there as baselines; give them as forecast=")
     card = model_card(checkpoint.spec, checkpoint.meta, scores)
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = draft_of(output)
     partial.mkdir(parents=True)
     try:
         for name in (MODEL, META):

@@ -54,9 +54,10 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
     with _access(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = draft_of(path)
-        data = netCDF4.Dataset(partial, "w", format="NETCDF4")
+    data: netCDF4.Dataset | None = None
     try:
         with _access(path):
+            data = netCDF4.Dataset(partial, "w", format="NETCDF4")
             _coordinates(data, header)
         for output in outputs:  # computed while the lock is free
             with _access(path):
@@ -69,7 +70,7 @@ def write_forecast(path: Path, header: Header, outputs: Iterable[Output], *, rep
             sync(path.parent)
     finally:
         with _LOCK, suppress(OSError, RuntimeError):  # a full disk refuses the close, too
-            if data.isopen():
+            if data is not None and data.isopen():
                 data.close()
         partial.unlink(missing_ok=True)
     return path
