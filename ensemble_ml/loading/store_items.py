@@ -117,7 +117,11 @@ class StoreItems:
         self.read_from(0, sample, out)
 
     def read_from(self, start: int, sample: int, out: memoryview) -> None:
-        """Fill `out` with what `read` would give from byte `start` on."""
+        """Fill `out` with what `read` would give from byte `start` on.
+
+        Raises:
+            UserError: a file is missing or cut short, or the store was replaced.
+        """
         done, skip = 0, start
         for piece in self._pieces[sample]:
             if skip >= piece.bytes or done == len(out):
@@ -133,6 +137,7 @@ class StoreItems:
                     skip = max(0, skip - size)
             finally:
                 shard.close()
+        self.store.check_same()
 
     def shards(self, sample: int, packed: memoryview) -> dict[str, PackedShard]:
         """The shards of a sample by path, over its packed runs."""

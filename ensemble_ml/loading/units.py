@@ -69,7 +69,7 @@ class Units:
         """Fill `out` with a unit's bytes, from slow storage; any thread may call it.
 
         Raises:
-            UserError: a file is missing or cut short.
+            UserError: a file is missing or cut short, or the store was replaced.
         """
         date = self._found[unit // self.each]
         start, shard, opened = 0, None, -1
@@ -85,6 +85,7 @@ class Units:
         finally:
             if shard is not None:
                 shard.close()
+        self.store.check_same()
 
     def reads(self, unit: int) -> int:
         """Requests of slow storage that a unit takes."""

@@ -21,6 +21,7 @@ import socket
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.store.manifest import stamp
 from ensemble_ml.store.metadata import is_store
 
 _INSIDE = "claims", "entries", "store"
@@ -88,7 +89,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
         UserError: somebody else has made something of that name meanwhile.
     """
     check_target(path, overwrite)
-    (work / "swap.json").write_text(json.dumps({"inode": (work / "store").stat().st_ino}))
+    (work / "swap.json").write_text(json.dumps({"manifest": stamp(work / "store")}))
     if path.exists():
         exchange(work / "store", path)
     else:
@@ -98,7 +99,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
 def named_already(work: Path, path: Path) -> bool:
     """Whether the store of this build has got its name, but its builder died before it could tidy up."""
     try:
-        return json.loads((work / "swap.json").read_text())["inode"] == path.stat().st_ino
+        return json.loads((work / "swap.json").read_text())["manifest"] == list(stamp(path))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -41,6 +41,17 @@ def write_manifest(root: Path, files: dict[str, Entry]) -> None:
         os.fsync(file.fileno())
 
 
+def stamp(root: Path) -> tuple[int, int, int]:
+    """By which the manifest of one store is known from that of another of its name: inode, size and time. The inode
+    alone is given again to the next but one.
+
+    Raises:
+        OSError: there is none.
+    """
+    status = (root / MANIFEST).stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def read_manifest(root: Path) -> dict[str, Entry]:
     """Read the manifest.
 

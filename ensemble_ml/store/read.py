@@ -17,24 +17,25 @@ import zarr
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.factors import FactorReader
-from ensemble_ml.store.manifest import Entry, check_contents, check_file, check_sizes, fingerprint, read_manifest
+from ensemble_ml.store.manifest import (
+    CLIMATE,
+    Entry,
+    check_contents,
+    check_file,
+    check_sizes,
+    fingerprint,
+    read_manifest,
+    stamp,
+)
 from ensemble_ml.store.metadata import check_root, read_array, read_metadata, read_statistics
 from ensemble_ml.store.packing import dequantise, exact_in_float32
-from ensemble_ml.store.schema import FACTORS, STATISTICS, ArraySpec, Kind, array_specs, shard_chunks
+from ensemble_ml.store.schema import FACTORS, MANIFEST, STATISTICS, ArraySpec, Kind, array_specs, shard_chunks
 from ensemble_ml.store.selection import Wanted, position, resolve
-from ensemble_ml.store.shard import Shard, damaged, read_chunks
+from ensemble_ml.store.shard import Shard, damaged, read_chunks, unread
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 from ensemble_ml.store.statistics import Moments, Statistics, merge_all
 
 ReadChunks = Callable[[str, ArraySpec, np.ndarray], Iterator[tuple[int, np.ndarray | None]]]  # as `read_chunks`
-
-
-def _folder(root: Path) -> tuple[int, int]:
-    try:
-        status = root.stat()
-    except OSError:
-        return -1, -1
-    return status.st_dev, status.st_ino
 
 
 class TensorStore:
@@ -50,8 +51,8 @@ class TensorStore:
     def __init__(self, path: str | Path):
         self.path = str(path)
         self._root = Path(path).absolute()
-        self._folder = _folder(self._root)
         check_root(self._root)
+        self._stamp = self._look()
         self._files = read_manifest(self._root)
         check_sizes(self._root, self._files)
         meta = read_metadata(self._root, self._files)
@@ -64,6 +65,7 @@ class TensorStore:
         specs = [spec for part in meta.parts for spec in array_specs(meta.layout, part, meta.packing)]
         self._specs = {(spec.part, spec.kind): spec for spec in specs}
         self._read_chunks: ReadChunks = read_chunks
+        self._elsewhere = False  # whether chunks come from elsewhere than the store's folder
         self._factors = FactorReader(self._root, meta.factor_dates, self._files)
         self._held = meta.held
         self.climate_days = meta.climate_days
@@ -115,18 +117,25 @@ class TensorStore:
         """Quantiles of the model climate of one start date, lead and variable, (Q, Z, Y, X) float32.
 
         Raises:
-            UserError: the store holds none, or it is damaged.
+            UserError: the store holds none, not of these, or it is damaged.
         """
         if not self.climate_days:
             raise UserError(f"store {self.path}: holds no model climate; prepare it with climate_days=9")
-        self._check_same()
+        self._check(None, date)
         lay = self.layout
         kind, names = ("surface", lay.surface) if name in lay.surface else ("pressure", lay.variables)
-        at = date, lay.lead_hours.index(lead), names.index(name)
+        at = date, position("lead (h)", lead, lay.lead_hours, self.path), position("variable", name, names, self.path)
+        array = f"{CLIMATE}{kind}"
         try:
-            found = np.asarray(zarr.open_array(self._root / f"climate_{kind}", mode="r")[at])
+            stored = zarr.open_array(self._root / array, mode="r")
+            first = "/".join(
+                [array, "c", *(str(place // size) for place, size in zip(at, stored.chunks, strict=False))]
+            )
+            for file in [name for name in self._files if name.startswith(f"{first}/")]:
+                os.stat(self._root / file)  # Zarr takes a chunk that is gone for one of fill values alone
+            found = np.asarray(stored[at])
         except (OSError, ValueError, RuntimeError) as error:
-            raise damaged(self._root / f"climate_{kind}", str(error)) from error
+            raise damaged(self._root / array, str(error)) from error
         return found if kind == "pressure" else found[:, None]
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
@@ -134,9 +143,13 @@ class TensorStore:
         return self.over(lambda path, spec, numbers: read_chunks(path, spec, numbers, open_shard))
 
     def over(self, read: ReadChunks) -> TensorStore:
-        """The same store, its chunks given by `read`, of which the last rows may be left out where the grid ends."""
+        """The same store, its chunks given by `read`, of which the last rows may be left out where the grid ends.
+
+        Reading it does not look at the store's folder, which may be slow to answer: whoever brings chunks from there
+        asks `check_same` after them.
+        """
         other = object.__new__(TensorStore)  # copy.copy would open it anew, as pickling does
-        other.__dict__ |= {**self.__dict__, "_read_chunks": read}
+        other.__dict__ |= {**self.__dict__, "_read_chunks": read, "_elsewhere": True}
         return other
 
     def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
@@ -247,20 +260,38 @@ class TensorStore:
             return len(lay.lead_hours), len(lay.variables), len(lay.levels)
         return len(lay.lead_hours), len(lay.surface), 1
 
-    def _check_same(self) -> None:
-        if _folder(self._root) != self._folder:  # its factors would be taken for the new one's
-            raise UserError(f"store {self.path}: has been replaced since it was opened; open it anew")
+    def check_same(self) -> None:
+        """Check that the store at this path is still the one that was opened: what is read of another would be decoded
+        with this one's factors.
+
+        Raises:
+            UserError: it is another, it is gone, or the system does not say.
+        """
+        found = self._look()
+        if found != self._stamp:
+            if found is None or read_manifest(self._root) != self._files:  # else it was copied, or `touch`ed
+                raise UserError(f"store {self.path}: has been replaced since it was opened; open it anew")
+            self._stamp = found
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            return stamp(self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise unread(self._root / MANIFEST, error) from error
 
     def _check_files(self, folders: Iterable[str]) -> None:
         """Hold small arrays, which carry no checksums, to the manifest."""
-        self._check_same()
+        self.check_same()
         for folder in folders:
             for name, entry in self._files.items():
                 if name.startswith(f"{folder}/"):
                     check_file(self._root / name, entry)
 
     def _check(self, part: Part | None, date: int) -> None:
-        self._check_same()
+        if not self._elsewhere:
+            self.check_same()
         if part is not None and part not in self.parts:
             there = ", ".join(p.value for p in self.parts)
             raise UserError(f"store {self.path}: has no {part.value}; it holds {there}")

@@ -1,7 +1,9 @@
 """What is written is read back bit for bit, by our reader and by zarr-python and xarray alike."""
 
 import json
+import os
 import pickle
+import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -270,3 +272,26 @@ def test_a_store_that_was_replaced_is_not_read_with_old_factors(tmp_path):
     for read in (lambda: store.read(Part.FORECAST, 0), store.static, lambda: store.statistics(store.years)):
         with pytest.raises(UserError, match="has been replaced since it was opened"):
             read()
+
+
+def test_the_folder_of_a_store_overwritten_twice_may_have_the_number_of_the_first(tmp_path):
+    """File systems give the inode of what was removed to the next that comes."""
+    store = make_store(tmp_path / "s.zarr")
+    for seed in range(1, 5):
+        make_store(tmp_path / "s.zarr", seed=seed, bias=5.0 * seed, overwrite=True)
+        with pytest.raises(UserError, match="has been replaced since it was opened"):
+            store.read(Part.FORECAST, 0)
+
+
+def test_a_store_is_itself_when_it_is_moved_back_or_touched(tmp_path):
+    """`touch`, against a purge of scratch; a copy put in its place."""
+    store = make_store(tmp_path / "s.zarr")
+    before = store.read(Part.FORECAST, 0).surface
+    os.utime(tmp_path / "s.zarr" / "manifest.json", (1e9, 1e9))
+    np.testing.assert_array_equal(store.read(Part.FORECAST, 0).surface, before)
+    shutil.copytree(tmp_path / "s.zarr", tmp_path / "copy.zarr")
+    shutil.rmtree(tmp_path / "s.zarr")
+    with pytest.raises(UserError, match="has been replaced since it was opened"):
+        store.read(Part.FORECAST, 0)
+    (tmp_path / "copy.zarr").rename(tmp_path / "s.zarr")
+    np.testing.assert_array_equal(store.read(Part.FORECAST, 0).surface, before)
