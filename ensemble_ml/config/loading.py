@@ -50,7 +50,7 @@ class LoadingConfig:
     ram: Any = opt(None, "clairvoyant: memory for loading on each rank, packed cache and look-ahead together, as 4GB or 512MiB; null takes half of what is free, shared by the ranks of a host")
     disk: Any = opt(0, "clairvoyant: room for packed fields on local disk, for each rank")
     folder: str | None = opt(None, "clairvoyant: folder on local disk; needed where disk > 0")
-    ahead: int = opt(3, "batches read ahead")
+    ahead: int = opt(3, "batches read ahead; torch: shared out to the workers, of which each reads one at least, and without workers none")
     threads: int = opt(2, "clairvoyant: threads that read and decode")
     assign: Assign = opt(Assign.fixed, "fixed: each rank its slice of the global batch | locality: to the rank that holds a sample, where the slices stay as long")
     workers: int = opt(0, "torch: worker processes; 0 reads in the training thread")

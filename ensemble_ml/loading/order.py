@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,9 +32,12 @@ def words(seed: int, stream: Stream, epoch: int, sample: int, count: int) -> np.
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
+@lru_cache(maxsize=4)  # of a few threads and epochs: each step would draw its epoch anew
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """Order of `n` samples in an epoch: a stable argsort of raw words, (n,) int64."""
-    return np.argsort(words(seed, Stream.DATES, epoch, 0, n), kind="stable")
+    """Order of `n` samples in an epoch: a stable argsort of raw words, (n,) int64, not to be written to."""
+    order = np.argsort(words(seed, Stream.DATES, epoch, 0, n), kind="stable")
+    order.flags.writeable = False
+    return order
 
 
 def member_subset(

@@ -169,7 +169,7 @@ class TorchLoader:
             batch_size=None,
             sampler=order,
             num_workers=self._workers,
-            prefetch_factor=self._ahead if self._workers else None,
+            prefetch_factor=-(-self._ahead // self._workers) if self._workers else None,  # of each worker
             generator=torch.Generator(),  # else it draws from the one that training uses
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             worker_init_fn=_stand_apart,
