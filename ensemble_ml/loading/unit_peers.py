@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _REQUEST = struct.Struct("!q?")  # use, whether the asker is on this node
 _REPLY = struct.Struct("!BIq")  # what follows, crc32c of the unit, bytes that follow
 _NOTHING, _BYTES, _PLACE = range(3)
+_LONGEST = 1 << 20  # bytes in which a place is told: of a few extents
 _SECONDS = 60.0  # without a byte, after which a peer counts as dead
 
 
@@ -93,12 +94,18 @@ class UnitPeers:
         connection, (kind, expected, size) = self._wire.ask(holder, question, _REPLY)
         if kind == _NOTHING:
             return None
+        planned = int(self._cache.plan.sizes[self._cache.plan.trace.unit[use]])
+        if not (kind == _BYTES and size == planned) and not (kind == _PLACE and 0 < size <= _LONGEST):
+            raise ConnectionError("what it answers is of no rank of this run")
         out = np.empty(size, np.uint8)
         fill(connection, out.data)
         if kind == _PLACE:
-            tier, extents = json.loads(out.tobytes())
-            out = read_extents(self._file(holder, int(tier)), extents)
-        if checksum(out.data) == expected and len(out) == self._cache.plan.sizes[self._cache.plan.trace.unit[use]]:
+            try:
+                tier, extents = json.loads(out.tobytes())
+                out = read_extents(self._file(holder, int(tier)), extents)
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConnectionError("what it answers is of no rank of this run") from error
+        if checksum(out.data) == expected and len(out) == planned:
             return out
         log.warning("loading: a unit from rank %d is damaged and is read anew", holder)
         return None

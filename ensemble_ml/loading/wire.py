@@ -1,6 +1,7 @@
 """Ranks that ask each other over TCP: addresses, a server, connections. What is asked and answered is the caller's.
 
-A rank that dies or stalls is not asked again.
+A rank that dies or stalls is not asked again. A connection begins with a word that the ranks alone know: who scans
+ports is not answered.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -20,6 +22,7 @@ from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 _AGAIN = 0.1  # seconds
+_WORD = 32  # characters
 
 Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
 
@@ -31,6 +34,7 @@ class Address:
     node: str
     host: str
     port: int
+    word: str
     memory: dict[str, str]
     plan: str
     number: int  # of the rank in the job, as users know it
@@ -55,6 +59,7 @@ class Server:
 
     def __init__(self, request: struct.Struct, answer: Callable[..., None]):
         self._request, self._answer = request, answer
+        self.word = secrets.token_hex(_WORD // 2)  # with which a connection has to begin
         self._listener = socket.create_server(("", 0), backlog=128)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -95,10 +100,12 @@ class Server:
             self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        asked = bytearray(self._request.size)
+        asked, word = bytearray(self._request.size), bytearray(_WORD)
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if not receive(connection, memoryview(word)) or not secrets.compare_digest(word, self.word.encode()):
+                    return
                 while receive(connection, memoryview(asked)):
                     self._answer(connection, *self._request.unpack(asked))
         except OSError:  # the other side has gone, or this one closes
@@ -153,7 +160,7 @@ class Wire:
     ):
         self._server, self._rank, self._seconds = server, rank, seconds
         mine = Address(
-            node or this_node(), host or socket.gethostname(), server.port, dict(memory), plan,
+            node or this_node(), host or socket.gethostname(), server.port, server.word, dict(memory), plan,
             rank if number is None else number,
         )  # fmt: skip
         try:
@@ -192,6 +199,7 @@ class Wire:
             host = "localhost" if self.near(rank) else address.host
             connection = socket.create_connection((host, address.port), self._seconds)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(address.word.encode())
             mine[rank] = connection
             with self._lock:
                 self._connections.append(connection)

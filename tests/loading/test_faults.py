@@ -11,17 +11,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading import slab, wire
+from ensemble_ml.loading import slab
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.items import DatasetItems
-from ensemble_ml.training.feed import lane_of
 
 ROOT = Path(__file__).resolve().parents[2]
 F, BATCH, EPOCHS = 24, 4, 3
@@ -273,29 +270,6 @@ def test_a_peer_that_answers_nonsense_is_a_miss():
     meeting.server.close()
 
 
-def test_a_server_goes_on_after_connections_that_failed(monkeypatch, caplog):
-    """Too many open files for a moment, or a network's error, which accept(2) hands on."""
-    monkeypatch.setattr(wire, "_AGAIN", 0.01)
-    request = struct.Struct("!q")
-    server = wire.Server(request, lambda connection, value: connection.sendall(request.pack(value + 1)))
-    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EPROTO, "")]
-
-    def refused(listener):
-        if errors:
-            raise errors.pop()
-        return accept(listener)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(socket.socket, "accept", refused)
-        for value in (1, 2, 3):  # the first is let in by the call that waited already
-            with socket.create_connection(("localhost", server.port), 10) as connection:
-                connection.sendall(request.pack(value))
-                assert request.unpack(connection.recv(8, socket.MSG_WAITALL)) == (value + 1,)
-    assert not errors and caplog.text.count("is tried again") == 1
-    server.close()
-    assert not [thread for thread in server._threads if thread.is_alive()]
-
-
 def test_a_rank_may_be_asked_before_it_knows_the_others():
     """Another rank can have all addresses, and ask, before this one has."""
     asked, answers = [], []
@@ -304,7 +278,7 @@ def test_a_rank_may_be_asked_before_it_knows_the_others():
         told = json.loads(mine)
         for sample in asked:
             with socket.create_connection(("localhost", told["port"]), 10) as connection:
-                connection.sendall(struct.pack("!q?", sample, True))
+                connection.sendall(told["word"].encode() + struct.pack("!q?", sample, True))
                 size, _ = struct.unpack("!qI", connection.recv(12, socket.MSG_WAITALL))
                 answers.append(connection.recv(size, socket.MSG_WAITALL))
         return [mine, json.dumps(told | {"node": "b"}).encode()]
@@ -319,22 +293,6 @@ def test_a_rank_may_be_asked_before_it_knows_the_others():
             loader._peers.finish = lambda: None
             asked = np.flatnonzero(loader.plan.placement.owner == 0)[:1].tolist()
     assert answers == [np.full(SIZE // 4, asked[0], np.float32).tobytes()]
-
-
-def test_a_rank_that_is_lost_is_told_by_its_number_in_the_job(caplog):
-    """Rank 6, which stands second among those that share what they hold with rank 2."""
-
-    def gather(mine):
-        return [mine, json.dumps(json.loads(mine) | {"number": 6}).encode()]
-
-    server = wire.Server(struct.Struct("!q"), lambda *_: None)
-    one = wire.Wire(server, 0, {}, "plan", gather, host=None, node=None, seconds=1.0, number=2)
-    one.lose(1, OSError("it has gone"))
-    one.close()
-    assert [address.number for address in one.addresses] == [2, 6]
-    assert "rank 6 is no longer heard (it has gone)" in caplog.text
-    session = SimpleNamespace(topology=Topology(data=2, lat=2, rank=3), world=SimpleNamespace(local_size=4))
-    assert (lane_of(session).rank, lane_of(session).number) == (1, 3)
 
 
 @pytest.mark.slow
