@@ -22,7 +22,19 @@ from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.intervals import starts
-from data_prep.records import IF_ABSENT, IS_STATIC, KEYS, MEMBER, RECORD, RawField, Reader, covers, describe, field_of
+from data_prep.records import (
+    IF_ABSENT,
+    IS_STATIC,
+    KEYS,
+    MEMBER,
+    OTHER_UNITS,
+    RECORD,
+    RawField,
+    Reader,
+    covers,
+    describe,
+    field_of,
+)
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
@@ -316,9 +328,14 @@ def _report_skipped(path: str, readers: list[Reader]) -> None:
     for reader in readers:
         for name, count in reader.skipped.items():
             counts[name] = counts.get(name, 0) + count
-    if counts:
+    known = sorted(name for name in counts if f"({OTHER_UNITS}" in name)
+    if known:
+        text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
+        log.warning(text, path, ", ".join(known))
+    others = [name for name in sorted(counts) if name not in known]
+    if others:
         text = "%s: %d fields of variables that the registry does not know are left out: %s"
-        log.info(text, path, sum(counts.values()), ", ".join(sorted(counts)[:8]))
+        log.info(text, path, sum(counts[name] for name in others), ", ".join(others[:8]))
 
 
 def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:

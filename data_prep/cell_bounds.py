@@ -1,7 +1,7 @@
 """Intervals that values of NetCDF files and Zarr stores are of, as CF states them: cell methods and bounds.
 
 A width stands in the bounds of any coordinate that tells time: the lead's, that of valid times beside it (of one or of
-two dimensions), or one of a single value, where a file holds one lead.
+two dimensions), or one of a single value, where a file holds one lead. WeatherBench 2 has it in the variable's name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from ensemble_ml.fields import GUST, Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
 _OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}
+
+
+def name_of_sum(name: Hashable) -> tuple[str, int]:
+    """A variable's name without the hours that it is a sum over, and these; 0 where it does not say them."""
+    said = re.fullmatch(r"(total_precipitation)_(\d{1,3})hr?", str(name))
+    return (said[1], int(said[2])) if said else (str(name), 0)
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
@@ -80,7 +86,7 @@ def _bounds(axis: xr.DataArray) -> str:
 
 
 def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
-    """Hours that each field's values cover, (N,) int32; None where no coordinate has bounds.
+    """Hours that each field's values cover, (N,) int32; None where no coordinate has bounds and no name says it.
 
     Args:
         places: dimension -> position along it of each of the N fields.
@@ -88,6 +94,7 @@ def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.n
     Raises:
         UserError: an interval does not end at its coordinate, or bounds are not a pair for each of its values.
     """
+    along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
     for axis in _times(array):
         name = _bounds(axis)
         if name not in data:
@@ -105,9 +112,9 @@ def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.n
         hours = np.rint(exact).astype(np.int32)
         if (np.abs(exact - hours) > ROUNDING).any() or (hours < 0).any():
             raise UserError(f"{axis.name}: its bounds {name} are not whole hours apart, from the first to the second")
-        along = np.broadcast_to(0, next(iter(places.values())).shape if places else (1,))
         return hours[tuple(places.get(dim, along) for dim in axis.dims)] + along
-    return None
+    named = name_of_sum(array.name)[1]
+    return np.int32(named) + along if named else None
 
 
 def _times(array: xr.DataArray) -> list[xr.DataArray]:

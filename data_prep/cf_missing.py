@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import netCDF4
@@ -47,8 +48,26 @@ def open_netcdf(path: str) -> xr.Dataset:
 
 
 def open_zarr(path: str) -> xr.Dataset:
-    """Open a Zarr store of NetCDF's conventions lazily."""
-    return _decoded(xr.open_dataset(path, engine="zarr", decode_cf=False), written=True)
+    """Open a Zarr store of NetCDF's conventions lazily.
+
+    Zeros are values. A fill value of zero is what Zarr's own libraries say of an array that nobody gave one, and what
+    xarray takes, in version 2, for the mark of a missing value where no attribute has one: the equator, the first
+    member, no rain. (What was never written is told by other means: see `zarr_chunks`.)
+    """
+    raw = xr.open_dataset(path, engine="zarr", decode_cf=False)
+    for name, array in raw.variables.items():
+        fill = np.ravel(array.attrs.get("_FillValue", ()))
+        packed = any(key in array.attrs for key in _PACKED)
+        if not packed and fill.size == 1 and fill.dtype.kind in "iuf" and fill[0] == 0 and not _said(path, name):
+            del array.attrs["_FillValue"]
+    return _decoded(raw, written=True)
+
+
+def _said(path: str, name: Hashable) -> bool:
+    """Whether an attribute of a variable of a Zarr store says what stands for missing values."""
+    import zarr
+
+    return "_FillValue" in zarr.open_array(os.path.join(path, str(name)), mode="r").attrs
 
 
 def _decoded(raw: xr.Dataset, *, written: bool = False) -> xr.Dataset:

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import xarray as xr
 
 from data_prep.axes import find_axis, lead_of_valid_time, understood
-from data_prep.cell_bounds import other_quantity
+from data_prep.cell_bounds import name_of_sum, other_quantity
 from data_prep.records import FIELD_INDEX, OF_ENSEMBLE
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve
@@ -84,7 +84,7 @@ def identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     """
     known: list[Field] = []
     number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
-    aliases = [str(array.name), str(array.attrs.get("standard_name", ""))]
+    aliases = [name_of_sum(array.name)[0], str(array.attrs.get("standard_name", ""))]
     if number is None and ("GRIB_paramId" in array.attrs or _of_soil(array)):
         aliases.pop()  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
     for alias in aliases:

@@ -29,6 +29,7 @@ IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
     " where start dates are built already)"
 )
+OTHER_UNITS = "units "  # after a variable's name, why it is left out
 OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 

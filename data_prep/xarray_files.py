@@ -43,6 +43,7 @@ from data_prep.records import (
     GEOPOTENTIAL_UNITS,
     IF_ABSENT,
     MEMBER,
+    OTHER_UNITS,
     RECORD,
     RawField,
     describe,
@@ -396,4 +397,4 @@ def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
     try:
         return unit_conversion(units or field.units, field.units)
     except UserError as error:
-        raise _OfSomethingElse(f"{array.name}: {error}", f"units {array.attrs.get('units')}") from error
+        raise _OfSomethingElse(f"{array.name}: {error}", f"{OTHER_UNITS}{array.attrs.get('units')}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -175,32 +176,41 @@ def _suggest(name: str) -> str:
 
 
 _SAME_UNITS = {
-    "K": ("K", "kelvin", "Kelvin", "degK"),
-    "m2 s-2": ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2", "m^2/s^2", "J kg-1"),
-    "m s-1": ("m s-1", "m s**-1", "m/s", "m s^-1"),
-    "kg kg-1": ("kg kg-1", "kg kg**-1", "kg/kg", "1", "kg kg^-1"),
-    "Pa": ("Pa", "pascal"),
-    "Pa s-1": ("Pa s-1", "Pa s**-1", "Pa/s"),
-    "s-1": ("s-1", "s**-1", "1/s"),
-    "m": ("m", "metre", "meter", "gpm"),
-    "kg m-2": ("kg m-2", "kg m**-2", "kg/m2"),
-    "1": ("1", "(0 - 1)", "0-1", "dimensionless", "fraction"),
+    "K": ("K", "kelvin", "kelvins", "Kelvin", "degK", "degree_K", "degrees_K"),
+    "m2 s-2": ("m2 s-2", "m2/s2", "J kg-1", "J/kg"),
+    "m s-1": ("m s-1", "m/s", "meters/second", "metres/second", "meters per second", "metres per second"),
+    "kg kg-1": ("kg kg-1", "kg/kg", "1"),
+    "Pa": ("Pa", "pascal", "pascals", "Pascal", "Pascals"),
+    "Pa s-1": ("Pa s-1", "Pa/s"),
+    "s-1": ("s-1", "1/s"),
+    "m": ("m", "metre", "meter", "metres", "meters", "gpm"),
+    "kg m-2": ("kg m-2", "kg/m2"),
+    "1": ("1", "(0 - 1)", "0 - 1", "(0-1)", "0-1", "dimensionless", "fraction"),
 }
+_CELSIUS = (
+    *(f"{degree}{name}" for degree in ("deg", "deg_", "degree_", "degrees_", "\N{DEGREE SIGN}") for name in "C"),
+    *(f"{degree}{name}" for degree in ("", "degree_", "degrees_") for name in ("celsius", "Celsius")),
+)
 _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_from + offset
-    ("degC", "K"): (1.0, 273.15),
-    ("celsius", "K"): (1.0, 273.15),
-    ("Celsius", "K"): (1.0, 273.15),
-    ("hPa", "Pa"): (100.0, 0.0),
-    ("mbar", "Pa"): (100.0, 0.0),
-    ("millibar", "Pa"): (100.0, 0.0),
+    **{(celsius, "K"): (1.0, 273.15) for celsius in _CELSIUS},
+    **{(name, "Pa"): (100.0, 0.0) for name in (*HECTOPASCAL, "hectopascal", "hectopascals")},
     ("gpm", "m2 s-2"): (GRAVITY, 0.0),  # of geopotential height, which TIGGE and GEFS have in its place
     ("m", "m2 s-2"): (GRAVITY, 0.0),
     ("mm", "m"): (1e-3, 0.0),
     ("kg m-2", "m"): (1e-3, 0.0),  # of water, as GRIB edition 2 gives precipitation
-    ("kg m**-2", "m"): (1e-3, 0.0),
+    ("kg/m2", "m"): (1e-3, 0.0),
+    ("cm", "m"): (1e-2, 0.0),
     ("g kg-1", "kg kg-1"): (1e-3, 0.0),
+    ("g/kg", "kg kg-1"): (1e-3, 0.0),
     ("%", "1"): (1e-2, 0.0),
+    ("percent", "1"): (1e-2, 0.0),
 }
+
+
+def _plain(units: str) -> str:
+    """`units` with powers and products as CF writes them: m**2 s**-2, m^2.s^-2 and m2 s{-2} are m2 s-2."""
+    factors = re.sub(r"(?<=[A-Za-z0-9])[.*\N{MIDDLE DOT}](?=[A-Za-z])", " ", re.sub(r"\*\*|[\^{}]", "", units))
+    return " ".join(factors.split())
 
 
 def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
@@ -209,9 +219,10 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
     Raises:
         UserError: `found` is no spelling of `wanted` and no conversion is known.
     """
-    if found == wanted or found in _SAME_UNITS.get(wanted, ()):
+    plain = _plain(found)
+    if plain == wanted or plain in _SAME_UNITS.get(wanted, ()):
         return 1.0, 0.0
-    if (found, wanted) in _CONVERSIONS:
-        return _CONVERSIONS[found, wanted]
+    if (plain, wanted) in _CONVERSIONS:
+        return _CONVERSIONS[plain, wanted]
     known = [*_SAME_UNITS.get(wanted, (wanted,)), *(source for source, target in _CONVERSIONS if target == wanted)]
     raise UserError(f"units {found!r}: cannot be converted to {wanted!r}; known are {', '.join(known)}")

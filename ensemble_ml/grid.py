@@ -129,7 +129,8 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
 
     Args:
         latitude: (Y,) degrees north, in either order.
-        longitude: (X,) degrees east, ascending as the archive scans it; any multiple of 360 may be added.
+        longitude: (X,) degrees east, ascending as the archive scans it; any multiple of 360 may be added. A region
+            across Greenwich may stand in two pieces, the eastern one first, as a cut of 0 to 360 leaves it.
 
     Returns:
         The grid and the index arrays (Y,), (X,) that take a field of the archive to it:
@@ -137,6 +138,8 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
     """
     latitude, longitude = np.asarray(latitude, np.float64), np.asarray(longitude, np.float64)
     rows = np.argsort(-latitude, kind="stable")
+    pieces = np.roll(np.arange(len(longitude)), -_second_piece(longitude))
+    longitude = longitude[pieces]
     unwrapped = np.unwrap(longitude, period=360) if len(longitude) > 1 else longitude
     if len(longitude) > 1 and unwrapped[-1] < unwrapped[0]:
         raise UserError("longitude: runs westwards; only grids scanned eastwards are read")
@@ -148,12 +151,22 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
         modulo = np.mod(unwrapped, 360)
         modulo[np.isclose(modulo, 360, atol=TOLERANCE)] = 0
         columns = np.argsort(modulo, kind="stable")
-        return Grid(latitude[rows], modulo[columns]), rows, columns
+        return Grid(latitude[rows], modulo[columns]), rows, pieces[columns]
     first = np.mod(unwrapped[0], 360)
     shifted = unwrapped - unwrapped[0] + first
     if shifted[-1] > 360 - TOLERANCE:  # the region crosses Greenwich, or ends there
         shifted = shifted - 360
-    return Grid(latitude[rows], shifted), rows, np.arange(len(unwrapped))
+    return Grid(latitude[rows], shifted), rows, pieces[: len(unwrapped)]
+
+
+def _second_piece(longitude: np.ndarray) -> int:
+    """Where the western piece of a region across Greenwich begins that is cut out of 0 to 360; 0 of all others."""
+    if len(longitude) < 3 or not np.isfinite(longitude).all():
+        return 0
+    steps = np.mod(np.round(np.diff(longitude, append=longitude[0]), 9), 360)  # the last one closes the circle
+    gap, usual = int(steps.argmax()), float(np.median(steps))
+    once_around = abs(steps.sum() - 360) < TOLERANCE
+    return gap + 1 if once_around and gap < len(steps) - 1 and steps[gap] > 1.5 * usual else 0
 
 
 def _check_axis(name: str, ascending: np.ndarray) -> None:

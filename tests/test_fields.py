@@ -75,7 +75,9 @@ def test_parameters():
 @pytest.mark.parametrize(
     ("found", "wanted", "value", "expected"),
     [("degC", "K", 0.0, 273.15), ("hPa", "Pa", 1013.25, 101325.0), ("mm", "m", 5.0, 0.005), ("K", "K", 280.0, 280.0),
-     ("m s**-1", "m s-1", 3.0, 3.0), ("%", "1", 50.0, 0.5)],
+     ("m s**-1", "m s-1", 3.0, 3.0), ("%", "1", 50.0, 0.5), ("degrees_C", "K", 1.0, 274.15), ("m.s-1", "m s-1", 2., 2.),
+     ("\N{DEGREE SIGN}C", "K", 0, 273.15), ("meters", "m", 2.0, 2.0), ("mb", "Pa", 1.0, 100.0), ("0 - 1", "1", 1., 1.),
+     ("kg m**-2", "m", 5.0, 0.005), ("m^2/s^2", "m2 s-2", 1.0, 1.0), ("m^{2} s^{-2}", "m2 s-2", 1.0, 1.0)],
 )  # fmt: skip
 def test_units_are_converted(found, wanted, value, expected):
     factor, offset = unit_conversion(found, wanted)

@@ -60,6 +60,17 @@ def test_a_region_across_greenwich_stays_in_one_piece():
     assert list(columns) == list(range(21))
 
 
+def test_a_region_across_greenwich_may_be_cut_out_of_0_to_360():
+    """What `where(drop=True)` leaves of it: the eastern piece first."""
+    cut = np.concatenate([np.arange(0, 24, 4), np.arange(340, 360, 4)]).astype(float)
+    grid, _, columns = canonical(np.arange(60, 40, -1.0), cut)
+    np.testing.assert_allclose(grid.longitude, np.arange(-20, 24, 4))
+    np.testing.assert_allclose(np.mod(grid.longitude, 360), cut[columns])
+    for other in (cut[::-1], np.array([0.0, 4.0, 8.0, 20.0, 24.0])):
+        with pytest.raises(UserError, match="longitude: not evenly"):
+            canonical(np.arange(60, 40, -1.0), other)
+
+
 def test_a_region_that_ends_at_greenwich_is_one_whatever_its_rounding():
     latitude, steps = np.arange(60, 40, -1.0), np.arange(12) / 3
     for exact in (steps - 11 / 3, np.zeros(1)):

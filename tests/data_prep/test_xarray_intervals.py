@@ -209,3 +209,22 @@ def test_sums_at_lead_zero_alone_are_left_out_with_a_line(tmp_path, caplog):
     data["time_bnds"] = ("time", "two"), data.time.values[:, None] - np.array([[1, 0]], "timedelta64[h]")
     data.to_netcdf(tmp_path / "c.nc")
     assert open_archive(tmp_path / "c.nc", variables=["tp"]).lead_bounds == {"tp": [[-1, 0]]}
+
+
+def test_the_name_of_a_sum_says_over_how_many_hours(tmp_path):
+    """As WeatherBench 2 calls them."""
+    data = dataset(t="total_precipitation_6hr").isel(isobaricInhPa=0, drop=True)
+    data["total_precipitation_6hr"] = (data["total_precipitation_6hr"] / 1e4).assign_attrs(units="m")
+    data[["total_precipitation_6hr"]].isel(step=slice(1, 2)).to_netcdf(tmp_path / "a.nc")
+    source = open_archive(tmp_path / "a.nc")
+    assert source.layout.surface == ("tp",) and source.lead_bounds == {"tp": [[18, 24]]}
+    rain = data["total_precipitation_6hr"].values[0, :, 1]
+    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 0, 0], rain)
+
+
+def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, caplog):
+    data = dataset().assign(q=lambda made: (made.t / 1e5).assign_attrs(units="furlongs"))
+    data.to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").layout.variables == ("t",)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1 and "though the registry knows the variables: q (units furlongs)" in told[0]

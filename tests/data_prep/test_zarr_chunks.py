@@ -1,5 +1,6 @@
 """Fields of Zarr archives that nobody wrote are absent, whatever their fill value reads as."""
 
+import json
 import pickle
 
 import numpy as np
@@ -103,3 +104,25 @@ def test_it_goes_to_other_processes(tmp_path):
     found = [raw.values for raw in pickle.loads(pickle.dumps(file)).fields(records)]
     for raw, other in zip(file.fields(records), found, strict=True):
         np.testing.assert_array_equal(raw.values, other)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_zeros_are_values_where_zarr_fills_with_zero(tmp_path, said):
+    """Version 2's own fill value of an array that nobody gave one, in the axes, too; but not where an attribute says
+    that it marks what is missing."""
+    path = archive(
+        tmp_path / "a.zarr", 2, {"_FillValue": None}, name="tcc", units="1", written=(0, 1, 2), scale=1 / 400
+    )
+    made = zarr.open_array(f"{path}/tcc")
+    made[0, 0, 0, 2:4] = 0.0
+    if said:
+        made.attrs["_FillValue"] = 0.0
+    for about in (tmp_path / "a.zarr").glob("*/.zarray"):
+        about.write_text(json.dumps(json.loads(about.read_text()) | {"fill_value": 0}))
+    file = XarrayFile(path)
+    assert file.grid.shape == (9, 16) and 0 in file.grid.latitude and file.grid.longitude[0] == 0
+    if said:
+        with pytest.raises(UserError, match="32 of 144 values are NaN"):
+            next(file.fields(file.records[:1]))
+        return
+    assert (next(file.fields(file.records[:1])).decode() == 0).sum() == 32

@@ -72,7 +72,12 @@ def test_rubbish_from_the_port_of_a_rank_is_a_miss(reply, caplog):
     threading.Thread(target=serve, daemon=True).start()
 
     def gather(mine):
-        told = json.loads(mine) | {"port": rubbish.getsockname()[1], "host": "localhost", "node": "elsewhere", "number": 1}
+        told = json.loads(mine) | {
+            "port": rubbish.getsockname()[1],
+            "host": "localhost",
+            "node": "elsewhere",
+            "number": 1,
+        }
         return [mine, json.dumps(told).encode()]
 
     peers = UnitPeers(cache, gather, node="here")
