@@ -136,4 +136,4 @@ def _log_errors(path: Path) -> None:
     for name, bound in sorted(worst.items()):
         log.info("%s: packed into 16 bits, error at most %.3g %s", name, bound, field(name).units)
     if not worst and store.packing is Packing.uint16:
-        log.info("all fields keep the archive's own integers: exact")
+        log.info("all fields are stored as the archive has them: exact")

@@ -384,6 +384,11 @@ def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> di
         if dim not in dims.values() and array.sizes[dim] > 1:
             if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
                 raise UserError(f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it")
+            if dim == "expver":  # the Climate Data Store's, of ERA5 and what precedes it
+                raise UserError(
+                    f"{array.name}: has ERA5 and ERA5T side by side; join them: "
+                    "data.sel(expver=1).combine_first(data.sel(expver=5))"
+                )
             raise UserError(f"{array.name}: axis {dim} is not known; known are {known_axes()}")
     return dims
 

@@ -7,6 +7,7 @@ figure's range is its confidence interval, for there is one run.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def _claims(entry: dict[str, Any]) -> list[Claim]:
     found = [Claim(text, entry["value"], unit, entry["target"], at_most=ratio)]
     if end is not None:  # one block has no interval
         words = f"{text}: {'upper' if ratio else 'lower'} end of the interval"
-        found.append(Claim(words, end, unit, 1.0 if ratio else 1e-9, at_most=ratio))
+        sure = entry["enough_blocks"] and not entry["advantage"]  # as evaluate counts what is sure
+        found.append(Claim(words, end if sure else math.nan, unit, 1.0 if ratio else 1e-9, at_most=ratio))
     return found
 
 

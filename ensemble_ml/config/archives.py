@@ -107,6 +107,9 @@ class SimulateConfig:
         written = 2 * max(self.train_dates, self.validation_dates, self.test_dates) + 2
         short = several and days[0] + 365 - days[-1] < written
         require("windows", self.windows, not short, f"the last window, {written} days, runs into the first of the next year, which is a run of its own; begin it earlier or take fewer dates")
+        ends = days[-1] + 2 * max(self.train_dates, self.validation_dates, self.test_dates) - 2
+        within = not several or date.fromordinal(ends).year == date.fromordinal(days[-1]).year
+        require("windows", self.windows, within, "the last window runs into the next year, and the splits are told apart by years; begin it earlier or take fewer dates")
         require("spin_up_days", self.spin_up_days, self.spin_up_days >= self.members + 5, f"at least {self.members + 5}: their last days seed the perturbations")
         require("norm", self.norm, self.norm > 0, "must be above 0 K")
         require("inflation", self.inflation, self.inflation > 0, "must be above 0")

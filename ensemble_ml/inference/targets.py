@@ -63,8 +63,8 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
     if there and not (config.overwrite or config.resume):
         count = f"{len(there)} of {len(paths)} forecasts"
         raise UserError(
-            f"output {there[0]}: exists, with {count}; resume=true leaves them and makes the rest, overwrite=true"
-            " replaces them, or choose another output"
+            f"output {there[0]}: exists, with {count}; resume=true makes the rest, where these are of the same"
+            " settings, overwrite=true replaces them, or choose another output"
         )
     return paths
 

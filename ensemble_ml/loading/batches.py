@@ -5,6 +5,7 @@ Axes: B date in a batch, T lead, V pressure-level variable, S surface variable, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from ensemble_ml.loading.plan import to_holders
 from ensemble_ml.loading.reader import Reader, day_of_year, iso
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
 from ensemble_ml.store.source import Part
+
+log = logging.getLogger(__name__)
 
 Arrays = dict[str, np.ndarray]
 NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for one array of a batch
@@ -134,6 +137,8 @@ class Batches:
             raise UserError(
                 f"data.members={list(sizes)}: at most {most} of {self.reader.full_size} members can be drawn here"
             )
+        if left := sorted(set(sizes) - set(allowed)):
+            log.info("data.members: %s: not drawn, of at most %d here", ", ".join(map(str, left)), most)
         return allowed
 
 

@@ -102,8 +102,9 @@ def _sources(found: dict[str, Any] | None) -> Iterator[str]:
     files, yielded = found["files"], found["fields"]
     states = {state: [one["path"] for one in files if one["state"] == state] for state in ("changed", "gone")}
     yield ""
+    size = f"{found['bytes'] / 1e6:.2f} MB, " if found["bytes"] else ""  # of NetCDF and Zarr nobody counts them
     yield (
-        f"Sources: {_count(yielded, 'field')}, {found['bytes'] / 1e6:.2f} MB, from {_count(len(files), 'file')}; "
+        f"Sources: {_count(yielded, 'field')}, {size}from {_count(len(files), 'file')}; "
         f"{len(files) - len(states['changed']) - len(states['gone'])} unchanged since"
     )
     for state, paths in states.items():

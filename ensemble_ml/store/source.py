@@ -145,6 +145,8 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
         except ValueError as error:
             raise UserError(f"{key} {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
         end = (end_period + 1).astype("datetime64[s]")  # the whole of the last year, month, day or hour
+        if end <= start:
+            raise UserError(f"{key} {period}: ends before it begins")
         seconds = init_time.astype("datetime64[s]")  # nanoseconds end in 2262
         inside = (seconds >= start) & (seconds < end)
         if not inside.any():

@@ -33,6 +33,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import AnyModel, Climate, ModelSpec, build_model
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.inputs import EnsembleInput, Prediction
+from ensemble_ml.models.rivals.emos_model import EmosModel
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training.widths import widths_for
 
@@ -172,6 +173,8 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             for name, values in module.dry_of_older().items():
                 if weights.setdefault(f"{module_name}.{name}", values) is values:
                     log.debug("checkpoint %s: knows no %s; forecasts of no rain stay sure", checkpoint.path, name)
+        if isinstance(module, EmosModel):
+            weights.setdefault(".".join(filter(None, (module_name, "sizes"))), module.sizes)
     wanted = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     found = {k: tuple(v.shape) for k, v in weights.items()}
     differ = sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ensemble_ml.models import ModelSpec, distributions
 from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals import Emos, fit_emos
 from ensemble_ml.models.rivals.emos import merged
-from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, SIZES, EmosModel
+from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, EmosModel, rows_for
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, families, field_names, most_dates, spaced
 
@@ -82,12 +82,12 @@ def fit_emos_model(
 ) -> dict[str, object]:
     """Give `model` its coefficients; returns the validation scores of all forms and the form taken.
 
-    Where a field's truth is known on too few dates for a point's own coefficients, it has the global ones.
+    Where a field's truth is known on too few dates for a point's own coefficients, the point has the global ones.
 
     Args:
         train, validation: indices of start dates.
         members: M at which the forms are compared.
-        sizes: of ensembles to fit for, beside M; rows of `SIZES` that are in neither repeat the nearest.
+        sizes: of ensembles to fit for, beside M, as far as the model has rows for them.
     """
     train = spaced(np.asarray(train), _dates_that_fit(reader, len(train)))
     samples = _Samples.read(reader, train, members)
@@ -100,10 +100,11 @@ def fit_emos_model(
     fit.tell_of_few(reader.spec)
     log.info("emos: CRPS on the validation dates over the raw ensemble's: %s; taken: %s", told or "none", form)
     whole = np.array([len(reader.available(int(date))) for date in train])
-    enough = {s for s in SIZES if s in sizes and (whole >= s).sum() >= COEFFICIENTS}
-    wanted = sorted(enough | {samples.members})
+    wanted = rows_for(samples.members, [s for s in sizes if (whole >= s).sum() >= COEFFICIENTS])
     if wanted[0] > 1 and reader.spec.config.min_members == 1:
         log.warning("emos: fitted to %s members, and not to one, of which sigma would be too small", wanted)
+    spare = len(model.sizes) - len(wanted)
+    model.sizes.copy_(torch.tensor([*wanted, *[wanted[-1]] * spare]))
     first = fit.all_points(form, None)
     for size in [samples.members, *(s for s in wanted if s != samples.members)]:
         if size == samples.members:
@@ -111,8 +112,8 @@ def fit_emos_model(
         else:
             fit.samples = _Samples.read(reader, train, size)
             fitted = fit.all_points(form, first)
-        for row in (row for row, s in enumerate(SIZES) if _nearest(s, wanted) == size):
-            for (lead, field), emos in fitted.items():
+        for row, filled in enumerate(model.sizes.tolist()):
+            for (lead, field), emos in fitted.items() if filled == size else ():
                 model.put(row, lead, field, emos)
     return {"form": form, "validation_crps_ratio": scores}
 
@@ -150,16 +151,18 @@ class _Fit:
 
     def tell_of_few(self, spec: ModelSpec) -> None:
         """Log the fields that have no coefficients of each point."""
-        names = field_names(spec)
-        few = [at for at in self.columns if not self._enough(*at)]
+        names, few = field_names(spec), []
+        for lead, field in self.columns:
+            counts = torch.isfinite(self.samples.truth[:, lead, field]).sum(0)
+            without = int(((counts > 0) & (counts < COEFFICIENTS)).sum())
+            if without:
+                few.append(f"{names[field]} at +{spec.leads_out[lead]} h ({without} of {int((counts > 0).sum())})")
         if few:
-            listed = ", ".join(f"{names[field]} at +{spec.leads_out[lead]} h" for lead, field in few)
-            log.warning("emos: too few dates have a truth for coefficients of each point: %s", listed)
+            log.warning("emos: points with too few dates of a truth for coefficients of their own: %s", ", ".join(few))
 
     def _enough(self, lead: int, field: int) -> bool:
-        """Whether every point that has a truth has it on as many dates as there are coefficients."""
-        counts = torch.isfinite(self.samples.truth[:, lead, field]).sum(0)
-        return bool((counts >= COEFFICIENTS)[counts > 0].all())
+        """Whether any point has its truth on as many dates as there are coefficients."""
+        return bool((torch.isfinite(self.samples.truth[:, lead, field]).sum(0) >= COEFFICIENTS).any())
 
     def _at_all_points(self, form: str, lead: int, field: int, start: Emos | None) -> Emos:
         """Every n-th point at a time, or all in one where they are few."""
@@ -193,10 +196,15 @@ class _Fit:
 
     def _local(self, name: str, whole: Emos, lead: int, field: int, points: slice, start: Emos | None) -> Emos:
         strength = float(name.removeprefix("shrunk ")) if name != "local" else 0.0
-        return fit_emos(
-            *self.samples.field(lead, field, points), season=self.samples.season, family=self.laws[field], prior=whole,
-            strength=strength, start=start, iterations=_REFINED if start else _ITERATIONS, tolerance=_TOLERANCE,
+        mean, variance, truth = self.samples.field(lead, field, points)
+        few = torch.isfinite(truth).sum(-1) < COEFFICIENTS
+        found = fit_emos(
+            mean, variance, torch.where(few[:, None], torch.nan, truth), season=self.samples.season, prior=whole,
+            family=self.laws[field], strength=strength, start=start, iterations=_REFINED if start else _ITERATIONS,
+            tolerance=_TOLERANCE,
         )  # fmt: skip
+        a, b, c, d = (torch.where(few, getattr(whole, name), getattr(found, name)) for name in "abcd")
+        return replace(found, a=a, b=b, c=c, d=d, season=found.season.masked_fill(few[:, None], 0.0))
 
     def _raw(self, known: tuple[Tensor, Tensor, Tensor], members: int) -> float:
         mean, variance, truth = (v.double() for v in known)
@@ -229,7 +237,3 @@ def _dates_that_fit(reader: Reader, there: int) -> int:
     if found < min(there, most):
         log.warning("emos: memory holds %d of %d training dates, and it is fitted to these", found, there)
     return found
-
-
-def _nearest(size: int, wanted: Sequence[int]) -> int:
-    return min(wanted, key=lambda s: abs(math.log(s / size)))

@@ -114,8 +114,10 @@ def _what_it_lacks(forecast: ForecastSet, fitted: np.ndarray) -> list[str]:
 
 def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
     """Sentences on hours of the day of the fit dates together, and of test dates that these lack."""
-    known, scored = (set(hour_of_day(times).tolist()) for times in (fit, test))
-    every, new = (", ".join(f"{hour:02}" for hour in sorted(hours)) for hours in (known, scored - known))
+    starts = hour_of_day(test)
+    known = set(hour_of_day(fit).tolist())
+    strange = ~np.isin(starts, sorted(known))
+    every, new = (", ".join(f"{hour:02}" for hour in sorted(hours)) for hours in (known, set(starts[strange].tolist())))
     notes = []
     if len(known) > 1:
         notes.append(
@@ -124,8 +126,9 @@ def _hour_notes(fit: np.ndarray, test: np.ndarray) -> list[str]:
             " hour."
         )
     if new and known:
+        some = "Test dates" if strange.all() else f"{int(strange.sum())} of {len(test)} test dates"
         notes.append(
-            f"Test dates start at {new} UTC, of which no fit date is: baselines and climatology are those of starts at"
+            f"{some} start at {new} UTC, of which no fit date is: baselines and climatology are those of starts at"
             f" {every} UTC, so that a gain on them says little."
         )
     return notes

@@ -38,13 +38,24 @@ def test_claims_hold_as_the_scores_say(tmp_path, ratio, gain, holds):
 @pytest.mark.parametrize(("high", "low", "sure"), [(0.95, 1.9, [True, True]), (1.02, -0.1, [False, False])])
 def test_intervals_that_hold_no_difference_are_claims_of_their_own(tmp_path, high, low, sure):
     found = scores(0.9, 2.5)
-    found["claims"][0] |= {"low": 0.8, "high": high}
-    found["claims"][1] |= {"low": low, "high": 3.0}
+    found["claims"][0] |= {"low": 0.8, "high": high, "enough_blocks": True, "advantage": ""}
+    found["claims"][1] |= {"low": low, "high": 3.0, "enough_blocks": True, "advantage": ""}
     (tmp_path / "scores.json").write_text(json.dumps(found))
     path = quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
     claims = {claim["claim"]: claim["holds"] for claim in json.loads(path.read_text())["claims"]}
     ends = "spread: upper end of the interval", "crps: lower end of the interval"
     assert claims == {"spread": True, "crps": True, **dict(zip(ends, sure, strict=True))}
+
+
+@pytest.mark.parametrize("why", [{"enough_blocks": False}, {"advantage": "made from 10 members, compared with 5"}])
+def test_what_evaluate_is_not_sure_of_is_no_claim_that_holds(tmp_path, why):
+    found = scores(0.9, 2.5)
+    for claim, ends in zip(found["claims"], ({"low": 0.8, "high": 0.95}, {"low": 1.9, "high": 3.0}), strict=True):
+        claim |= {"enough_blocks": True, "advantage": ""} | ends | why
+    (tmp_path / "scores.json").write_text(json.dumps(found))
+    path = quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
+    claims = json.loads(path.read_text())["claims"]
+    assert [claim["holds"] for claim in claims] == [True, False, True, False]
 
 
 def test_without_scores_it_says_what_to_run(tmp_path):

@@ -204,6 +204,8 @@ def test_of_few_blocks_nothing_is_sure():
     few = replace(few, board=replace(few.board, block=blocks))
     ends = {claim.claim: claim for claim in report(few)[1] if "lower end of the interval" in claim.claim}
     assert len(ends) == 6 and all(np.isnan(end.value) and not end.holds for end in ends.values())
+    [share] = [claim for claim in report(few)[1] if "meets 0.95-1.05" in claim.claim]
+    assert share.value == 0 and not share.holds
 
 
 @pytest.mark.slow

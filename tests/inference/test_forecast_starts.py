@@ -21,7 +21,7 @@ def test_existing_output_is_refused_before_anything_is_read(config, tmp_path):
     there.parent.mkdir()
     there.write_text("kept")
     with pytest.raises(
-        UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; resume=true leaves them and"
+        UserError, match=r"forecast_2001013112.nc: exists, with 1 of 3 forecasts; resume=true makes the rest"
     ):
         predict(config(), source)
     assert there.read_text() == "kept" and not source.reads

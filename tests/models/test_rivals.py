@@ -10,7 +10,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.models import MODELS, Climate, ModelSpec, build_model, ensemble_input
 from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
-from ensemble_ml.models.rivals.emos_model import SIZES, nearest_size
+from ensemble_ml.models.rivals.emos_model import SIZES, rows_for
 
 RIVALS = [name for name in MODELS if name != "unet3d"]
 
@@ -147,7 +147,14 @@ def test_emos_applies_what_was_put():
     found = model(x)
     torch.testing.assert_close(found.location_p[:, 0, 1, 1].flatten(1).double(), location, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.scale_p[:, 0, 1, 1].flatten(1).double(), scale, rtol=1e-5, atol=1e-5)
-    assert [SIZES[nearest_size(m)] for m in (1, 2, 4, 7, 8, 50)] == [1, 2, 5, 5, 10, 10]
+    assert [SIZES[model.row(m)] for m in (1, 2, 4, 7, 8, 50)] == [1, 2, 5, 5, 10, 10]
+
+
+def test_emos_is_fitted_for_the_sizes_that_are_asked_for():
+    assert rows_for(5, [1, 2, 3, 5, 8, 10]) == list(SIZES)
+    assert rows_for(4, [3, 4, 5]) == [3, 4, 5] and rows_for(9, []) == [9]
+    assert rows_for(8, [1, 2, 3, 5, 8, 10]) == [1, 2, 5, 8, 10]
+    assert rows_for(20, [1, 2, 5, 10, 20, 50]) == [1, 2, 5, 20, 50]
 
 
 @pytest.mark.parametrize("name", RIVALS)

@@ -137,11 +137,38 @@ def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog
     given = {"dates": 20, "members": 4, "shape": (9, 16), "surface": ("tp",), "variables": ("t",), "levels": (850,)}
     store = make_store(tmp_path / "few.zarr", **given, absent=gone)
     run = train(config_of(**settings("emos", data__store=store.path, data__members=[2, 3, 4])))
-    told = "too few dates have a truth for coefficients of each point: tp at +24 h, tp at +48 h"
+    told = "too few dates of a truth for coefficients of their own: tp at +24 h (144 of 144), tp at +48 h (144 of 144)"
     assert told in caplog.text
     model, _ = load_model(run / "checkpoints" / "best")
-    temperature, rain = model.coefficients[2].unbind(2)  # of three members; (6, T, Y, X)
+    temperature, rain = model.coefficients[model.row(3)].unbind(2)  # (6, T, Y, X)
     assert temperature[0].std() > 0 and rain.std((-2, -1)).max() == 0 and rain[5].max() not in (0, 1)
+
+
+def test_one_point_with_few_dates_leaves_the_others_their_coefficients(config_of, store):
+    """An edge of ice that comes and goes: the point has the global ones, as a point without any truth has."""
+    source = open_store(store.path)
+    reader = Reader(source, build_spec(config_of(), source))
+    area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
+    fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws)
+    before = fit.all_points("local", None)[0, 0]
+    fit.samples.truth[3:, 0, 0, 7], fit.samples.truth[:, 0, 0, 8] = torch.nan, torch.nan
+    found, whole = fit.all_points("local", None)[0, 0], fit._global(0, 0)
+    others = torch.tensor([at for at in range(len(found.a)) if at not in (7, 8)])
+    known = fit.samples.field(0, 0, slice(None))
+    one, other = (emos.crps(*known, fit.samples.season)[others] for emos in (before, found))
+    torch.testing.assert_close(one.mean(), other.mean(), rtol=0.005, atol=0)
+    assert found.a[others].std() > 0
+    for at in (7, 8):
+        assert (found.a[at], found.b[at], found.d[at]) == (whole.a, whole.b, whole.d) and not found.season[at].any()
+
+
+def test_emos_of_a_size_without_a_row_of_old(config_of):
+    """Four members, which no default names: their own coefficients, not those of five."""
+    run = train(config_of(**settings("emos", data__members=[3, 4, 5], data__validation_members=4)))
+    model, _ = load_model(run / "checkpoints" / "best")
+    assert model.sizes.tolist() == [3, 4, 5, 5, 5] and model.row(4) == 1
+    three, four, five = model.coefficients[:3]
+    assert not torch.equal(three, four) and not torch.equal(four, five)
 
 
 def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):

@@ -164,7 +164,7 @@ def _calibration(contest: Contest, figures: dict[str, Figure], claims: list[Clai
             figures[f"share in a PIT bin from {size}, over ten bins"] = Figure.of(shares, "share")
     ratios = _dispersion(board, ours)
     ends = [board.interval(ratios[:, c]) for c in range(ratios.shape[1])]
-    meets = [end.low <= 1.05 and end.high >= 0.95 for end in ends]
+    meets = [end.enough and end.low <= 1.05 and end.high >= 0.95 for end in ends]  # few blocks have wide intervals
     figures["sqrt(mean sigma^2) / RMSE, over fields"] = Figure.of([end.value for end in ends], "ratio")
     figures["width of its 95 % interval, over fields"] = Figure.of([end.high - end.low for end in ends], "ratio")
     text = (

@@ -62,11 +62,11 @@ class Board:
     def ratio(self, statistic: str, entrants: Sequence[str], others: Sequence[str], *, power: float = 1.0) -> Interval:
         """Geometric mean over columns of (entrants' score over the others')^power; NaN where a score is.
 
-        A field of which no date counts (an extreme that did not occur), or of which nobody errs, is left out, of a draw
-        that leaves none of it, too.
+        A field of which no date counts (an extreme that did not occur), or of which one side does not err, is left out,
+        of a draw that leaves none of it, too: a single zero would be the whole mean.
         """
         first, second = self.score(statistic, entrants), self.score(statistic, others)
-        counted = self._counted(statistic, entrants) & self._counted(statistic, others) & ((first != 0) | (second != 0))
+        counted = self._counted(statistic, entrants) & self._counted(statistic, others) & (first != 0) & (second != 0)
         usable = counted[0]
         with np.errstate(invalid="ignore", divide="ignore"):
             logs = np.where(counted, power * (np.log(first) - np.log(second)), 0.0)[:, usable]

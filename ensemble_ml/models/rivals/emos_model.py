@@ -1,4 +1,4 @@
-"""EMOS as a model: coefficients for each lead, field and grid point, one set for each of a few ensemble sizes.
+"""EMOS as a model: coefficients for each lead, field and grid point, one set for each of some `sizes` of an ensemble.
 
 They are fitted on all training dates at once (`training.emos_fit`), not step by step, and carry no gradient. An
 ensemble of another size takes the coefficients of the nearest one, by the logarithm of the size.
@@ -9,6 +9,7 @@ Axes: K ensemble size, B date, T lead, F field, V pressure-level variable, Z lev
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ensemble_ml.models.place import seasonal_terms
 from ensemble_ml.models.rivals.emos import Emos
 from ensemble_ml.models.rivals.rival import Rival
 
-SIZES = (1, 2, 3, 5, 10)
+SIZES = (1, 2, 3, 5, 10)  # before the fit, and of checkpoints that say none
 COEFFICIENTS = 6  # a, b - 1, sine, cosine, c, d
 
 
@@ -36,17 +37,24 @@ class EmosModel(Rival):
         start = torch.zeros(len(SIZES), COEFFICIENTS, len(spec.leads_out), self.spec.fields, *spec.grid.shape)
         start[:, 4:] = 1.0
         self.coefficients = nn.Parameter(start, requires_grad=False)
+        self.sizes: Tensor
+        self.register_buffer("sizes", torch.tensor(SIZES))  # that the rows of `coefficients` are of
 
     def put(self, size: int, lead: int, field: int, fitted: Emos) -> None:
-        """Take over what was fitted for row `size` of `SIZES`; coefficients broadcast against the map."""
+        """Take over what was fitted for row `size`; coefficients broadcast against the map."""
         shape = self.spec.grid.shape
         season = fitted.season if fitted.season.shape[-1] else fitted.season.new_zeros(*fitted.a.shape, 2)
         values = [fitted.a, fitted.b - 1, season[..., 0], season[..., 1], fitted.c, fitted.d]
         maps = [v.reshape(shape) if v.numel() > 1 else v.reshape(1, 1).expand(shape) for v in values]
         self.coefficients.data[size, :, lead, field] = torch.stack(maps).to(self.coefficients)
 
+    def row(self, count: float) -> int:
+        """Of the coefficients that an ensemble of `count` members takes."""
+        sizes = self.sizes.tolist()
+        return min(range(len(sizes)), key=lambda i: abs(math.log(count / sizes[i])))
+
     def forward(self, x: EnsembleInput) -> Prediction:
-        rows = [nearest_size(float(count)) for count in x.count]
+        rows = [self.row(float(count)) for count in x.count]
         season = seasonal_terms(x.day_of_year)
         found: dict[str, Tensor | None] = {}
         reduced = self.reduced(x)
@@ -67,6 +75,11 @@ class EmosModel(Rival):
         return Prediction(**found)
 
 
-def nearest_size(count: float) -> int:
-    """Row of `SIZES` for an ensemble of `count` members."""
-    return min(range(len(SIZES)), key=lambda i: abs(math.log(count / SIZES[i])))
+def rows_for(members: int, sizes: Collection[int]) -> list[int]:
+    """Sizes to fit for, ascending: `members` and as many of `sizes` as there are rows, without those whose neighbours
+    are nearest, which give way to them."""
+    found = sorted({members, *sizes})
+    while len(found) > len(SIZES):
+        inner = [at for at in range(1, len(found) - 1) if found[at] != members]
+        found.pop(min(inner, key=lambda at: found[at + 1] / found[at - 1]))
+    return found
