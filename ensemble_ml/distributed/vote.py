@@ -183,10 +183,11 @@ class Rounds:
         groups: ranks that vote, then those, group by group, that pass each other what each of them won.
         bits: of an element in a ballot.
         step: for the ties.
+        voters: the first ones, whose ballots count; None: all.
     """
 
-    def __init__(self, groups: Sequence[Communicator], bits: int, step: int):
-        self._groups, self._bits, self._step = groups, bits, step
+    def __init__(self, groups: Sequence[Communicator], bits: int, step: int, voters: int | None = None):
+        self._groups, self._bits, self._step, self._voters = groups, bits, step, voters
         self._sent: _Flight | None = None
         self._told: _Flight | None = None
 
@@ -205,7 +206,8 @@ class Rounds:
         counted = None
         if (last := self._sent) is not None:
             last.pending.wait()
-            everywhere, pending = _tell(count(last.words.contiguous(), self._bits, self._step), self._groups[0])
+            ballots = last.words[: self._voters].contiguous()
+            everywhere, pending = _tell(count(ballots, self._bits, self._step), self._groups[0])
             counted = _Flight(pending, everywhere, last.heads, last.take)
         if (told := self._told) is not None:
             told.pending.wait()

@@ -83,6 +83,16 @@ class Vote(BucketExchange):
         return self.group.seconds_waited + self.inner.seconds_waited
 
     @property
+    def voters(self) -> int:
+        """Ranks of `group`, the first ones, whose ballots count: in a short batch some have no sample, and what their
+        momenta say would outvote the gradients of those that have."""
+        return self.group.size if self.with_samples is None else -(-self.with_samples // self.inner.size)
+
+    @property
+    def abstains(self) -> bool:
+        return self.group.rank >= self.voters
+
+    @property
     def ranks(self) -> int:
         """All ranks that take part, inner ones too."""
         return self.group.size * self.inner.size
@@ -111,7 +121,7 @@ class Vote(BucketExchange):
         self._arrivals.defer = self._wait or not self.overlap
         self._headers = []
         self._squares: list[Tensor] = []
-        self._rounds = Rounds([self.group, self.inner], self.bits, step)
+        self._rounds = Rounds([self.group, self.inner], self.bits, step, self.voters)
 
     def signs(self, params: Sequence[Tensor]) -> list[Tensor]:
         return [self._signs[p] for p in params]
@@ -281,7 +291,7 @@ class LionCub(Vote):
         if self.bits == 1:
             ballots = cast(flat, 1, self.group.size, self.step)
             received = send(torch.cat([header.expand(self.group.size, -1), ballots], 1), self.group)
-            total = _add_signs(received[:, len(header) :].contiguous())
+            total = _add_signs(received[: self.voters, len(header) :].contiguous())
             winner = cast(total, 1, 1, self.step)[0]
             gathered = winner.new_empty(self.group.size * len(winner))
             self.group.all_gather(gathered, winner, async_op=True).wait()
@@ -289,6 +299,8 @@ class LionCub(Vote):
             return
         self._to_units(views, magnitude)
         codes = flat.mul_(self.levels / 2.0**7).round_().clamp_(-self.levels, self.levels).to(torch.int8)
+        if self.abstains:
+            codes.zero_()
         self.group.all_reduce(codes, async_op=True).wait()
         everyone = header.new_empty(self.group.size * len(header))
         self.group.all_gather(everyone, header, async_op=True).wait()
@@ -306,7 +318,7 @@ class DistributedLion(Vote):
         everyone = ballot.new_empty(self.group.size * len(ballot))
         self.group.all_gather(everyone, ballot, async_op=True).wait()
         rows = everyone.view(self.group.size, -1)
-        total = _add_signs(rows[:, len(header) :].contiguous())
+        total = _add_signs(rows[: self.voters, len(header) :].contiguous())
         take(rows[:, : len(header)], cast(total, 1, 1, self.step)[0])
 
 

@@ -54,8 +54,14 @@ class Exchange:
     def __init__(self, clip: float = 0.0):
         self.clip = clip
         self.share: float | None = None  # of the batch, what this rank computes; None: as much as the others
+        self.with_samples: int | None = None  # ranks, the first ones, that have samples of the batch; None: all
         self.params: list[Tensor] = []
         self.apart: list[Tensor] = []  # of which each rank steps its own cells alone
+
+    @property
+    def abstains(self) -> bool:
+        """Whether this rank's gradient says nothing, and its momentum stays as it is."""
+        return False
 
     def attach(self, optimizer: Optimizer) -> None:
         """Serve the parameters of `optimizer`."""

@@ -118,8 +118,9 @@ class Lion(Optimizer):
         torch._foreach_add_(weights, updates, alpha=-lr)
         if half:
             self._round_into(params, weights)
-        torch._foreach_mul_(momenta, beta2)
-        torch._foreach_add_(momenta, grads, alpha=1 - beta2)
+        if not self.exchange.abstains:
+            torch._foreach_mul_(momenta, beta2)
+            torch._foreach_add_(momenta, grads, alpha=1 - beta2)
 
     def _round_into(self, params: list[Tensor], weights: list[Tensor]) -> None:
         for i, (p, exact) in enumerate(zip(params, weights, strict=True)):

@@ -72,8 +72,16 @@ class Run:
 
     def part_of(self, batch: Batch, step: int) -> float:
         """Of the samples of a step, and of their cells, what this rank's `batch` is."""
-        order = Order(self.config.seed, len(self.train_dates), self.config.batch_size)
-        return len(batch) / (order.samples(step) * self.session.topology.spatial)
+        return len(batch) / (self._order.samples(step) * self.session.topology.spatial)
+
+    def ranks_with_samples(self, step: int) -> int:
+        """How many ranks, the first ones, have a sample of a step: of the last one of an epoch maybe not all."""
+        topology = self.session.topology
+        return min(self._order.samples(step), topology.data) * topology.spatial
+
+    @property
+    def _order(self) -> Order:
+        return Order(self.config.seed, len(self.train_dates), self.config.batch_size)
 
     @property
     def share(self) -> tuple[int, int]:

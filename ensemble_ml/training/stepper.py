@@ -67,6 +67,7 @@ class Stepper:
         for group in state.optimizer.param_groups:
             group["lr"] = state.schedule(state.step)
         state.optimizer.zero_grad(set_to_none=True)
+        state.exchange.with_samples = self.setup.ranks_with_samples(state.step)
         state.exchange.begin(state.step)
         mesh, before = self.session.mesh, self.session.mesh.seconds_waited
         running = Running(state.model)  # a pass that is not finite would leave its mark there

@@ -1,6 +1,7 @@
 """Exchanges during backward: against one process that knows all ranks' gradients."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ensemble_ml.distributed.communicator import NullCommunicator
 from ensemble_ml.distributed.exchange import GradientAverage, Reduction
 from ensemble_ml.distributed.momentum import MomentumPlan, choose, relative_variance
 from ensemble_ml.distributed.vote import sign_allreduce
-from ensemble_ml.distributed.voting import LionCub, Vote
+from ensemble_ml.distributed.voting import DistributedLion, LionCub, Vote
 from ensemble_ml.errors import UserError
 from ensemble_ml.optim import Lion
 
@@ -104,6 +105,39 @@ def test_vote_in_buckets_is_a_vote_on_each_parameter(bits, size):
 
     for a, b in zip(found[0][0], on_ranks(size, by_hand)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [*(partial(Vote, bits=bits) for bits in (1, 2, 4, 8)), LionCub, partial(LionCub, bits=1), DistributedLion]
+)
+def test_ranks_without_a_sample_do_not_outvote_those_that_have_one(make):
+    """Epochs of two steps, the second of one sample, whose gradient points the other way: as in one process, if all
+    had the gradient of the whole batch; and their momenta stay as they are."""
+
+    def gradient(step):
+        return -20.0 if step % 2 else 1.0
+
+    def work(group):
+        weights = nn.Parameter(torch.zeros(64))
+        exchange = make(group, reduction=Reduction.sum)
+        optimizer, moved, momenta = Lion([weights], lr=1.0, weight_decay=0.0, exchange=exchange), [], []
+        for step in range(4):
+            optimizer.zero_grad()
+            exchange.with_samples = 1 if step % 2 else 3
+            exchange.begin(step)
+            exchange.share = (1 / 3, float(group.rank == 0))[step % 2]
+            (weights * gradient(step) * exchange.share).sum().backward()
+            before = weights.detach().clone()
+            exchange.finish()
+            optimizer.step()
+            moved.append((weights.detach() - before)[0].item())
+            momenta.append(optimizer.momentum(weights)[0].item())
+        exchange.close()
+        return moved, momenta
+
+    found = on_ranks(3, work)
+    assert [moved for moved, _ in found] == [[-1.0, 1.0, -1.0, 1.0]] * 3
+    assert found[1][1][1] == found[1][1][0] != found[1][1][2] and found[0][1][1] != found[0][1][0]
 
 
 def test_one_voter_is_plain_lion():
