@@ -86,7 +86,7 @@ class OptimConfig:
     exchange: ExchangeName = opt(ExchangeName.allreduce, "none | allreduce | fp16 | bf16 | powersgd | vote | lion_cub | distributed_lion: what ranks exchange; one rank exchanges nothing")
     bits: int = opt(1, "bits an element that a rank sends: vote 1, 2, 4 or 8; lion_cub 1 or 8")
     scale: VoteScale = opt(VoteScale.l1, "l1 | linf | sign: what the codes of a vote are multiples of")
-    bucket_mb: float = opt(16.0, "parameters of a bucket in float32, 1e6 bytes; a bucket is exchanged while backward goes on")
+    bucket_mb: float = opt(16.0, "parameters of a bucket in float32, 1e6 bytes; a bucket is exchanged while backward goes on (powersgd, lion_cub and distributed_lion exchange all in one after it)")
     rank: int = opt(4, "rank of powersgd's factors")
     hierarchical: bool = opt(False, "average in full precision inside a node and vote between nodes")
     momentum_sync: MomentumSync = opt(MomentumSync.never, "never | every | growing | selective: when the momenta of voting ranks are averaged")

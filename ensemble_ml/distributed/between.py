@@ -1,13 +1,14 @@
 """What a partitioned network does between its layers, looked at in its first pass.
 
 A layer knows its neighbours. A function that somebody's `forward` calls (an interpolation, a mean over the map) sees
-this rank's part alone, keeps its shape, and would give other numbers than one process without a word.
+this rank's part alone, keeps its shape, and would give other numbers than one process without a word. What is made of
+sizes alone, as coordinates by `linspace(-1, 1, x.shape[2])`, is not seen here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,21 +29,33 @@ _ALONG = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "amax", "amin", "max", "min",
     "median", "nanmean", "nansum", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "argmax", "argmin",
     "sort", "roll", "flip", "diff", "any", "all", "count_nonzero", "quantile", "fft", "ifft", "rfft", "irfft",
-    "narrow", "select", "index_select", "chunk", "split",
+    "narrow", "select", "index_select", "chunk", "split", "unbind", "cummax", "cummin", "logcumsumexp", "argsort",
+    "aminmax", "topk", "kthvalue", "mode", "nanmedian", "nanquantile", "gather", "scatter", "scatter_add", "index_add",
+    "trapezoid",
 }  # fmt: skip
-_SECOND = {"roll", "quantile", "norm", "vector_norm", "fft", "ifft", "rfft", "irfft", "chunk", "split"}
-_LAST = {"fft": -1, "ifft": -1, "rfft": -1, "irfft": -1, "chunk": 0, "split": 0}  # the axis where none is given
+_SECOND = {
+    "roll", "quantile", "nanquantile", "norm", "vector_norm", "fft", "ifft", "rfft", "irfft", "chunk", "split", "topk",
+    "kthvalue",
+}  # fmt: skip
+_LAST = {  # the axis where none is given
+    **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "argsort", "topk", "kthvalue", "mode"), -1),
+    **dict.fromkeys(("chunk", "split", "unbind"), 0),
+}
+_TURNED = {"transpose", "swapaxes", "swapdims", "permute"}
 _PLANE = {f"{kind}{n}" for kind in ("fft", "ifft", "rfft", "irfft") for n in ("2", "n")}
 _JOINED = {"flatten", "reshape", "view", "view_as", "reshape_as"}
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "einsum", "tensordot", "linear"}
 
 
-def watch_first_pass(model: nn.Module, axes: tuple[int, int], layers: Iterable[nn.Module]) -> None:
+def watch_first_pass(
+    model: nn.Module, axes: tuple[int, int], layers: Iterable[nn.Module], last: tuple[bool, bool] = (False, False)
+) -> None:
     """Let the next forward pass of `model` refuse what needs other ranks' points, but within `layers`.
 
-    The pass raises a UserError that names the function. Later passes are not watched.
+    The pass raises a UserError that names the function. Later passes are not watched. `last` says whether this rank's
+    part is the last one along each of the `axes`, which alone may be cut at its end.
     """
-    mode = _Between(axes)
+    mode = _Between(axes, last)
     handles: list[RemovableHandle] = []
 
     def enter(*_: Any) -> None:
@@ -71,9 +84,10 @@ def watch_first_pass(model: nn.Module, axes: tuple[int, int], layers: Iterable[n
 class _Between(TorchFunctionMode):
     """Refuses functions along split axes while no layer is at work (`inside` is zero)."""
 
-    def __init__(self, axes: tuple[int, int]):
+    def __init__(self, axes: tuple[int, int], last: tuple[bool, bool]):
         super().__init__()
         self.axes, self.inside = axes, 0
+        self.ends = {axis for axis, end in zip(axes, last, strict=True) if end}
         self.ndim = 0  # of the model's input; zero where that is not known
 
     def __torch_function__(
@@ -99,6 +113,8 @@ class _Between(TorchFunctionMode):
         # A field in another shape has its axes elsewhere, so what changes shapes is judged while it has its own.
         if (name == "__getitem__" or name in _JOINED) and not self._looks_whole(args[0]):
             return False
+        if name == "__getitem__":
+            return _cuts(args[1], args[0].shape, self.axes, self.ends)
         return _crosses(name, args, given, self.axes)
 
     def _looks_whole(self, value: Any) -> bool:
@@ -117,8 +133,8 @@ def _crosses(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tup
     if name == "layer_norm":
         shape = args[1] if len(args) > 1 else given["normalized_shape"]
         return max(axes) >= x.ndim - len(shape)
-    if name == "__getitem__":
-        return _cuts(args[1], x.ndim, axes)
+    if name in _TURNED:
+        return _turns(name, args, given, axes)
     if name in _JOINED:
         return _joins(name, args, given, axes)
     if name == "normalize":
@@ -164,8 +180,19 @@ def _contracts(
     return any(whole(x) and dim % x.ndim in axes for x, dim in over)
 
 
-def _cuts(index: Any, ndim: int, axes: tuple[int, int]) -> bool:
-    """Whether an index takes a part of a split axis, which would be a part of each rank's part."""
+def _turns(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tuple[int, int]) -> bool:
+    """Whether the split axes change places with each other: layers would take the one for the other."""
+    ndim, rest = args[0].ndim, [*args[1:], *(value for key, value in given.items() if key not in ("input", "self"))]
+    order = [one % ndim for one in (rest[0] if isinstance(rest[0], tuple | list) else rest)]
+    if name == "permute":
+        return order.index(axes[0]) > order.index(axes[1])
+    return set(order) == set(axes)
+
+
+def _cuts(index: Any, shape: Sequence[int], axes: tuple[int, int], ends: Collection[int]) -> bool:
+    """Whether an index takes a part of a split axis, which would be a part of each rank's part; at the end of the last
+    rank's (`ends`) it may."""
+    ndim = len(shape)
     places = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(place, Tensor | list) for place in places):
         return False  # a choice by values: of points, or of the first axes
@@ -177,17 +204,18 @@ def _cuts(index: Any, ndim: int, axes: tuple[int, int]) -> bool:
         if place is Ellipsis:
             axis += ndim - given
             continue
-        if axis in axes and not _from_start(place):
+        if axis in axes and not _from_start(place, 0 if axis in ends else shape[axis]):
             return True
         axis += 1
     return False
 
 
-def _from_start(place: Any) -> bool:
-    """Whether it takes all, or the first so many: how an upsampled field is cut to the size of what it is added to."""
-    if not isinstance(place, slice):
+def _from_start(place: Any, least: int) -> bool:
+    """Whether it takes all, or the first so many, `least` or more: how an upsampled field is cut to the size of what it
+    is added to."""
+    if not isinstance(place, slice) or place.start not in (None, 0) or place.step not in (None, 1):
         return False
-    return place.start in (None, 0) and place.step in (None, 1) and (place.stop is None or place.stop >= 0)
+    return place.stop is None or place.stop >= least
 
 
 def _joins(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tuple[int, int]) -> bool:

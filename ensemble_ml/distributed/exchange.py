@@ -281,8 +281,12 @@ class GradientAverage(BucketExchange):
                 elif used:
                     p.grad = view.to(p.dtype)
 
+    def _health(self) -> Tensor:
+        """(ranks,) more than zero for those whose gradients are not finite."""
+        return torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)
+
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
-        health = torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)
+        health = self._health()
         norm = total_norm(self.params)
         if self.apart:
             norm, sick = self._with_apart(norm)

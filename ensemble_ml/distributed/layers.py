@@ -62,7 +62,10 @@ def partition(
         object.__setattr__(module, "part_axes", axes)
         object.__setattr__(module, "part_overlap", overlap)
     if mesh.topology.spatial > 1:
-        watch_first_pass(model, axes, [module for module in model.modules() if next(module.children(), None) is None])
+        layers = [module for module in model.modules() if next(module.children(), None) is None]
+        place = mesh.topology.place
+        last = place.lat == mesh.topology.lat - 1, place.lon == mesh.topology.lon - 1
+        watch_first_pass(model, axes, layers, last)
     return model
 
 

@@ -22,13 +22,14 @@ from ensemble_ml.distributed.halo import Across, Side, halo
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
 from ensemble_ml.distributed.shard import Shard, make_shard, mark_own
+from ensemble_ml.distributed.topology import Topology
 from ensemble_ml.errors import UserError
-from ensemble_ml.models import EnsembleModel
+from ensemble_ml.models import EnsembleModel, ModelSpec
 from ensemble_ml.models.blocks.unet3d import Convolution
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.heads import Heads
 from ensemble_ml.models.linear import LinearCorrection
-from ensemble_ml.models.padding import Beyond, EdgeRule, Padder
+from ensemble_ml.models.padding import Beyond, EdgeRule, Padder, geometries
 from ensemble_ml.models.surroundings import Surroundings
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
@@ -44,12 +45,10 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
         overlap: switch by which convolutions compute while their halos travel; off where it is None.
 
     Raises:
-        UserError: the grid does not have a block of 2^depth rows or columns for every rank, or a rank's part is so thin
-            at some level that the row beyond the pole would come from its neighbour.
+        UserError: the parts are too thin (see `shard_of`).
         TypeError: the model has a layer of which nobody knows whether it looks beyond a point.
     """
-    grid, depth = model.spec.grid, model.spec.config.depth
-    shard = make_shard(mesh.topology, grid.shape, depth)
+    depth, shard = model.spec.config.depth, shard_of(model.spec, mesh.topology)
     if mesh.topology.spatial == 1:
         return shard
     _refuse_unknown(model)
@@ -95,18 +94,29 @@ def _level_of(pad: Padder, shard: Shard, depth: int) -> Shard:
     for level in range(depth + 1):
         there = shard.pooled(level)
         if (there.rows[-1][1], there.columns[-1][1]) == whole:
-            _check_poles(pad, there, level)
             return there
     raise AssertionError(f"no level has {whole}")
 
 
-def _check_poles(pad: Padder, shard: Shard, level: int) -> None:
-    for rule, (first, last) in ((pad.geometry.north, shard.rows[0]), (pad.geometry.south, shard.rows[-1])):
-        if rule.beyond is Beyond.MIRROR and len(shard.rows) > 1 and last - first < rule.skip + 1:
-            raise UserError(
-                f"parallel.lat={len(shard.rows)}: the rank at a pole has {last - first} row after {level} poolings,"
-                f" and model.pole=cross needs {rule.skip + 1} there; use fewer ranks, or model.pole=replicate"
-            )
+def shard_of(spec: ModelSpec, topology: Topology) -> Shard:
+    """The part of the grid that a rank has of a model of `spec`.
+
+    Raises:
+        UserError: the grid does not have a block of 2^depth rows or columns for every rank, or a rank's part is so thin
+            at some level that the row beyond the pole would come from its neighbour.
+    """
+    shard = make_shard(topology, spec.grid.shape, spec.config.depth)
+    if topology.spatial == 1:
+        return shard
+    for level, geometry in enumerate(geometries(spec.grid, spec.config.pole, spec.config.depth)):
+        rows = shard.pooled(level).rows
+        for rule, (first, last) in ((geometry.north, rows[0]), (geometry.south, rows[-1])):
+            if rule.beyond is Beyond.MIRROR and len(rows) > 1 and last - first < rule.skip + 1:
+                raise UserError(
+                    f"parallel.lat={len(rows)}: the rank at a pole has {last - first} row after {level} poolings,"
+                    f" and model.pole=cross needs {rule.skip + 1} there; use fewer ranks, or model.pole=replicate"
+                )
+    return shard
 
 
 class PartPadder(Padder):

@@ -23,7 +23,7 @@ class PowerSGD(GradientAverage):
         self.rank = rank
 
     def _prepare(self) -> None:
-        super()._prepare()
+        self._under_way = []  # nothing ever is
         generator = torch.Generator().manual_seed(1)
         self.factors: dict[int, Tensor] = {}
         self.errors: dict[int, Tensor] = {}
@@ -58,7 +58,7 @@ class PowerSGD(GradientAverage):
             right[i] = m.T @ left[i]
         self._sum(list(right.values()))
         ranks_used = parts[-2].tolist()
-        self._new_errors, self._new_factors, self._health = {}, {}, parts[-1]
+        self._new_errors, self._new_factors, self._sick = {}, {}, parts[-1]
         for i, m in matrices.items():
             if ranks_used[i]:  # else it is not stepped, and what was left out of it before waits for its next gradient
                 self._put(i, left[i] @ right[i].T)
@@ -68,8 +68,10 @@ class PowerSGD(GradientAverage):
             if ranks_used[i]:
                 self._put(i, rest[i])
 
+    def _health(self) -> Tensor:
+        return self._sick
+
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
-        self._flats[0][-self.group.size :] = self._health
         norm, culprits = super()._conclude()
         if not culprits:
             self.errors.update(self._new_errors)

@@ -32,7 +32,7 @@ from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan, shares
 from ensemble_ml.loading.plan import Tiers as Room
-from ensemble_ml.loading.threads import start
+from ensemble_ml.loading.threads import ended, start
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node
 from ensemble_ml.machine import free_memory
@@ -234,8 +234,8 @@ class ClairvoyantLoader:
 
     def close(self) -> None:
         """End threads and connections, give back memory; harmless when called again."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._engine is not None and not self._engine.close():
+            self._release.detach()  # the threads that are left write to it
         self._release()
 
     def __enter__(self) -> ClairvoyantLoader:
@@ -297,6 +297,7 @@ class Engine:
         self._error: BaseException | None = None
         self._tasks = self._list_tasks()
         self._take = threading.Lock()
+        self._left: bool | None = None  # whether threads were left at work; None before the end
         self._workers = start(loader._threads, self._work)
 
     def _list_tasks(self) -> Iterator[tuple[int, int, int]]:
@@ -368,13 +369,14 @@ class Engine:
                 if not self._change.wait(_STALL) and (slow := self.tiers.slowest()):
                     log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 
-    def close(self) -> None:
-        """End the threads; harmless when called again."""
+    def close(self) -> bool:
+        """End the threads; False where some wait for storage. Harmless when called again."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
-        for worker in self._workers:
-            worker.join()
+        if self._left is None:
+            self._left = not ended(self._workers, self.tiers.slowest)
+        return not self._left
 
 
 def _scratch(size: int) -> memoryview:

@@ -20,7 +20,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.batches import Arrays, Batch, Draw, join, read_sample
 from ensemble_ml.loading.device import Device, pages
 from ensemble_ml.loading.schedule import Schedule, Turn
-from ensemble_ml.loading.threads import start
+from ensemble_ml.loading.threads import ended, start
 from ensemble_ml.loading.unit_cache import UnitCache
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Engine:
         self._tasks, self._take = self._list_tasks(), threading.Lock()
         self._current: _Job | None = None
         self._passed, self._since = -1, 0.0
+        self._left: bool | None = None  # whether threads were left at work; None before the end
         self._workers = start(threads, self._work)
 
     def next(self, validation: bool, step: int | None = None) -> Batch | None:
@@ -208,10 +209,11 @@ class Engine:
             job.batch = batch
             self._change.notify_all()
 
-    def close(self) -> None:
-        """End the threads; harmless when called again."""
+    def close(self) -> bool:
+        """End the threads; False where some wait for storage. Harmless when called again."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
-        for worker in self._workers:
-            worker.join()
+        if self._left is None:
+            self._left = not ended(self._workers, self.cache.slowest)
+        return not self._left

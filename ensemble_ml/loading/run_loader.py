@@ -127,11 +127,10 @@ class PlannedLoader:
 
     def close(self) -> None:
         """End threads and connections, give back memory."""
-        if self._engine is not None:
-            self._engine.close()
-        if self._peers is not None:
-            self._peers.close()
-        self.cache.close()
+        if self._engine is None or self._engine.close():  # else the threads that are left write to it
+            if self._peers is not None:
+                self._peers.close()
+            self.cache.close()
         try:
             self.timeline.draw()
         except UserError as error:  # a picture less is no reason to end a run otherwise

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 5.0  # seconds that a loader's end may wait for storage: a job that is told to stop has half a minute
 
 
 def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
@@ -26,3 +32,21 @@ def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
     for thread in threads:
         thread.start()
     return threads
+
+
+def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, float] | None]) -> bool:
+    """Wait for threads that have been told to stop; False where some do not, because storage does not answer: they
+    end with the process, and what they write to has to stay until then.
+
+    `slowest`: what has been read for longest, and for how many seconds.
+    """
+    limit = time.monotonic() + PATIENCE
+    left = []
+    for thread in threads:
+        thread.join(max(0.0, limit - time.monotonic()))
+        left += [thread] * thread.is_alive()
+    if left:
+        name, seconds = slowest() or ("nothing", 0.0)
+        text = "loading: %d threads are not waited for: %s has been read for %.0f s without an answer"
+        log.warning(text, len(left), name, seconds)
+    return not left

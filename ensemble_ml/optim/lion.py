@@ -123,8 +123,10 @@ class Lion(Optimizer):
             torch._foreach_add_(momenta, grads, alpha=1 - beta2)
 
     def _round_into(self, params: list[Tensor], weights: list[Tensor]) -> None:
-        for i, (p, exact) in enumerate(zip(params, weights, strict=True)):
-            p.copy_(round_stochastically(exact, p.dtype, seed=self.steps << 20 | i) if self.stochastic else exact)
+        number = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for p, exact in zip(params, weights, strict=True):
+            seed = self.steps << 20 | number[id(p)]
+            p.copy_(round_stochastically(exact, p.dtype, seed=seed) if self.stochastic else exact)
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:

@@ -20,12 +20,15 @@ Schedule = Callable[[int], float]
 def warmup_cosine(step: int, *, steps: int, peak: float, warmup: int, final: float) -> float:
     """Learning rate of `step` (counted from 0): linear warm-up, then a half cosine down to `final * peak`.
 
-    A warm-up that would take more than half of a short run is cut to half of it. Steps beyond the last keep its rate.
+    A warm-up that would take more than half of a short run is cut to half of it. Steps beyond the last keep its rate,
+    and a run of a single one takes it at the peak.
     (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.)
     """
     warmup = min(warmup, steps // 2)
     if step < warmup:
         return peak * (step + 1) / warmup
+    if steps == 1 and step == 0:
+        return peak
     progress = min(1.0, (step - warmup + 1) / max(1, steps - warmup))
     return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 

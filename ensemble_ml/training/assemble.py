@@ -16,8 +16,8 @@ import torch
 from ensemble_ml.config import Precision, TrainConfig
 from ensemble_ml.distributed import Communicator, NullCommunicator, Session, solo
 from ensemble_ml.distributed.overlap import Overlap, choose_overlap
-from ensemble_ml.distributed.partition import partition_model
-from ensemble_ml.distributed.shard import Shard, make_shard
+from ensemble_ml.distributed.partition import partition_model, shard_of
+from ensemble_ml.distributed.shard import Shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading import Batches, Reader
 from ensemble_ml.loading.batches import Batch, spare_members
@@ -178,7 +178,7 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
         )
     if topology.spatial == 1:
         return None
-    return make_shard(topology, spec.grid.shape, spec.config.depth)
+    return shard_of(spec, topology)
 
 
 def _part_reader(reader: Reader, shard: Shard) -> Reader:

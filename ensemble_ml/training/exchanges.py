@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from ensemble_ml.config import TrainConfig
+from ensemble_ml.config import ClipBy, TrainConfig
 from ensemble_ml.distributed import Communicator, Session
 from ensemble_ml.distributed.choice import make_exchange, process_group
 from ensemble_ml.distributed.exchange import GradientAverage
@@ -37,8 +37,9 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
     size, optim = session.world.local_size, config.optim
     exchange = make_exchange(optim, session.topology, local_size=size, connect=connect)
     if made is None and optim.votes and isinstance(exchange, GradientAverage):
-        told = "optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision"
-        log.info(told, optim.exchange.value)
+        told = "optim.exchange=%s: one group of ranks alone, so gradients are averaged in full precision%s"
+        clipped = ", and clip holds their total" if optim.clip and optim.clip_by is ClipBy.bucket else ""
+        log.info(told, optim.exchange.value, clipped)
     return exchange
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ensemble_ml.config import LoaderName, TrainConfig
 from ensemble_ml.distributed import Session, Topology
 from ensemble_ml.distributed.gather import gather_bytes
-from ensemble_ml.distributed.shard import make_shard
+from ensemble_ml.distributed.partition import shard_of
 from ensemble_ml.loading import Reader
 from ensemble_ml.loading.batches import Draw, fixed_draws
 from ensemble_ml.loading.device import Device
@@ -97,7 +97,7 @@ def describe(
     train, validation = whole_dates(config, whole, train, validation)
     window = None
     if topology.spatial > 1:
-        shard = make_shard(topology, spec.grid.shape, spec.config.depth)
+        shard = shard_of(spec, topology)
         window = shard.own_rows, shard.own_columns
     reader = Reader(store, spec, window=window)
     schedule = Schedule(

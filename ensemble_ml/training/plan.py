@@ -26,8 +26,8 @@ from ensemble_ml.distributed.echo import Message
 from ensemble_ml.distributed.echo_exchange import MODEL_AXES, check_exchange, exchange_traffic
 from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.memory import in_use, rank_memory
+from ensemble_ml.distributed.partition import shard_of
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
-from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
 from ensemble_ml.machine import cores
@@ -82,7 +82,7 @@ class Planner:
 
     def shard(self, topology: Topology) -> tuple[int, int]:
         """(Y, X) of a rank."""
-        return make_shard(topology, self.spec.grid.shape, self.spec.config.depth).shape
+        return shard_of(self.spec, topology).shape
 
     def fits(self, ranks: int) -> bool:
         """Whether grid and batch, model and optimizer can be shared out over so many, whatever the memory."""

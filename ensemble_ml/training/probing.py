@@ -223,7 +223,8 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
     spec = job.spec.to_json()
     optim = job.config.optim
     facts += [spec, shape.topology.shape, shape.samples, optim.name.value, optim.exchange.value]
-    facts += [optim.bucket_mb, optim.bits, optim.clip, optim.rank, shape.topology.size == session.topology.size]
+    facts += [optim.bucket_mb, optim.bits, optim.scale.value, optim.clip, optim.clip_by.value, optim.rank]
+    facts += [shape.topology.size == session.topology.size]
     facts += [session.world.local_size, _CODE]
     return job.folder / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.json"
 

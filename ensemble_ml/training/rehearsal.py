@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ensemble_ml.config import LoaderName, OptimName, Precision, TrainConfig
+from ensemble_ml.config import ExchangeName, LoaderName, OptimName, Precision, TrainConfig
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Phase, Traffic, echo_mesh
 from ensemble_ml.distributed.footprint import Footprint
@@ -119,7 +119,8 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         parts = tuple(own_part(p) for p, _ in named)
     several = topology.data * topology.spatial > 1
     kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
-    apart = config.optim.votes and topology.data > 1  # each rank's own momenta
+    # Each rank's own: momenta where it votes, and PowerSGD's errors, which it holds in place of all gradients' sums.
+    apart = several and ((config.optim.votes and topology.data > 1) or config.optim.exchange is ExchangeName.powersgd)
     snapshot = resident + (kept + apart) * sum(values)
     return Tracing(
         rehearsal.shard.shape, counter.get_total_flops(), traffic, footprint.peak, resident,

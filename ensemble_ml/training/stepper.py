@@ -77,17 +77,17 @@ class Stepper:
             outcome = state.exchange.finish()
         values = self._summed(losses, batch, says)
         # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
-        self.waited, self.noted = outcome.waited + mesh.seconds_waited - before, {}
+        self.waited = outcome.waited + mesh.seconds_waited - before
         if math.isfinite(values["loss"]) and outcome.finite:  # on every rank, or on none
             self.skipped = 0
             with told_of_memory(self.config, self.session):  # the first makes its moments
                 state.optimizer.step()
-            before = state.exchange.seconds_waited
-            self.noted = self._named(state.exchange.after_step())
-            self.waited += state.exchange.seconds_waited - before
         else:
             running.put_back()
             self._leave_out(values["loss"], outcome, batch)
+        before = state.exchange.seconds_waited
+        self.noted = self._named(state.exchange.after_step())  # momenta are averaged when it is due, whatever the step
+        self.waited += state.exchange.seconds_waited - before
         state.step += 1
         if state.average is not None:
             state.average.update(state.model, state.step)

@@ -1,6 +1,7 @@
 """The model climate that `prepare climate_days=9` leaves in a store: the same as made on the spot, shown, and used."""
 
 import logging
+import shutil
 from dataclasses import replace
 
 import building
@@ -105,3 +106,17 @@ def test_an_interrupted_end_is_taken_up_again(made, tmp_path, monkeypatch, caplo
     prepare(settings)
     assert "6 of 6 start dates are built already" in caplog.text
     assert building.contents(tmp_path / "with.zarr") == building.contents(made / "with.zarr")
+
+
+def test_a_file_of_it_that_is_gone_is_no_climate_without_values(made, tmp_path):
+    """Zarr would read it as NaN, which stands for too few dates here: a purge of scratch while the store is open."""
+    shutil.copytree(made / "with.zarr", tmp_path / "s.zarr")
+    store = open_store(tmp_path / "s.zarr")
+    assert np.isfinite(store.climate(0, 24, "t")).all()
+    for wrong in ((99, 24, "t"), (0, 6, "t"), (0, 24, "q")):
+        with pytest.raises(UserError, match="it holds"):
+            store.climate(*wrong)
+    shutil.rmtree(tmp_path / "s.zarr" / "climate_pressure" / "c")
+    with pytest.raises(UserError, match="climate_pressure: damaged file of a tensor store"):
+        store.climate(0, 24, "t")
+    assert np.isfinite(store.climate(0, 24, "t2m")).all()

@@ -61,6 +61,15 @@ ACROSS = {
     "narrow": lambda x: x.narrow(2, 1, 3),
     "chunk": lambda x: torch.cat(x.chunk(2, 3), 1),
     "select": lambda x: x.select(3, 0),
+    "transpose": lambda x: x.transpose(2, 3),
+    "permute": lambda x: x.permute(0, 1, 3, 2),
+    "__getitem__ of the first": lambda x: x - x[:, :, :1],
+    "unbind": lambda x: torch.stack(x.unbind(2)),
+    "cummax": lambda x: x.cummax(2)[0],
+    "argsort": lambda x: x.argsort(2),
+    "aminmax": lambda x: x.aminmax(dim=2)[0],
+    "topk": lambda x: x.topk(3, dim=2)[0],
+    "gather": lambda x: x.gather(2, torch.zeros_like(x, dtype=torch.long)),
 }
 BESIDE = {
     "arithmetic": lambda x: (x * 2 + 1).relu().sqrt().clamp(max=3),
@@ -76,6 +85,8 @@ BESIDE = {
     "channels mixed": lambda x: torch.einsum("bcyx,cd->bdyx", x, torch.ones(4, 4)) + F.normalize(x),
     "by the rule of einsum": lambda x: torch.einsum("bcyx,cd", x, torch.ones(4, 4)),
     "channels apart": lambda x: torch.cat(x.chunk(2, 1), 1) + x.narrow(1, 0, 1) + torch.cat(x.split(1), 0),
+    "over channels by rank": lambda x: x.topk(2, 1)[0].argsort(1) + x.cummax(1)[0][:, :2] + x.unbind(1)[0][:, None],
+    "batches and channels": lambda x: x.transpose(0, 1).swapaxes(0, 1).permute(0, 2, 3, 1),
     "channels last": lambda x: F.linear(x.movedim(1, -1).unsqueeze(1), torch.ones(3, 4)),
     "over channels by fft": lambda x: torch.fft.fft(x, dim=1).abs() + torch.linalg.vector_norm(x, dim=1, keepdim=True),
 }

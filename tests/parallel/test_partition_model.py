@@ -12,7 +12,7 @@ from ensemble_ml.config import OptimConfig, OptimName, Pole, Vertical
 from ensemble_ml.distributed import Mesh, Topology
 from ensemble_ml.distributed.echo import Traffic, echo_mesh
 from ensemble_ml.distributed.overlap import Overlap
-from ensemble_ml.distributed.partition import partition_model
+from ensemble_ml.distributed.partition import partition_model, shard_of
 from ensemble_ml.distributed.shard import make_shard
 from ensemble_ml.errors import UserError
 from ensemble_ml.models import Speed, surroundings
@@ -161,6 +161,8 @@ def test_shards_of_half_a_degree():
 def test_partitions_that_do_not_fit(grid, degrees, text):
     with pytest.raises(UserError, match=text):
         partition_model(make_model(make_spec(*grid)), Mesh(Topology(**degrees)))
+    with pytest.raises(UserError, match=text):  # before there is a model, and anything is fitted
+        shard_of(make_spec(*grid), Topology(**degrees))
 
 
 def test_an_input_of_the_wrong_size():

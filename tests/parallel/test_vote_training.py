@@ -285,6 +285,7 @@ def _until_five(session, config):
     [
         (ExchangeName.vote, 4, {"data": 2}),
         (ExchangeName.vote, 1, {"data": 2}),  # of which there is a checkpoint already
+        (ExchangeName.vote, 3, {"data": 2}),  # after which momenta are averaged
         pytest.param(ExchangeName.allreduce, 6, {"lat": 2}, marks=pytest.mark.slow),
     ],
 )
@@ -296,6 +297,8 @@ def test_bad_gradients_are_left_out_or_end_the_run(store, tmp_path, exchange, st
     assert run_ranks(_poisoned, 2, skipping, 1, step, **mesh) == ["", ""]
     whole = weights(tmp_path / "skip" / "a")
     assert all(torch.isfinite(v).all() for k, v in whole.items() if "momentum" in k)
+    synced = [line["step"] for line in read_log(tmp_path / "skip" / "a" / "log.jsonl") if "momentum_sync" in line]
+    assert synced == ([3, 6] if exchange is ExchangeName.vote else [])
     told = run_ranks(_poisoned, 2, stopping, 1, step, **mesh)
     named = "1" if "data" in mesh else "0, 1"  # parts of one sample hand them on
     assert all(f"step {step}: gradients that are not finite from ranks {named}, on" in text for text in told)
