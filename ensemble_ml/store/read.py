@@ -128,11 +128,10 @@ class TensorStore:
         array = f"{CLIMATE}{kind}"
         try:
             stored = zarr.open_array(self._root / array, mode="r")
-            first = "/".join(
-                [array, "c", *(str(place // size) for place, size in zip(at, stored.chunks, strict=False))]
-            )
-            for file in [name for name in self._files if name.startswith(f"{first}/")]:
-                os.stat(self._root / file)  # Zarr takes a chunk that is gone for one of fill values alone
+            chunks = (".".join(map(str, ("c", *at, *rest))) for rest in np.ndindex(*stored.cdata_shape[3:]))
+            for file in (f"{array}/{chunk}" for chunk in chunks):
+                if file in self._files:
+                    os.stat(self._root / file)  # Zarr takes a chunk that is gone for one of fill values alone
             found = np.asarray(stored[at])
         except (OSError, ValueError, RuntimeError) as error:
             raise damaged(self._root / array, str(error)) from error

@@ -116,7 +116,8 @@ def test_a_file_of_it_that_is_gone_is_no_climate_without_values(made, tmp_path):
     for wrong in ((99, 24, "t"), (0, 6, "t"), (0, 24, "q")):
         with pytest.raises(UserError, match="it holds"):
             store.climate(*wrong)
-    shutil.rmtree(tmp_path / "s.zarr" / "climate_pressure" / "c")
+    for chunk in (tmp_path / "s.zarr" / "climate_pressure").glob("c.0.*"):
+        chunk.unlink()
     with pytest.raises(UserError, match="climate_pressure: damaged file of a tensor store"):
         store.climate(0, 24, "t")
     assert np.isfinite(store.climate(0, 24, "t2m")).all()
