@@ -191,9 +191,12 @@ def _sweep(task: str, arguments: list[str]) -> int:
     sys.argv = [f"ensemble-ml {task}", _SWEEP[0], *settings]  # Hydra takes no flag between settings
 
     failed: list[str] = []
+    begun = False
 
     @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)
     def job(composed: DictConfig) -> int | None:
+        nonlocal begun
+        begun = True
         try:
             return run_task(task, composed)
         except KeyboardInterrupt as error:
@@ -218,6 +221,11 @@ def _sweep(task: str, arguments: list[str]) -> int:
         job()
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_hydras(task, error)) from error
+    except OSError as error:
+        if begun:
+            raise
+        why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise UserError(f"the sweep's folder cannot be made ({why}); set hydra.sweep.dir=FOLDER") from error
     if failed:
         raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
     return 0

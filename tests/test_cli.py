@@ -166,6 +166,15 @@ def test_settings_of_a_sweep_that_do_not_exist_end_in_one_line(capsys, tmp_path,
     assert err.startswith(f"ensemble-ml: {text}") and err.count("\n") == 1, err
 
 
+def test_a_sweep_whose_folder_cannot_be_made(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    (tmp_path / "file").write_text("")
+    status, _, err = run(capsys, "train", "-m", "run=a", "data.store=b", "seed=0,1", "hydra.sweep.dir=file/sweep")
+    assert status == cli.STATUS_USER
+    assert err.startswith("ensemble-ml: the sweep's folder cannot be made (") and err.count("\n") == 1, err
+
+
 @pytest.mark.parametrize("task", ["benchmark", "plan"])
 def test_an_output_that_cannot_be_is_told_before_the_work(capsys, tmp_path, task):
     (tmp_path / "file").write_text("")
