@@ -31,15 +31,16 @@ _ALONG = {
     "sort", "roll", "flip", "diff", "any", "all", "count_nonzero", "quantile", "fft", "ifft", "rfft", "irfft",
     "narrow", "select", "index_select", "chunk", "split", "unbind", "cummax", "cummin", "logcumsumexp", "argsort",
     "aminmax", "topk", "kthvalue", "mode", "nanmedian", "nanquantile", "gather", "scatter", "scatter_add", "index_add",
-    "trapezoid",
+    "trapezoid", "trapz", "cumulative_trapezoid", "gradient", "softmin", "tensor_split", "take_along_dim",
 }  # fmt: skip
 _SECOND = {
     "roll", "quantile", "nanquantile", "norm", "vector_norm", "fft", "ifft", "rfft", "irfft", "chunk", "split", "topk",
-    "kthvalue",
+    "kthvalue", "tensor_split", "take_along_dim",
 }  # fmt: skip
 _LAST = {  # the axis where none is given
     **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "argsort", "topk", "kthvalue", "mode"), -1),
-    **dict.fromkeys(("chunk", "split", "unbind"), 0),
+    **dict.fromkeys(("trapezoid", "trapz", "cumulative_trapezoid"), -1),
+    **dict.fromkeys(("chunk", "split", "unbind", "tensor_split"), 0),
 }
 _TURNED = {"transpose", "swapaxes", "swapdims", "permute"}
 _PLANE = {f"{kind}{n}" for kind in ("fft", "ifft", "rfft", "irfft") for n in ("2", "n")}
@@ -111,7 +112,7 @@ class _Between(TorchFunctionMode):
         if not args or not isinstance(args[0], Tensor) or args[0].ndim <= max(self.axes):
             return False
         # A field in another shape has its axes elsewhere, so what changes shapes is judged while it has its own.
-        if (name == "__getitem__" or name in _JOINED) and not self._looks_whole(args[0]):
+        if (name == "__getitem__" or name in _JOINED or name in _TURNED) and not self._looks_whole(args[0]):
             return False
         if name == "__getitem__":
             return _cuts(args[1], args[0].shape, self.axes, self.ends)
@@ -147,8 +148,10 @@ def _crosses(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tup
         return name in _KERNELS
     at = 2 if name in _SECOND else 1
     dims = next((given[key] for key in ("dim", "dims", "axis") if key in given), args[at] if len(args) > at else None)
-    if isinstance(dims, Tensor):  # the larger of two, at each point
+    if isinstance(dims, Tensor) and name in ("max", "min"):  # the larger of two, at each point
         return False
+    if isinstance(dims, Tensor):  # where points lie: the axis is the last
+        dims = -1
     dims = _LAST.get(name) if dims is None else dims
     if dims is None:
         return True
@@ -185,7 +188,7 @@ def _turns(name: str, args: Sequence[Any], given: Mapping[str, Any], axes: tuple
     ndim, rest = args[0].ndim, [*args[1:], *(value for key, value in given.items() if key not in ("input", "self"))]
     order = [one % ndim for one in (rest[0] if isinstance(rest[0], tuple | list) else rest)]
     if name == "permute":
-        return order.index(axes[0]) > order.index(axes[1])
+        return (order[axes[0]], order[axes[1]]) == axes[::-1]
     return set(order) == set(axes)
 
 

@@ -196,7 +196,8 @@ class ClairvoyantLoader:
             if self._peers is not None:
                 self._peers.finish()
         finally:
-            self._engine.close()
+            if not self._engine.close():
+                self._release.detach()  # the threads that are left write to it
             self._looped = False
         self._release()  # nothing is left to hand out
 

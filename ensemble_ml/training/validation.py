@@ -13,10 +13,10 @@ which there is nothing to predict (no rain fell on these dates, or was forecast)
 Beside them the widths: by how much the predicted standard deviation of a field has to be multiplied for its mean square
 to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
 Training by the CRPS leaves them above one where errors have heavier tails than the family. The deviation of a law that
-ends at a bound grows more slowly than its scale, so it is looked at for a few widths. The variance of rain's law lies,
+ends at a bound grows more slowly than its scale, so it is looked at for a few widths; where it comes to an end before
+it is that of the error, the width is the one with the least CRPS. So it is for rain: the variance of its law lies,
 where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the scale,
-and one time in 600,000 it rains), that of a log-normal law of small mean in values as rare: its mean square says
-nothing, and the width is the one with the least CRPS.
+and one time in 600,000 it rains), that of a log-normal law of small mean in values as rare.
 The number of members changes them: from one, sigma follows what many would have said. They are taken from the number
 that validation has; those of others come beside them with each best model (`training.widths`).
 """
@@ -43,6 +43,8 @@ _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of ca
 _BY_CRPS = skewed.LAWS  # whose width is the one with the least CRPS
 _TRIED = (0.8, 1.0, 1.25)  # widths at which more is known, even steps of the logarithm: a parabola goes through these
 _FURTHEST = 2.0  # steps from one that a minimum of the parabola is believed
+_REACH = 3.0  # and what it comes to
+_LIKE_NORMAL = 0.95  # of a normal law's slope, from which no bound is felt
 
 
 def c4(n: int) -> float:
@@ -89,7 +91,7 @@ def validate(
             width_sums.add(errors, variances, truth, told, least)
             for width, sums in zip(_TRIED, tried, strict=False):
                 maps = _at_width(model, batch, prediction, width)
-                sums.add(maps, maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
+                sums.add(*maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
             spread_sums.add(*_spread_error(model, batch, prediction, full_size))
     found = {"crps_ratio": crps_sums.ratio(least), "spread_ratio": spread_sums.ratio(least**2, 0.5)}
@@ -99,8 +101,9 @@ def validate(
     widths = width_sums.roots()
     if widths is not None and bounded:
         by_crps = torch.tensor([families(spec)[position] in _BY_CRPS for position in bounded], device=area.device)
-        means = torch.stack([sums.means() for sums in tried])
-        widths[:, bounded] = torch.where(by_crps, _least(means), _reaching(means, widths[:, bounded]))
+        crps_WTG, variance_WTG = (torch.stack(found) for found in zip(*(sums.means() for sums in tried), strict=True))
+        reaching, believed = _reaching(variance_WTG, widths[:, bounded])
+        widths[:, bounded] = torch.where(believed & ~by_crps, reaching, _least(crps_WTG))
     return Validation(scores, None if widths is None else widths.tolist())
 
 
@@ -155,12 +158,13 @@ class _Sums:
         )
         return roots.clamp(1 / _WIDEST, _WIDEST)
 
-    def means(self) -> Tensor:
-        """Ours of every field, NaN where too few dates tell, (T, F)."""
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Ours and the other of every field, NaN where too few dates tell, (T, F)."""
         found = self._over_ranks()
         assert found is not None
-        ours, _, known = found
-        return torch.where(known >= FEWEST_TO_WIDEN, ours / known.clamp(min=1), torch.nan)
+        ours, other, known = found
+        enough, count = known >= FEWEST_TO_WIDEN, known.clamp(min=1)
+        return torch.where(enough, ours / count, torch.nan), torch.where(enough, other / count, torch.nan)
 
     def _over_ranks(self) -> Tensor | None:
         """The sums of all dates, and how many have a target, (3, T, F); None where there is none."""
@@ -201,21 +205,18 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
     return _join(ours), _join(raw), _join(truths)
 
 
-def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> Tensor:
-    """CRPS of the fields in `_BY_CRPS`, and variance of the others that have a bound, (B, T, G, Y, X), with `width`
-    times their scale."""
-    found = []
+def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> tuple[Tensor, Tensor]:
+    """CRPS and variance of the fields that have a bound, (B, T, G, Y, X), with `width` times their scale."""
+    scores, variances = [], []
     for suffix, laws in _kinds(model):
         truth, parts = _of(batch, "truth", suffix), [_of(prediction, name, suffix) for name in ("location", "scale")]
         for position, law in enumerate(laws):
-            if law is Family.NORMAL:
-                continue
-            location, scale, y = (part[:, :, position] for part in (*parts, truth))
-            wider = distributions.widen(law, location, scale, truth.new_tensor(width))
-            by_crps = law in _BY_CRPS
-            maps = distributions.crps(law, *wider, y) if by_crps else distributions.moments(law, *wider)[1] ** 2
-            found.append(maps.unsqueeze(2))
-    return _join(found)
+            if law is not Family.NORMAL:
+                location, scale, y = (part[:, :, position] for part in (*parts, truth))
+                wider = distributions.widen(law, location, scale, truth.new_tensor(width))
+                scores.append(distributions.crps(law, *wider, y).unsqueeze(2))
+                variances.append(distributions.moments(law, *wider)[1].unsqueeze(2) ** 2)
+    return _join(scores), _join(variances)
 
 
 def _least(crps_WTG: Tensor) -> Tensor:
@@ -226,16 +227,19 @@ def _least(crps_WTG: Tensor) -> Tensor:
     return torch.exp(step.clamp(-_FURTHEST, _FURTHEST).nan_to_num(0.0) * math.log(_TRIED[2]))
 
 
-def _reaching(variance_WTG: Tensor, roots: Tensor) -> Tensor:
-    """The widths at which the mean variance, known at those tried, is `roots`^2 times as large, (T, G); one where too
-    few dates tell.
+def _reaching(variance_WTG: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    """The widths at which the mean variance, known at those tried, is `roots`^2 times as large, and whether that can be
+    believed, (T, G); one where too few dates tell.
 
-    The parabola through the logarithms comes to it there; that of a normal law is the line 2 log(width).
+    The parabola through the logarithms comes to it there; that of a normal law is the line 2 log(width). Between bounds
+    a law of one mean has a largest variance, and beyond the widths tried nobody knows how near it is.
     """
+    unit = math.log(_TRIED[2])
     before, here, after = variance_WTG.clamp(min=1e-300).log()
     bend, slope, wanted = (before + after) / 2 - here, ((after - before) / 2).clamp(min=1e-12), 2 * roots.log()
     step = 2 * wanted / (slope + (slope**2 + 4 * bend * wanted).clamp(min=0).sqrt())
-    return torch.exp(step.nan_to_num(0.0) * math.log(_TRIED[2])).clamp(1 / _WIDEST, _WIDEST)
+    believed = (step.abs() <= _REACH) | (slope > _LIKE_NORMAL * 2 * unit) | ~torch.isfinite(step)
+    return torch.exp(step.nan_to_num(0.0) * unit).clamp(1 / _WIDEST, _WIDEST), believed
 
 
 def _spread_error(

@@ -69,6 +69,8 @@ ACROSS = {
     "argsort": lambda x: x.argsort(2),
     "aminmax": lambda x: x.aminmax(dim=2)[0],
     "topk": lambda x: x.topk(3, dim=2)[0],
+    "trapezoid": lambda x: torch.trapezoid(x, torch.arange(8.0)),
+    "tensor_split": lambda x: torch.cat(x.tensor_split(2, 2), 1),
     "gather": lambda x: x.gather(2, torch.zeros_like(x, dtype=torch.long)),
 }
 BESIDE = {
@@ -87,6 +89,8 @@ BESIDE = {
     "channels apart": lambda x: torch.cat(x.chunk(2, 1), 1) + x.narrow(1, 0, 1) + torch.cat(x.split(1), 0),
     "over channels by rank": lambda x: x.topk(2, 1)[0].argsort(1) + x.cummax(1)[0][:, :2] + x.unbind(1)[0][:, None],
     "batches and channels": lambda x: x.transpose(0, 1).swapaxes(0, 1).permute(0, 2, 3, 1),
+    "channels last and back": lambda x: x.permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2),
+    "heads before channels": lambda x: x.unflatten(1, (2, 2)).permute(0, 3, 4, 1, 2),
     "channels last": lambda x: F.linear(x.movedim(1, -1).unsqueeze(1), torch.ones(3, 4)),
     "over channels by fft": lambda x: torch.fft.fft(x, dim=1).abs() + torch.linalg.vector_norm(x, dim=1, keepdim=True),
 }

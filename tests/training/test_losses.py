@@ -306,6 +306,33 @@ def test_laws_with_bounds_get_the_variance_of_their_errors(name, wrong):
     assert variance / error == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("law", "given", "true"),
+    [
+        (Family.DOUBLY_CENSORED_NORMAL, (0.7, 0.4), (0.4, 0.6)),
+        (Family.DOUBLY_CENSORED_NORMAL, (0.8, 0.6), (0.3, 0.6)),
+        (Family.TRUNCATED_NORMAL, (0.0, 1.0), (0.0, 1.3)),
+        (Family.TRUNCATED_NORMAL, (1.0, 1.0), (2.0, 1.3)),
+    ],
+)
+def test_a_width_that_cannot_reach_the_errors_does_no_harm(law, given, true):
+    """Of one mean, a law between bounds has a largest deviation; errors of a wrong mean may be beyond it."""
+    name = "tcc" if law is Family.DOUBLY_CENSORED_NORMAL else "ws10"
+    spec = replace(SPEC, variables=(), levels=(), surface=("t2m", name))
+    assert spec.families[1][1] is law
+    generator, shape = torch.Generator().manual_seed(5), (40, 1, 2, 9, 16)
+    places = [[torch.full(shape, value) for value in pair] for pair in (given, true)]
+    truth = distributions.quantile(law, *places[1], torch.rand(shape, generator=generator))
+    fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in places[0])
+    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
+    model = Fixed(Prediction(None, None, None, *places[0], None), spec)
+    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
+    [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
+    wider = distributions.widen(law, *places[0], torch.tensor(width))
+    before, after = (distributions.crps(law, *pair, truth).mean() for pair in (places[0], wider))
+    assert after <= before * 1.001 and 0.5 < width < 2
+
+
 def test_widths_are_bounded():
     prediction, batch = case()
     prediction.scale_p *= 1e-4
