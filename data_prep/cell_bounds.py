@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, ROUNDING, START, VALID, to_hours
+from data_prep.axes import ALIASES, READ, ROUNDING, START, VALID, find_axis, to_hours
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GUST, Field
 
@@ -22,8 +22,26 @@ _OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}
 
 def name_of_sum(name: Hashable) -> tuple[str, int]:
     """A variable's name without the hours that it is a sum over, and these; 0 where it does not say them."""
-    said = re.fullmatch(r"(total_precipitation)_(\d{1,3})hr?", str(name))
+    said = re.fullmatch(r"(total_precipitation)_([1-9]\d?)hr?", str(name))
     return (said[1], int(said[2])) if said else (str(name), 0)
+
+
+def other_sums(data: xr.Dataset) -> dict[str, str]:
+    """Variables that are sums of what another one of the file is, over other hours: name -> the one that is read.
+
+    That is the one that says no hours; else that over the hours between leads, or the shortest.
+    """
+    sums: dict[str, dict[int, str]] = {}
+    for name in data.data_vars:
+        what, hours = name_of_sum(name)
+        sums.setdefault(what, {})[hours] = str(name)
+    found: dict[str, str] = {}
+    for named in (named for named in sums.values() if len(named) > 1):
+        lead = find_axis(data[named[max(named)]], "lead")
+        apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
+        kept = named[0] if 0 in named else named[apart if apart in named else min(named)]
+        found |= {name: kept for name in named.values() if name != kept}
+    return found
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:

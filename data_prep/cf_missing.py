@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ import xarray as xr
 
 from data_prep.axes import check_there
 from ensemble_ml.fields import Field
+
+log = logging.getLogger(__name__)
 
 _PACKED = "scale_factor", "add_offset"
 _ROUNDING = 1e-6  # of a limit: values may be kept with fewer digits than it
@@ -60,6 +63,8 @@ def open_zarr(path: str) -> xr.Dataset:
         packed = any(key in array.attrs for key in _PACKED)
         if not packed and fill.size == 1 and fill.dtype.kind in "iuf" and fill[0] == 0 and not _said(path, name):
             del array.attrs["_FillValue"]
+            if name in raw.data_vars:
+                log.info("%s: %s: zeros are values, though its fill value is zero", path, name)
     return _decoded(raw, written=True)
 
 

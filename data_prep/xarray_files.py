@@ -32,7 +32,7 @@ from data_prep.axes import (
     untangle,
     with_start,
 )
-from data_prep.cell_bounds import method, over_intervals, widths
+from data_prep.cell_bounds import method, name_of_sum, other_sums, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, plausible, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
@@ -145,6 +145,10 @@ class XarrayFile:
         tables: list[np.ndarray] = []
         strange: list[_OfSomethingElse] = []
         data = self._without_nothing(data)
+        others = other_sums(data)
+        for name, kept in others.items():
+            self._skip(f"{name} (beside {kept}, over other hours)")
+        data = data.drop_vars(others)
         with_members = variables_with_members(data)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
@@ -245,7 +249,11 @@ class XarrayFile:
         between = records["level"] == BETWEEN
         if between.any():
             self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
-        return records[~between]
+        # Hours that a name says are those of every lead, and there is nothing before the start of a forecast.
+        early = (records["lead_start"] < 0) & (name_of_sum(array.name)[1] > 0) & (axes["lead"] is not None)
+        if early.any():
+            self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
+        return records[~between & ~early]
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
         """Which of `records` are all NaN (see `data_prep.records.Reader`): by one row of each, then by all of it.

@@ -247,9 +247,8 @@ class ClairvoyantLoader:
 
 
 def _close(tiers: Tiers, peers: Peers | None) -> None:
-    if peers is not None:
-        peers.close()
-    tiers.close()
+    if peers is None or peers.close():
+        tiers.close()
 
 
 def _coarse(size: int) -> int:

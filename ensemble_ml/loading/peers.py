@@ -119,9 +119,9 @@ class Peers:
         log.warning("loading: sample %d from rank %d is damaged and is read anew", sample, owner)
         return False
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """End all connections; nobody may ask any more."""
         for slab in self._slabs.values():
             if slab is not None:
                 slab.close()
-        self._wire.close()
+        return self._wire.close()

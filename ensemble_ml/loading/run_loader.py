@@ -127,9 +127,8 @@ class PlannedLoader:
 
     def close(self) -> None:
         """End threads and connections, give back memory."""
-        if self._engine is None or self._engine.close():  # else the threads that are left write to it
-            if self._peers is not None:
-                self._peers.close()
+        ended = (self._engine is None or self._engine.close()) and (self._peers is None or self._peers.close())
+        if ended:  # else the threads that are left write to it
             self.cache.close()
         try:
             self.timeline.draw()

@@ -34,11 +34,11 @@ def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
     return threads
 
 
-def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, float] | None]) -> bool:
+def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, float] | None] = lambda: None) -> bool:
     """Wait for threads that have been told to stop; False where some do not, because storage does not answer: they
     end with the process, and what they write to has to stay until then.
 
-    `slowest`: what has been read for longest, and for how many seconds.
+    `slowest`: what has been read for longest, and for how many seconds, where that is known.
     """
     limit = time.monotonic() + PATIENCE
     left = []
@@ -46,7 +46,7 @@ def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, 
         thread.join(max(0.0, limit - time.monotonic()))
         left += [thread] * thread.is_alive()
     if left:
-        name, seconds = slowest() or ("nothing", 0.0)
-        text = "loading: %d threads are not waited for: %s has been read for %.0f s without an answer"
-        log.warning(text, len(left), name, seconds)
+        slow = slowest()
+        why = f": {slow[0]} has been read for {slow[1]:.0f} s without an answer" if slow else ""
+        log.warning("loading: %d threads are not waited for%s", len(left), why)
     return not left

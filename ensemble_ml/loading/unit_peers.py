@@ -130,12 +130,12 @@ class UnitPeers:
                     self._files[holder, tier] = -1
             return self._files[holder, tier]
 
-    def close(self) -> None:
-        """End all connections; nobody may ask any more."""
+    def close(self) -> bool:
+        """End all connections; nobody may ask any more. False where some read of storage goes on for another rank."""
         for file in self._files.values():
             if file >= 0:
                 os.close(file)
-        self._wire.close()
+        return self._wire.close()
 
 
 def _identity(file: int) -> str:

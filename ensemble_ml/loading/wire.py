@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.loading.threads import ended
 
 log = logging.getLogger(__name__)
 _AGAIN = 0.1  # seconds
@@ -114,8 +115,8 @@ class Server:
             with self._lock:
                 self._open.discard(connection)
 
-    def close(self) -> None:
-        """End all connections and threads."""
+    def close(self) -> bool:
+        """End all connections and threads; False where some wait for storage."""
         with self._lock:
             self._closing = True
             ends = (self._listener, *self._open)
@@ -123,8 +124,7 @@ class Server:
             with suppress(OSError):  # not connected
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
-        for thread in self._threads:
-            thread.join()
+        return ended(self._threads)
 
 
 class Wire:
@@ -218,11 +218,11 @@ class Wire:
             raise ConnectionError("it has closed the connection")
         return connection, reply.unpack(head)
 
-    def close(self) -> None:
-        """End all connections and the server; nobody may ask any more."""
+    def close(self) -> bool:
+        """End all connections and the server; nobody may ask any more. False where it still reads what was asked."""
         for connection in self._connections:
             connection.close()
-        self._server.close()
+        return self._server.close()
 
 
 def fill(connection: socket.socket, out: memoryview) -> None:

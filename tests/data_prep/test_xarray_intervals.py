@@ -215,11 +215,18 @@ def test_the_name_of_a_sum_says_over_how_many_hours(tmp_path):
     """As WeatherBench 2 calls them."""
     data = dataset(t="total_precipitation_6hr").isel(isobaricInhPa=0, drop=True)
     data["total_precipitation_6hr"] = (data["total_precipitation_6hr"] / 1e4).assign_attrs(units="m")
-    data[["total_precipitation_6hr"]].isel(step=slice(1, 2)).to_netcdf(tmp_path / "a.nc")
-    source = open_archive(tmp_path / "a.nc")
-    assert source.layout.surface == ("tp",) and source.lead_bounds == {"tp": [[18, 24]]}
-    rain = data["total_precipitation_6hr"].values[0, :, 1]
-    np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 0, 0], rain)
+    data["total_precipitation_6hr"][:, :, 0] = np.nan  # at the start, where there is nothing before
+    data["total_precipitation_24hr"] = data["total_precipitation_6hr"] * 4
+    data["total_precipitation_12hr"] = data["total_precipitation_6hr"] * 2
+    for name, hours, factor in (("a.nc", (6,), 1), ("b.nc", (6, 12), 1), ("c.nc", (6, 12, 24), 4)):
+        data[[f"total_precipitation_{one}hr" for one in hours]].to_netcdf(tmp_path / name)
+        source = open_archive(tmp_path / name)
+        first = 24 - 6 * factor
+        assert source.layout.surface == ("tp",) and source.lead_bounds == {"tp": [[first, 24]]}
+        rain = data["total_precipitation_6hr"].values[0, :, 1] * np.float32(factor)
+        np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[:, 0, 0], rain)
+        told = source.catalogue.readers[0].skipped
+        assert any("over other hours" in label for label in told) == (len(hours) > 1)
 
 
 def test_a_known_variable_in_unknown_units_is_left_out_with_a_warning(tmp_path, caplog):
