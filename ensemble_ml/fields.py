@@ -188,7 +188,7 @@ _SAME_UNITS = {
     "1": ("1", "(0 - 1)", "0 - 1", "(0-1)", "0-1", "dimensionless", "fraction"),
 }
 _CELSIUS = (
-    *(f"{degree}{name}" for degree in ("deg", "deg_", "degree_", "degrees_", "\N{DEGREE SIGN}") for name in "C"),
+    *(f"{degree}C" for degree in ("deg", "deg_", "degree_", "degrees_", "\N{DEGREE SIGN}")),
     *(f"{degree}{name}" for degree in ("", "degree_", "degrees_") for name in ("celsius", "Celsius")),
 )
 _CONVERSIONS = {  # (from, to) -> (factor, offset): value_to = factor * value_from + offset

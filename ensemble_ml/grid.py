@@ -140,7 +140,7 @@ def canonical(latitude: np.ndarray, longitude: np.ndarray) -> tuple[Grid, np.nda
     rows = np.argsort(-latitude, kind="stable")
     pieces = np.roll(np.arange(len(longitude)), -_second_piece(longitude))
     if pieces[0]:  # of a meridian that stands at both ends, one
-        pieces = pieces[np.abs(np.mod(np.diff(longitude[pieces], prepend=np.nan) + 180, 360) - 180) != 0]
+        pieces = pieces[np.mod(np.diff(longitude[pieces], prepend=np.nan), 360) != 0]
     longitude = longitude[pieces]
     unwrapped = np.unwrap(longitude, period=360) if len(longitude) > 1 else longitude
     if len(longitude) > 1 and unwrapped[-1] < unwrapped[0]:

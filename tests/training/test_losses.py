@@ -264,6 +264,16 @@ def test_widths_make_the_mean_variance_that_of_the_errors():
     torch.testing.assert_close(again[:, : 2 * len(normal)], torch.ones(1, 2 * len(normal)), rtol=1e-4, atol=0)
 
 
+def width_of(spec, given, truth, members):
+    """Of the second of two surface fields, forecast as `given` where `members` are mean and spread (40, 1, 2, 9, 16)."""
+    fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in members)
+    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
+    model = Fixed(Prediction(None, None, None, *given, None), spec)
+    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
+    [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
+    return width
+
+
 @pytest.mark.parametrize("wrong", [1.0, 1.3, 0.75])
 def test_the_width_of_rain_is_the_one_with_the_least_crps(wrong):
     """Rain drawn from the very law that is forecast, most points nearly dry: its variance lies in rain that no sample
@@ -275,11 +285,7 @@ def test_the_width_of_rain_is_the_one_with_the_least_crps(wrong):
     location = scale * (torch.rand(shape, generator=generator) * 6.5 - 4)
     truth = distributions.quantile(law, location, scale, torch.rand(shape, generator=generator))
     given = distributions.widen(law, location, scale, torch.tensor(wrong))
-    fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in (location.clamp(min=0), scale))
-    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
-    model = Fixed(Prediction(None, None, None, *given, None), spec)
-    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
-    [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
+    width = width_of(spec, given, truth, (location.clamp(min=0), scale))
     assert width == pytest.approx(1 / wrong, rel=0.06)
 
 
@@ -295,11 +301,7 @@ def test_laws_with_bounds_get_the_variance_of_their_errors(name, wrong):
     location = torch.rand(shape, generator=generator) * 1.4 - 0.2
     truth = distributions.quantile(law, location, scale, torch.rand(shape, generator=generator))
     given = distributions.widen(law, location, scale, torch.tensor(wrong))
-    fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in (location.clamp(min=0), scale))
-    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
-    model = Fixed(Prediction(None, None, None, *given, None), spec)
-    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
-    [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
+    width = width_of(spec, given, truth, (location.clamp(min=0), scale))
     assert width == pytest.approx(1 / wrong, rel=0.06)
     mean, deviation = distributions.moments(law, *distributions.widen(law, *given, torch.tensor(width)))
     error, variance = ((x[:, :, 1] * AREA).mean() for x in ((mean - truth) ** 2, deviation**2))
@@ -323,11 +325,7 @@ def test_a_width_that_cannot_reach_the_errors_does_no_harm(law, given, true):
     generator, shape = torch.Generator().manual_seed(5), (40, 1, 2, 9, 16)
     places = [[torch.full(shape, value) for value in pair] for pair in (given, true)]
     truth = distributions.quantile(law, *places[1], torch.rand(shape, generator=generator))
-    fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in places[0])
-    inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
-    model = Fixed(Prediction(None, None, None, *places[0], None), spec)
-    batch = Batch(inputs, [""] * 40, truth_p=torch.empty(40, 1, 0, 0, 9, 16), truth_s=truth)
-    [[_, width]] = validate(model, [batch], full_size=10, area=AREA).widths
+    width = width_of(spec, places[0], truth, places[0])
     wider = distributions.widen(law, *places[0], torch.tensor(width))
     before, after = (distributions.crps(law, *pair, truth).mean() for pair in (places[0], wider))
     assert after <= before * 1.001 and 0.5 < width < 2
