@@ -265,7 +265,7 @@ def test_widths_make_the_mean_variance_that_of_the_errors():
 
 
 def width_of(spec, given, truth, members):
-    """Of the second of two surface fields, forecast as `given` where `members` are mean and spread (40, 1, 2, 9, 16)."""
+    """Of the second of two surface fields, forecast as `given`; `members`: mean and spread (40, 1, 2, 9, 16)."""
     fields = (values.expand(-1, 2, -1, -1, -1).contiguous() for values in members)
     inputs = EnsembleInput(None, None, *fields, torch.full((40,), 4.0), torch.ones(40))
     model = Fixed(Prediction(None, None, None, *given, None), spec)
