@@ -315,6 +315,9 @@ def open_archive(
         lambda: ArchiveSource(catalogue, control=control, derive=derive, **kept),  # type: ignore[arg-type]
         index,
     )
+    if role == FORECAST and source.layout.lead_hours == (0,) and not all(reader.keyed for reader in catalogue.readers):
+        text = "%s: no field is said to be after the start, so times are taken for starts; where they are valid times,"
+        log.warning(f"{text} give a coordinate forecast_reference_time", source.path)
     if source.left_out:
         log.info("%s: %s left out: there are %s", source.path, ", ".join(source.left_out), NO_INTERVAL)
     return source

@@ -112,7 +112,8 @@ def _both(array: xr.DataArray, dimension: Hashable) -> UserError:
 def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     """Where one dimension carries two roles, the lead keeps it if all are from one start, the start if after one lead.
 
-    Valid times after one and the same lead become start dates.
+    Valid times after one and the same lead become start dates. `time` is one of them where the file names both in CF's
+    terms, and the lead is a scalar: an axis of leads beside it would be of starts.
 
     Raises:
         UserError: start dates differ along the dimension, or each valid time comes with each lead.
@@ -121,7 +122,8 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
     if init is None or lead is None or not init.ndim or not np.issubdtype(init.dtype, np.datetime64):
         return
     later = (_read_lead(lead) * np.timedelta64(1, "h")).astype("timedelta64[ns]")
-    if init.name == "valid_time" and init.dims != lead.dims:
+    in_cf = (init.attrs.get("standard_name"), lead.attrs.get("standard_name")) == ("time", _STANDARD["lead"])
+    if (init.name == "valid_time" or (in_cf and not lead.ndim)) and init.dims != lead.dims:
         if lead.size > 1:
             raise UserError(f"{array.name}: axes {init.name} and {lead.name}: give start dates beside the leads")
         if later.any():

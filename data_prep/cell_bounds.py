@@ -13,11 +13,11 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import ALIASES, READ, ROUNDING, START, VALID, find_axis, to_hours
+from data_prep.records import OF_STEP_TYPE, other_step_type
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GUST, Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
-_OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}
 
 
 def name_of_sum(name: Hashable) -> tuple[str, int]:
@@ -56,7 +56,7 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 def method(array: xr.DataArray) -> str:
     """Mean, maximum or minimum over time, where values are said to be one; empty where they are not."""
     said = _methods(array) - {"point", "sum"}
-    return next(iter(said)) if len(said) == 1 else _OF_STEP_TYPE.get(_step_type(array), "")
+    return next(iter(said)) if len(said) == 1 else OF_STEP_TYPE.get(_step_type(array), "")
 
 
 def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
@@ -73,11 +73,13 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     if strange:
         return f" ({sorted(strange)[0]} over time)"
     kind = _step_type(array)
-    if field.accumulated and (other := sorted(methods - {"point", "sum"}) or [kind] * (kind in _OF_STEP_TYPE)):
-        return f" ({other[0]} over time, not the sum)"
-    if kind in _OF_STEP_TYPE and not over_intervals(array, field):
-        return f" (GRIB_stepType {kind}, over no interval that is said)"
     said = sorted(methods - {"point"})
+    if field.accumulated and (other := sorted(methods - {"point", "sum"})):
+        return f" (the {other[0]} over time and not the sum)"
+    if not said and (of_kind := other_step_type(kind, field)):
+        return f" ({of_kind})"
+    if kind in OF_STEP_TYPE and not over_intervals(array, field):
+        return f" (GRIB_stepType {kind}, over no interval that is said)"
     if (
         not said
         or field.accumulated

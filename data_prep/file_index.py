@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 UNKNOWN, FILLED, EMPTY = 0, 1, 2  # of a field: not looked at, holds a value, is all NaN
 
 Found = TypeVar("Found")
-_FORMAT = 4
+_FORMAT = 5
 _LOOK = 0.2  # seconds between looks at a file that another process scans
 # What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
@@ -43,11 +43,13 @@ _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdige
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The messages of a file: rows of RECORD, the grids that they are scanned on, and counts of unknown variables."""
+    """The messages of a file: rows of RECORD, the grids that they are scanned on, counts of unknown variables, and
+    which variables are a mean or an extreme over time (see `data_prep.records.Reader`)."""
 
     records: np.ndarray
     scans: tuple[Scan, ...]
     skipped: dict[str, int]
+    methods: dict[str, str]
 
 
 class FileIndex:
@@ -77,7 +79,7 @@ class FileIndex:
             if len(rows) != head["count"] * RECORD.itemsize:
                 raise ValueError("rows are missing")
             scans = tuple(Scan(tuple(lat), tuple(lon), *flags) for lat, lon, *flags in head["scans"])
-            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"])
+            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"], head["methods"])
 
         return self._load(self.place(path), path, stamp, table)
 
@@ -111,7 +113,12 @@ class FileIndex:
 
     def save(self, path: str, stamp: Stamp, table: Table) -> None:
         """Keep a table, by rename, so that no reader meets half of it."""
-        head = {"count": len(table.records), "scans": [astuple(scan) for scan in table.scans], "skipped": table.skipped}
+        head = {
+            "count": len(table.records),
+            "scans": [astuple(scan) for scan in table.scans],
+            "skipped": table.skipped,
+            "methods": table.methods,
+        }
         self._save(self.place(path), path, stamp, head, table.records.tobytes())
 
     def load_looks(self, path: str, stamp: Stamp, fields: str, count: int) -> np.ndarray:

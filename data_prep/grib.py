@@ -19,6 +19,7 @@ from data_prep.grib_sections import Header, frames, header, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
 from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, RawField, field_of
 from ensemble_ml.errors import UserError
+from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import grib_factors
 
@@ -42,7 +43,6 @@ class GribFile:
 
     def __init__(self, path: str, index: FileIndex | None = None):
         self.path = path
-        self.methods: dict[str, str] = {}  # maxima and minima are parameters of their own
         descriptors.close(path)  # another file may have taken the name since it was last read
         self.stamp = Stamp.of_archive(path)
         if not self.stamp.size:
@@ -50,7 +50,7 @@ class GribFile:
         table = index.load(path, self.stamp) if index else None
         if table is None:
             table = self._scanned(index)
-        self.records, self.skipped = table.records, table.skipped
+        self.records, self.skipped, self.methods = table.records, table.skipped, table.methods
         self._scans = table.scans
         self.grid: Grid | None = self._places()[0].grid if table.scans else None
 
@@ -219,6 +219,7 @@ class _Indexer:
     def __init__(self, path: str, stamp: Stamp):
         self.path, self.stamp = path, stamp
         self.skipped: dict[str, int] = {}
+        self.methods: dict[str, str] = {}
         self.scans: dict[Scan, int] = {}
 
     def table(self) -> Table:
@@ -238,7 +239,7 @@ class _Indexer:
             finally:  # a file that is being written looks damaged: say what it is
                 self.stamp.check(self.path, Stamp.of(descriptor))
         try:
-            return Table(_records(rows, self.scans), tuple(self.scans), self.skipped)
+            return Table(_records(rows, self.scans), tuple(self.scans), self.skipped, self.methods)
         except OverflowError as error:  # a level, step or member that no forecast has
             raise UserError(
                 f"{self.path}: a header states a number out of range ({error}); fetch the file anew"
@@ -256,6 +257,8 @@ class _Indexer:
             self.skipped[kind.name] = self.skipped.get(kind.name, 0) + 1
             return None
         self._check(kind, head)
+        if kind.method:
+            self.methods[FIELDS[kind.row["field"]].name] = kind.method
         return kind, head
 
     def _check(self, kind: Kind, head: Header) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
-from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, OF_ENSEMBLE
+from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, OF_ENSEMBLE, OF_STEP_TYPE, other_step_type
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
@@ -34,7 +34,8 @@ class Kind:
     """What all messages with the same header key have in common.
 
     `row` holds the columns of RECORD that do not change; it is None where the registry does not know the variable,
-    whose `name` is then for the log. value * factor + shift is in the registry's units.
+    whose `name` is then for the log. value * factor + shift is in the registry's units. `method` is the mean, maximum
+    or minimum over time that it is; empty of a moment or a sum.
     """
 
     row: dict[str, Any] | None
@@ -43,6 +44,7 @@ class Kind:
     decimal_scale: int = 0
     factor: float = 1.0
     shift: float = 0.0
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,9 @@ def _kind(get: Get) -> Kind:
     if get("derivedForecast", None) is not None or get("dataType") in OF_ENSEMBLE:
         return Kind(None, None, f"{name}, derived from an ensemble")  # no member, though its number may be 0
     index, level = placed
-    if FIELDS[index].accumulated and get("stepType", "") == "avg":  # in GRIB 2 it is a parameter of its own
-        return Kind(None, None, f"{name}, the mean over time and not the sum")
+    over_time = str(get("stepType", ""))
+    if other := other_step_type(over_time, FIELDS[index]):  # ecCodes has parameters of their own for some of these only
+        return Kind(None, None, f"{name}, {other}")
     if get("gridType") != "regular_ll":
         raise UserError(
             f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "
@@ -252,7 +255,7 @@ def _kind(get: Get) -> Kind:
         raise UserError(
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
-    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift)
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, OF_STEP_TYPE.get(over_time, ""))
 
 
 _ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams that are no ensembles

@@ -31,6 +31,8 @@ IF_ABSENT = (
 )
 OTHER_UNITS = "units "  # after a variable's name, why it is left out
 OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
+OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}  # ecCodes' stepType -> CF's cell method
+_SUMS = ("accum", "diff")  # over a range of steps
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 
 RECORD = np.dtype(
@@ -129,6 +131,18 @@ def _exact_in_float32(reference: float, scale: float, decimal: float) -> bool:
     mantissa, exponent = math.frexp(scale)
     normal = scale == 0 or (mantissa == 0.5 and -125 < exponent < 110)
     return normal and abs(reference) < 3e38 and float(np.float32(reference)) == reference
+
+
+def other_step_type(kind: str, field: Field) -> str:
+    """Why values of ecCodes' stepType `kind` are not those of a variable whose name they bear; empty where they may be.
+
+    A deviation, range or trend over time is another quantity, and so are means over many analyses or forecasts.
+    """
+    if kind in OF_STEP_TYPE:
+        return f"the {OF_STEP_TYPE[kind]} over time and not the sum" if field.accumulated else ""
+    if kind in ("", "instant") or (field.accumulated and kind in _SUMS):
+        return ""
+    return f"of stepType {kind}"
 
 
 class Reader(Protocol):

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
+_AT_BOUND = 0.01  # steps of packing: float32 arithmetic errs by 0.002
 _BEYOND = 1e15  # no variable comes near in any units: a missing value that no attribute names
 _netcdf_lock = threading.RLock()  # one for all files: the HDF5 library is not safe for threads
 
@@ -305,7 +306,8 @@ class XarrayFile:
             first, last = wanted.min(0), wanted.max(0) + 1
             block = self._read(variable, first, last, rows)
             for number, place in zip(numbers, wanted - first, strict=True):
-                yield self._checked(records[number], block[tuple(place[1:])])
+                step, bounds = variable.step, field_of(records[number]).family.bounds
+                yield self._checked(records[number], _on_bounds(block[tuple(place[1:])], step, bounds))
 
     def _place(self, record: np.void) -> tuple[_Variable, tuple[int, ...]]:
         variable = self._variables[bisect_right(self._variables, record["offset"], key=attrgetter("base")) - 1]
@@ -374,6 +376,18 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
+
+
+def _on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:
+    """`values` that were packed by `step`, those at a bound of their variable put on it.
+
+    No rain and a clear sky are integers of the packing, but scale and offset are rounded: what they give is off by some
+    1e-17, and would be above or below nothing at all dry points alike.
+    """
+    for bound in bounds:
+        if step and np.isfinite(bound):
+            values = np.where(np.abs(values - bound) < _AT_BOUND * step, np.float32(bound), values)
+    return values
 
 
 def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:

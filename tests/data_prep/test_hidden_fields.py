@@ -49,6 +49,24 @@ def test_a_mean_of_rain_over_time_is_no_sum(tmp_path, caplog, edition):
     assert "the mean over time and not the sum" in caplog.text or edition == 2  # where ecCodes names it a rate
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("tcc", {"edition": 2, "typeOfStatisticalProcessing": 6}),  # deviation
+        ("t2m", {"edition": 2, "typeOfStatisticalProcessing": 1}),  # accumulation
+        ("t2m", {"edition": 2, "typeOfStatisticalProcessing": 4}),  # difference
+        ("t2m", {"edition": 1, "timeRangeIndicator": 123}),  # of analyses
+        ("t2m", {"edition": 1, "timeRangeIndicator": 113}),  # of forecasts
+    ],
+)
+def test_statistics_over_time_that_bear_the_name_of_what_they_are_of_are_left_out(tmp_path, caplog, name, kind):
+    made = message(name, step="0-24" if kind["edition"] == 2 else 24, **kind)
+    write(tmp_path / "a.grib", [message("msl", step=24, edition=kind["edition"]), made])
+    with caplog.at_level("INFO"):
+        assert open_archive(tmp_path / "a.grib").layout.surface == ("msl",)
+    assert "of stepType" in caplog.text
+
+
 def test_a_member_of_nan_of_a_variable_with_a_mask_is_a_gap(tmp_path):
     data = dataset(t="sst").isel(isobaricInhPa=0, drop=True)
     data.sst[:, :, :, :2] = np.nan  # ice

@@ -6,6 +6,7 @@ import xarray as xr
 from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise, write
 
 from data_prep import open_pair, prepare
+from data_prep.file_index import FileIndex
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
@@ -203,6 +204,16 @@ class TestSums:
         assert found.present(Part.TRUTH, 0)[1].all() == there
         why = {"t2m": "the truth is its mean over time, the forecast its maximum"}
         assert found.truth.unmatched() == ({} if there else why)
+
+    @pytest.mark.parametrize(("indicator", "there"), [(3, False), (2, True)])  # a mean, a maximum
+    def test_a_maximum_in_grib_is_not_verified_by_a_mean(self, tmp_path, indicator, there):
+        for name, kind, member in (("f", 2, 1), ("t", indicator, None)):
+            write(tmp_path / f"{name}.grib", [message("t2m", step="0-24", member=member, timeRangeIndicator=kind)])
+        index = FileIndex(tmp_path / "index")
+        for _ in range(2):  # scanned, and by the tables that were kept
+            found = open_pair(tmp_path / "f.grib", tmp_path / "t.grib", index=index)
+            why = {"t2m": "the truth is its mean over time, the forecast its maximum"}
+            assert found.truth.unmatched() == ({} if there else why)
 
     def test_intervals_that_do_not_fit_are_an_error(self, tmp_path, wet):
         made = [rain(None, 20010101, "12-36", 1e-3, member=None)]

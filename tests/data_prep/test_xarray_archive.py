@@ -270,11 +270,28 @@ def test_valid_times_after_one_lead_are_brought_back_to_their_starts(tmp_path):
         open_archive(tmp_path / "b.nc")
 
 
+@pytest.mark.parametrize("said", [{"standard_name": "forecast_period"}, {}])
+def test_times_beside_a_scalar_lead_are_valid_times_where_both_are_named_in_terms_of_cf(tmp_path, said):
+    data = dataset().isel(step=1)
+    data.time.attrs["standard_name"] = "time"
+    data = data.assign_coords(step=((), 24, {"units": "hours"} | said))
+    data.to_netcdf(tmp_path / "a.nc")
+    first = open_archive(tmp_path / "a.nc").layout.init_time[0]
+    assert str(first)[:10] == ("2000-12-31" if said else "2001-01-01")
+
+
+def test_a_forecast_that_states_no_lead_is_told_of(tmp_path, caplog):
+    dataset().isel(step=0, drop=True).to_netcdf(tmp_path / "a.nc")
+    assert open_archive(tmp_path / "a.nc").layout.lead_hours == (0,)
+    assert "no field is said to be after the start, so times are taken for starts" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("attributes", "reason"),
     [
         ({"GRIB_paramId": 121, "GRIB_stepType": "max"}, ""),  # mx2t6, to which cfgrib gives the name of what it is of
         ({"GRIB_paramId": 167, "GRIB_stepType": "avg"}, r" \(GRIB_stepType avg, over no interval that is said\)"),
+        ({"GRIB_paramId": 167, "GRIB_stepType": "avgua"}, r" \(of stepType avgua\)"),
         ({"cell_methods": "time: range"}, r" \(range over time\)"),
         ({"cell_methods": "step: area: standard_deviation"}, r" \(standard_deviation over time\)"),
     ],

@@ -29,6 +29,29 @@ def test_sums_that_fall_do_not_run_from_the_start(tmp_path):
         assert (open_archive(tmp_path / f"c{dry}.nc").read(Part.FORECAST, 0).surface > -1e-15).all()
 
 
+@pytest.mark.parametrize("turn", [-1, 0, 1])
+def test_packing_leaves_a_dry_point_dry_and_a_clear_sky_clear(tmp_path, turn):
+    """Scales and offsets as the service has them, and one rounding beside."""
+    data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
+    data = data.assign_coords(step=("step", [24.0, 48.0], {"units": "hours", "bounds": "step_bnds"}))
+    data["step_bnds"] = ("step", "two"), [[0.0, 24.0], [24.0, 48.0]]
+    drawn = np.random.default_rng(0).normal(0, 0.5, data.tp.shape)
+    data["tcc"] = data.tp.copy(data=(drawn + 0.5).clip(0, 1)).assign_attrs(units="(0 - 1)")
+    data["tp"] = data.tp.copy(data=(0.03 * drawn).clip(0, 0.05)).assign_attrs(units="m", cell_methods="step: sum")
+    packing = {"tp": (8.03329303850659e-07, 0.0263210846406669), "tcc": (1.52597204419215e-05, 0.499984740280558)}
+    encoding = {
+        name: dict(dtype="int16", _FillValue=-32767, scale_factor=scale, add_offset=np.nextafter(shift, shift + turn))
+        for name, (scale, shift) in packing.items()
+    }
+    data.to_netcdf(tmp_path / "a.nc", encoding=encoding)
+    source = open_archive(tmp_path / "a.nc")
+    found = dict(zip(source.layout.surface, np.moveaxis(source.read(Part.FORECAST, 0).surface, 2, 0), strict=True))
+    for name, bound in (("tp", 0), ("tcc", 0), ("tcc", 1)):
+        wanted = data[name].isel(time=0).transpose("number", "step", ...).values == bound
+        assert wanted.any()
+        np.testing.assert_array_equal(found[name] == bound, wanted)
+
+
 def test_values_of_the_moment_have_no_interval(tmp_path):
     data = dataset(t="tp").isel(isobaricInhPa=0, drop=True)
     data["tp"].attrs["units"] = "m"
@@ -79,7 +102,7 @@ def rain_at(hours, width=6):
     [
         ({"cell_methods": "time: mean"}, "mean"),
         ({"cell_methods": "time: maximum"}, "maximum"),
-        ({"GRIB_stepType": "avg"}, "avg"),
+        ({"GRIB_stepType": "avg"}, "mean"),
     ],
 )
 def test_what_is_no_sum_of_rain_is_left_out(tmp_path, caplog, attrs, reason):
@@ -88,7 +111,7 @@ def test_what_is_no_sum_of_rain_is_left_out(tmp_path, caplog, attrs, reason):
     data.to_netcdf(tmp_path / "a.nc")
     with caplog.at_level("INFO"):
         assert open_archive(tmp_path / "a.nc").layout.surface == ("t2m",)
-    assert f"tp ({reason} over time, not the sum)" in caplog.text
+    assert f"tp (the {reason} over time and not the sum)" in caplog.text
 
 
 @pytest.mark.parametrize("minutes", [30, 45, 90, -360])
