@@ -258,3 +258,28 @@ def understood(name: Hashable) -> Iterator[None]:
 def known_axes() -> str:
     """The alias table as messages show it."""
     return "; ".join(f"{role}: {', '.join(names)}" for role, names in ALIASES.items())
+
+
+def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:
+    """Role -> dimension of the array, for roles that are dimensions.
+
+    Raises:
+        UserError: a dimension has no known role.
+    """
+    every = axes | {role: find_axis(array, role) for role in ("latitude", "longitude")}
+    dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}
+    for role, dim in dims.items():
+        other = next((one for one in dims if one != role and dims[one] == dim), None)
+        if other is not None:
+            raise UserError(f"{array.name}: dimension {dim} carries both {role} and {other}; give each its own")
+    for dim in array.dims:
+        if dim not in dims.values() and array.sizes[dim] > 1:
+            if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
+                raise UserError(f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it")
+            if dim == "expver":  # the Climate Data Store's, of ERA5 and what precedes it
+                raise UserError(
+                    f"{array.name}: has ERA5 and ERA5T side by side; join them: "
+                    "data.sel(expver=1).combine_first(data.sel(expver=5))"
+                )
+            raise UserError(f"{array.name}: axis {dim} is not known; known are {known_axes()}")
+    return dims

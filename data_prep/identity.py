@@ -1,4 +1,4 @@
-"""Which variable of the registry a data variable of somebody else's file is, and whether it is of members."""
+"""Which variable of the registry a data variable of somebody else's file is, in what units, and whether of members."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ import xarray as xr
 
 from data_prep.axes import find_axis, lead_of_valid_time, understood
 from data_prep.cell_bounds import name_of_sum, other_quantity
-from data_prep.records import FIELD_INDEX, OF_ENSEMBLE
+from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OF_ENSEMBLE, OTHER_UNITS
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Field, by_param_id, resolve
+from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
 
 _HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
 _VERTICAL = (*_HEIGHTS, "hybrid", "tropopause", "model_level_number", "depthBelowLand", "depthBelowLandLayer", "theta")
+
+
+class OfSomethingElse(UserError):
+    """A variable has other units, or no start date, and is most likely something that nobody asked for.
+
+    Args:
+        why: what it is listed by where others of the file are read.
+    """
+
+    def __init__(self, text: str, why: str):
+        super().__init__(text)
+        self.why = why
 
 
 def grib_type(array: xr.DataArray) -> str:
@@ -109,3 +121,21 @@ def identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     if near and len(surface) == 1:  # e.g. air_temperature at 2 m
         return surface[0], ""
     return None, " (no pressure level)" if near is None else ""
+
+
+def conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
+    """Factor and shift from a data variable's units to the registry's.
+
+    Raises:
+        OfSomethingElse: they are another quantity's.
+        UserError: it has no units.
+    """
+    units = str(array.attrs.get("units", "")).strip()
+    if not units and not field.static:
+        raise UserError(f"{array.name}: has no units; set its attribute units, e.g. to {field.units!r}")
+    if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
+        return 1 / GRAVITY, 0.0
+    try:
+        return unit_conversion(units or field.units, field.units)
+    except UserError as error:
+        raise OfSomethingElse(f"{array.name}: {error}", f"{OTHER_UNITS}{array.attrs.get('units')}") from error

@@ -22,11 +22,10 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import (
-    ALIASES,
     BETWEEN,
     READ,
+    dimensions,
     find_axis,
-    known_axes,
     lead_of_valid_time,
     understood,
     untangle,
@@ -36,14 +35,12 @@ from data_prep.cell_bounds import method, name_of_sum, other_sums, over_interval
 from data_prep.cf_missing import open_netcdf, open_zarr, plausible, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
-from data_prep.identity import grib_type, identify, numbered, variables_with_members
+from data_prep.identity import OfSomethingElse, conversion, grib_type, identify, numbered, variables_with_members
 from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
-    GEOPOTENTIAL_UNITS,
     IF_ABSENT,
     MEMBER,
-    OTHER_UNITS,
     RECORD,
     RawField,
     describe,
@@ -51,7 +48,7 @@ from data_prep.records import (
 )
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import GRAVITY, Field, unit_conversion
+from ensemble_ml.fields import Field
 from ensemble_ml.grid import Grid, canonical
 
 log = logging.getLogger(__name__)
@@ -78,18 +75,6 @@ class _Variable:
     step: float  # of integers that the file's values are packed in, in the registry's units; 0 of floats
     limits: tuple[float, float]  # of valid values, in the file's units
     written: Written | None = None  # of Zarr, where values do not tell what was never written
-
-
-class _OfSomethingElse(UserError):
-    """A variable has other units, or no start date, and is most likely something that nobody asked for.
-
-    Args:
-        why: what it is listed by where others of the file are read.
-    """
-
-    def __init__(self, text: str, why: str):
-        super().__init__(text)
-        self.why = why
 
 
 class XarrayFile:
@@ -144,7 +129,7 @@ class XarrayFile:
 
     def _index(self, data: xr.Dataset) -> np.ndarray:
         tables: list[np.ndarray] = []
-        strange: list[_OfSomethingElse] = []
+        strange: list[OfSomethingElse] = []
         data = self._without_nothing(data)
         others = other_sums(data)
         for name, kept in others.items():
@@ -159,7 +144,7 @@ class XarrayFile:
             try:
                 with understood(name):
                     tables += self._tables(data, array, with_members)
-            except _OfSomethingElse as error:
+            except OfSomethingElse as error:
                 self._skip(f"{name} ({error.why})")
                 strange.append(error)
         if strange and not tables:
@@ -218,11 +203,11 @@ class XarrayFile:
         untangle(array, axes)
         if axes["init"] is None and not field.static:
             lacks = f"{array.name}: has no start date; give it a coordinate forecast_reference_time"
-            raise _OfSomethingElse(lacks, "no start date")
+            raise OfSomethingElse(lacks, "no start date")
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())
-        dims = _dimensions(array, axes)
-        units = _conversion(array, field)
+        dims = dimensions(array, axes)
+        units = conversion(array, field)
         step = abs(units[0] * array.encoding.get("scale_factor", 0.0))
         written = Written(self.path, array, field) if os.path.isdir(self.path) else None
         written = written if written is not None and written.doubtful else None
@@ -388,40 +373,3 @@ def _on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> 
         if step and np.isfinite(bound):
             values = np.where(np.abs(values - bound) < _AT_BOUND * step, np.float32(bound), values)
     return values
-
-
-def _dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dict[str, Hashable]:
-    """Role -> dimension of the array, for roles that are dimensions.
-
-    Raises:
-        UserError: a dimension has no known role.
-    """
-    every = axes | {role: find_axis(array, role) for role in ("latitude", "longitude")}
-    dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}
-    for role, dim in dims.items():
-        other = next((one for one in dims if one != role and dims[one] == dim), None)
-        if other is not None:
-            raise UserError(f"{array.name}: dimension {dim} carries both {role} and {other}; give each its own")
-    for dim in array.dims:
-        if dim not in dims.values() and array.sizes[dim] > 1:
-            if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
-                raise UserError(f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it")
-            if dim == "expver":  # the Climate Data Store's, of ERA5 and what precedes it
-                raise UserError(
-                    f"{array.name}: has ERA5 and ERA5T side by side; join them: "
-                    "data.sel(expver=1).combine_first(data.sel(expver=5))"
-                )
-            raise UserError(f"{array.name}: axis {dim} is not known; known are {known_axes()}")
-    return dims
-
-
-def _conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
-    units = str(array.attrs.get("units", "")).strip()
-    if not units and not field.static:
-        raise UserError(f"{array.name}: has no units; set its attribute units, e.g. to {field.units!r}")
-    if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
-        return 1 / GRAVITY, 0.0
-    try:
-        return unit_conversion(units or field.units, field.units)
-    except UserError as error:
-        raise _OfSomethingElse(f"{array.name}: {error}", f"{OTHER_UNITS}{array.attrs.get('units')}") from error
