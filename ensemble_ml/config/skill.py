@@ -22,7 +22,7 @@ class SkillConfig:
     seeds: int = opt(3, "trainings of each network in its best setting")
     trials: int = opt(3, "settings tried for each network, compared on the validation dates")
     minutes: float = opt(1.2, "length of each training, the others' with the time of our fits added; 0 takes `steps`")
-    steps: int = opt(700, "optimizer steps of each training, at most")
+    steps: int = opt(700, "optimizer steps of ours, at most; of the others in proportion to their time")
     members: int = opt(5, "size of the reduced ensemble that claims are made for")
     sizes: list[int] = opt(lambda: [1, 2, 3, 5, 10], "ensemble sizes that are forecast from, with the first seed")
     bootstrap: int = opt(1000, "draws of the bootstrap")
