@@ -10,9 +10,9 @@ ours as it is called besides as it is recorded (`training.recorded`).
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ensemble_ml.benchmarks.common.sections import chosen
+from ensemble_ml.benchmarks.common.turns import take_turns
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
 from ensemble_ml.fields import Family
@@ -109,8 +110,8 @@ def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str
     plain = EnsembleModel(spec, Climate.default(spec)).to(device)
     Speed(Precision.float32, True).apply(plain)
     entrants["ours in float32"] = _stepper(plain, batch)
-    times = _race(entrants, repeats, device)
-    shown = {f"step, {name}": Figure.of(values, "ms") for name, values in times.items()}
+    times = take_turns(entrants, repeats, around=partial(settle, device))
+    shown = {f"step, {name}": Figure.of([1e3 * s for s in seconds], "ms") for name, seconds in times.items()}
     for name in naive:
         ratios = [n / o for n, o in zip(times[name], times["ours"], strict=True)]
         shown[f"{name} over ours"] = Figure.of(ratios, "times")
@@ -170,19 +171,6 @@ def _stepper(model: EnsembleModel, batch: EnsembleInput, *, recorded: bool = Fal
     for _ in range(4 * recorded):
         step()
     return step
-
-
-def _race(entrants: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each counted run; entrants take turns, so a busy machine slows all of them."""
-    times: dict[str, list[float]] = {name: [] for name in entrants}
-    for repeat in range(repeats + 1):
-        for name, step in entrants.items():
-            start = time.perf_counter()
-            step()
-            settle(device)
-            if repeat:  # the first run prepares kernels
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return times
 
 
 def naive_form(model: EnsembleModel) -> EnsembleModel:

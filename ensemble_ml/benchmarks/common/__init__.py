@@ -1,1 +1,1 @@
-"""What several benchmarks use: sections, jobs of several ranks, hosts and the links between them."""
+"""What several benchmarks use: sections, races by turns, jobs of several ranks, hosts and the links between them."""

@@ -5,7 +5,6 @@ The plain form has its weights and its input in torch's own order of axes and wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ensemble_ml.benchmarks.common.turns import take_turns
 from ensemble_ml.config import Vertical
 from ensemble_ml.distributed import Session
 from ensemble_ml.models.blocks.unet3d import Convolution
@@ -52,13 +52,11 @@ def race(session: Session, job: dict[str, Any]) -> dict[str, list[float]]:
     forms |= {f"F.pad and conv3d, {kind}": partial(plain, kind) for kind in kinds}
     for form in forms.values():
         torch.testing.assert_close(layer(x), form(), rtol=0.02 if dtype is torch.bfloat16 else 1e-4, atol=0.02)
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for repeat in range(job["repeats"] + 1):
-        for name, form in forms.items():
-            began = time.perf_counter()
-            for _ in range(calls):
-                form().sum().backward()
-            settle(torch.device(device))
-            if repeat:
-                times[name].append((time.perf_counter() - began) / calls)
-    return times
+
+    def turn(form: Callable[[], Tensor]) -> None:
+        for _ in range(calls):
+            form().sum().backward()
+
+    turns = {name: partial(turn, form) for name, form in forms.items()}
+    seconds = take_turns(turns, job["repeats"], around=partial(settle, torch.device(device)))
+    return {name: [one / calls for one in found] for name, found in seconds.items()}

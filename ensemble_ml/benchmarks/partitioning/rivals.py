@@ -7,7 +7,6 @@ PhysicsNeMo wants many packages that we do not: `spatial.physicsnemo=FOLDER` nam
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ensemble_ml.benchmarks.common.turns import take_turns
 from ensemble_ml.distributed import Session
 from ensemble_ml.distributed.dtensor import (
     Place,
@@ -61,23 +61,14 @@ def _race(session: Session, job: dict[str, Any], places: dict[str, Place]) -> di
     layer = nn.Conv3d(channels, channels, 3, padding=1, bias=False)
     layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last_3d)
     own = _part(x, session, 2).clone(memory_format=torch.preserve_format).requires_grad_()
-    forms: dict[str, Callable[[], Tensor]] = {}
+    forms: dict[str, Callable[[], object]] = {}
     weight = layer.weight.detach().clone()
     for name, place in places.items():
         split, kernel = place(x, weight, 2)
-        forms[name] = lambda split=split, kernel=kernel: convolved(split, kernel, circular=False)  # type: ignore[misc]
+        forms[name] = lambda split=split, kernel=kernel: convolved(split, kernel, circular=False).sum().backward()  # type: ignore[misc]
     partition(layer, session.mesh)
-    forms["ours"] = lambda: layer(own)
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for repeat in range(job["repeats"] + 1):
-        for name, form in forms.items():
-            session.mesh.world.barrier()
-            began = time.perf_counter()
-            form().sum().backward()
-            session.mesh.world.barrier()
-            if repeat:
-                times[name].append(time.perf_counter() - began)
-    return times
+    forms["ours"] = lambda: layer(own).sum().backward()
+    return take_turns(forms, job["repeats"], around=session.mesh.world.barrier)
 
 
 def _one(session: Session, place: Place, axis: int, circular: bool) -> dict[str, Any]:

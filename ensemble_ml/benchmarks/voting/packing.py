@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from ensemble_ml.benchmarks.common.turns import take_turns
 from ensemble_ml.distributed.pack import pack_signs, unpack_signs
 from ensemble_ml.distributed.vote import count
 from ensemble_ml.models.speed import settle
@@ -40,19 +41,16 @@ def times(elements: int, ranks: int, repeats: int) -> dict[str, list[float]]:
         "unpack": lambda: unpack_signs(packed, out),
         WHOLE: everything,
     }
+
+    def turn(part: Callable[[], object]) -> None:
+        for _ in range(calls):
+            part()
+
+    turns: dict[str, Callable[[], object]] = {name: partial(turn, part) for name, part in parts.items()}
     if device.type == "cuda":
-        parts |= {name + KERNELS: _recorded(parts[name]) for name in (COPY, WHOLE)}
-    found: dict[str, list[float]] = {name: [] for name in parts}
-    for repeat in range(repeats + 2):
-        for name, part in parts.items():
-            settle(device)
-            began = time.perf_counter()
-            for _ in range(1 if name.endswith(KERNELS) else calls):
-                part()
-            settle(device)
-            if repeat > 1:
-                found[name].append((time.perf_counter() - began) * 1e3 / calls)
-    return found
+        turns |= {name + KERNELS: _recorded(parts[name]) for name in (COPY, WHOLE)}
+    seconds = take_turns(turns, repeats, warm=2, around=partial(settle, device))
+    return {name: [1e3 * one / calls for one in found] for name, found in seconds.items()}
 
 
 def _recorded(part: Callable[[], object]) -> Callable[[], object]:
