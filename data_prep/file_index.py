@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass
@@ -27,7 +26,7 @@ from data_prep.grib_io import Stamp
 from data_prep.grib_keys import Scan
 from data_prep.records import RECORD
 from ensemble_ml.fields import FIELDS
-from ensemble_ml.folders import user_cache
+from ensemble_ml.folders import user_cache, write_whole
 from ensemble_ml.store.locks import NoLocks, claimed_once
 
 log = logging.getLogger(__name__)
@@ -164,14 +163,10 @@ class FileIndex:
         if place is None:
             return
         whole = {"version": _VERSION, "of": _owner(path, stamp), **head, "sha256": hashlib.sha256(rows).hexdigest()}
-        draft = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(json.dumps(whole).encode() + b"\n" + rows)
-            os.replace(draft, place)
+            write_whole(place, json.dumps(whole).encode() + b"\n" + rows)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
             if not self._told:
                 self._told = True
                 log.warning("index %s: cannot be kept (%s); files are scanned each time", self.folder, error.strerror)

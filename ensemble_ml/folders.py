@@ -44,7 +44,29 @@ def draft_of(path: Path) -> Path:
                     shutil.rmtree(draft, ignore_errors=True)
                 else:
                     draft.unlink()
+    return _draft_name(path)
+
+
+def _draft_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
+
+
+def write_whole(path: Path, data: bytes | memoryview | str, *, sync: bool = False) -> Path:
+    """Write a small file that others see whole or not at all, and return its path; with `sync` it is on the disk before
+    it gets its name. Its folder, which may hold very many, is not searched for drafts of killed runs."""
+    draft = _draft_name(path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    return path
 
 
 def give_name(draft: Path, path: Path, *, replace: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from data_prep.simulate.realism import Realism, measure
 from data_prep.simulate.schedule import ModelYear, valid_times
 from data_prep.simulate.synthesis import regular_grid
 from ensemble_ml.config import SimulateConfig
+from ensemble_ml.folders import write_whole
 
 GATE = {"z500": ("z", 500), "t850": ("t", 850)}
 """Fields that the realism gate looks at: variable and level, hPa."""
@@ -37,8 +37,7 @@ def assemble(output: Path, years: list[ModelYear]) -> None:
             _join(output / "ensemble" / f"{kind}_{name}.grib", [(part, f"ensemble_{kind}") for part, _ in parts])
         for name, parts in by_date.items():
             _join(output / "truth" / f"{kind}_{name}.grib", [(part, f"truth_{kind}_{k}") for part, k in parts])
-    shutil.copyfile(output / ".parts" / "static.grib", output / ".static.grib.draft")
-    os.replace(output / ".static.grib.draft", output / "static.grib")
+    write_whole(output / "static.grib", (output / ".parts" / "static.grib").read_bytes())
 
 
 def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:

@@ -24,6 +24,7 @@ from data_prep.simulate.pressure import surface_fields, to_pressure
 from data_prep.simulate.schedule import STEPS, Cycle, ModelYear, valid_times
 from data_prep.simulate.synthesis import Synthesis, bilinear, regular_grid, sigma_fields
 from ensemble_ml.config import SimulateConfig
+from ensemble_ml.folders import write_whole
 
 STATIC_DATE = datetime(2000, 1, 1)
 
@@ -179,9 +180,7 @@ def _one(upper: dict, surface: dict, member: int) -> tuple[dict, dict]:
 def write_static(nature: Weather, path: Path) -> None:
     """Write orography and land mask of the truth's model to `path`, whole or not at all."""
     encoder, fields = Encoder(*nature.grid), nature.static()
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(b"".join(encoder.encode(name, field, Stamp(STATIC_DATE)) for name, field in fields.items()))
-    os.replace(draft, path)
+    write_whole(path, b"".join(encoder.encode(name, field, Stamp(STATIC_DATE)) for name, field in fields.items()))
 
 
 def save(path: Path, arrays: dict[str, np.ndarray]) -> None:

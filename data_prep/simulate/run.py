@@ -6,7 +6,6 @@ What is finished lies in `.parts`; archive.json is written last and marks a fini
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from data_prep.simulate.schedule import STEPS, ModelYear, model_years
 from data_prep.simulate.workers import run_years
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import write_whole
 
 FORMAT = 1
 STATEMENT = (
@@ -59,7 +59,7 @@ def simulate(config: SimulateConfig) -> Path:
     figures = realism(output, years, config)
     for line in report(figures):
         print(line, flush=True)
-    _write_json(output / "archive.json", describe(config, years, figures))
+    write_whole(output / "archive.json", json.dumps(describe(config, years, figures), indent=1))
     shutil.rmtree(output / ".parts")
     dates = sum(len(year.written) for year in years)
     print(f"simulated {dates} start dates in {time.perf_counter() - began:.0f} s: {output}", flush=True)
@@ -92,7 +92,7 @@ def _claim(config: SimulateConfig, output: Path) -> None:
     if output.exists() and any(output.iterdir()):
         raise UserError(f"output={output}: exists and is not an archive in the making; choose a new folder")
     mark.parent.mkdir(parents=True, exist_ok=True)
-    _write_json(mark, _identity(config))
+    write_whole(mark, json.dumps(_identity(config), indent=1))
 
 
 def _read_json(path: Path) -> dict:
@@ -102,12 +102,6 @@ def _read_json(path: Path) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); choose another folder, or remove this one") from error
     return found if isinstance(found, dict) else {}
-
-
-def _write_json(path: Path, content: dict) -> None:
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(content, indent=1))
-    os.replace(draft, path)
 
 
 def describe(config: SimulateConfig, years: list[ModelYear], figures: dict) -> dict:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ensemble_ml.config import BenchmarkSize
+from ensemble_ml.folders import write_whole
 from ensemble_ml.strict_json import strict
 
 log = logging.getLogger(__name__)
@@ -140,8 +141,8 @@ def write_results(
     if before.exists():
         kept = before.replace(folder / "results.previous.json")
         log.warning("%s: results of an earlier run are kept as %s", before, kept.name)
-    _write(folder / "report.html", _page(content))
-    return _write(folder / "results.json", json.dumps(strict(content), indent=2, allow_nan=False) + "\n")
+    write_whole(folder / "report.html", _page(content))
+    return write_whole(folder / "results.json", json.dumps(strict(content), indent=2, allow_nan=False) + "\n")
 
 
 def summary(figures: Mapping[str, Figure], claims: Sequence[Claim], size: BenchmarkSize = BenchmarkSize.full) -> str:
@@ -155,12 +156,6 @@ def summary(figures: Mapping[str, Figure], claims: Sequence[Claim], size: Benchm
     if size is not BenchmarkSize.full:
         lines.append(f"size={size.value}: targets are of size=full, so that none of this is a claim")
     return "\n".join(lines)
-
-
-def _write(path: Path, text: str) -> Path:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)
 
 
 _SMALLER = {False: "", True: ", not at full size, which targets are of: none of this is a claim"}

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.folders import write_whole
 from ensemble_ml.store.climate_arrays import write_climate
 from ensemble_ml.store.date import DateWriter, refused
 from ensemble_ml.store.entry import DateEntry
@@ -103,9 +104,7 @@ class Build:
             if before.get(FINGERPRINT) == self.plan.facts.get(FINGERPRINT):
                 return
             self._source_changed = True
-        draft = file.with_name(".plan.json")
-        draft.write_text(json.dumps(self.plan.facts))
-        draft.rename(file)
+        write_whole(file, json.dumps(self.plan.facts))
 
     @staticmethod
     def unfinished(path: Path) -> bool:

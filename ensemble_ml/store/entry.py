@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ensemble_ml.folders import write_whole
 from ensemble_ml.store.manifest import Entry
 from ensemble_ml.store.schema import Kind
 from ensemble_ml.store.shard import damaged
@@ -78,12 +78,7 @@ class DateEntry:
         arrays |= {f"sources/{part}": one.places for part, one in self.sources.items()}
         buffer = io.BytesIO()
         np.savez(buffer, allow_pickle=False, **arrays)  # type: ignore[arg-type]
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(draft, "wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_whole(path, buffer.getbuffer(), sync=True)
 
     @classmethod
     def load(cls, path: Path) -> DateEntry:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,12 +25,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from ensemble_ml.folders import write_whole
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import Climate
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import surroundings_shapes
-from ensemble_ml.training.checkpoint import sync
 from ensemble_ml.training.climate_fit import Fit, fit_climate
 from ensemble_ml.training.code import hash_of
 
@@ -116,17 +115,11 @@ def _write(path: Path, fit: Fit) -> None:
     arrays = climate | {"spread_error": fit.spread_error, "input_range": fit.input_range}
     arrays["seconds"] = np.array(fit.seconds)
     data = save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(hashlib.sha256(data).digest() + data)
-        sync(draft)
-        os.replace(draft, path)
+        write_whole(path, hashlib.sha256(data).digest() + data, sync=True)
     except OSError as error:
         log.warning("climate: the fit is not kept for other runs (%s)", error)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # other runs clear away, too
         for old in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)[:-_KEPT]:
             old.unlink()

@@ -29,7 +29,7 @@ from ensemble_ml.distributed.memory import in_use, rank_memory
 from ensemble_ml.distributed.partition import shard_of
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import check_writable
+from ensemble_ml.folders import check_writable, write_whole
 from ensemble_ml.machine import cores
 from ensemble_ml.models import ModelSpec, Speed
 from ensemble_ml.models.speed import candidates as candidate_speeds
@@ -279,7 +279,7 @@ def plan(config: PlanConfig) -> Path:
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}
         if config.plan.simulate:
             content["scaling"] = _scaling(planner, found, folder)
-        return _written(folder / "plan.json", json.dumps(content, indent=2) + "\n")
+        return write_whole(folder / "plan.json", json.dumps(content, indent=2) + "\n")
 
 
 def _with_memory(config: PlanConfig, best: Candidate, session: Session) -> PlanConfig:
@@ -313,14 +313,8 @@ def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list
     image = base64.b64encode(plot.read_bytes()).decode()
     body = f'<img alt="scaling" src="data:image/png;base64,{image}"><pre>{html.escape(text)}</pre>'
     page = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Predicted scaling</title></head>'
-    _written(folder / "report.html", f"{page}<body><h1>Predicted scaling</h1>{body}</body></html>\n")
+    write_whole(folder / "report.html", f"{page}<body><h1>Predicted scaling</h1>{body}</body></html>\n")
     return [{"scaling": p.kind, "devices": p.devices, "batch": p.batch, **to_json(p.best)} for p in points]
-
-
-def _written(path: Path, text: str) -> Path:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)
 
 
 def shared_out(

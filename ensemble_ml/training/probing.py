@@ -36,7 +36,7 @@ from ensemble_ml.distributed.mesh import Members, dissolve, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import user_cache
+from ensemble_ml.folders import user_cache, write_whole
 from ensemble_ml.machine import keep_freed_memory
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
@@ -166,9 +166,7 @@ def _keep(piece: Piece, path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(asdict(piece)))
-        partial.replace(path)
+        write_whole(path, json.dumps(asdict(piece)))
     except OSError as error:  # a home that jobs may not write
         log.warning("plan: what was measured cannot be kept in %s (%s); it is measured again each time", path, error)
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from tqdm import tqdm
 
+from ensemble_ml.folders import write_whole
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.strict_json import strict
 
@@ -228,9 +229,7 @@ def _cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_log(path) if line["step"] <= step]
-    partial = path.with_name(f".{LOG}.partial")
-    partial.write_text("".join(_json(line) + "\n" for line in kept))
-    os.replace(partial, path)
+    write_whole(path, "".join(_json(line) + "\n" for line in kept))
 
 
 def _board(run: Path, start_step: int) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml.benchmarks.common.status import process_bytes
+from ensemble_ml.folders import write_whole
 
 Batches = Iterator[tuple[int, list[int], Any]]  # epoch, samples, values (b, M, V, Z, Y, X)
 N_VARIABLES, N_LEVELS = 2, 4
@@ -78,9 +79,7 @@ class Meeting:
     def gather(self, value: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order."""
         paths = [self.folder / f"{self.name}-{self.count}-{rank}" for rank in range(self.ranks)]
-        partial = paths[self.rank].with_suffix(".partial")
-        partial.write_bytes(value)
-        partial.rename(paths[self.rank])
+        write_whole(paths[self.rank], value)
         self.count += 1
         while not all(path.exists() for path in paths):
             time.sleep(0.002)
