@@ -7,20 +7,19 @@ memory is read in the end: with Python, xarray and one date it is what scoring t
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from ensemble_ml.benchmarks.common import process
 from ensemble_ml.benchmarks.common.sections import chosen
 from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
 from ensemble_ml.config import BenchmarkConfig
 from ensemble_ml.grid import Grid
+from ensemble_ml.machine import cores
 from ensemble_ml.verification.streaming import EnsembleSums, score_members
 
 _SIZES = {"full": (100, 361, 720), "small": (5, 361, 720), "tiny": (2, 19, 36)}  # dates, rows, columns
@@ -32,15 +31,16 @@ def run(config: BenchmarkConfig) -> Path:
     """Time both entrants on the same dates and write OUTPUT/verification/results.json."""
     chosen(config.only, {})
     dates, rows, columns = _SIZES[config.size.value]
-    entrants = {"ours": _ours, "scores": _peer}
-    times: dict[str, list[float]] = {name: [] for name in entrants}
-    memory: dict[str, list[float]] = {name: [] for name in entrants}
+    extent = {"dates": dates, "rows": rows, "columns": columns}
+    times: dict[str, list[float]] = {name: [] for name in _ENTRANTS}
+    memory: dict[str, list[float]] = {name: [] for name in _ENTRANTS}
     answers: dict[str, list[float]] = {}
     for _ in range(config.repeats):
-        for name, entrant in entrants.items():
-            seconds, megabytes, answers[name] = _alone(entrant, dates, rows, columns)
-            times[name].append(seconds)
-            memory[name].append(megabytes)
+        for name in _ENTRANTS:
+            found = process.run("verification", "measure", cores=cores(), entrant=name, **extent)
+            times[name].append(found["seconds"])
+            memory[name].append(found["peak_bytes"] / 1e6)
+            answers[name] = found["scores"]
     apart = float(np.abs(np.array(answers["ours"]) / np.array(answers["scores"]) - 1).max())
     figures = {f"{name}: time of {dates} dates": Figure.of(values, "s") for name, values in times.items()}
     figures |= {f"{name}: peak memory": Figure.of(values, "MB") for name, values in memory.items()}
@@ -69,20 +69,9 @@ def run(config: BenchmarkConfig) -> Path:
     )
 
 
-def _alone(entrant: Callable, dates: int, rows: int, columns: int) -> tuple[float, float, list[float]]:
-    """Run an entrant in a fresh process: seconds, peak memory in MB, scores."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(there, entrant, dates, rows, columns))
-    child.start()
-    there.close()
-    try:
-        return here.recv()
-    finally:
-        child.join()
-
-
-def _measure(pipe, entrant: Callable, dates: int, rows: int, columns: int) -> None:
+def measure(entrant: str, dates: int, rows: int, columns: int) -> dict[str, Any]:
+    """Seconds that an entrant takes in this process, and its scores."""
+    score = _ENTRANTS[entrant]
     grid = Grid(np.linspace(90, -90, rows), np.arange(columns) * (360 / columns))
     rng = np.random.default_rng(0)
     archive = []
@@ -91,12 +80,10 @@ def _measure(pipe, entrant: Callable, dates: int, rows: int, columns: int) -> No
         fields = centre + rng.standard_normal((_MEMBERS + 1, *grid.shape), dtype=np.float32)
         archive.append((fields[:-1].copy(), fields[-1].copy()))
     weights = grid.area_weights()
-    entrant(archive[:1], weights)  # imports, caches
+    score(archive[:1], weights)  # imports, caches
     started = time.perf_counter()
-    found = entrant([archive[i % _DISTINCT] for i in range(dates)], weights)
-    seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
-    pipe.send((seconds, peak, found))
+    found = score([archive[i % _DISTINCT] for i in range(dates)], weights)
+    return {"seconds": time.perf_counter() - started, "scores": found}
 
 
 def _ours(dates: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> list[float]:
@@ -123,3 +110,6 @@ def _peer(dates: list[tuple[np.ndarray, np.ndarray]], weights: np.ndarray) -> li
         rows.append([float(crps), float(error), float(variance), *ranks.values.tolist()])
     crps, error, variance, *ranks = np.mean(rows, axis=0).tolist()
     return [crps, float(np.sqrt((1 + 1 / _MEMBERS) * variance / error)), *ranks]
+
+
+_ENTRANTS = {"ours": _ours, "scores": _peer}

@@ -1,1 +1,2 @@
-"""What several benchmarks use: sections, races by turns, jobs of several ranks, hosts and the links between them."""
+"""What several benchmarks use: sections, races by turns, entrants in processes of their own, jobs of several ranks,
+hosts and the links between them."""

@@ -1,20 +1,20 @@
-"""Memory of a loader that runs for many epochs: `python -m ensemble_ml.benchmarks.loaders.memory RAM_BYTES EPOCHS`.
+"""Memory of a loader that runs for many epochs.
 
-Prints, for every epoch, what the process takes beyond what it took before the loader was made: private and file pages,
-and the shared memory of its cache, which counts whether it is mapped or not.
+For every epoch, what the process takes beyond what it took before the loader was made: private and file pages, and the
+shared memory of its cache, which counts whether it is mapped or not.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+from typing import Any
 
 import numpy as np
 
+from ensemble_ml.benchmarks.common import process
 from ensemble_ml.benchmarks.common.status import process_bytes
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
+from ensemble_ml.machine import cores
 
 _SAMPLE = 1 << 20
 
@@ -52,7 +52,7 @@ def _mapped_cache() -> int:
     return found
 
 
-def run(ram: int, epochs: int) -> tuple[list[int], int]:
+def run(ram: int, epochs: int) -> dict[str, Any]:
     """Bytes taken at most in each epoch by a dataset a quarter larger than its cache; and the loader's own budget."""
     data = Arrays(5 * ram // (4 * _SAMPLE))
     with ClairvoyantLoader(Arrays(16), 4, 2, 0, ram=8 * _SAMPLE) as loader:  # threads, allocators and code are warm
@@ -64,15 +64,10 @@ def run(ram: int, epochs: int) -> tuple[list[int], int]:
             epoch = batch.step // loader.plan.order.steps_per_epoch
             if batch.step % 16 == 0 or (batch.step + 1) % loader.plan.order.steps_per_epoch == 0:
                 found[epoch] = max(found[epoch], taken(loader) - before)
-        return found, loader.memory
+        return {"taken": found, "budget": loader.memory}
 
 
 def measure(ram: int, epochs: int) -> tuple[list[int], int]:
-    """`run` in a process of its own."""
-    command = [sys.executable, "-m", "ensemble_ml.benchmarks.loaders.memory", str(ram), str(epochs)]
-    told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return told[0], told[1]
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]))))
+    """The same of `run` in a process of its own."""
+    found = process.run("loaders.memory", "run", cores=cores(), ram=ram, epochs=epochs)
+    return found["taken"], found["budget"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ensemble_ml.benchmarks.preparing.process import bytes_read
+from ensemble_ml.benchmarks.common.process import bytes_read
 
 
 def draws(dates: int, members: int, variables: int, count: int) -> list[tuple[int, list[int], list[int]]]:

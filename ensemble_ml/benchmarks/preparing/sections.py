@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ensemble_ml.benchmarks.preparing import process
+from ensemble_ml.benchmarks.common import process
 from ensemble_ml.benchmarks.preparing.reduction import DASK
 from ensemble_ml.benchmarks.preparing.workspace import Section, Workspace
 from ensemble_ml.benchmarks.results import Claim, Figure
@@ -74,7 +74,7 @@ def _file_system(folder: Path) -> str:
 
 def _convert(work: Workspace, name: str, source: str, settings: Mapping[str, Any]) -> float:
     output = work.scratch(name)
-    seconds = process.run("conversion", name, source=source, output=output, **settings)["seconds"]
+    seconds = process.run("preparing.conversion", name, source=source, output=output, **settings)["seconds"]
     shutil.rmtree(output, ignore_errors=True)
     return float(seconds)
 
@@ -89,7 +89,7 @@ def memory(work: Workspace) -> Section:
         peaks, speeds = [], []
         for _ in range(work.repeats if words == "one date" else 1):
             output = work.scratch("memory")
-            outcome = process.run("conversion", "ours", source=str(source), truth=str(truth), output=output)
+            outcome = process.run("preparing.conversion", "ours", source=str(source), truth=str(truth), output=output)
             peaks.append(outcome["peak_bytes"] / 1e9)
             speeds.append((source.stat().st_size + truth.stat().st_size) / 1e6 / outcome["seconds"])
         shutil.rmtree(output, ignore_errors=True)
@@ -109,7 +109,7 @@ def decoding(work: Workspace) -> Section:
     checksums = set()
     for _ in range(work.repeats):
         for name in shown:
-            outcome = process.run("decoding", name, cores=1, source=source, passes=passes)
+            outcome = process.run("preparing.decoding", name, cores=1, source=source, passes=passes)
             speeds[name].append(outcome["bytes"] / 1e6 / outcome["seconds"])
             checksums.add(outcome["checksum"])
     for name, values in speeds.items():
@@ -131,7 +131,7 @@ def reduction(work: Workspace) -> Section:
     found, shape = Section(), work.shape
     fields = 2 * len(shape.levels)
     extent = {"members": shape.members, "fields": fields, "rows": shape.rows, "columns": shape.columns}
-    outcome = process.run("reduction", "race", passes=work.repeats, **extent)
+    outcome = process.run("preparing.reduction", "race", passes=work.repeats, **extent)
     speeds = {
         name: found.speed(f"mean and spread over members, {name}", outcome["bytes"] / 1e6, outcome[name])
         for name in ("ours", *DASK)
@@ -153,12 +153,12 @@ def reading(work: Workspace) -> Section:
 
     found, shape = Section(), work.shape
     store, whole = work.scratch("store"), work.scratch("whole.zarr")
-    process.run("conversion", "ours", source=str(work.archive.years), output=store)
-    process.run("reading", "write_zarr", store=store, output=whole)
+    process.run("preparing.conversion", "ours", source=str(work.archive.years), output=store)
+    process.run("preparing.reading", "write_zarr", store=store, output=whole)
     round_, ours, theirs, sizes = len(shape.variables), [], [], []
     for _ in range(work.repeats):
-        mine = process.run("reading", "ours", store=store, count=round_)
-        other = process.run("reading", "zarr", store=whole, count=round_)
+        mine = process.run("preparing.reading", "ours", store=store, count=round_)
+        other = process.run("preparing.reading", "zarr", store=whole, count=round_)
         if not np.isclose(mine["total"], other["total"], rtol=1e-6):
             raise AssertionError("both entrants should have read the same values")
         ours.append(1e3 * float(np.median(mine["seconds"])))
@@ -166,7 +166,7 @@ def reading(work: Workspace) -> Section:
         sizes.append(float(np.mean(mine["bytes"])))
     first, last = band(shape.rows)
     share = (last - first) / shape.rows * 0.5 * 2 / len(shape.variables)
-    held = process.run("reading", "forecast_bytes", store=store)["bytes"] / shape.years
+    held = process.run("preparing.reading", "forecast_bytes", store=store)["bytes"] / shape.years
     found.figures["a part of a random date, ours"] = Figure.of(ours, "ms")
     found.figures["a part of a random date, zarr of whole-sample chunks"] = Figure.of(theirs, "ms")
     over = [100 * (size / (share * held) - 1) for size in sizes]

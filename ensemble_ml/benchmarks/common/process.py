@@ -1,8 +1,8 @@
 """Entrants run in processes of their own, so that memory is theirs alone and no import helps or hinders another.
 
-`python -m ensemble_ml.benchmarks.preparing.process MODULE FUNCTION ARGUMENTS` calls a function of this package with
-keyword arguments given as JSON and prints, as its last line, what it returned (a dictionary) with `peak_bytes`: the
-largest resident memory of the process (VmHWM), or of a child of it where that is larger.
+`python -m ensemble_ml.benchmarks.common.process MODULE FUNCTION ARGUMENTS` calls a function of a module of the
+benchmarks with keyword arguments given as JSON and prints, as its last line, what it returned (a dictionary) with
+`peak_bytes`: the largest resident memory of the process (VmHWM), or of a child of it where that is larger.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from ensemble_ml.benchmarks.common.status import process_bytes
 from ensemble_ml.errors import UserError
 
-_PACKAGE = "ensemble_ml.benchmarks.preparing"
+_PACKAGE = "ensemble_ml.benchmarks"
 
 
 def run(module: str, function: str, *, cores: int = 2, **arguments: Any) -> dict[str, Any]:
-    """Call `function` of `module` in a new process that may use `cores` cores.
+    """Call `function` of `ensemble_ml.benchmarks.MODULE` in a new process that may use `cores` cores.
 
     Raises:
         UserError: it failed; its last line of standard error is passed on.
     """
-    command = [sys.executable, "-m", f"{_PACKAGE}.process", module, function, json.dumps(arguments)]
+    command = [sys.executable, "-m", f"{_PACKAGE}.common.process", module, function, json.dumps(arguments)]
     environment = os.environ | {"ENSEMBLE_ML_CORES": str(cores), "OMP_NUM_THREADS": str(cores)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
