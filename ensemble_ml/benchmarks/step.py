@@ -9,7 +9,6 @@ ours as it is called besides as it is recorded (`training.recorded`).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ensemble_ml.benchmarks.common.sections import chosen
+from ensemble_ml.benchmarks.common.sections import Bench, chosen
 from ensemble_ml.benchmarks.common.turns import take_turns
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.results import Figure
 from ensemble_ml.config import BenchmarkConfig, ModelConfig, Precision, Vertical
 from ensemble_ml.fields import Family
 from ensemble_ml.loading.batches import Batch
@@ -43,8 +42,6 @@ from ensemble_ml.models.padding import Beyond, EdgeRule, Geometry, Padder
 from ensemble_ml.models.speed import settle
 from ensemble_ml.optim.lion import Lion
 from ensemble_ml.training.recorded import Recorded, cuda_graph
-
-log = logging.getLogger(__name__)
 
 _TARGET = 5.0
 _NAIVE, _NAIVE_LOW = "naive", "naive in bfloat16"
@@ -75,19 +72,16 @@ def run(config: BenchmarkConfig) -> Path:
     """
     chosen(config.only, {})
     keep_freed_memory()  # as training does; both forms gain
-    figures: dict[str, Figure] = {}
-    claims, notes = [], []
+    bench = Bench(config, Path(config.output) / "step")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     for case in CASES if device.type == "cpu" else GPU_CASES:
         found, note = _race_case(case, config.repeats, device)
-        figures |= {f"{case.name}: {name}": figure for name, figure in found.items()}
+        bench.figures |= {f"{case.name}: {name}": figure for name, figure in found.items()}
         words = f"a step at least 5 times faster than naive fp32 (Z, Y, X) on {where}: {case.name}"
-        claims.append(Claim(words, found["naive over ours"].median, "times", _TARGET))
-        notes.append(f"{case.name}: {note}")
-    log.info("%s", summary(figures, claims))
-    folder, title = Path(config.output) / "step", "A training step, ours and naive"
-    return write_results(folder, title=title, runs=config.repeats, figures=figures, claims=claims, notes=notes)
+        bench.claim(words, found["naive over ours"].median, "times", _TARGET)
+        bench.notes.append(f"{case.name}: {note}")
+    return bench.publish(bench.folder, "A training step, ours and naive")
 
 
 def _race_case(case: Case, repeats: int, device: torch.device) -> tuple[dict[str, Figure], str]:
