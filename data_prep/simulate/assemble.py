@@ -14,6 +14,7 @@ from data_prep.simulate.schedule import ModelYear, valid_times
 from data_prep.simulate.synthesis import regular_grid
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.folders import write_whole
+from ensemble_ml.grid import Grid
 
 GATE = {"z500": ("z", 500), "t850": ("t", 850)}
 """Fields that the realism gate looks at: variable and level, hPa."""
@@ -53,7 +54,7 @@ def _join(path: Path, pieces: list[tuple[Path, str]]) -> None:
 def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dict[str, Realism]:
     """Measure the gate's fields at 48 h over all dates of the archive."""
     parts = [year.part(output, cycle) for year in years for cycle in year.written]
-    latitude, _ = regular_grid(config.rows, config.columns)
+    grid = Grid(*regular_grid(config.rows, config.columns))
     figures = {}
     for name in GATE:
         stacks: dict[str, list[np.ndarray]] = {kind: [] for kind in ("mean", "variance", "truth")}
@@ -62,5 +63,5 @@ def realism(output: Path, years: list[ModelYear], config: SimulateConfig) -> dic
                 for kind, stack in stacks.items():
                     stack.append(arrays[f"{name}_{kind}"])
         mean, variance, truth = (np.stack(stack) for stack in stacks.values())
-        figures[name] = measure(mean, variance, truth, config.members, latitude)
+        figures[name] = measure(mean, variance, truth, config.members, grid)
     return figures

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from ensemble_ml.grid import Grid
+
 SPREAD_SKILL = (0.7, 1.0)
 LARGEST_BIAS = 0.15
 SMALLEST_CORRELATION = 0.2
@@ -47,17 +49,7 @@ class Realism:
         return asdict(self) | {"passes": not self.misses, "misses": self.misses}
 
 
-def cell_weights(latitude: np.ndarray) -> np.ndarray:
-    """Return each row's share of the sphere, from the sines of its cells' bounds; the grid holds both poles."""
-    latitude = np.asarray(latitude, np.float64)
-    bounds = np.concatenate([[latitude[0]], (latitude[1:] + latitude[:-1]) / 2, [latitude[-1]]])
-    weights = np.abs(np.diff(np.sin(np.deg2rad(bounds))))
-    return weights / weights.sum()
-
-
-def measure(
-    mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarray, members: int, latitude: np.ndarray
-) -> Realism:
+def measure(mean_byx: np.ndarray, variance_byx: np.ndarray, truth_byx: np.ndarray, members: int, grid: Grid) -> Realism:
     """Measure one field.
 
     Args:
@@ -65,7 +57,7 @@ def measure(
         variance_byx: variance of the members, ddof = 1.
         truth_byx: truth at the same valid times.
         members: ensemble size M.
-        latitude: degrees, both poles included.
+        grid: the fields' points.
 
     Returns:
         spread/skill is sqrt(mean (M+1)/M s^2) over the RMSE of the mean (Fortin et al. 2014, Journal of
@@ -73,11 +65,11 @@ def measure(
         var / n, which the corrected figure leaves out (dates taken as independent). The correlation is of spread and
         absolute error over all points and dates, once each point's means are removed.
     """
-    weight = cell_weights(latitude)[:, None] / mean_byx.shape[-1]
+    weight_yx = grid.area_weights() / np.prod(grid.shape)
     error = mean_byx.astype(np.float64) - truth_byx
     spread = np.sqrt(variance_byx.astype(np.float64))
     n = len(error)
-    area = lambda x_yx: float((x_yx * weight).sum())  # noqa: E731
+    area = lambda x_yx: float((x_yx * weight_yx).sum())  # noqa: E731
     mse = area((error**2).mean(0))
     bias = area(error.mean(0) ** 2)
     noise = area(error.var(0, ddof=1)) / n if n > 1 else np.nan

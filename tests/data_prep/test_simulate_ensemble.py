@@ -14,10 +14,11 @@ from simulating import GRID, SHAPE, small_facts
 from data_prep.simulate.breeding import Amplitude, deviations, initial_states, mix, norm, rotation
 from data_prep.simulate.grib import Encoder, Stamp, accumulation, forecast_messages
 from data_prep.simulate.layout import NORM_PLANE, ModelFacts, truncate
-from data_prep.simulate.realism import cell_weights, measure, report
+from data_prep.simulate.realism import measure, report
 from data_prep.simulate.schedule import model_years
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ class TestBreeding:
 
 
 class TestRealism:
-    latitude = np.linspace(90, -90, 9)
+    grid = Grid(np.linspace(90, -90, 9), np.arange(16) * 22.5)
 
     def ensemble(self, inflate: float = 1.0, bias: float = 0.0, members: int = 10):
         """A perfect ensemble whose spread varies by date and place, spoiled as asked."""
@@ -124,7 +125,7 @@ class TestRealism:
         centre = rng.standard_normal(shape)
         x = centre + inflate * sigma * rng.standard_normal((members, *shape))
         truth = centre + sigma * rng.standard_normal(shape) - bias
-        return measure(x.mean(0), x.var(0, ddof=1), truth, members, self.latitude)
+        return measure(x.mean(0), x.var(0, ddof=1), truth, members, self.grid)
 
     def test_perfect_ensemble(self):
         figures = self.ensemble()
@@ -143,12 +144,6 @@ class TestRealism:
         assert figures.bias_share == pytest.approx(1.0 / total, rel=0.03)
         assert figures.spread_skill < 0.7 and not figures.as_dict()["passes"] and len(figures.misses) == 2
         assert "misses" in report({"z500": figures})[0]
-
-    def test_weights_are_cell_areas(self):
-        weights = cell_weights(self.latitude)
-        assert weights.sum() == pytest.approx(1) and weights[0] == pytest.approx(
-            (1 - math.sin(math.radians(78.75))) / 2
-        )
 
 
 class TestSchedule:

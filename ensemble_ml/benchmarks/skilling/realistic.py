@@ -16,13 +16,8 @@ from ensemble_ml.verification.statistics import ensemble_moments
 
 
 def realism_of(data: Data, groups: tuple[Group, ...]) -> dict[str, Realism]:
-    """Figures of the check's fields, those that the store has, over the test dates; all members.
-
-    None on other grids than the embedded archive has, whose rows end at the poles.
-    """
+    """Figures of the check's fields, those that the store has, over the test dates; all members."""
     found: dict[str, Realism] = {}
-    if not np.allclose(np.abs(data.store.layout.grid.latitude[[0, -1]]), 90):
-        return found
     for name, (variable, level) in GATE.items():
         for group in groups:
             if group.variable == variable and level in group.levels:
@@ -36,4 +31,4 @@ def _measured(data: Data, group: Group, level: int) -> Realism:
         mean, variance = ensemble_moments(data.read(Part.FORECAST, date, group)[:, level])
         fields.append((mean, variance, data.read(Part.TRUTH, date, group)[0, level]))
     mean, variance, truth = (np.stack(part) for part in zip(*fields, strict=True))
-    return measure(mean, variance, truth, data.full, data.store.layout.grid.latitude)
+    return measure(mean, variance, truth, data.full, data.store.layout.grid)
