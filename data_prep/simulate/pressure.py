@@ -45,31 +45,25 @@ def ground_temperature(fields: dict[str, np.ndarray], facts: ModelFacts) -> tupl
     return ground, np.where(height > 2000.0, limited, exponent)
 
 
-def to_pressure(
-    fields: dict[str, np.ndarray],
-    levels: list[int],
-    facts: ModelFacts,
-    variables: tuple[str, ...] = ("t", "z", "u", "v", "q"),
-) -> dict[str, np.ndarray]:
+def to_pressure(fields: dict[str, np.ndarray], levels: list[int], facts: ModelFacts) -> dict[str, np.ndarray]:
     """Interpolate sigma fields to pressure levels.
 
     Args:
         fields: from `sigma_fields`; t, u, v, q (N, Z, Y, X), ps (N, Y, X), phis (Y, X).
         levels: hPa.
         facts: constants of the model.
-        variables: which of t, z, u, v, q to give.
 
     Returns:
-        Each variable as (N, level, Y, X); z is geopotential, m2 s-2.
+        t, z, u, v and q, each as (N, level, Y, X); z is geopotential, m2 s-2.
     """
     phi, virtual = geopotential(fields, facts)
     ground = ground_temperature(fields, facts)
-    out: dict[str, list[np.ndarray]] = {name: [] for name in variables}
+    out: dict[str, list[np.ndarray]] = {name: [] for name in ("t", "z", "u", "v", "q")}
     for level in levels:
         depth = np.log(level * 100.0 / fields["ps"])  # log of sigma
         values = _at_level(fields, phi, virtual, ground, depth, facts)
-        for name in variables:
-            out[name].append(values[name])
+        for name, parts in out.items():
+            parts.append(values[name])
     return {name: np.stack(parts, axis=1) for name, parts in out.items()}
 
 

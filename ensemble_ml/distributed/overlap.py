@@ -166,15 +166,13 @@ def _outer(padded: Tensor, out: Tensor, weight: Tensor, window: Window, side: Si
     return [(a, b) for a, b in ((0, begin), (end, total)) if a < b]
 
 
-def choose_overlap(
-    switch: Overlap, step: Callable[[], Any], group: Communicator, *, repeats: int = 3
-) -> dict[str, float]:
+def choose_overlap(switch: Overlap, step: Callable[[], Any], group: Communicator) -> dict[str, float]:
     """Time `step` both ways, set `switch` to the faster, the same on all ranks; returns the seconds of both.
 
-    What counts is the slowest rank's median; `step` is called 2 (`repeats` + 1) times by every rank.
+    What counts is the slowest rank's median; every rank calls `step` eight times, of which the first two do not count.
     """
     times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(repeats + 1):
+    for _ in range(4):
         for on in times:
             switch.on = on
             group.barrier()

@@ -15,6 +15,7 @@ from ensemble_ml.store import native
 
 Where = Callable[[tuple[int, ...]], str]  # leading index of a field -> the phrase that names it in a message
 
+_LARGEST = 65535  # of the integers
 _SLAB = 1 << 18  # values decoded at a time, so that the float64 intermediate stays in cache
 
 
@@ -164,25 +165,22 @@ def decode(block: PackedBlock) -> np.ndarray:
     return flat.reshape(*lead, *points)
 
 
-def quantise(
-    values: np.ndarray, bits: int = 16, *, mask: np.ndarray | None = None, where: Where | None = None
-) -> PackedBlock:
-    """Pack `values` (..., Y, X) float32 into integers of `bits` bits, each field with its own reference and scale.
+def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlock:
+    """Pack `values` (..., Y, X) float32 into integers of 16 bits, each field with its own reference and scale.
 
     The reference is the field's minimum and the scale the smallest power of two that spans it, as GRIB's simple
-    packing without a decimal scale does. `where` names a field, given its leading index, in the message of an error.
-    Points of `mask` (..., Y, X) do not count, and become the integer 0.
+    packing without a decimal scale does. Points of `mask` (..., Y, X) do not count, and become the integer 0.
 
     Raises:
         UserError: a value that is not masked is NaN or infinite.
     """
     values = np.asarray(values, np.float32)
-    check_finite(values, mask=mask, where=where)
+    check_finite(values, mask=mask)
     if mask is not None:
         values = _fill_with_minimum(values, mask)
     low = values.min((-2, -1)).astype(np.float64)
     span = values.max((-2, -1)) - low
-    scale = _power_of_two(span, (1 << bits) - 1)
+    scale = _power_of_two(span)
     codes = np.zeros(values.shape, np.uint16)
     for index in np.ndindex(*low.shape):
         if scale[index] > 0:
@@ -195,9 +193,9 @@ def _fill_with_minimum(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.where(mask, np.where(np.isfinite(low), low, 0), values).astype(np.float32)
 
 
-def _power_of_two(span: np.ndarray, largest: int) -> np.ndarray:
-    exponent = np.frexp(span / largest)[1]  # 2^(exponent-1) <= span / largest < 2^exponent
-    exponent = np.where(np.rint(np.ldexp(span, 1 - exponent)) <= largest, exponent - 1, exponent)
+def _power_of_two(span: np.ndarray) -> np.ndarray:
+    exponent = np.frexp(span / _LARGEST)[1]  # 2^(exponent-1) <= span / 65535 < 2^exponent
+    exponent = np.where(np.rint(np.ldexp(span, 1 - exponent)) <= _LARGEST, exponent - 1, exponent)
     return np.where(span > 0, np.ldexp(1.0, np.maximum(exponent, -120)), 0.0)
 
 
@@ -208,7 +206,7 @@ def error_bound(block: PackedBlock) -> np.ndarray:
     one value, and for values kept in float32.
     """
     step = np.abs(block.scale * block.decimal)
-    top = np.maximum(np.abs(block.reference), np.abs(block.reference + 65535 * block.scale)) * np.abs(block.decimal)
+    top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)
     bound = step / 2 + np.spacing(top.astype(np.float32)) / 2
     return np.where(block.present & (step > 0) & block.packed, bound, 0.0)
 

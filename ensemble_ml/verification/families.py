@@ -31,6 +31,7 @@ _ROOT_PI = math.sqrt(math.pi)
 _LOWEST, _HIGHEST = -8.0, 100.0  # bounds of location / scale of the skewed laws, as in training
 _TINY = 1e-290
 _LEVELS = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1 - 1e-4, 1 - 1e-5, 1 - 1e-6)
+_NODES = 12  # of the quadrature between two of these
 _GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
 _BELOW = (-4.0, -60.0, 281)  # below it, for a law whose mean falls as 1 / -location
 _LEAST_MEAN = 0.1  # scales, of a truncated normal law: nearer to zero it would be surer of it than a mean is known
@@ -243,9 +244,7 @@ def _standard_moments(family: Family, x: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.where(normal, x, mean / r), np.where(normal, 1.0, variance / (r * r))
 
 
-def crps_above(
-    family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, threshold: float, nodes: int = 12
-) -> np.ndarray:
+def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray:
     """Threshold-weighted CRPS with weight one above `threshold`: integral of (F(x) - 1{y <= x})^2 over x > threshold.
 
     Gneiting & Ranjan (2011), doi:10.1198/jbes.2010.08110. The normal laws in closed form (that of the law censored at
@@ -256,7 +255,7 @@ def crps_above(
         return crps(Family.CENSORED_NORMAL, location - threshold, scale, np.maximum(y - threshold, 0))
     at = np.maximum(y, threshold)
     edges = [np.maximum(quantile(family, location, scale, level), threshold) for level in _LEVELS]
-    points, weights = np.polynomial.legendre.leggauss(nodes)
+    points, weights = np.polynomial.legendre.leggauss(_NODES)
     found = np.zeros(np.broadcast_shapes(location.shape, scale.shape, y.shape))
     for first, last in itertools.pairwise([np.asarray(threshold, np.float64), *edges]):
         for start, end, step in (

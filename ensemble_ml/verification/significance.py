@@ -32,11 +32,11 @@ def p_values(differences: np.ndarray) -> np.ndarray:
     return np.where((count >= _FEWEST) & (variance > 0), found, np.nan)
 
 
-def significant(p: np.ndarray, rate: float = RATE) -> np.ndarray:
-    """Which points are discoveries at this rate of false ones; NaN never is. Benjamini & Hochberg (1995)."""
+def significant(p: np.ndarray) -> np.ndarray:
+    """Which points are discoveries at `RATE` of false ones; NaN never is. Benjamini & Hochberg (1995)."""
     known = np.isfinite(p)
     ordered = np.sort(p[known])
     if not ordered.size:
         return np.zeros(p.shape, bool)
-    passed = np.flatnonzero(ordered <= rate * np.arange(1, ordered.size + 1) / ordered.size)
+    passed = np.flatnonzero(ordered <= RATE * np.arange(1, ordered.size + 1) / ordered.size)
     return known & (p <= (ordered[passed[-1]] if passed.size else -1.0))
