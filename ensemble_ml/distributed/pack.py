@@ -29,14 +29,6 @@ def words(elements: int) -> int:
     return -(-elements // WORD)
 
 
-def pack_bits(bits: Tensor) -> Tensor:
-    """Pack (64 w,) or (P, 64 w) bool into int64 words, (w,) or (P, w)."""
-    if pack_host.usable(bits):
-        return pack_host.pack_bits(bits)
-    eights = bits.view(torch.int64) * _GATHER
-    return (eights >> 56).to(torch.uint8).view(torch.int64)
-
-
 def pack_signs(u: Tensor, step: int) -> Tensor:
     """Pack the signs of (64 w,) floats into (w,) words: 1 above zero, 0 below, exact zeros as `tie_bit` says.
 

@@ -1,4 +1,4 @@
-"""Signs and bits packed by NumPy, for tensors in host memory: the same words as `pack` makes, several times as fast.
+"""Signs packed by NumPy, for tensors in host memory: the same words as `pack` makes, several times as fast.
 
 A block is compared with its thresholds, and the truth values are packed, while they lie in the second-level cache; so
 memory is read or written once for each number. NumPy's comparisons and `packbits` use vector instructions where
@@ -41,11 +41,6 @@ def pack_above(x: Tensor, even: float, odd: float) -> Tensor:
 
     _in_threads(pack, len(values))
     return torch.from_numpy(packed.view(np.int64))
-
-
-def pack_bits(bits: Tensor) -> Tensor:
-    """Pack (64 w,) or (P, 64 w) bool into int64 words."""
-    return torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little").view(np.int64))
 
 
 def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:

@@ -25,10 +25,6 @@ class Decisions:
     keep: np.ndarray
     dropped: tuple[tuple[int, int], ...]
 
-    def read(self, chunks: np.ndarray, sizes: np.ndarray) -> int:
-        """Bytes that come from slow storage."""
-        return int(np.asarray(sizes, np.int64)[chunks[~self.hit]].sum())
-
 
 def next_uses(chunks: np.ndarray) -> np.ndarray:
     """For each use of a trace (A,), when its chunk is used next: (A,) int64, NEVER where it is not."""

@@ -49,7 +49,7 @@ def by_definition(u, bits, step, scale=VoteScale.l1):
 
 def test_packing_is_little_endian_in_words():
     bits = np.random.default_rng(1).random(64 * 70) < 0.5
-    packed = pack.pack_bits(torch.from_numpy(bits))
+    packed = pack.pack_above(torch.from_numpy(bits.astype(np.float32)), 0.5, 0.5)
     assert packed.dtype == torch.int64
     assert np.array_equal(packed.numpy().view(np.uint8), np.packbits(bits, bitorder="little"))
     signs = pack.unpack_signs(packed, torch.empty(len(bits)))
@@ -68,7 +68,7 @@ def test_numpy_packs_as_torch_does(elements, step, monkeypatch):
         packed = pack.pack_signs(u, step)
         signs = pack.unpack_signs(packed, torch.empty(elements))
         small = pack.unpack_signs(packed, torch.empty(elements, dtype=torch.int8))
-        return packed, signs, small, pack.pack_above(total, 1, 0), pack.pack_bits(u.view(1, -1) > 0)
+        return packed, signs, small, pack.pack_above(total, 1, 0)
 
     found = everything()
     monkeypatch.setattr(pack.pack_host, "usable", lambda x: False)
@@ -87,7 +87,7 @@ def test_codes_survive_packing(bits):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 9, 16, 33])
 def test_majority_counts_as_a_sum_does(ranks, step):
     bits = np.random.default_rng(ranks).random((ranks, 64 * 9)) < 0.5
-    planes = [pack.pack_bits(torch.from_numpy(row.copy())) for row in bits]
+    planes = [pack.pack_above(torch.from_numpy(row), 0.5, 0.5) for row in bits.astype(np.float32)]
     won = pack.unpack_signs(majority(planes, step), torch.empty(bits.shape[1])).numpy()
     votes = (2 * bits.astype(int) - 1).sum(0)
     ties = np.where((np.arange(bits.shape[1]) + step) % 2 == 0, 1, -1)

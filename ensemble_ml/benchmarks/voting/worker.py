@@ -91,8 +91,7 @@ def _exchange_ballots(ballots: Tensor, group: Communicator, step: int) -> None:
 def steps(session: Session, job: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Seconds and bytes (by the kernel's counters) of training steps of a 3D U-Net under each exchange.
 
-    Entrants take turns, a step each, so that what else the machine does falls on all alike. An entrant may be followed
-    by `@` and the size of its buckets, MB.
+    Entrants take turns, a step each, so that what else the machine does falls on all alike.
     """
     world = session.mesh.world
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "bytes": []} for name in job["entrants"]}
@@ -115,9 +114,7 @@ def _entrant(session: Session, job: dict[str, Any], name: str, stack: ExitStack)
     model, loss = _network(session, job)
     if name == DDP:
         return _ddp(model, loss)
-    known, _, size = name.partition("@")
-    settings = ENTRANTS[known] | ({"bucket_mb": float(size)} if size else {})
-    exchange = make_exchange(OptimConfig(lr=1e-5, **settings), session.topology, reduction=Reduction.mean)
+    exchange = make_exchange(OptimConfig(lr=1e-5, **ENTRANTS[name]), session.topology, reduction=Reduction.mean)
     stack.callback(exchange.close)
     optimizer = Lion(model.parameters(), lr=1e-5, exchange=exchange)
     numbers = itertools.count()
