@@ -133,8 +133,16 @@ class ForecastFile:
     @property
     def members_in(self) -> tuple[str, ...]:
         """Members that the file says it was made from, numbers as the ensemble has them (06 is 6)."""
-        words = str(self.data.attrs.get("members_in", "")).replace(",", " ").split()
-        return tuple(str(int(word)) if word.isdecimal() else word for word in words)
+        told = self.data.attrs.get("members_in", "")
+        # NetCDF holds lists of numbers, too, which many programs write as doubles.
+        words = (
+            told.replace(",", " ").split()
+            if isinstance(told, str)
+            else [str(number).removesuffix(".0") for number in np.ravel(told).tolist()]
+        )
+        if other := [word for word in words if not word.isdecimal()]:
+            raise self._wanting(f"members_in: {other[0]!r} is no number of a member; give numbers, as in 1 2 3")
+        return tuple(str(int(word)) for word in words)
 
     @property
     def checkpoint(self) -> str | None:

@@ -259,6 +259,20 @@ def test_members_that_a_forecast_does_not_state_are_not_made_up(store, tmp_path,
     assert any(note.startswith("f does not state the members that it was made from") for note in content["notes"])
 
 
+@pytest.mark.parametrize("told", ["01, 2 12", np.array([1, 2, 12], "i4"), np.array([1.0, 2.0, 12.0]), ["1", "2", "12"]])
+def test_members_are_read_from_words_and_from_lists(told):
+    assert ForecastFile(Path("f.nc"), xr.Dataset(attrs={"members_in": told})).members_in == ("1", "2", "12")
+    for one in (12, np.int64(12)):
+        assert ForecastFile(Path("f.nc"), xr.Dataset(attrs={"members_in": one})).members_in == ("12",)
+    assert ForecastFile(Path("f.nc"), xr.Dataset(attrs={"members_in": ""})).members_in == ()
+
+
+@pytest.mark.parametrize(("told", "word"), [("[1, 2]", r"\[1"), ("1 cf", "cf"), (np.array([1.5, 2.0]), "1.5")])
+def test_members_that_are_no_numbers_are_refused(told, word):
+    with pytest.raises(UserError, match=rf"f.nc: members_in: '{word}' is no number of a member; give numbers"):
+        _ = ForecastFile(Path("f.nc"), xr.Dataset(attrs={"members_in": told})).members_in
+
+
 def content_of(forecasts, store, folder, **changes):
     evaluate(settings(forecasts, store, folder, **changes), store)
     return json.loads((folder / "scores.json").read_text())
