@@ -204,7 +204,7 @@ def _content(
     times = layout.init_time
     numbers = [int(number) for number in layout.realization]
     left_out = _left_out(scores)
-    notes = plan.notes + _unfitted(scores, len(plan.fit))
+    notes = plan.notes + _unfitted(scores, len(plan.fit)) + summary.known_in_few(scores)
     limits = {statistic.value for statistic in OF_THE_LIMIT}
     for words, which in (
         ("scores leave points out that miss a value", [one for one in left_out if one["statistic"] not in limits]),

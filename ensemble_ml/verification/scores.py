@@ -13,7 +13,7 @@ import numpy as np
 
 from ensemble_ml.verification.aggregation import AggregationState, Column, Key
 from ensemble_ml.verification.baselines import CORRECTIONS
-from ensemble_ml.verification.bootstrap import Interval, fewest_blocks, interval
+from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval, fewest_blocks, interval
 from ensemble_ml.verification.metrics import METRICS, comparable, geometric_mean
 from ensemble_ml.verification.values import CLIMATOLOGY
 
@@ -101,6 +101,15 @@ class Scores:
     def blocks_of(self, metric: str, entrant: str, columns: Iterable[int]) -> int:
         """The fewest blocks that know a metric of one of `columns` of an entrant: one of one block has no interval."""
         return min([self.blocks, *(self._blocks_of(metric, entrant, int(c)) for c in columns)])
+
+    def least_known(self, metric: str, entrants: Iterable[str], columns: Iterable[int]) -> dict[int, int]:
+        """Of `columns` of which all `entrants` have a metric, in how many blocks those lie that others have more of,
+        and that lie in too few for anything to be sure."""
+        of = {one: score.value for one in entrants if (score := self.score(metric, one)) is not None}
+        there = [int(c) for c in columns if of and all(np.isfinite(value[c]) for value in of.values())]
+        known = {c: min(self._blocks_of(metric, one, c) for one in of) for c in there}
+        most = max(known.values(), default=0)
+        return {c: blocks for c, blocks in known.items() if blocks < min(most, FEWEST_BLOCKS)}
 
     def _blocks_of(self, metric: str, entrant: str, column: int) -> int:
         name = metric, entrant, column

@@ -10,7 +10,9 @@ import numpy as np
 from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS, Interval
 from ensemble_ml.verification.metrics import METRICS
 from ensemble_ml.verification.scores import Score, Scores, gain
+from ensemble_ml.wording import shortened
 
+_NAMED = 3  # fields, of those that leave a mean without an interval
 _SMALL_GAIN = 2.0  # percent: what a network must gain over statistics to be worth having
 
 
@@ -101,16 +103,36 @@ def _sentence(claim: Claim, scores: Scores) -> str:
     what, than = "CRPS" if of_crps else "spread RMSE", best + describe(claim.reference)
     text = f"{what} {percent.value:.1f} % {direction} than {than}"
     advantage = claim.advantage if verdict == "better" else ""
+    metric, columns = "crps" if of_crps else "spread_rmse", scores.at_lead(scores.headline_lead)
+    blocks = scores.least_known(metric, (claim.forecast, claim.reference), columns)
+    least = shortened([scores.columns[c].name for c in blocks if blocks[c] == percent.blocks], _NAMED)
     if not np.isfinite(percent.low):
-        return f"{text} (no interval){f': not sure, {advantage}' if advantage else ''}."
+        why = f": {least} at {scores.headline_lead} h" if least else ""
+        return f"{text} (no interval{why}){f': not sure, {advantage}' if advantage else ''}."
     if percent.value < 0.05:
         verdict = "no difference"
     sure = verdict if percent.excludes(0) else "not sure, the interval holds zero"
     if not percent.enough:
-        sure = f"not sure, of {percent.blocks} blocks"
+        sure = f"not sure, of {percent.blocks} blocks{f' ({least})' if least else ''}"
     if advantage:
         sure = f"not sure, {advantage}"
     return f"{text} ({100 * scores.confidence:g} % interval {percent.low:.1f} to {percent.high:.1f} %): {sure}."
+
+
+def known_in_few(scores: Scores) -> list[str]:
+    """Sentences on fields that lie in so few blocks that no mean which holds them is sure, where others lie in more."""
+    found = []
+    for metric, words in (("crps", "CRPS"), ("spread_rmse", "The spread")):
+        blocks = scores.least_known(metric, scores.forecasts, range(len(scores.columns)))
+        for few, text in (((1,), "no interval"), (range(2, FEWEST_BLOCKS), "nothing is sure")):
+            there = [scores.columns[c] for c in blocks if blocks[c] in few]
+            if there:
+                names = shortened([f"{column.name} {column.lead_hours} h" for column in there], _NAMED)
+                counts = sorted({n for n in blocks.values() if n in few})
+                known = f"{counts[0]}{f' to {counts[-1]}' if counts[1:] else ''} of {scores.blocks} blocks"
+                which = "them" if there[1:] else "it"
+                found.append(f"{words} of {names} is known in {known}: {text} of means that hold {which}.")
+    return found
 
 
 def _where(scores: Scores, label: str) -> str:

@@ -107,6 +107,13 @@ def test_a_field_of_one_block_is_certain_of_nothing(tmp_path, plain):
     rain, heat = (entry(content, "f", *field)["crps"] for field in (("tp", None), ("t", 500)))
     assert entry(content, "f", "tp", None)["spread_rmse"]["low"] is not None  # which needs no truth
     assert rain["value"] > 0 and rain["low"] is None and heat["low"] < heat["value"] < heat["high"]
+    # which field leaves the mean without an interval, and that it is no matter of all dates
+    assert (
+        "CRPS of tp 24 h, tp 48 h is known in 1 of 4 blocks: no interval of means that hold them." in content["notes"]
+    )
+    said = [line for line in content["headline"] if "CRPS" in line and " than " in line]
+    assert len(said) == 2 and all(line.endswith("(no interval: tp at 48 h).") for line in said)
+    assert not any("The spread of" in note or "nothing is sure" in note for note in content["notes"])
 
 
 class OneLevelShort:
