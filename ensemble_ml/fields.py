@@ -226,3 +226,17 @@ def unit_conversion(found: str, wanted: str) -> tuple[float, float]:
         return _CONVERSIONS[plain, wanted]
     known = [*_SAME_UNITS.get(wanted, (wanted,)), *(source for source, target in _CONVERSIONS if target == wanted)]
     raise UserError(f"units {found!r}: cannot be converted to {wanted!r}; known are {', '.join(known)}")
+
+
+def same_units(one: str, other: str, *, differences: bool = False) -> bool:
+    """Whether two spellings are of one unit; of `differences`, whose zero point is no matter, a kelvin is a degree."""
+    if _plain(one) == _plain(other):
+        return True
+    for wanted in _SAME_UNITS:
+        try:
+            found = [unit_conversion(units, wanted) for units in (one, other)]
+        except UserError:
+            continue
+        if found[0] == found[1] or (differences and found[0][0] == found[1][0]):
+            return True
+    return False

@@ -3,7 +3,7 @@
 import pytest
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve, unit_conversion
+from ensemble_ml.fields import FIELDS, Family, by_param_id, field, resolve, same_units, unit_conversion
 
 
 def test_names_and_parameters_are_unique():
@@ -87,3 +87,19 @@ def test_units_are_converted(found, wanted, value, expected):
 def test_unknown_unit_says_what_is_known():
     with pytest.raises(UserError, match=r"units 'furlong': cannot be converted to 'm'; known are m"):
         unit_conversion("furlong", "m")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same", "of_differences"),
+    [
+        ("degC", "celsius", True, True),
+        ("m/s", "metres per second", True, True),
+        ("W m**-2", "W m^-2", True, True),
+        ("K", "degC", False, True),
+        ("m", "mm", False, False),
+        ("K", "furlong", False, False),
+    ],
+)
+def test_spellings_of_one_unit_are_the_same(one, other, same, of_differences):
+    for pair in ((one, other), (other, one)):
+        assert same_units(*pair) is same and same_units(*pair, differences=True) is of_differences

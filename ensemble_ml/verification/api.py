@@ -3,9 +3,9 @@
 Every score but `efi` takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims`
 (dimensions to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas)
 and `mask` (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that
-differ are refused: nothing is skipped in silence. All is computed in float64, whatever the type of the data. Dask
-arrays stay lazy, and chunks change no score; member, variable and quantile dimensions must lie in one chunk. Scores in
-the variable's units have these as their attribute `units`, the others none.
+differ are refused, as are units, where both sides state them: nothing is skipped in silence. All is computed in
+float64, whatever the type of the data. Dask arrays stay lazy, and chunks change no score; member, variable and quantile
+dimensions must lie in one chunk. Scores in the variable's units have these as their attribute `units`, the others none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xarray as xr
 
-from ensemble_ml.fields import Family
+from ensemble_ml.fields import Family, same_units
 from ensemble_ml.grid import TOLERANCE, canonical
 from ensemble_ml.verification import extremes, families, members, probability
 
@@ -141,7 +141,8 @@ def crps_distribution(
         whole = np.isneginf(lower)
         return families.crps(law, mu, sigma, y) if whole else families.crps_above(law, mu, sigma, y, lower)
 
-    return weighted_mean(_in_units_of(observed, _pointwise(score, location, scale, observed)), **reduction)
+    found = _pointwise(score, location, scale, observed, widths=(1,))
+    return weighted_mean(_in_units_of(observed, found), **reduction)
 
 
 def log_score(
@@ -152,7 +153,8 @@ def log_score(
     Good (1952); Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 9.
     """
     law = Family(family)
-    return weighted_mean(_pointwise(lambda *a: families.log_score(law, *a), location, scale, observed), **reduction)
+    score = lambda *a: families.log_score(law, *a)  # noqa: E731
+    return weighted_mean(_pointwise(score, location, scale, observed, widths=(1,)), **reduction)
 
 
 def spread_skill(
@@ -163,6 +165,7 @@ def spread_skill(
     Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
     """
     m = _check_dim(forecast, member_dim)
+    _check_units(forecast, observed)
     forecast, observed = _aligned(forecast, observed)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
@@ -207,7 +210,8 @@ def pit_histogram(
         return np.where(np.isnan(value), np.nan, probability.bin_of(value, bins))
 
     uniform = _uniform(seed, location, scale, observed)
-    return _histogram(_pointwise(where, location, scale, observed, uniform), bins, "pit", **reduction)
+    found = _pointwise(where, location, scale, observed, uniform, widths=(1,))
+    return _histogram(found, bins, "pit", **reduction)
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
@@ -258,6 +262,7 @@ def efi(
     levels = climate[quantile_dim].values
 
     _check_dim(forecast, member_dim)
+    _check_units(forecast, climate)
 
     def index(x: np.ndarray, q: np.ndarray) -> np.ndarray:
         others = max(x.ndim, q.ndim) - 1
@@ -300,6 +305,15 @@ def _check_dim(forecast: xr.DataArray, name: str) -> int:
     return int(forecast.sizes[name])
 
 
+def _check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, ...] = ()) -> None:
+    """Raise a ValueError where two state units that differ; at the places `widths`, of a scale, zero is no matter."""
+    told = {place: str(array.attrs["units"]) for place, array in enumerate((first, *others)) if "units" in array.attrs}
+    truth = max(told, default=0)
+    for place, units in told.items():
+        if not same_units(units, told[truth], differences=not {place, truth}.isdisjoint(widths)):
+            raise ValueError(f"units {units!r} and {told[truth]!r} differ; bring the data to one of them")
+
+
 def _aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
     """Both in float64, refused where coordinates differ."""
     one, other = xr.align(first, second, join="exact", copy=False)
@@ -316,8 +330,12 @@ def _in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
     return score if units is None else score.assign_attrs(units=units)
 
 
-def _pointwise(function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None) -> xr.DataArray:
-    """Apply to arrays point by point; the first has members along `core`, which the function gets first."""
+def _pointwise(
+    function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None, widths: tuple[int, ...] = ()
+) -> xr.DataArray:
+    """Apply to arrays point by point; the first has members along `core`, which the function gets first. `widths`: the
+    places of scales among them."""
+    _check_units(*arrays, widths=widths)
     core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
 
     def inner(first: np.ndarray, *rest: np.ndarray) -> np.ndarray:
@@ -342,6 +360,7 @@ def _vectors(
     function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
 ) -> xr.DataArray:
     _check_dim(forecast, member)
+    _check_units(forecast, observed)
 
     def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         others = max(x.ndim - 2, y.ndim - 1)

@@ -311,6 +311,33 @@ def test_members_along_another_dimension_are_asked_for():
             score(forecast, observed)
 
 
+def test_units_that_differ_are_refused():
+    """A forecast in K of a truth in degrees Celsius had a CRPS of 272 degC."""
+    x, y = ensemble(members=3, dates=2)
+    x, y, mean = (one.assign_attrs(units="K") for one in (x, y, x.mean("realization")))
+    scale = xr.ones_like(mean)  # a width of 1 K is one of 1 degC
+    other, spelt = y.assign_attrs(units="degC"), y.assign_attrs(units="kelvin")
+    climate = xr.DataArray([0.0, 1.0], dims="quantile", coords={"quantile": [0.0, 1.0]}, attrs={"units": "degC"})
+    along = {"variable_dim": "latitude"}
+    every = [
+        lambda truth: api.crps_ensemble(x, truth),
+        lambda truth: api.rank_histogram(x, truth),
+        lambda truth: api.spread_skill(x, truth),
+        lambda truth: api.quantile_score(mean, truth, level=0.5),
+        lambda truth: api.log_score(mean, scale, truth, family="normal"),
+        lambda truth: api.energy_score(x, truth, **along),
+        lambda truth: api.variogram_score(x, truth, **along),
+    ]
+    for score in every:
+        score(spelt)
+        with pytest.raises(ValueError, match="units 'K' and 'degC' differ; bring the data to one of them"):
+            score(other)
+    with pytest.raises(ValueError, match="units 'K' and 'degC' differ"):
+        api.efi(x, climate)
+    assert api.crps_distribution(mean.assign_attrs(units="degC"), scale, other, family="normal").units == "degC"
+    assert api.eecrps(mean.assign_attrs(units="1"), y).units == "K"  # an index and a score
+
+
 def test_a_ratio_has_no_units():
     forecast = xr.DataArray(np.arange(6.0).reshape(3, 2), dims=["realization", "x"], attrs={"units": "K"})
     with xr.set_options(keep_attrs=True):
