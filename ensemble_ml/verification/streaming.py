@@ -84,11 +84,18 @@ def score_members(
         y: (...) truth.
         weights: broadcasts to `y`, e.g. cell areas (Y, X); None counts all points alike.
         rng: breaks ties of the truth with members (dry points); None takes seed 0.
+
+    Raises:
+        ValueError: truth or weights are not of the members' points.
     """
-    m = len(members)
+    m, shape = len(members), np.shape(members)[1:]
+    if np.shape(y) != shape:
+        raise ValueError(f"y of shape {np.shape(y)}, members of {m} fields of {shape}: give the truth at their points")
+    if weights is not None and np.broadcast_shapes(np.shape(weights), shape) != shape:
+        raise ValueError(f"weights of shape {np.shape(weights)} do not broadcast to y of {shape}")
     dtype = np.float32 if members.dtype == np.float32 else np.float64
     flat, truth = members.reshape(m, -1), np.asarray(y, dtype).reshape(-1)
-    w = np.ones(truth.size) if weights is None else np.broadcast_to(weights, np.shape(y)).reshape(-1)
+    w = np.ones(truth.size) if weights is None else np.broadcast_to(weights, shape).reshape(-1)
     rng = rng or np.random.default_rng(0)
     total, buffers = EnsembleSums.zeros(m), _Buffers(m, dtype)
     for start in range(0, truth.size, _BLOCK):

@@ -135,3 +135,15 @@ def test_points_without_a_value_are_left_out_and_counted():
     assert (found.left_out, found.points) == (2, 2000)
     assert found.crps_fair == pytest.approx(rest.crps_fair, rel=1e-6)
     assert found.rmse == pytest.approx(rest.rmse, rel=1e-6)
+
+
+def test_a_truth_or_weights_of_other_points_are_refused():
+    """One row of the truth was scored for all, and one turned round at points of others."""
+    x, y = np.random.default_rng(0).random((5, 10, 20)), np.zeros((10, 20))
+    for other in (y[0], y.T, y[None], 0.0):
+        with pytest.raises(ValueError, match=r"y of shape .*, members of 5 fields of \(10, 20\): give the truth at"):
+            score_members(x, other)
+    for other in (np.ones(10), np.ones((3, 10, 20))):
+        with pytest.raises(ValueError, match="broadcast"):
+            score_members(x, y, other)
+    assert score_members(x, y, np.ones((10, 1))).weight == 200
