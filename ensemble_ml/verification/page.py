@@ -23,9 +23,9 @@ DEFINITIONS = {
     "held-out spread": """Spread of the members that were not given, times c4(N)/c4(N-M). The full ensemble
         shares members with the input; these do not. So of the spread regression, and of forecasts that say which M
         members they were made from, the root of ((N-1) S^2 - (M-1) s_M^2) / (N-M), or of S^2/4 where that is more, is
-        scored: what their spread S of all members leaves for the N-M others. Of those that say of a date no member,
-        and of climatology and raw spreads, it is S. Forecasts that have seen a member held out, or may have, have no
-        such score.""",
+        scored: what their spread S of all members leaves for the N-M others. Of those that say of a date no member, or
+        one that the ensemble does not have, and of climatology and raw spreads, it is S. Forecasts that have seen a
+        member held out, or may have, have no such score.""",
     "CRPS": """Continuous ranked probability score: of a predicted distribution in its own family; of a raw
         ensemble as N(m, (1 + 1/M) s^2), the figure that claims are made against. Beside it stand N(m, s^2), the fair
         CRPS of the members, mean|x - y| - sum over pairs |x_i - x_j| / (M (M - 1)), and the ordinary one with M^2.

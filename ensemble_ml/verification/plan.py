@@ -312,6 +312,13 @@ def _member_notes(config: EvaluateConfig, size: int, source: Source, forecasts: 
         for f in ours
         if len(f.members_in) >= len(held) > 1
     ]
+    for f in forecasts:
+        others = sorted(f.seen - {*held}, key=int) if any(name.endswith("_ensemble_spread") for name in f.names) else []
+        if others and len(held) - size > 1 and not f.silent and f.seen.isdisjoint(held[size:]):
+            notes.append(
+                f"{f.label} names members that the ensemble does not have ({shortened(others)}): what its spread says"
+                " of those held out is not worked out, and it is scored against theirs as it stands."
+            )
     if len(held) == size:
         notes.append("The reduced ensemble is the full one: its spread is both input and target.")
     return notes

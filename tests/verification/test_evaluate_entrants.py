@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
 
+from ensemble_ml.config import EvaluateConfig
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.verification import evaluate, plots
 from ensemble_ml.verification.bootstrap import Interval
+from ensemble_ml.verification.plan import _member_notes
 
 
 def test_a_forecast_by_statistics_stands_among_the_baselines(store, forecast, tmp_path, plain):
@@ -147,6 +149,24 @@ def test_as_many_members_are_compared_as_the_first_forecast_was_made_from(store,
         told = {claim["forecast"]: claim["claim"] for claim in content["claims"]}
         assert "from members that it does not state" in told["silent"] and "from 7 of 10" in told["f"]
         assert next(f for f in content["forecasts"] if f["label"] == "f")["members_in"] == list("1234567")
+
+
+def test_a_forecast_from_a_member_that_the_ensemble_lacks_is_told_how_its_held_out_spread_is_scored():
+    """The control is 0, and apart where a store was prepared without: the score was another, and no word was said."""
+
+    def notes(said, names=("t_ensemble_spread",)):
+        numbers = tuple(said.split())
+        one = SimpleNamespace(
+            label="f", mixed=False, silent=not numbers, seen=frozenset(numbers), members_in=numbers, names=names
+        )
+        layout = SimpleNamespace(realization=range(1, 7))
+        return _member_notes(EvaluateConfig("f"), 3, SimpleNamespace(layout=layout), [one])
+
+    told = "f names members that the ensemble does not have (0, 77)"
+    assert any(note.startswith(told) and "stands" in note for note in notes("77 0 1 2 3"))
+    # made from all that there are, from one held out (no such score), silent, or without a spread
+    for given in (("1 2 3",), ("0 1 2 4",), ("",), ("0 1 2 3", ("t_mean",))):
+        assert not any("does not have" in note for note in notes(*given))
 
 
 def test_more_members_than_the_ensemble_has_are_all_of_it(store, tmp_path, plain):
