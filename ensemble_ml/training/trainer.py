@@ -96,8 +96,9 @@ def _train(config: TrainConfig, session: Session) -> Path:
         try:
             trainer.run(stop, resumed=checkpoint is not None)
         finally:
-            if session.first and not (folder / "checkpoints" / "last").exists():
-                setup.forget(folder, there=there)  # stopped before there was anything to keep
+            # Stopped before there was anything to keep: what was kept stays, even where its link leads nowhere now.
+            if session.first and not trainer.kept and not (folder / "checkpoints" / "last").exists():
+                setup.forget(folder, there=there)
     return folder
 
 
@@ -110,6 +111,7 @@ class Trainer:
         self.stepper = Stepper(run)
         world, minutes = run.session.mesh.model, run.config.checkpoint_minutes
         self.keeper = Keeper(folder / "checkpoints", world, minutes, run.session.meet)
+        self.kept = False  # whether a checkpoint of the run has come to disk, in this process or before
         self._kept: int | None = None  # the step of checkpoints/last
         self._sized: int | None = None  # the step at which widths were measured by the number of members
         self.area = run.loss.area
@@ -118,6 +120,7 @@ class Trainer:
     def run(self, stop: StopRequest, *, resumed: bool) -> None:
         """Train to the last step, or to the first after a request to stop."""
         done = resumed and self.state.step >= self.state.steps
+        self.kept = resumed
         with closing(self.keeper), self._tracker(resumed) as tracker, ExitStack() as stack:
             try:
                 if not done:
@@ -131,6 +134,7 @@ class Trainer:
                         _write_config(self.config, self.folder)
                     self._save(tracker, best=self._validated(tracker))
                     self.keeper.finish()
+                    self.kept = True
                 stop.arm()
                 self._loop(tracker, stop)
                 self.keeper.finish()

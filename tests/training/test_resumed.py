@@ -37,6 +37,24 @@ def test_a_limit_that_comes_too_late_is_told_of(config_of, caplog):
         ) == told
 
 
+def test_a_run_that_fails_keeps_what_it_has_kept(config_of, monkeypatch):
+    """A full disk may have been cleared of the last step's folder: the best one is none the worse for it."""
+    config = config_of(steps=2, validate_every=2)
+    folder = Path(config.output) / config.run
+
+    def fails(self, _):
+        link = folder / "checkpoints" / "last"
+        link.unlink()
+        link.symlink_to("step_00000009")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Trainer, "_say_end", fails)
+    for resume in (False, True):
+        with pytest.raises(OSError, match="disk full"):
+            train(replace(config, resume=resume))
+        assert load_checkpoint(folder / "checkpoints" / "best") and (folder / "log.jsonl").exists()
+
+
 @pytest.mark.parametrize("how", ["format", "damaged"])
 def test_steps_that_cannot_be_read_are_not_begun_anew_over(config_of, how):
     """A copy without links, of another version or damaged: months of work may lie there."""
