@@ -28,13 +28,13 @@ from ensemble_ml.models.rivals.emos import merged
 from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, EmosModel, rows_for
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, families, field_names, most_dates, spaced
+from ensemble_ml.training.validation import NOTHING, typical_spreads
 
 log = logging.getLogger(__name__)
 
 STRENGTHS = (0.5, 2.0, 8.0, 32.0)
 _MOST_SAMPLES = 200_000  # for the four numbers of a global fit: of all dates, at fewer points
 _AT_ONCE = 4_000_000  # points times dates: 350 bytes each
-_NOTHING = 1e-3  # of the raw CRPS on training dates: below it there is nothing to predict
 _MOST_POINTS = 1100  # for the choice of a form; the form chosen is fitted at all points
 _ITERATIONS, _TOLERANCE = 12, 1e-3
 _EVERY = slice(None)
@@ -94,7 +94,8 @@ def fit_emos_model(
     fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec))
     scores: dict[str, float] = {}
     if len(validation):
-        scores = fit.scores(_Samples.read(reader, np.asarray(validation), members, fit.some_points))
+        seen = _Samples.read(reader, np.asarray(validation), members, fit.some_points)
+        scores = fit.scores(seen, typical_spreads(model))
     form = min(scores, key=lambda name: scores[name]) if scores else "shrunk 8"
     told = ", ".join(f"{name} {score:.4f}" for name, score in scores.items())
     fit.tell_of_few(reader.spec)
@@ -127,17 +128,20 @@ class _Fit:
         _, leads, fields, _ = self.samples.mean.shape
         return [(lead, field) for lead in range(leads) for field in range(fields)]
 
-    def scores(self, validation: _Samples) -> dict[str, float]:
+    def scores(self, validation: _Samples, typical: Tensor) -> dict[str, float]:
         """Geometric mean over leads and fields of the CRPS over that of N(m, (1 + 1/M) s^2), by form.
 
         Args:
             validation: at `some_points` alone.
+            typical: spreads (T, F). Where the CRPS of the raw ensemble is next to nothing beside them, or beside what
+                it is on training dates, there is nothing to predict, and the field counts for nothing.
         """
         logs: dict[str, list[float]] = {}
         for lead, field in self.columns:
             known = validation.field(lead, field, _EVERY)
             raw = self._raw(known, validation.members)
-            least = _NOTHING * self._raw(self.samples.field(lead, field, self.some_points), self.samples.members)
+            before = self._raw(self.samples.field(lead, field, self.some_points), self.samples.members)
+            least = NOTHING * max(before, float(typical[lead, field]))
             if raw <= least:
                 continue
             for name, emos in self._forms(lead, field, self.some_points).items():

@@ -38,7 +38,7 @@ from ensemble_ml.models import AnyModel, Prediction, distributions, skewed
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, families
 from ensemble_ml.training.losses import crps
 
-_NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
+NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
 _WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
 _BY_CRPS = skewed.LAWS  # whose width is the one with the least CRPS
 _TRIED = (0.8, 1.0, 1.25)  # widths at which more is known, even steps of the logarithm: a parabola goes through these
@@ -81,7 +81,7 @@ def validate(
     crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
     bounded = [position for position, law in enumerate(families(spec)) if law is not Family.NORMAL]
     tried = [_Sums(area, (fields[0], len(bounded)), mesh) for _ in _TRIED if bounded]
-    least = _NOTHING * _typical(model).to(area.device).double()
+    least = NOTHING * typical_spreads(model).to(area.device).double()
     for batch in batches:
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
@@ -265,7 +265,7 @@ def _kinds(model: AnyModel) -> list[tuple[str, tuple[Family, ...]]]:
     return [(suffix, families) for suffix, families in zip("ps", model.spec.families, strict=True) if families]
 
 
-def _typical(model: AnyModel) -> Tensor:
+def typical_spreads(model: AnyModel) -> Tensor:
     """Typical spread of each field, (T, F)."""
     parts = (part for part in (model.pressure, model.surface) if part is not None)
     return torch.cat([part.heads.typical.flatten(1) for part in parts], 1)

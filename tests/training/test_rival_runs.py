@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import synthetic
 import torch
 from synthetic import make_store
 
@@ -16,10 +17,11 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.inference import predict
 from ensemble_ml.loading import Reader, fixed_batches
-from ensemble_ml.models import distributions
+from ensemble_ml.models import build_model, distributions
 from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
 from ensemble_ml.training.climate_data import families
+from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.setup import build_spec
 from ensemble_ml.training.tracking import Tracker, read_log
 from ensemble_ml.training.trainer import Trainer
@@ -142,6 +144,20 @@ def test_emos_where_a_field_has_a_truth_on_few_dates(config_of, tmp_path, caplog
     model, _ = load_model(run / "checkpoints" / "best")
     temperature, rain = model.coefficients[model.row(3)].unbind(2)  # (6, T, Y, X)
     assert temperature[0].std() > 0 and rain.std((-2, -1)).max() == 0 and rain[5].max() not in (0, 1)
+
+
+def test_a_field_that_never_varies_has_no_say_in_the_form_of_emos(config_of, tmp_path, monkeypatch):
+    """A dry region: its ratio, of two numbers that are both nothing, would outweigh all others."""
+    monkeypatch.setitem(synthetic.SCALES, "tp", (-1.0, 1e-3))
+    given = {"dates": 16, "members": 4, "shape": (9, 16), "levels": (850,), "leads": (24,), "bias": 0.6}
+    source = make_store(tmp_path / "dry.zarr", **given, surface=("t2m", "tp"))
+    found = []
+    for surface in (["t2m"], ["t2m", "tp"]):
+        spec = build_spec(config_of(**settings("emos", data__surface=surface)), source)
+        dates, reader = np.arange(16), Reader(source, spec)
+        climate = fit_climate(reader, dates[:12], dates[12:], 3, [3]).climate
+        found.append(emos_fit.fit_emos_model(build_model(spec, climate), reader, dates[:12], dates[12:], 3, [3]))
+    assert found[0] == found[1]
 
 
 def test_one_point_with_few_dates_leaves_the_others_their_coefficients(config_of, store):
