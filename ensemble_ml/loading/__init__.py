@@ -1,6 +1,6 @@
 """How start dates reach the model: order of an epoch, member subsets, batches read ahead; a clairvoyant loader."""
 
-from ensemble_ml.loading.batches import Batch, Batches, fixed_batches
+from ensemble_ml.loading.batches import Batch, Batches, batches_by_size, fixed_batches
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader
 from ensemble_ml.loading.items import DatasetItems
 from ensemble_ml.loading.order import Order, epoch_order, member_subset
@@ -16,6 +16,7 @@ __all__ = [
     "Reader",
     "StoreItems",
     "epoch_order",
+    "batches_by_size",
     "fixed_batches",
     "member_subset",
 ]

@@ -19,7 +19,7 @@ from ensemble_ml.loading.order import Order, member_subset
 from ensemble_ml.loading.plan import to_holders
 from ensemble_ml.loading.reader import Reader, day_of_year, iso
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec, valid_shares
-from ensemble_ml.store.source import Part
+from ensemble_ml.store.source import Fields, Part
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +158,22 @@ def fixed_batches(
     return (collate(reader, group) for group in groups)
 
 
+def batches_by_size(
+    reader: Reader,
+    dates: Iterable[int],
+    sizes: Sequence[int],
+    *,
+    batch_size: int = 1,
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[tuple[int, Batch]]:
+    """The `fixed_batches` of the first M members for each M of `sizes`, with their M: of the same dates one after the
+    other, for which these are read once."""
+    for group in fixed_draws(reader, dates, np.arange(max(sizes)), batch_size)[share[0] :: share[1]]:
+        read = [_read_sizes(reader, draw, sizes) for draw in group]
+        for size, samples in zip(sizes, zip(*read, strict=True), strict=True):
+            yield size, join(reader, [Draw(draw.date, draw.members[:size]) for draw in group], samples)
+
+
 def fixed_draws(
     reader: Reader, dates: Iterable[int], members: Sequence[int] | np.ndarray, batch_size: int
 ) -> list[list[Draw]]:
@@ -179,13 +195,17 @@ def collate(reader: Reader, draws: Sequence[Draw], *, idle: bool = False) -> Bat
 
 def read_sample(reader: Reader, draw: Draw) -> Arrays:
     """Inputs and targets of one sample by name, without the axis B."""
-    spec = reader.spec
-    found = _inputs(reader, draw.date, draw.members)
-    for part, name, wanted in target_parts(spec):
+    return _read_sizes(reader, draw, [len(draw.members)])[0]
+
+
+def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays]:
+    """The same of the first members of a sample, of each of `sizes`; the targets are one memory."""
+    members, targets = reader.forecast(draw.date, draw.members), dict[str, np.ndarray]()
+    for part, name, wanted in target_parts(reader.spec):
         if wanted:
             fields = reader.target(part, draw.date)
-            found |= {f"{name}_p": fields.pressure, f"{name}_s": fields.surface}
-    return found
+            targets |= {f"{name}_p": fields.pressure, f"{name}_s": fields.surface}
+    return [_inputs(reader, Fields(members.pressure[:size], members.surface[:size])) | targets for size in sizes]
 
 
 def target_parts(spec: ModelSpec) -> tuple[tuple[Part, str, bool], ...]:
@@ -224,8 +244,7 @@ def _hide(spec: ModelSpec, inputs: EnsembleInput, name: str, target: Tensor) -> 
     return torch.where(torch.isnan(mean[:, spec.lead_positions]), torch.nan, target)
 
 
-def _inputs(reader: Reader, date: int, members: np.ndarray) -> dict[str, np.ndarray]:
-    fields = reader.forecast(date, members)
+def _inputs(reader: Reader, fields: Fields) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for suffix, values in (("p", fields.pressure), ("s", fields.surface)):
         found[f"mean_{suffix}"], found[f"spread_{suffix}"] = reader.reduce(values)

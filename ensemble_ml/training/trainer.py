@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from ensemble_ml.distributed.gather import sharing_cores
 from ensemble_ml.distributed.mesh import dissolve
 from ensemble_ml.distributed.shard import copied
 from ensemble_ml.errors import Stopped, UserError
-from ensemble_ml.loading import Batch, Reader, fixed_batches
+from ensemble_ml.loading import Batch, Reader, batches_by_size, fixed_batches
 from ensemble_ml.loading.run_loader import RunLoader
 from ensemble_ml.optim import build
 from ensemble_ml.signals import StopRequest
@@ -42,7 +42,7 @@ from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
 from ensemble_ml.training.tracking import Silent, Tracker
-from ensemble_ml.training.validation import Validation, validate
+from ensemble_ml.training.validation import Scoring, Validation, validate
 from ensemble_ml.training.widths import widths_by_size
 
 log = logging.getLogger(__name__)
@@ -278,18 +278,26 @@ class Trainer:
         tracker.restart_clock()
         return better
 
-    def _scores(self, batches: Iterable[Batch] | None = None) -> Validation:
-        batches = self._validation_batches() if batches is None else map(self._moved, batches)
+    def _scores(self) -> Validation:
         with self.state.predicting() as model, told_of_memory(self.config, self.session):
             size = self.setup.reader.full_size
-            return validate(model, batches, full_size=size, area=self.area, mesh=self.session.mesh)
+            return validate(model, self._validation_batches(), full_size=size, area=self.area, mesh=self.session.mesh)
+
+    def _scores_by_size(self, batches: Iterable[tuple[int, Batch]], sizes: Sequence[int]) -> dict[int, Validation]:
+        with self.state.predicting() as model, told_of_memory(self.config, self.session):
+            full, mesh = self.setup.reader.full_size, self.session.mesh
+            scoring = {size: Scoring(model, full_size=full, area=self.area, mesh=mesh) for size in sizes}
+            for size, batch in batches:
+                scoring[size].add(self._moved(batch))
+            return {size: one.found() for size, one in scoring.items()}
 
     def _measure_widths_by_size(self) -> None:
         """Find what widths from each number of members are beside the usual ones, or leave them as they are."""
         if self._sized == self.state.step:
             return
         run = self.setup
-        found = widths_by_size(self.config.data, run.reader, run.validation_dates, self._batches_of, self._scores)
+        given = self.config.data, run.reader, run.validation_dates
+        found = widths_by_size(*given, self._batches_by_size, self._scores_by_size)
         self.state.by_size, self._sized = found or self.state.by_size, self.state.step
 
     def _validation_batches(self) -> Iterator[Batch]:
@@ -297,12 +305,14 @@ class Trainer:
         if self.loader is not None:
             return map(self._moved, self.loader.validation(self.state.step))
         members = np.arange(min(self.config.data.validation_members, run.reader.full_size))
-        return map(self._moved, self._batches_of(run.validation_dates, members))
+        size = validation_size(self.config, run.share[1])
+        batches = fixed_batches(run.reader, run.validation_dates, members, batch_size=size, share=run.share)
+        return map(self._moved, batches)
 
-    def _batches_of(self, dates: np.ndarray, members: np.ndarray) -> Iterator[Batch]:
+    def _batches_by_size(self, dates: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[int, Batch]]:
         run = self.setup
         size = validation_size(self.config, run.share[1])
-        return fixed_batches(run.reader, dates, members, batch_size=size, share=run.share)
+        return batches_by_size(run.reader, dates, sizes, batch_size=size, share=run.share)
 
     def _moved(self, batch: Batch) -> Batch:
         return batch.to(self.setup.device, self.setup.dtype)

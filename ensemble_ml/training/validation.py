@@ -61,7 +61,6 @@ class Validation:
     widths: list[list[float]] | None = None
 
 
-@torch.no_grad()
 def validate(
     model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor, mesh: Mesh | None = None
 ) -> Validation:
@@ -76,35 +75,60 @@ def validate(
     Raises:
         UserError: a prediction is NaN or infinite.
     """
-    spec, mesh = model.spec, mesh or Mesh()
-    fields = len(spec.leads_out), spec.fields
-    crps_sums, spread_sums, width_sums = (_Sums(area, fields, mesh) for _ in range(3))
-    bounded = [position for position, law in enumerate(families(spec)) if law is not Family.NORMAL]
-    tried = [_Sums(area, (fields[0], len(bounded)), mesh) for _ in _TRIED if bounded]
-    least = NOTHING * typical_spreads(model).to(area.device).double()
+    scoring = Scoring(model, full_size=full_size, area=area, mesh=mesh)
     for batch in batches:
+        scoring.add(batch)
+    return scoring.found()
+
+
+class Scoring:
+    """What `validate` does, batch by batch; the arguments are its own."""
+
+    def __init__(self, model: AnyModel, *, full_size: int, area: Tensor, mesh: Mesh | None = None):
+        spec, mesh = model.spec, mesh or Mesh()
+        fields = len(spec.leads_out), spec.fields
+        self._model, self._full_size, self._laws = model, full_size, families(spec)
+        self._crps, self._spread, self._width = (_Sums(area, fields, mesh) for _ in range(3))
+        self._bounded = [position for position, law in enumerate(self._laws) if law is not Family.NORMAL]
+        self._tried = [_Sums(area, (fields[0], len(self._bounded)), mesh) for _ in _TRIED if self._bounded]
+        self._least = NOTHING * typical_spreads(model).to(area.device).double()
+
+    @torch.no_grad()
+    def add(self, batch: Batch) -> None:
+        """Take in the model's prediction for a batch."""
+        model, bounded, least = self._model, self._bounded, self._least
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
             ours, raw, truth = _crps(model, batch, prediction)
-            crps_sums.add(ours, raw, truth)
+            self._crps.add(ours, raw, truth)
             errors, variances, truth, told = _squares(model, batch, prediction)
-            width_sums.add(errors, variances, truth, told, least)
-            for width, sums in zip(_TRIED, tried, strict=False):
+            self._width.add(errors, variances, truth, told, least)
+            for width, sums in zip(_TRIED, self._tried, strict=False):
                 maps = _at_width(model, batch, prediction, width)
                 sums.add(*maps, truth[:, :, bounded], told[:, :, bounded], least[:, bounded])
         if batch.target_spread_p is not None and batch.target_spread_s is not None:
-            spread_sums.add(*_spread_error(model, batch, prediction, full_size))
-    found = {"crps_ratio": crps_sums.ratio(least), "spread_ratio": spread_sums.ratio(least**2, 0.5)}
-    scores = {name: ratio for name, ratio in found.items() if ratio is not None}
-    if scores:
-        scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
-    widths = width_sums.roots()
-    if widths is not None and bounded:
-        by_crps = torch.tensor([families(spec)[position] in _BY_CRPS for position in bounded], device=area.device)
-        crps_WTG, variance_WTG = (torch.stack(found) for found in zip(*(sums.means() for sums in tried), strict=True))
-        reaching, believed = _reaching(variance_WTG, widths[:, bounded])
-        widths[:, bounded] = torch.where(believed & ~by_crps, reaching, _least(crps_WTG))
-    return Validation(scores, None if widths is None else widths.tolist())
+            self._spread.add(*_spread_error(model, batch, prediction, self._full_size))
+
+    @torch.no_grad()
+    def found(self) -> Validation:
+        """Scores and widths of what was added, by all ranks; all of them call this.
+
+        Raises:
+            UserError: a prediction is NaN or infinite.
+        """
+        bounded, least = self._bounded, self._least
+        found = {"crps_ratio": self._crps.ratio(least), "spread_ratio": self._spread.ratio(least**2, 0.5)}
+        scores = {name: ratio for name, ratio in found.items() if ratio is not None}
+        if scores:
+            scores["score"] = math.exp(sum(map(math.log, scores.values())) / len(scores))
+        widths = self._width.roots()
+        if widths is not None and bounded:
+            by_crps = torch.tensor([self._laws[position] in _BY_CRPS for position in bounded], device=widths.device)
+            means = zip(*(sums.means() for sums in self._tried), strict=True)
+            crps_WTG, variance_WTG = (torch.stack(values) for values in means)
+            reaching, believed = _reaching(variance_WTG, widths[:, bounded])
+            widths[:, bounded] = torch.where(believed & ~by_crps, reaching, _least(crps_WTG))
+        return Validation(scores, None if widths is None else widths.tolist())
 
 
 class _Sums:

@@ -7,7 +7,7 @@ that is the best so far: a network learns of itself what it sees of the number o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,16 +27,16 @@ def widths_by_size(
     data: DataConfig,
     reader: Reader,
     dates: np.ndarray,
-    batches: Callable[[np.ndarray, np.ndarray], Iterable[Batch]],
-    scores: Callable[[Iterable[Batch]], Validation],
+    batches: Callable[[np.ndarray, Sequence[int]], Iterable[tuple[int, Batch]]],
+    scores: Callable[[Iterable[tuple[int, Batch]], Sequence[int]], Mapping[int, Validation]],
 ) -> dict[str, list[list[float]]]:
     """Factors of the usual widths, (T, F), by the number of members: of those that enough validation dates have; none
     where these do not tell.
 
     Args:
         dates: of the validation.
-        batches: of some of them, as the positions of these members see them.
-        scores: of batches, by the model that is asked.
+        batches: of some of them, as their first members see them, with how many these are, for each of some sizes.
+        scores: of such batches, by the model that is asked, for each of these sizes.
     """
     full = reader.full_size
     usual = min(data.validation_members, full)
@@ -49,10 +49,8 @@ def widths_by_size(
         few = "widths: fewer than %d validation dates have more than %d members, so these share a width"
         log.info(few, FEWEST_TO_WIDEN, sizes[-1])
     chosen = spaced(np.asarray(dates)[there >= max(sizes[-1], usual)], _DATES_A_SIZE)
-    found: dict[int, list[list[float]]] = {}
-    for size in sizes:
-        if (widths := scores(batches(chosen, np.arange(size))).widths) is not None:
-            found[size] = widths
+    measured = scores(batches(chosen, sizes), sizes)
+    found = {size: one.widths for size, one in measured.items() if one.widths is not None}
     return beside_usual(found, usual) if usual in found else {}
 
 

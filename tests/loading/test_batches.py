@@ -11,7 +11,7 @@ from synthetic import make_store
 
 from ensemble_ml.config import ModelConfig
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading import Batches, Reader, fixed_batches
+from ensemble_ml.loading import Batches, Reader, batches_by_size, fixed_batches
 from ensemble_ml.loading.order import member_subset
 from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.loading.reader import mean_and_spread
@@ -100,6 +100,23 @@ def test_fixed_batches_take_the_first_members(store):
     assert [b.init_time for b in batches] == [["2001-01-09T00:00", "2001-01-01T00:00"], ["2001-01-05T00:00"]]
     expected = mean_and_spread(store.read(Part.FORECAST, 2).pressure[:3])[0]
     np.testing.assert_array_equal(batches[1].inputs.mean_p[0], expected)
+
+
+def test_batches_of_several_sizes_are_read_once(store, monkeypatch):
+    """From slow storage: each field comes once, and each number of members sees what it would see alone, to the bit."""
+    reader, sizes, real, reads = reader_of(store), [1, 2, 5], type(store).read, []
+    monkeypatch.setattr(type(store), "read", lambda *given: reads.append(given[1:3]) or real(*given))
+    found = list(batches_by_size(reader, [4, 0, 2], sizes, batch_size=2))
+    assert len(reads) == len(set(reads)) == 3 * 3  # members, truth and spread of three dates
+    assert [size for size, _ in found] == sizes * 2
+    for size in sizes:
+        wanted = fixed_batches(reader, [4, 0, 2], range(size), batch_size=2)
+        for ours, theirs in zip([batch for of, batch in found if of == size], wanted, strict=True):
+            assert ours.init_time == theirs.init_time
+            both = {**vars(ours), **vars(ours.inputs)}, {**vars(theirs), **vars(theirs.inputs)}
+            for name, values in both[1].items():
+                if isinstance(values, torch.Tensor):
+                    assert torch.equal(both[0][name], values), name
 
 
 def test_no_date_is_refused(store):
