@@ -72,6 +72,35 @@ ACROSS = {
     "trapezoid": lambda x: torch.trapezoid(x, torch.arange(8.0)),
     "tensor_split": lambda x: torch.cat(x.tensor_split(2, 2), 1),
     "gather": lambda x: x.gather(2, torch.zeros_like(x, dtype=torch.long)),
+    "__getitem__ of a mask": lambda x: x - x[x > 0].mean(),
+    "masked_select": lambda x: x - x.masked_select(x > 0).mean(),
+    "where": lambda x: x * len(torch.where(x > 0)[0]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-2:]),
+    "special.softmax": lambda x: torch.special.softmax(x, -1),
+    "special.logsumexp": lambda x: x - torch.special.logsumexp(x, (-2, -1), keepdim=True),
+    "matrix_norm": lambda x: x / torch.linalg.matrix_norm(x, keepdim=True),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, -x, dim=-1),
+    "mse_loss": lambda x: x * F.mse_loss(x, -x),
+    "repeat": lambda x: x.repeat(1, 1, 2, 1),
+    "tile": lambda x: torch.tile(x, (1, 1, 1, 2)),
+    "cat": lambda x: torch.cat([x, x], 2),
+    "movedim": lambda x: x.movedim(2, 3),
+    "mT": lambda x: x.mT,
+    "bmm": lambda x: torch.bmm(x.flatten(0, 1), torch.ones(8, 8, 3)),
+    "flipud": lambda x: x.permute(2, 3, 0, 1).flipud(),
+    "avg_pool1d": lambda x: F.avg_pool1d(x.flatten(0, 1), 3),
+    "unflatten": lambda x: x.unflatten(3, (4, 2)).mean(-1),
+    "std without correction": lambda x: x / x.std(False),
+    "diff": lambda x: x.diff(1),
+    "rand_like": lambda x: x + torch.rand_like(x),
+    "allclose": lambda x: x * torch.allclose(x, -x),
+    "mean of a channel": lambda x: x - x[:, 0].mean((1, 2), keepdim=True)[:, None],
+    "mean of a mean": lambda x: x - x.mean(1).mean(),
+    "mean where channels are last": lambda x: x - x.movedim(1, -1).mean((1, 2))[..., None, None],
+    "sub of each from each": lambda x: (x[..., None] - x[..., None, :]).amax(-1),
+    "matmul of each with each": lambda x: x.movedim(1, -1) @ x.movedim(1, -1).transpose(-2, -1),
+    "einsum of each with each": lambda x: torch.einsum("bcyx,bcyz->bxyz", x, x),
+    "__setitem__ of a row": lambda x: [y := x.clone(), y.__setitem__((..., 0, slice(None)), 0)][0],
 }
 BESIDE = {
     "arithmetic": lambda x: (x * 2 + 1).relu().sqrt().clamp(max=3),
@@ -92,6 +121,17 @@ BESIDE = {
     "channels last and back": lambda x: x.permute(0, 2, 3, 1).relu().permute(0, 3, 1, 2),
     "heads before channels": lambda x: x.unflatten(1, (2, 2)).permute(0, 3, 4, 1, 2),
     "channels last": lambda x: F.linear(x.movedim(1, -1).unsqueeze(1), torch.ones(3, 4)),
+    "channels chosen": lambda x: x[:, [0, 2]].sum(1) + x[torch.arange(2), torch.tensor([0, 1])] + x[0].mean(0),
+    "a bias": lambda x: x + (w := torch.ones(4))[:, None, None] + w.view(1, -1, 1, 1).expand_as(x),
+    "values set": lambda x: [y := x.clone(), y.__setitem__(y > 0.5, 0), y.__setitem__((slice(None), 0), x[:, 1])][0],
+    "in place": lambda x: x.clone().add_(1).mul_(x).relu_().nan_to_num_(),
+    "over channels that are last": lambda x: F.layer_norm(x.movedim(1, -1), (4,)).softmax(-1) @ torch.ones(4, 3),
+    "attention at each point": lambda x: (q := x.unflatten(1, (2, 2)).permute(0, 3, 4, 1, 2)) @ q.transpose(-2, -1),
+    "einsum with an ellipsis": lambda x: torch.einsum("bc...,cd->bd...", x, torch.ones(4, 4)).mean(1),
+    "points repeated": lambda x: x.repeat(1, 2, 1, 1).repeat_interleave(2, dim=3),
+    "a table": lambda x: torch.ones(3, 4)[(x[:, 0] > 0.5).long()].sum(-1) + x.mean(1),
+    "sample by sample": lambda x: torch.stack([sample.clamp(0) for sample in x]).mean(1, keepdim=True),
+    "functions of a point": lambda x: torch.where(x > 0, x, 2 - x) ** 2 / x.new_ones(4, 1, 1) + torch.special.entr(x),
     "over channels by fft": lambda x: torch.fft.fft(x, dim=1).abs() + torch.linalg.vector_norm(x, dim=1, keepdim=True),
 }
 
@@ -100,6 +140,13 @@ def watched(function):
     net = Net(function)
     watch_first_pass(net, (2, 3), [net.conv, net.norm])
     return net
+
+
+def test_a_linear_layer_along_a_split_axis_is_refused():
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 8))
+    watch_first_pass(net, (2, 3), list(net))
+    with pytest.raises(UserError, match=r"partition: Linear\(\)"):
+        net(torch.rand(2, 4, 8, 8))
 
 
 @pytest.mark.parametrize("name", ACROSS)

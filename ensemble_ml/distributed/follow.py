@@ -1,0 +1,419 @@
+"""Where the split axes of a field lie after a function, as far as it takes no points together along them.
+
+No list of what takes points together could be whole, so the lists are of what is known: functions that torch itself
+calls pointwise, changes of shape, which are tried on a probe, and those whose axes can be read from their arguments.
+Any other function is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Axes = tuple[int, int]  # latitude and longitude among the axes of a tensor
+At = Callable[[Tensor], Axes | None]  # where they lie in a tensor; None where it is no field
+
+_ALONG = {
+    "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "amax", "amin", "max", "min",
+    "median", "nanmean", "nansum", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "argmax", "argmin",
+    "sort", "roll", "flip", "diff", "any", "all", "count_nonzero", "quantile", "fft", "ifft", "rfft", "irfft",
+    "fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irfftn", "index_select", "index_copy", "index_fill",
+    "cummax", "cummin", "logcumsumexp", "argsort", "aminmax", "topk", "kthvalue", "mode", "nanmedian", "nanquantile",
+    "gather", "scatter", "scatter_add", "index_add", "trapezoid", "trapz", "cumulative_trapezoid", "gradient",
+    "softmin", "take_along_dim", "normalize", "cosine_similarity", "cross", "vecdot", "glu",
+}  # fmt: skip
+_SECOND = {
+    "roll", "quantile", "nanquantile", "norm", "vector_norm", "diff", "topk", "kthvalue", "take_along_dim", "normalize",
+    "cosine_similarity", "cross", "vecdot", *(name for name in _ALONG if "fft" in name),
+}  # fmt: skip
+_LAST: dict[str, Any] = {  # the axes where none are given
+    **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "argsort", "topk", "kthvalue", "mode"), -1),
+    **dict.fromkeys(("trapezoid", "trapz", "cumulative_trapezoid", "diff", "cross", "vecdot", "glu"), -1),
+    **dict.fromkeys(("fft2", "ifft2", "rfft2", "irfft2"), (-2, -1)),
+    **dict.fromkeys(("normalize", "cosine_similarity"), 1),
+}
+_VIEWS = {
+    "flatten", "ravel", "unflatten", "reshape", "view", "reshape_as", "view_as", "transpose", "swapaxes", "swapdims",
+    "permute", "movedim", "moveaxis", "T", "mT", "H", "mH", "t", "adjoint", "squeeze", "unsqueeze", "select", "narrow",
+    "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "expand", "expand_as", "broadcast_to",
+}  # fmt: skip
+_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "tensordot", "linear"}
+_ALIKE = {  # of the shape of the first argument, and of its values or of none of any field
+    "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
+    "cfloat", "cdouble", "cpu", "cuda", "contiguous", "detach", "data", "requires_grad", "clone", "alias", "real",
+    "imag", "resolve_conj", "resolve_neg", "zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill",
+    "retain_grad", "register_hook", "pin_memory", "bucketize", "channel_shuffle", "embedding", "one_hot",
+    "view_as_real", "view_as_complex",
+}  # fmt: skip
+_POINTWISE = {  # which torch does not tag, most because they are made of others
+    *(f"__{way}{name}__" for way in ("", "r", "i") for name in ("and", "or", "xor", "lshift", "rshift", "add", "sub",
+    "mul", "div", "truediv", "floordiv", "mod", "pow")), "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__neg__", "__pos__", "__abs__", "__invert__", "divide", "multiply", "subtract", "floor_divide", "absolute",
+    "negative", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "fix", "greater",
+    "greater_equal", "less", "less_equal", "not_equal", "softsign", "tanhshrink", "logsigmoid", "log_sigmoid",
+    "hardswish", "prelu", "selu", "expit", "gammaln", "psi", "multigammaln", "isreal", "isclose", "complex", "polar",
+    "copy", "_threshold", "broadcast_tensors", "gammainc", "gammaincc", "log_ndtr", "ndtr",
+}  # fmt: skip
+_FACTS = {
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
+    "is_signed", "is_tensor", "is_same_size", "element_size", "get_device", "storage_offset", "data_ptr",
+    "result_type", "is_inference", "is_pinned", "has_names", "is_conj", "is_neg", "__len__", "__hash__", "__repr__",
+    "__format__", "__set__", "__get__",
+}  # fmt: skip
+_ELLIPSIS = "".join(map(chr, range(0x3B1, 0x3C9)))  # letters for the axes that an ellipsis of einsum stands for
+_APART = 1009  # a prime, by which strides of the probe are no products of sizes
+
+
+class TogetherError(Exception):
+    """A function takes points together along a split axis, or nobody knows whether it does."""
+
+
+def follow(
+    function: Any, args: Sequence[Any], given: Mapping[str, Any], found: Any, at: At, last: tuple[bool, bool]
+) -> Axes | None:
+    """Where the split axes lie in the tensors that `function` has `found`; None where these are no fields.
+
+    Args:
+        last: whether this rank's part is the last one along each of the axes, which alone may be cut at its end.
+
+    Raises:
+        TogetherError: it takes points together along one of them, or is not known.
+    """
+    name = name_of(function)
+    own = name if name.endswith("__") else name.rstrip("_")
+    if own in _VIEWS and own != name:  # in place: its axes were elsewhere before
+        raise TogetherError
+    field, axes = next((one, place) for one in tensors((args, given)) if (place := at(one)) is not None)
+    if name == "__setitem__":
+        return _set(args, at, last)
+    if name == "__getitem__":
+        return _taken(args, at, last)
+    if own in _VIEWS:
+        return _reshaped(function, name, args, given, at)
+    if own in _PRODUCTS:
+        return _multiplied(own, args, given, at)
+    if own in ("cat", "concat", "concatenate", "stack"):
+        return _joined(own, args, given, at)
+    if own in ("repeat", "tile", "repeat_interleave"):
+        return _repeated(own, args, given, found, field, axes)
+    if own in ("interpolate", "pad", "layer_norm", "rms_norm"):
+        return _if(not _crosses(own, field, args, given, axes), axes)
+    if own in _ALONG and not (own in ("max", "min") and any(True for _ in tensors((args[1:], given.get("other"))))):
+        return _along(own, args or (field,), given, found, field, axes)
+    if own in _ALIKE:
+        return at(next(tensors((args, given))))
+    made = next(tensors(found), None)
+    if own.startswith("new_"):
+        return axes if made is not None and made.shape == field.shape else None
+    if made is None:
+        return _if(own in _FACTS or getattr(function, "__name__", "") == "__get__", None)
+    # With a condition alone, `where` lists the points at which it holds.
+    by_point = own != "where" or len(args) + len(given) > 1
+    return _if(by_point and (own in _POINTWISE or _tagged(own)), _aligned(args, given, made, at))
+
+
+def name_of(function: Any) -> str:
+    """A function's name as users write it, without the module; of a property, its own."""
+    name = str(getattr(function, "__name__", ""))
+    if name == "__get__":
+        name = str(getattr(function.__self__, "__name__", name))
+    return name.removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one)
+    elif isinstance(value, Mapping):
+        yield from tensors(list(value.values()))
+
+
+def _if(allowed: bool, axes: Axes | None) -> Axes | None:
+    if not allowed:
+        raise TogetherError
+    return axes
+
+
+def _one(places: Sequence[Axes]) -> Axes:
+    """The place on which all agree: fields that lie otherwise against each other would pair other points."""
+    if len(set(places)) != 1:
+        raise TogetherError
+    return places[0]
+
+
+@cache
+def _tagged(name: str) -> bool:
+    """Whether torch says that a function takes each point by itself; random numbers differ with the part."""
+    for full in (name, f"special_{name}"):
+        packet = getattr(torch.ops.aten, full, None) if name != "rrelu" else None
+        kinds = packet.overloads() if packet is not None else ()
+        if any(torch.Tag.pointwise in getattr(packet, kind).tags for kind in kinds):
+            return True
+    return False
+
+
+def _aligned(args: Sequence[Any], given: Mapping[str, Any], made: Tensor, at: At) -> Axes:
+    """By the rule of broadcasting: axes are counted from the last."""
+    placed = [(one, axes) for one in tensors((args, given)) if (axes := at(one)) is not None]
+    return _one([(a + made.ndim - one.ndim, b + made.ndim - one.ndim) for one, (a, b) in placed])
+
+
+def _along(
+    name: str, args: Sequence[Any], given: Mapping[str, Any], found: Any, field: Tensor, axes: Axes
+) -> Axes | None:
+    """What works along axes that it is told; where it is told none, along all or its own."""
+    at = 2 if name in _SECOND else 1
+    dims = next((given[key] for key in ("dim", "dims", "axis") if key in given), args[at] if len(args) > at else None)
+    if isinstance(dims, Tensor):  # where points lie: the axis is the last
+        dims = -1
+    if dims is None or isinstance(dims, bool) or dims in ((), []):
+        dims = _LAST.get(name)
+    listed = dims if isinstance(dims, tuple | list) else args[at:] if name == "flip" and len(args) > at else (dims,)
+    if not all(isinstance(dim, int) and dim % field.ndim not in axes for dim in listed):
+        raise TogetherError
+    q = given.get("q", args[1] if len(args) > 1 else None) if "quantile" in name else None
+    before = int(isinstance(q, Tensor) and q.ndim == 1)  # several quantiles come first
+    kept = next(tensors(found)).ndim - before == field.ndim
+    gone = [] if kept else {dim % field.ndim for dim in listed}
+    row, column = (axis - sum(dim < axis for dim in gone) + before for axis in axes)
+    return row, column
+
+
+def _crosses(name: str, x: Tensor, args: Sequence[Any], given: Mapping[str, Any], axes: Axes) -> bool:
+    """Whether one of these functions needs neighbours along one of `axes`."""
+    if name == "interpolate":
+        return not _repeats(x, args, given, axes)
+    if name == "pad":
+        widths = args[1] if len(args) > 1 else given["pad"]
+        return any(width and x.ndim - 1 - place // 2 in axes for place, width in enumerate(widths))
+    shape = args[1] if len(args) > 1 else given["normalized_shape"]
+    return max(axes) >= x.ndim - len(shape)
+
+
+def _repeated(
+    name: str, args: Sequence[Any], given: Mapping[str, Any], found: Tensor, field: Tensor, axes: Axes
+) -> Axes | None:
+    """Copies one after the other are those of the part; each point several times is what the whole has there."""
+    if name == "repeat_interleave":
+        times, dim = (*args[1:], None, None)[:2]
+        each = isinstance(given.get("repeats", times), int) and isinstance(given.get("dim", dim), int)
+        return _if(each, axes)
+    more = found.ndim - field.ndim
+    return _if(all(found.shape[axis + more] == field.shape[axis] for axis in axes), (axes[0] + more, axes[1] + more))
+
+
+def _joined(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
+    """Fields put together along another axis, or along a new one."""
+    row, column = _one([axes for one in tensors((args, given)) if (axes := at(one)) is not None])
+    ndim = next(tensors((args, given))).ndim
+    dim = next((given[key] for key in ("dim", "axis") if key in given), args[1] if len(args) > 1 else 0)
+    if name == "stack":
+        return row + (dim % (ndim + 1) <= row), column + (dim % (ndim + 1) <= column)
+    if dim % ndim in (row, column):
+        raise TogetherError
+    return row, column
+
+
+def _multiplied(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
+    """A product that sums over no split axis."""
+    if name == "einsum":
+        return _summed(args, at)
+    keys = ("input", "other", "tensor1", "tensor2", "mat2", "vec", "weight")
+    first, second, *rest = [*args, *(given[key] for key in keys if key in given)]
+    if name == "__rmatmul__":
+        first, second = second, first
+    count = 1
+    over: list[tuple[int, ...]] = [(first.ndim - 1,), (max(second.ndim - 2, 0),)]
+    if name == "linear":  # (out, in), and no field
+        over[1] = tuple(range(second.ndim))
+    if name == "tensordot":
+        dims = given.get("dims", rest[0] if rest else 2)
+        if isinstance(dims, Tensor):
+            raise TogetherError
+        both = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+        count = len(both[0])
+        over = [tuple(dim % x.ndim for dim in one) for x, one in zip((first, second), both, strict=True)]
+    places = []
+    for i, x in enumerate((first, second)):
+        axes = at(x) if isinstance(x, Tensor) else None
+        if axes is None:
+            continue
+        if any(axis in over[i] for axis in axes):
+            raise TogetherError
+        left = [axis - sum(dim < axis for dim in over[i]) for axis in axes]
+        if name == "linear" or (name != "tensordot" and min(first.ndim, second.ndim) == 1):
+            places.append((left[0], left[1]))
+        elif name == "tensordot":
+            before = (first.ndim - count) * i
+            places.append((left[0] + before, left[1] + before))
+        else:
+            more = max(first.ndim, second.ndim) - x.ndim
+            places.append((axes[0] + more, axes[1] + more))
+    return _one(places)
+
+
+def _summed(args: Sequence[Any], at: At) -> Axes:
+    """The same of einsum: a letter of a split axis is kept, and is the same in all fields."""
+    if not isinstance(args[0], str):
+        raise TogetherError
+    inputs, arrow, out = args[0].replace(" ", "").partition("->")
+    factors = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    meant = [(x.ndim + 3 - len(letters), letters, x) for letters, x in zip(inputs.split(","), factors, strict=True)]
+    most = max(count if "..." in letters else 0 for count, letters, _ in meant)
+    if not arrow:
+        once = sorted(one for one in set(inputs) - {",", "."} if inputs.count(one) == 1)
+        out = "..." * ("..." in inputs) + "".join(once)
+    out = out.replace("...", _ELLIPSIS[len(_ELLIPSIS) - most :])
+    places = []
+    for count, letters, x in meant:
+        if (axes := at(x)) is not None:
+            letters = letters.replace("...", _ELLIPSIS[len(_ELLIPSIS) - count :])
+            places.append((out.find(letters[axes[0]]), out.find(letters[axes[1]])))
+    if any(min(place) < 0 for place in places):
+        raise TogetherError
+    return _one(places)
+
+
+def _reshaped(function: Any, name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
+    """Where the split axes are, whole and in their order, in a view of a probe."""
+    x = next(tensors((args, given)))
+    axes = at(x)
+    if axes is None:  # brought to the shape of a field
+        return _one([place for one in tensors((args, given)) if (place := at(one)) is not None])
+    if name == "view" and any(isinstance(one, torch.dtype) for one in (*args, *given.values())):
+        return axes
+    probe = _probe(x, axes)
+    try:
+        swapped = [probe if one is x else one for one in args]
+        seen = function(*swapped, **{key: probe if one is x else one for key, one in given.items()})
+    except RuntimeError as error:  # no view: points would have to be moved
+        raise TogetherError from error
+    return _seen(probe, next(tensors(seen)), axes, whole=True)
+
+
+def _probe(x: Tensor, axes: Axes) -> Tensor:
+    """Nothing of the shape of `x`, whose split axes are known by their strides; other axes lie as densely as ever."""
+    strides, step = [0] * x.ndim, _APART
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= _APART * x.shape[axis]
+    for axis in reversed(range(x.ndim)):
+        if axis not in axes:
+            strides[axis] = step
+            step *= x.shape[axis]
+    return torch.empty_strided(x.shape, strides, dtype=torch.uint8, device="meta")
+
+
+def _seen(probe: Tensor, view: Tensor, axes: Axes, *, whole: bool) -> Axes:
+    """Where a view of the probe has the split axes; `whole`: with all their points."""
+    places = []
+    for axis in axes:
+        size, stride = probe.shape[axis], probe.stride(axis)
+        there = [i for i in range(view.ndim) if view.shape[i] == size or (view.shape[i] < size and not whole)]
+        if size > 1:  # the stride of an axis of one point says nothing
+            there = [i for i in there if view.stride(i) == stride]
+        if not there:
+            raise TogetherError
+        places.append(min(there, key=lambda i: (i != axis + view.ndim - probe.ndim, i != axis)))
+    return _one([(places[0], places[1])])
+
+
+def _taken(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
+    """What an index takes, which may be no part of a split axis."""
+    x, index = args
+    axes = at(x)
+    if axes is None:  # what stands in a table for a field of numbers
+        if not isinstance(index, Tensor) or index.dtype is torch.bool:
+            raise TogetherError
+        return _one([place for place in (at(index),) if place is not None])
+    basic = _basic(index)
+    if _cuts(basic, x.shape, axes, [axis for axis, end in zip(axes, last, strict=True) if end]):
+        raise TogetherError
+    probe = _probe(x, axes)
+    return _seen(probe, probe[basic], axes, whole=False)
+
+
+def _set(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
+    """Where the split axes are in what values are set in."""
+    x, index, value = args
+    single = not isinstance(value, Tensor) or value.ndim == 0
+    axes = at(x)
+    if axes is None:  # memory for several fields, side by side
+        place = None if single else at(value)
+        if place is None:
+            raise TogetherError
+        more = x.ndim - value.ndim
+        axes = place[0] + more, place[1] + more
+        if any(x.shape[axis] != value.shape[axis - more] for axis in axes):
+            raise TogetherError
+    points = isinstance(index, Tensor) and index.dtype is torch.bool and single  # one value at the points of a mask
+    if not points and _cuts(_basic(index), x.shape, axes, ()):
+        raise TogetherError
+    return axes
+
+
+def _basic(index: Any) -> tuple[Any, ...]:
+    """The same index with places for all that it chooses by values: one of each axis, in the room of what is chosen."""
+    listed = index if isinstance(index, tuple) else [index]
+    places = [int(place) if isinstance(place, Tensor) and place.ndim == 0 else place for place in listed]
+    chosen = [i for i, place in enumerate(places) if not (place is None or isinstance(place, int | slice | type(...)))]
+    if any(isinstance(place, bool) for place in places):
+        raise TogetherError
+    if not chosen:
+        return tuple(places)
+    values = {i: torch.as_tensor(places[i]) for i in chosen}
+    masks = {i for i, value in values.items() if value.dtype in (torch.bool, torch.uint8)}
+    room = [None] * max(1 if i in masks else value.ndim for i, value in values.items())
+    together = chosen == list(range(chosen[0], chosen[-1] + 1))
+    found: list[Any] = [] if together else list(room)
+    for i, place in enumerate(places):
+        if i == chosen[0] and together:
+            found += room
+        found += [0] * (values[i].ndim if i in masks else 1) if i in values else [place]
+    return tuple(found)
+
+
+def _cuts(index: Sequence[Any], shape: Sequence[int], axes: Axes, ends: Collection[int]) -> bool:
+    """Whether an index takes a part of a split axis, which would be a part of each rank's part; at the end of the last
+    rank's (`ends`) it may."""
+    given = sum(place is not None and place is not Ellipsis for place in index)
+    axis = 0
+    for place in index:
+        if place is None:
+            continue
+        if place is Ellipsis:
+            axis += len(shape) - given
+            continue
+        if axis in axes and not _from_start(place, 0 if axis in ends else shape[axis]):
+            return True
+        axis += 1
+    return False
+
+
+def _from_start(place: Any, least: int) -> bool:
+    """Whether it takes all, or the first so many, `least` or more: how an upsampled field is cut to the size of what it
+    is added to."""
+    if not isinstance(place, slice) or place.start not in (None, 0) or place.step not in (None, 1):
+        return False
+    return place.stop is None or place.stop >= least
+
+
+def _repeats(x: Tensor, args: Sequence[Any], given: Mapping[str, Any], axes: Axes) -> bool:
+    """Whether an interpolation repeats each point a whole number of times, which needs no neighbour."""
+    if given.get("mode", args[3] if len(args) > 3 else "nearest") != "nearest":
+        return False
+    size = given.get("size", args[1] if len(args) > 1 else None)
+    factor = given.get("scale_factor", args[2] if len(args) > 2 else None)
+    count = x.ndim - 2
+    if size is not None:
+        sizes = size if isinstance(size, tuple | list | torch.Size) else [size] * count
+        return all(sizes[axis - 2] % x.shape[axis] == 0 for axis in axes)
+    factors = factor if isinstance(factor, tuple | list) else [factor] * count
+    return all(float(factors[axis - 2]).is_integer() for axis in axes)
