@@ -26,7 +26,7 @@ import torch
 
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.device import pages
+from ensemble_ml.loading.device import pages, wait_for_copies
 from ensemble_ml.loading.items import DatasetItems, Divisible, Items, Openable, shapes_from_json, shapes_to_json
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
@@ -46,7 +46,8 @@ _ALGORITHM = "philox-argsort-1"  # of the order; part of the state
 class Batch(dict[str, torch.Tensor]):
     """Tensors (b, ...) by name, with the `step` of the run and the `samples` and `positions` in the global batch.
 
-    Its memory is used again once the next batch is asked for: copy what is to be kept.
+    Its memory is used again once the next batch is asked for: copy what is to be kept. Copies to a GPU may be
+    `non_blocking`: asking for the next batch waits until they are made.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], step: int, positions: np.ndarray, samples: np.ndarray):
@@ -347,7 +348,10 @@ class Engine:
             step, positions, samples = self._made.popleft()
             ring = self._rings[number % self._slots]
             tensors = {name: torch.from_numpy(array[: len(samples)]) for name, array in ring.items()}
-            yield Batch(tensors, step, positions, samples)
+            try:
+                yield Batch(tensors, step, positions, samples)
+            finally:  # also where the loop is left, and its memory given back
+                wait_for_copies()
             with self._change:
                 del self._missing[number]
                 self._free += 1

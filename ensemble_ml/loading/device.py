@@ -48,6 +48,18 @@ class Device:
             ready.synchronize()
 
 
+def wait_for_copies() -> None:
+    """Return once the GPUs that this process has memory on have done all that it has asked them for.
+
+    From pinned memory `to("cuda", non_blocking=True)` returns before a byte is read, and on which stream or GPU a user
+    makes his copies is his affair. GPUs without memory of ours are left alone: a first call would open a context there.
+    """
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(device):
+                torch.cuda.synchronize(device)
+
+
 def pages(size: int) -> np.ndarray:
     """`size` bytes, or one where it is 0, that begin at a page; locked for copies to a GPU where there is one."""
     if torch.cuda.is_available():

@@ -232,6 +232,31 @@ def test_a_damaged_cache_is_read_anew(caplog):
     assert data.reads.sum() >= F + 1
 
 
+def test_copies_to_a_gpu_that_lags_are_waited_for(monkeypatch):
+    """A stand-in for a GPU, which copies what it was asked for only when somebody waits for it."""
+    asked, copied, waited = [], [], set()
+
+    def synchronize(device):
+        waited.add(device)
+        for batch in asked:
+            check(batch, batch.samples)  # else it has been written over
+            copied.append(batch.step)
+        asked.clear()
+
+    with ClairvoyantLoader(Numbers(), BATCH, EPOCHS, 3, ram=F * SIZE, threads=2, ahead=1) as loader:
+        monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+        monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 7 * (device == 1))  # of others' GPUs, nothing
+        monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+        for batch in loader:
+            asked.append(batch)
+            if batch.step == 7:
+                break
+        for batch in loader:
+            asked.append(batch)
+        assert copied == list(range(loader.steps)) and waited == {1}
+
+
 def test_ranks_that_take_half_of_free_memory_agree(monkeypatch):
     """Each process sees another amount; two ranks of one node share what is free there."""
     amounts = iter(range(10**9, 10**10, 12345))
