@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MEMBER, CONTROL = 0, 1
 IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
-    " where start dates are built already)"
+    " where start dates are built already); where an archive or a static file is read in place, leave the field out"
 )
 OTHER_UNITS = "units "  # after a variable's name, why it is left out
 OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread

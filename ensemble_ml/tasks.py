@@ -56,13 +56,22 @@ def _plan(config: schema.PlanConfig) -> object:
     return plan(config)
 
 
+def _index() -> Any:
+    """The index of archives that are read in place: fields that are there and all NaN, as xarray writes absent ones,
+    are looked for, so that they count as absent here, too."""
+    from data_prep import user_index
+    from data_prep.file_index import FileIndex
+
+    return FileIndex(user_index().folder, look=True)
+
+
 def _predict(config: schema.PredictConfig) -> object:
-    from data_prep import open_pair, user_index
+    from data_prep import open_pair
     from ensemble_ml.inference import predict
     from ensemble_ml.training import load_spec
 
     grid = load_spec(config.checkpoint).grid if config.regrid else None
-    both = open_pair(config.input, None, config.static, control=config.control, grid=grid, index=user_index())
+    both = open_pair(config.input, None, config.static, control=config.control, grid=grid, index=_index())
     return predict(config, both)
 
 
@@ -73,11 +82,11 @@ def _export(config: schema.ExportConfig) -> object:
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
-    from data_prep import open_pair, user_index
+    from data_prep import open_pair
     from ensemble_ml.verification import evaluate, open_forecasts
 
     grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
-    both = open_pair(config.ensemble, config.truth, None, control=config.control, grid=grid, index=user_index())
+    both = open_pair(config.ensemble, config.truth, None, control=config.control, grid=grid, index=_index())
     return evaluate(config, both, both.unverified())
 
 

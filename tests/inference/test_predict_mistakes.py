@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 from forecasting import make_checkpoint, make_grid, make_source, make_spec, opened
+from gribfiles import dataset
 
-from ensemble_ml.config import PredictConfig
+from data_prep import open_archive
+from ensemble_ml import verification
+from ensemble_ml.config import EvaluateConfig, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
+from ensemble_ml.store import Part
+from ensemble_ml.tasks import TASKS
 
 
 def test_a_missing_member_warns_and_is_recorded(config, caplog):
@@ -23,6 +28,27 @@ def test_a_missing_member_warns_and_is_recorded(config, caplog):
     assert [d.attrs["members_in"] for d in data] == ["1 2 3 4", "1 2 4", "1 2 3 4"]
     assert "member 3 is missing" in data[1].attrs["comment"] and "comment" not in data[0].attrs
     assert data[1].realization.values.tolist() == [1, 2, 4]
+
+
+def test_a_member_of_nan_in_netcdf_is_missing(config, tmp_path, caplog, monkeypatch):
+    """As xarray writes what is absent; forecasts are made from the other members, and scored so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = dataset()
+    data.to_netcdf(tmp_path / "whole.nc")
+    given = make_checkpoint(tmp_path / "c", make_spec(open_archive(tmp_path / "whole.nc"), leads_out=(24,)))
+    truth = data.isel(number=0, drop=True)
+    data.t[1, 1, 1] = np.nan
+    data.to_netcdf(tmp_path / "a.nc")
+    truth.t[1, 1, 0] = np.nan
+    truth.to_netcdf(tmp_path / "truth.nc")
+    paths = TASKS["predict"].run(config(checkpoint=str(given), input=str(tmp_path / "a.nc")))
+    assert [opened(path).attrs["members_in"] for path in paths] == ["1 2 3", "1 3"]
+    assert "2001-01-03T00:00: member 2 is missing (t at 500 hPa, +24 h), which leaves 2 of 3 members" in caplog.text
+    monkeypatch.setattr(verification, "evaluate", lambda config, both, unverified: both)
+    inputs = {"ensemble": str(tmp_path / "a.nc"), "truth": str(tmp_path / "truth.nc")}
+    both = TASKS["evaluate"].run(EvaluateConfig(str(tmp_path / "out"), **inputs, output=str(tmp_path / "s")))
+    assert both.present(Part.FORECAST, 1)[0][:, 1, 0].tolist() == [[True, True], [False, False], [True, True]]
+    assert both.present(Part.TRUTH, 1)[0][0, 1, 0].tolist() == [True, False]
 
 
 def test_too_few_members_are_an_error_before_anything_is_read(config, tmp_path):
