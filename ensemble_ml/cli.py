@@ -68,9 +68,34 @@ def compose_config(task: str, overrides: list[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-            return compose(config_name=task, overrides=overrides)
+            return compose(config_name=task, overrides=[_as_text(task, item) for item in overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_hydras(task, error)) from error
+
+
+_ELEMENT = re.compile(
+    r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\[\],'"\\])+"""
+)  # of a list or a sweep; quoted or bare
+
+
+def _as_text(task: str, argument: str) -> str:
+    """An argument for a text or a path, with quotes around what Hydra would take for a number or a truth value, and
+    write otherwise: 20240101_00 as 2024010100, 1.10 as 1.1."""
+    key, equals, value = argument.partition("=")
+    if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config) or set("({") & set(value):
+        return argument
+
+    def quoted(found: re.Match[str]) -> str:
+        text = found[0].strip()
+        if text.lower() in ("true", "false"):
+            return _quoted(text)
+        try:
+            float(text)
+        except ValueError:
+            return found[0]
+        return _quoted(text)
+
+    return f"{key}={_ELEMENT.sub(quoted, value)}"
 
 
 def _hydras(task: str, error: Exception) -> str:
@@ -187,7 +212,7 @@ def _sweep(task: str, arguments: list[str]) -> int:
     import hydra
 
     register_schemas()
-    settings = [argument for argument in arguments if argument not in _SWEEP]
+    settings = [_as_text(task, argument) for argument in arguments if argument not in _SWEEP]
     sys.argv = [f"ensemble-ml {task}", _SWEEP[0], *settings]  # Hydra takes no flag between settings
 
     failed: list[str] = []

@@ -241,6 +241,41 @@ def test_tables_of_settings_take_keys():
     assert cli.build_config("evaluate", cli.compose_config("evaluate", given)).regions == {"alps": [48, 5, 44, 16]}
 
 
+@pytest.mark.parametrize(
+    ("task", "given", "key", "value"),
+    [
+        ("predict", "output=20240101_00", "output", "20240101_00"),
+        ("predict", "checkpoint=1e5", "checkpoint", "1e5"),
+        ("predict", "input=20240101_00", "input", "20240101_00"),
+        ("predict", "+input=[20240101_00, 1.10,'2.20',\"1,3_0\",a b 1_0]", "input",
+         ["20240101_00", "1.10", "2.20", "1,3_0", "a b 1_0"]),
+        ("predict", "static=True", "static", "True"),
+        ("predict", "static=null", "static", None),
+        ("predict", "dates=[2001,2002-01]", "dates", ["2001", "2002-01"]),
+        ("predict", "members_in=1_0", "members_in", 10),
+        ("evaluate", "forecast=[20240101_00,fc]", "forecast", ["20240101_00", "fc"]),
+        ("evaluate", "truth=null", "truth", None),
+        ("prepare", "output=1_0", "output", "1_0"),
+        ("prepare", "regrid=1.50", "regrid", 1.5),
+        ("train", "run=1.10", "run", "1.10"),
+        ("train", "run=seed${seed}", "run", "seed0"),
+        ("train", "data.store=1_0", "data.store", "1_0"),
+    ],
+)  # fmt: skip
+def test_texts_and_paths_that_look_like_numbers_stay_as_they_are_written(task, given, key, value):
+    composed = cli.compose_config(task, [given])
+    assert cli.OmegaConf.select(composed, key) == value
+
+
+def test_a_sweep_over_names_that_look_like_numbers(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    seen, task = [], TASKS["train"]
+    monkeypatch.setitem(TASKS, "train", Task(task.config, lambda config: seen.append(config.run), "", ""))
+    assert run(capsys, "train", "-m", "run=1.10,1_0,a", "data.store=1e5", "hydra.sweep.dir=sweep")[0] == 0
+    assert seen == ["1.10", "1_0", "a"]
+
+
 def test_an_interrupt_has_its_own_status(capsys, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt

@@ -15,7 +15,17 @@ from ensemble_ml.config.archives import (
     PrepareConfig,
     SimulateConfig,
 )
-from ensemble_ml.config.base import MISSING, as_list, check_finite, check_period, opt, part, require, setting_lines
+from ensemble_ml.config.base import (
+    MISSING,
+    as_list,
+    check_finite,
+    check_period,
+    opt,
+    part,
+    require,
+    setting_lines,
+    text_settings,
+)
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.forecasts import BenchmarkConfig, BenchmarkSize, EvaluateConfig, ExportConfig, PredictConfig
 from ensemble_ml.config.loading import Assign, LoaderName, LoadingConfig, parse_bytes
@@ -54,6 +64,7 @@ __all__ = [
     "part",
     "require",
     "setting_lines",
+    "text_settings",
     "CompressionConfig",
     "BenchmarkConfig",
     "BenchmarkSize",

@@ -119,8 +119,8 @@ class SimulateConfig:
 class PrepareConfig:
     """Turn an archive (GRIB, NetCDF, Zarr) into a tensor store."""
 
-    input: Any = opt(MISSING, "forecast archive: a file, a folder, a glob, or a list of them")
-    truth: Any = opt(None, "truth archive on the same grid, or null")
+    input: Any = opt(MISSING, "forecast archive: a file, a folder, a glob, or a list of them", paths=True)
+    truth: Any = opt(None, "truth archive on the same grid, or null", paths=True)
     static: str | None = opt(None, "file with orography and land mask, or null")
     output: str = opt(MISSING, "tensor store to make (a folder ending in .zarr)")
     variables: list[str] | None = opt(None, "variables to keep; null keeps all that the registry knows")

@@ -13,11 +13,13 @@ from ensemble_ml.errors import UserError
 MISSING = "???"  # OmegaConf's mark of a mandatory value
 
 
-def opt(default: Any, doc: str) -> Any:
-    """A dataclass field with a default (or a factory of one) and the line that `--help` prints for it."""
+def opt(default: Any, doc: str, *, paths: bool = False) -> Any:
+    """A dataclass field with a default (or a factory of one) and the line that `--help` prints for it; `paths` says that
+    it holds a path or a list of them, where its type does not."""
+    metadata = {"doc": doc, "paths": paths}
     if callable(default):
-        return field(default_factory=default, metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def part(cls: type, doc: str) -> Any:
@@ -94,6 +96,18 @@ def setting_lines(cls: type, values: Any = None, prefix: str = "") -> list[tuple
         default = values[item.name] if values else own
         lines.append((f"{prefix}{item.name}", _as_yaml(default), item.metadata.get("doc", "")))
     return lines
+
+
+def text_settings(cls: type, prefix: str = "") -> set[str]:
+    """Keys of the settings of a configuration class and its groups that are texts or paths, or lists of these."""
+    found = set()
+    for item in fields(cls):
+        key, nested = f"{prefix}{item.name}", item.default_factory
+        if hasattr(nested, "__dataclass_fields__"):
+            found |= text_settings(nested, f"{key}.")  # type: ignore[arg-type]
+        elif item.metadata.get("paths") or str(item.type).removesuffix(" | None") in ("str", "list[str]"):
+            found.add(key)
+    return found
 
 
 def _as_yaml(value: Any) -> str:

@@ -27,7 +27,7 @@ class PredictConfig:
     """Make CF NetCDF forecasts from an archive or a store."""
 
     checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
-    input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble")
+    input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble", paths=True)
     control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
     static: str | None = opt(None, "file with orography and land mask; null takes the checkpoint's")
     regrid: bool = opt(False, "bring an archive on another grid to the checkpoint's, as prepare did: a crop or conservative means")
@@ -73,11 +73,11 @@ class ExportConfig:
 class EvaluateConfig:
     """Score forecasts beside the raw ensemble and statistical baselines."""
 
-    forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders")
-    baselines: Any = opt(None, "folder, or a list of them, of forecasts by statistics (train model=emos) that stand among the baselines")
-    ensemble: Any = opt(MISSING, "archive or store with the full ensemble")
+    forecast: Any = opt(MISSING, "folder of forecasts, or a list of folders", paths=True)
+    baselines: Any = opt(None, "folder, or a list of them, of forecasts by statistics (train model=emos) that stand among the baselines", paths=True)
+    ensemble: Any = opt(MISSING, "archive or store with the full ensemble", paths=True)
     control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
-    truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none")
+    truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none", paths=True)
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     members_in: Any = opt(None, "number of first members of the raw reduced ensemble that forecasts are compared with; null takes as many as the first forecast was made from (5 where it does not say)")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates, of the hours at which forecasts start where these are enough")
