@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from data_prep.intervals import (
     intervals,
     lead_bounds,
     not_at_lead_zero,
+    uncut,
 )
 from data_prep.records import CONTROL, IS_SURFACE, MEMBER, identities
 from data_prep.selecting import (
@@ -76,6 +77,7 @@ class ArchiveSource:
         leads: Sequence[int] | None = None,
         dates: Sequence[str] | None = None,
         derive: Sequence[str] = (),
+        cuts: Mapping[str, Collection[int]] | None = None,
     ):
         self.catalogue, self.path = catalogue, catalogue.path
         wanted = (*(variables or ()), *derive)
@@ -84,7 +86,7 @@ class ArchiveSource:
             records = control_as_member(records, self.path)
         keep = chosen(records, self.path, variables, levels, dates)
         self.left_out = self._check_sums(records[keep], variables)
-        keep &= not_at_lead_zero(records)
+        keep &= not_at_lead_zero(records) & ~uncut(records, cuts or {})
         self._intervals = intervals(records[keep])
         keep &= ~beside(records, self._intervals)
         keep &= ~without_members(records, keep, self.path)
@@ -288,6 +290,7 @@ def open_archive(
     change: GridChange | None = None,
     index: FileIndex | None = None,
     derive: Sequence[str] = (),
+    cuts: Mapping[str, Collection[int]] | None = None,
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
 
@@ -301,6 +304,8 @@ def open_archive(
         change: the grid that fields are wanted on; None keeps their own.
         index: where the tables of GRIB files are kept; None keeps none.
         derive: variables to derive where their components are there (`data_prep.derived.DERIVED`).
+        cuts: hours, by variable, at which its sums are cut; those that end at others are not looked at. Sums of other
+            variables are cut at each lead that the archive has of them, whatever `leads` keeps.
 
     Raises:
         UserError: a file is missing or damaged, or nothing is left of what was asked for.
@@ -312,7 +317,7 @@ def open_archive(
         catalogue.onto(change.of(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
     source = catalogue.without_empty(
-        lambda: ArchiveSource(catalogue, control=control, derive=derive, **kept),  # type: ignore[arg-type]
+        lambda: ArchiveSource(catalogue, control=control, derive=derive, cuts=cuts, **kept),  # type: ignore[arg-type]
         index,
     )
     if role == FORECAST and source.layout.lead_hours == (0,) and not all(reader.keyed for reader in catalogue.readers):

@@ -7,12 +7,13 @@ of 0-3, 0-6, 6-9 and 6-12 h, the sums over 3-6 and 9-12 h are made. At lead 0 a 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from data_prep.records import IS_ACCUMULATED, MEMBER, field_of
+from data_prep.records import FIELD_INDEX, IS_ACCUMULATED, MEMBER, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GUST
 
@@ -49,6 +50,15 @@ def from_start(records: np.ndarray) -> np.ndarray:
     records = records.copy()
     records["lead_start"] = starts(records)
     return records
+
+
+def uncut(records: np.ndarray, cuts: Mapping[str, Collection[int]]) -> np.ndarray:
+    """Which records are sums that end at none of the hours that `cuts` gives for their variable, (N,) bool."""
+    out = np.zeros(len(records), bool)
+    for name, hours in cuts.items():
+        mine = records["field"] == FIELD_INDEX.get(name, -1)
+        out |= mine & (records["lead_start"] < records["lead"]) & ~np.isin(records["lead"], list(hours))
+    return out & IS_ACCUMULATED[records["field"]]
 
 
 def starts(records: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +163,17 @@ class Pair:
 
 
 def open_source(
-    path: Any, *, control: Control = Control.apart, grid: Grid | None = None, index: FileIndex | None = None
+    path: Any,
+    *,
+    control: Control = Control.apart,
+    grid: Grid | None = None,
+    index: FileIndex | None = None,
+    cuts: Mapping[str, Collection[int]] | None = None,
 ) -> Source:
     """Open a tensor store or a forecast archive, whichever `path` is; the archive on `grid` where that is given.
 
-    An archive also offers the variables that can be derived from what it has (wind speed).
+    An archive also offers the variables that can be derived from what it has (wind speed). `cuts`: hours, by variable,
+    at which its sums are cut (see `data_prep.archive.open_archive`); those of a tensor store are what they are.
 
     Raises:
         UserError: it is neither, or damaged.
@@ -176,9 +182,9 @@ def open_source(
     if store is not None and control is Control.include:
         raise UserError(f"control=include: {store.path} is a tensor store; prepare it with control=include")
     change = None if grid is None else GridChange(regrid=grid)
-    return (
-        store if store is not None else open_archive(path, control=control, change=change, index=index, derive=DERIVED)
-    )
+    if store is not None:
+        return store
+    return open_archive(path, control=control, change=change, index=index, derive=DERIVED, cuts=cuts)
 
 
 def open_pair(
@@ -189,17 +195,19 @@ def open_pair(
     control: Control = Control.apart,
     grid: Grid | None = None,
     index: FileIndex | None = None,
+    cuts: Mapping[str, Collection[int]] | None = None,
 ) -> Pair:
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
     Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own. Archives are
     brought to `grid` where it is given; a tensor store keeps its own. `index` is where the tables of GRIB files are
     kept (`data_prep.file_index.user_index` for archives that are read in place); None keeps none.
+    `cuts` are of the forecast's sums, as `open_source` takes them.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
     """
-    source = open_source(forecast, control=control, grid=grid, index=index)
+    source = open_source(forecast, control=control, grid=grid, index=index, cuts=cuts)
     return pair(source, truth, static, regrid=grid is not None, index=index)
 
 

@@ -68,10 +68,13 @@ def _index() -> Any:
 def _predict(config: schema.PredictConfig) -> object:
     from data_prep import open_pair
     from ensemble_ml.inference import predict
-    from ensemble_ml.training import load_spec
+    from ensemble_ml.inference.starts import sum_cuts
+    from ensemble_ml.training.checkpoint import load_meta, load_spec
 
-    grid = load_spec(config.checkpoint).grid if config.regrid else None
-    both = open_pair(config.input, None, config.static, control=config.control, grid=grid, index=_index())
+    spec = load_spec(config.checkpoint)
+    cuts = sum_cuts(spec, load_meta(config.checkpoint).get("lead_bounds"))
+    grid = spec.grid if config.regrid else None
+    both = open_pair(config.input, None, config.static, control=config.control, grid=grid, index=_index(), cuts=cuts)
     return predict(config, both)
 
 

@@ -83,6 +83,13 @@ def check_source(source: Source, spec: ModelSpec, bounds: Mapping[str, Sequence[
         log.warning(text, name, _spans(here.get(name) or known[name]), *(both if name in here else reversed(both)))
 
 
+def sum_cuts(spec: ModelSpec, bounds: Mapping[str, Sequence[Any]] | None) -> dict[str, list[int]]:
+    """Hours at which sums of each variable were cut in training, where the checkpoint knows: `bounds` as `check_source`
+    takes them. An archive may have leads between, which would make other sums of those that run from the start."""
+    known = bounds or {}
+    return {name: [*spec.leads_in, *(hour for pair in known[name] if pair for hour in pair)] for name in known}
+
+
 def _spans(pairs: Sequence[Any]) -> str:
     return ", ".join("nothing" if pair is None else f"{pair[0]}-{pair[1]} h" for pair in pairs)
 

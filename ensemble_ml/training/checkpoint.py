@@ -113,7 +113,16 @@ def load_spec(path: str | Path) -> ModelSpec:
     Raises:
         UserError: as `load_checkpoint`.
     """
-    return ModelSpec.from_json(_read_meta(Path(path))["spec"])
+    return ModelSpec.from_json(load_meta(path)["spec"])
+
+
+def load_meta(path: str | Path) -> dict[str, Any]:
+    """Return what a checkpoint says of itself, without reading its weights.
+
+    Raises:
+        UserError: as `load_checkpoint`.
+    """
+    return _read_meta(Path(path))
 
 
 def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:

@@ -223,6 +223,19 @@ class TestSums:
         assert open_archive(path).cut == {} and open_archive(path, leads=[6, 12]).cut == {}
         assert open_archive(path, leads=[12], variables=["tp"]).cut == {"tp": "sums over 6-12 h"}
 
+    def test_sums_are_cut_at_the_hours_that_are_wanted(self, tmp_path):
+        steps = range(6, 49, 6)
+        rain = [message("tp", np.full((7, 12), step * 1e-3), step=f"0-{step}") for step in steps]
+        path = write(tmp_path / "a.grib", [*rain, *(message("t2m", step=step) for step in (0, *steps))])
+        source = open_archive(path, cuts={"tp": [0, 24, 48]})
+        assert source.layout.lead_hours == (0, *steps)
+        assert source.lead_bounds["tp"][source.layout.lead_hours.index(24) :: 4] == [[0, 24], [24, 48]]
+        found = source.read(Part.FORECAST, 0, Selection(lead_hours=(24, 48), surface=("tp",))).surface
+        np.testing.assert_allclose(found, 24e-3, rtol=1e-3)
+        kept = open_archive(path, cuts={"tp": [18, 24, 42, 48]}, leads=[24, 48])
+        assert kept.lead_bounds == {"tp": [[18, 24], [42, 48]]}
+        assert kept.lead_bounds == open_archive(path, leads=[24, 48]).lead_bounds
+
     def test_sums_do_not_fall_below_zero(self, tmp_path):
         source = open_archive(self.rain(tmp_path, first=1e-5))
         assert source.read(Part.FORECAST, 0, Selection(lead_hours=(48,), surface=("tp",))).surface.min() >= 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from forecasting import make_checkpoint, make_grid, make_source, make_spec, opened
-from gribfiles import dataset
+from gribfiles import GLOBE, dataset, message, noise, write
 
 from data_prep import open_archive
 from ensemble_ml import verification
@@ -166,6 +166,32 @@ def test_a_prediction_that_is_not_finite_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"t: the prediction is not finite"):
         predict(PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(tmp_path / "f")), source)
     assert not list((tmp_path / "f").glob("*"))
+
+
+@pytest.mark.parametrize("bounds", [[None, [0, 24], [24, 48]], [None, [12, 24], [36, 48]]])
+def test_archives_with_leads_between_those_of_training(config, tmp_path, monkeypatch, bounds):
+    """Their sums from the start are cut where the checkpoint's are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def rain(name, steps):
+        made = [
+            message("tp", noise(GLOBE, step, 1e-3 * step, 1e-5), step=f"0-{step}", member=m)
+            for m in (1, 2)
+            for step in steps
+        ]
+        made += [message("t2m", step=step, member=m, seed=step + m) for m in (1, 2) for step in (0, *steps)]
+        return str(write(tmp_path / name, made))
+
+    few, many = (
+        rain("few.grib", {hour for pair in bounds[1:] for hour in pair if hour}),
+        rain("many.grib", range(12, 49, 12)),
+    )
+    spec = make_spec(open_archive(few, leads=[0, 24, 48]))
+    given = {"checkpoint": str(make_checkpoint(tmp_path / "c", spec, lead_bounds={"tp": bounds}))}
+    first, second = (
+        opened(TASKS["predict"].run(config(**given, input=path, output=path[:-5]))[0]) for path in (few, many)
+    )
+    assert first.drop_attrs().identical(second.drop_attrs())
 
 
 def test_rain_over_other_hours_is_refused(tmp_path):
