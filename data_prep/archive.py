@@ -277,6 +277,10 @@ class ArchiveSource:
         """16 hex digits over file names, sizes and keys of all fields."""
         return self.catalogue.fingerprint()
 
+    def date_fingerprint(self, date: int) -> str:
+        """The same of what the forecast of one start date is read from, whatever else the archive holds."""
+        return self.catalogue.fingerprint(self.rows_of(Part.FORECAST, date))
+
 
 def open_archive(
     paths: Any,

@@ -271,17 +271,22 @@ class Catalogue:
                 found[name] = self.geometry.field(raw).decode()
         return dict(sorted(found.items()))
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, rows: np.ndarray | None = None) -> str:
         """16 hex digits over file names, sizes and the keys and packing constants of all fields.
 
         Of files whose keys say nothing of the values, as those of GRIB messages do, the time of change counts too.
+        `rows`: of these fields and their files alone. Of a file whose keys do tell, the lengths of these fields stand
+        for its size then: more messages may have come behind them.
         """
+        records = self.records if rows is None else self.records[rows]
         digest = hashlib.sha256()
-        for reader, (path, size, changed) in zip(self.readers, self.stamps, strict=True):
-            time = "" if reader.keyed else f" {changed}"
-            digest.update(os.fsencode(os.path.basename(path)) + f" {size}{time}\n".encode())
-        for name in (*KEYS, "offset", "bits", "reference", "scale", "decimal"):
-            digest.update(np.ascontiguousarray(self.records[name]).tobytes())
+        for number in range(len(self.readers)) if rows is None else np.unique(records["file"]).tolist():
+            keyed, (path, size, changed) = self.readers[number].keyed, self.stamps[number]
+            stamp = "" if keyed and rows is not None else f" {size}" if keyed else f" {size} {changed}"
+            digest.update(os.fsencode(os.path.basename(path)) + f"{stamp}\n".encode())
+        columns = (*KEYS, "offset", "bits", "reference", "scale", "decimal", *(() if rows is None else ("length",)))
+        for name in columns:
+            digest.update(np.ascontiguousarray(records[name]).tobytes())
         return digest.hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ from ensemble_ml.config import Control, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
 from ensemble_ml.store import Fields, Layout, Part, Selection, Source, TensorStore, is_store, open_store
+from ensemble_ml.store.source import fingerprint_at
 
 
 class StoreTruth:
@@ -160,6 +161,10 @@ class Pair:
         """16 hex digits over all that was opened."""
         parts = [self.forecast.fingerprint()] + ([self.truth.fingerprint()] if self.truth else [])
         return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+    def date_fingerprint(self, date: int) -> str:
+        """16 hex digits over what the forecast of one start date is read from."""
+        return fingerprint_at(self.forecast, date)
 
 
 def open_source(

@@ -37,7 +37,7 @@ from ensemble_ml.inference.netcdf import write_forecast
 from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
-from ensemble_ml.inference.targets import identity, made_already, member_numbers, targets
+from ensemble_ml.inference.targets import identity, made_already, of_start, targets
 from ensemble_ml.loading.read_ahead import read_ahead
 from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
@@ -261,8 +261,7 @@ def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
         "source": f"ensemble_ml {__version__}, {config.checkpoint} (step {meta['step']}), from {job.source.path}",
         "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {_asked(config)}",
         "comment": "; ".join(filter(None, (sample.start.missing, sample.start.unlike, *sample.remarks))),
-        "members_in": member_numbers(sample.start, job.source),
-        **job.same,
+        **of_start(job.same, sample.start, job.source),
         "training_dates": " ".join(meta.get("training_dates", ())),
         "validation_dates": " ".join(meta.get("validation_dates", ())),
         "earlier_dates": " ".join(sorted({date for part in meta.get("earlier_dates", {}).values() for date in part})),

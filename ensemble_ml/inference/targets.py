@@ -17,13 +17,13 @@ from ensemble_ml.folders import check_writable
 from ensemble_ml.inference.netcdf import file_name, read_attributes
 from ensemble_ml.inference.outputs import Wanted
 from ensemble_ml.inference.starts import Start
-from ensemble_ml.store.source import Source
+from ensemble_ml.store.source import Source, fingerprint_at
 
 log = logging.getLogger(__name__)
 
 
 def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], source: Source) -> dict[str, str]:
-    """Attributes that are equal where forecasts of one start date from the same members are."""
+    """Attributes that are equal where forecasts of the same input are (`of_start`)."""
     settings = {
         "quantiles": wanted.quantiles,
         "thresholds": dict(sorted(wanted.thresholds.items())),
@@ -36,8 +36,16 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
     }
     return {
         "checkpoint_sha256": meta["sha256"],
-        "data_fingerprint": source.fingerprint(),
         "settings_digest": hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16],
+    }
+
+
+def of_start(same: Mapping[str, str], start: Start, source: Source) -> dict[str, str]:
+    """`same`, as `identity` gives it, and what one start date is made from: a later one may add to an archive."""
+    return {
+        **same,
+        "data_fingerprint": fingerprint_at(source, start.date),
+        "members_in": member_numbers(start, source),
     }
 
 
@@ -78,7 +86,7 @@ def made_already(starts: Sequence[Start], paths: Sequence[Path], same: Mapping[s
     made = set()
     for start, path in zip(starts, paths, strict=True):
         if path.exists():
-            _check_same(path, {**same, "members_in": member_numbers(start, source)})
+            _check_same(path, of_start(same, start, source))
             made.add(path)
     if made:
         log.info("%s: %d of %d forecasts are there already", paths[0].parent, len(made), len(paths))
@@ -93,7 +101,8 @@ def member_numbers(start: Start, source: Source) -> str:
 def _check_same(path: Path, wanted: Mapping[str, str]) -> None:
     found = read_attributes(path)
     words = {"checkpoint_sha256": "checkpoint", "data_fingerprint": "input", "settings_digest": "settings"}
-    others = [words.get(name, name) for name, value in wanted.items() if str(found.get(name)) != value]
+    names = sorted(wanted, key=[*words, *wanted].index)
+    others = [words.get(name, name) for name in names if str(found.get(name)) != wanted[name]]
     if others:
         raise UserError(
             f"output {path}: was made with other {', '.join(others)}, and resume=true goes on with the same alone;"

@@ -120,6 +120,13 @@ def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dic
     return {name: pairs for name, pairs in found.items() if any(pair is not None for pair in pairs)}
 
 
+def fingerprint_at(source: Source, date: int) -> str:
+    """A short hash of what the forecast of one start date is read from; of all that a source holds, where it cannot
+    tell: a tensor store, which does not grow."""
+    known = getattr(source, "date_fingerprint", None)
+    return source.fingerprint() if known is None else str(known(date))
+
+
 def zero_by_nature(name: str, lead_hours: int) -> bool:
     """Whether a field is zero without being stored: at the start of a forecast, nothing has been accumulated yet."""
     return lead_hours == 0 and field(name).accumulated

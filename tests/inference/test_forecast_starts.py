@@ -8,7 +8,9 @@ import os
 import numpy as np
 import pytest
 from forecasting import make_checkpoint, make_source, make_spec, opened
+from gribfiles import ensemble
 
+from data_prep import open_archive, open_pair
 from data_prep.simulate.schedule import model_years
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
@@ -86,6 +88,24 @@ def test_only_the_same_run_goes_on(config, source, tmp_path, monkeypatch):
     assert paths[0].read_text() == "no forecast at all"
     with pytest.raises(UserError, match="resume=True: overwrite=true would replace what it leaves"):
         config(resume=True, overwrite=True)
+
+
+def test_an_archive_that_grows_is_the_same_input_for_the_dates_it_had(config, tmp_path):
+    """The next date's file, or messages behind those that are there; a date that was read from other fields is not."""
+    folder = tmp_path / "in"
+    dates = ensemble(folder / "a.grib", dates=[20010101, 20010102])
+    given = make_checkpoint(tmp_path / "c", make_spec(open_archive(folder), leads_out=(24,)))
+    config = config(checkpoint=str(given), resume=True)
+    paths = predict(config, open_pair(folder))
+    stamps = [path.stat().st_mtime_ns for path in paths]
+    later = ensemble(tmp_path / "later.grib", dates=[20010103]).read_bytes()
+    (folder / "b.grib").write_bytes(ensemble(tmp_path / "b.grib", dates=[20010104]).read_bytes())
+    dates.write_bytes(dates.read_bytes() + later)
+    assert len(predict(config, open_pair(folder))) == 4
+    assert [path.stat().st_mtime_ns for path in paths] == stamps
+    ensemble(folder / "a.grib", dates=[20010101, 20010102], decimal=1)
+    with pytest.raises(UserError, match=r"forecast_2001010100.nc: was made with other input, and resume=true"):
+        predict(config, open_pair(folder))
 
 
 def test_no_dates_and_far_ends(config, source):
