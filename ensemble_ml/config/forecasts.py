@@ -40,7 +40,7 @@ class PredictConfig:
     region: list[float] | None = opt(None, "[north, west, south, east] of the output, degrees")
     points: Any = opt(None, "list of [latitude, longitude]: nearest grid points instead of fields")
     overwrite: bool = opt(False, "replace forecasts that exist")
-    resume: bool = opt(False, "go on where a run with the same settings was stopped: leave the forecasts that it has made")
+    resume: bool = opt(False, "go on where a run with the same settings was stopped: leave the forecasts that it has made; with overwrite=true, make those of other settings or input anew")
     precision: Precision = opt(Precision.auto, "auto takes the checkpoint's")
     threads: int = opt(0, "CPU threads; 0 takes all cores, each rank its share of a host's")
     parallel: ParallelConfig = part(ParallelConfig, "ranks")
@@ -53,7 +53,6 @@ class PredictConfig:
         require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
         for level in self.quantiles:
             require("quantiles", level, 0 < level < 1, "must lie between 0 and 1")
-        require("resume", self.resume, not (self.resume and self.overwrite), "overwrite=true would replace what it leaves")
         if self.region is not None:
             check_region(self.region)
             require("region", self.region, self.points is None, "region and points exclude each other")

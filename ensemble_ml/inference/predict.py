@@ -78,7 +78,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 
     Raises:
         UserError: the checkpoint is damaged; the source does not fit it; something asked for is not there; a forecast
-            exists already, or with `resume` one that would be made otherwise now; an input is NaN or infinite.
+            exists already, or with `resume` alone one that would be made otherwise now; an input is NaN or infinite.
     """
     with start(config.parallel) as session:
         return _predict(config, source, session)
@@ -116,7 +116,8 @@ def _made(job: _Job, starts: Sequence[Start], paths: Sequence[Path]) -> set[Path
     """Those of `paths` that are there, as the first rank of the group sees it, which writes them: ranks that share
     samples have to leave out the same."""
     spatial = job.session.mesh.spatial
-    made = made_already(starts, paths, job.same, job.source) if spatial.rank == 0 else set()
+    known = job.same, job.source, job.config.overwrite
+    made = made_already(starts, paths, *known) if spatial.rank == 0 else set()
     there = torch.tensor([path in made for path in paths], dtype=torch.uint8, device=job.session.device)
     spatial.broadcast(there)
     return {path for path, is_there in zip(paths, there.tolist(), strict=True) if is_there}

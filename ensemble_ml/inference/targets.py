@@ -72,22 +72,30 @@ def targets(config: PredictConfig, starts: Sequence[Start]) -> list[Path]:
         count = f"{len(there)} of {len(paths)} forecasts"
         raise UserError(
             f"output {there[0]}: exists, with {count}; resume=true makes the rest, where these are of the same"
-            " settings, overwrite=true replaces them, or choose another output"
+            " settings and input, overwrite=true replaces them, both together those of others; or choose another output"
         )
     return paths
 
 
-def made_already(starts: Sequence[Start], paths: Sequence[Path], same: Mapping[str, str], source: Source) -> set[Path]:
-    """Those of `paths` that are there; each must be what would be made now.
+def made_already(
+    starts: Sequence[Start], paths: Sequence[Path], same: Mapping[str, str], source: Source, replace: bool
+) -> set[Path]:
+    """Those of `paths` that are there and what would be made now; with `replace` others may be there.
 
     Raises:
-        UserError: a file is no forecast, or one of another checkpoint, input or other settings.
+        UserError: a file is no forecast, or one of another checkpoint, input or other settings, and not `replace`.
     """
     made = set()
     for start, path in zip(starts, paths, strict=True):
         if path.exists():
-            _check_same(path, of_start(same, start, source))
-            made.add(path)
+            others = _others(path, of_start(same, start, source))
+            if not others:
+                made.add(path)
+            elif not replace:
+                raise UserError(
+                    f"output {path}: was made with other {', '.join(others)}, and resume=true goes on with the same"
+                    " alone; overwrite=true beside it makes such forecasts anew, or choose another output"
+                )
     if made:
         log.info("%s: %d of %d forecasts are there already", paths[0].parent, len(made), len(paths))
     return made
@@ -98,13 +106,9 @@ def member_numbers(start: Start, source: Source) -> str:
     return " ".join(str(source.layout.realization[position]) for position in start.positions)
 
 
-def _check_same(path: Path, wanted: Mapping[str, str]) -> None:
+def _others(path: Path, wanted: Mapping[str, str]) -> list[str]:
+    """In words, the attributes of a file that are not what is wanted."""
     found = read_attributes(path)
     words = {"checkpoint_sha256": "checkpoint", "data_fingerprint": "input", "settings_digest": "settings"}
     names = sorted(wanted, key=[*words, *wanted].index)
-    others = [words.get(name, name) for name in names if str(found.get(name)) != wanted[name]]
-    if others:
-        raise UserError(
-            f"output {path}: was made with other {', '.join(others)}, and resume=true goes on with the same alone;"
-            " overwrite=true replaces it, or choose another output"
-        )
+    return [words.get(name, name) for name in names if str(found.get(name)) != wanted[name]]

@@ -86,8 +86,6 @@ def test_only_the_same_run_goes_on(config, source, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="was made with other checkpoint, input, settings, members_in, and"):
         predict(config(resume=True), make_source())
     assert paths[0].read_text() == "no forecast at all"
-    with pytest.raises(UserError, match="resume=True: overwrite=true would replace what it leaves"):
-        config(resume=True, overwrite=True)
 
 
 def test_an_archive_that_grows_is_the_same_input_for_the_dates_it_had(config, tmp_path):
@@ -106,6 +104,19 @@ def test_an_archive_that_grows_is_the_same_input_for_the_dates_it_had(config, tm
     ensemble(folder / "a.grib", dates=[20010101, 20010102], decimal=1)
     with pytest.raises(UserError, match=r"forecast_2001010100.nc: was made with other input, and resume=true"):
         predict(config, open_pair(folder))
+
+
+def test_a_killed_run_that_replaces_others_goes_on(config, tmp_path):
+    paths = predict(config(members_in=2), make_source())
+    predict(config(overwrite=True, dates=["2001-01-30"]), make_source())
+    paths[2].write_text("no forecast at all")
+    kept = paths[0].stat().st_mtime_ns
+    source = make_source()
+    assert predict(config(resume=True, overwrite=True), source) == paths
+    assert [opened(path).attrs["members_in"] for path in paths] == ["1 2 3 4 5 6"] * 3
+    assert paths[0].stat().st_mtime_ns == kept
+    source = make_source()
+    assert predict(config(resume=True, overwrite=True), source) == paths and not source.reads
 
 
 def test_no_dates_and_far_ends(config, source):
