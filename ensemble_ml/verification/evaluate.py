@@ -323,16 +323,25 @@ def _write(
     output: Path, overwrite: bool, content: dict[str, Any], scores: Scores, tables: Tables, case: Case | None,
     source: Source,
 ) -> None:  # fmt: skip
-    """Write both files beside their names, then rename: a report is whole or not there."""
+    """Write the files one after the other: days of scoring are not lost to a page that cannot be drawn."""
     output.mkdir(parents=True, exist_ok=True)
-    drafts = {name: draft_of(output / name) for name in FILES}
+    scores_json, report = (output / name for name in FILES)
+    _put(scores_json, json.dumps(strict(content), indent=1, allow_nan=False), overwrite)
+    if overwrite:
+        report.unlink(missing_ok=True)  # it is of other scores
     try:
-        drafts[FILES[0]].write_text(json.dumps(strict(content), indent=1, allow_nan=False), encoding="utf-8")
-        land = source.static().get("lsm")
-        page = write_report(content, scores, tables, case, source.layout.grid, land)
-        drafts[FILES[1]].write_text(page, encoding="utf-8")
-        for name, draft in drafts.items():
-            give_name(draft, output / name, replace=overwrite)
+        page = write_report(content, scores, tables, case, source.layout.grid, source.static().get("lsm"))
+    except BaseException:  # Ctrl-C, too
+        log.warning("%s holds all scores; %s could not be drawn", scores_json, report.name)
+        raise
+    _put(report, page, overwrite)
+
+
+def _put(path: Path, text: str, overwrite: bool) -> None:
+    """Write beside the name, then rename: a file is whole or not there."""
+    draft = draft_of(path)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        give_name(draft, path, replace=overwrite)
     finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

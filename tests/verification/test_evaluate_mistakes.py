@@ -1,5 +1,6 @@
 """What cannot be scored is refused in one line, before anything is written."""
 
+import json
 import os
 import sys
 
@@ -120,13 +121,26 @@ def test_a_report_that_another_process_made_meanwhile_is_left(store, forecast, t
 
     def slow(*_):
         (tmp_path / "scores.json").write_text("theirs")
-        return "<!doctype html>"
 
-    monkeypatch.setattr(sys.modules[evaluate.__module__], "write_report", slow)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "extreme_case", slow)
     with pytest.raises(UserError, match=r"scores\.json: another process has made it meanwhile"):
         evaluate(settings(forecast, store, tmp_path), store)
     assert [path.name for path in tmp_path.iterdir()] == ["scores.json"]
     assert (tmp_path / "scores.json").read_text() == "theirs"
+
+
+def test_scores_outlive_a_page_that_cannot_be_drawn(store, forecast, tmp_path, monkeypatch, caplog):
+    def fails(*_):
+        assert (tmp_path / "scores.json").exists()  # even a process that is killed leaves it
+        raise MemoryError("no room for a map")
+
+    (tmp_path / "report.html").write_text("of other scores")
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "write_report", fails)
+    with pytest.raises(MemoryError, match="no room for a map"):
+        evaluate(settings(forecast, store, tmp_path, overwrite=True), store)
+    assert json.loads((tmp_path / "scores.json").read_text())["claims"]
+    assert "scores.json holds all scores; report.html could not be drawn" in caplog.text
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_report_is_not_overwritten_unasked(store, forecast, tmp_path, plain):
