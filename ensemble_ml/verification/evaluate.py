@@ -57,7 +57,7 @@ from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, make_plan
 from ensemble_ml.verification.regions import region_masks
 from ensemble_ml.verification.report import write_report
-from ensemble_ml.verification.samples import Group, Setting, check_members
+from ensemble_ml.verification.samples import Group, Setting, check_members, check_predictions
 from ensemble_ml.verification.scores import HEADLINE_LEAD, Scores
 from ensemble_ml.verification.scoring import EFI_WEIGHTED, EXTREME, OF_THE_LIMIT, Tables, climate_note, score_group
 from ensemble_ml.verification.significance import merged
@@ -106,6 +106,7 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
         plan.notes.append(climate_note(setting))
         log.info("%s", plan.notes[-1])
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
+        check_predictions(setting, plan.groups, int(plan.test[0]))
         tables = _score(setting, plan, regions, blocks)
         state, pictures = tables.state, tables.pictures
         case = extreme_case(setting, plan, pictures)

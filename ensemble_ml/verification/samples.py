@@ -156,6 +156,21 @@ def predictions(setting: Setting, group: Group, date: int) -> dict[str, Predicte
     }
 
 
+def check_predictions(setting: Setting, groups: Sequence[Group], date: int) -> None:
+    """Read all that forecasts say on one start date: what is wrong with all files is told before the fits, which may
+    take hours.
+
+    Raises:
+        UserError: a variable cannot be read, has units that are not known, or is a scale or spread below zero.
+    """
+    start, names = setting.source.layout.init_time[date], {group.variable for group in groups}
+    whole = [one for one in setting.forecasts if setting.truth and all(map(one.has_members, names))]
+    for group in groups:
+        predictions(setting, group, date)
+        for one in whole:  # whose members are scored
+            one.members(start, group.variable, group.lead_hours, group.levels)
+
+
 def check_members(source: Source, members_in: int | None) -> None:
     """Raise a UserError where the ensemble has fewer members than the reduced one should."""
     full = len(source.layout.realization)

@@ -1,6 +1,7 @@
 """Forecasts that others made or cut: other units, other intervals, fewer leads and levels."""
 
 import json
+import sys
 from pathlib import Path
 
 import netCDF4
@@ -148,8 +149,9 @@ def test_units_that_are_not_known_and_laws_in_other_units_are_refused(store, for
 
 
 @pytest.mark.parametrize("part", ["scale", "stddev"])
-def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, part):
-    """As a point forecast it would have a CRPS, and squared a spread."""
+def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, monkeypatch, part):
+    """As a point forecast it would have a CRPS, and squared a spread. Nothing is fitted before it is seen."""
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "fit_group", lambda *_: pytest.fail("fitted first"))
 
     def turned(data):
         data[f"t_{part}"] *= -1
@@ -158,6 +160,23 @@ def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, part):
     parts = ("mean", "stddev", "location", "scale")
     other = rewritten(forecast, tmp_path / "f", turned, parts)
     with pytest.raises(UserError, match=rf"f.forecast_\S+nc: t_{part} is below zero at \d+ of its points"):
+        evaluate(settings(other, store, tmp_path / "r"), store)
+
+
+@pytest.mark.parametrize("given", [{"units": "furlong"}, None], ids=["mean", "members"])
+def test_what_is_wrong_with_all_files_is_seen_before_the_fits(store, forecast, tmp_path, monkeypatch, given):
+    """Of the last field, or of members, which are scored after all else."""
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "fit_group", lambda *_: pytest.fail("fitted first"))
+
+    def spoilt(data):
+        if given is not None:
+            return data.assign(tp_mean=data.tp_mean.assign_attrs(given))
+        members = {f"{name}_member": data[f"{name}_mean"].expand_dims(realization=[1, 2]) for name in ("t", "tp")}
+        return data.assign(members | {"tp_member": members["tp_member"].expand_dims(other=[1])})
+
+    other = rewritten(forecast, tmp_path / "f", spoilt)
+    text = "tp_member: has a dimension other" if given is None else "tp_mean: units 'furlong': cannot be converted"
+    with pytest.raises(UserError, match=text):
         evaluate(settings(other, store, tmp_path / "r"), store)
 
 
