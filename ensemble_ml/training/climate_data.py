@@ -266,6 +266,11 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
     return np.delete(train, apart), train[apart]
 
 
+def dates_called(validation: np.ndarray) -> str:
+    """What the dates to choose by are called, of which `kept_apart` was given `validation`."""
+    return "the validation dates" if len(validation) else "training dates held out"
+
+
 def neighbours(times: np.ndarray) -> np.ndarray:
     """For each date, whether the one before it is as near as dates come here, (D,) bool."""
     if len(times) < 2:

@@ -32,7 +32,7 @@ from ensemble_ml.models.heads import typical_spread
 from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, TERMS, LinearCorrection, correction_shape, departures, nested_bands
 from ensemble_ml.store.source import Part
-from ensemble_ml.training.climate_data import Dates, kept_apart, spaced
+from ensemble_ml.training.climate_data import Dates, dates_called, kept_apart, spaced
 from ensemble_ml.training.linear_sums import SIZES, Rows, Sums, Targets, sums_of
 from ensemble_ml.training.smoothing import Scales
 
@@ -142,7 +142,8 @@ def fit_linear(
         sizes: numbers of members that the training will show.
         targets: from a date, its sample and M: errors of mean and spread to explain, (T, F, Y, X), NaN where absent.
     """
-    train, validation = kept_apart(train, telling(dates, targets, validation))
+    asked = telling(dates, targets, validation)
+    train, validation = kept_apart(train, asked)
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("linear correction: %d dates are too few, so there is none", len(train) + len(validation))
         return
@@ -163,14 +164,15 @@ def fit_linear(
     known = before > 0
     parts = zip(gain.chunk(KINDS), known.chunk(KINDS), strict=True)
     mean, spread = (100 * float(part[there].mean().nan_to_num()) for part, there in parts)
-    told = "linear correction: weighted RMSE on the validation dates %.1f %% (mean), %.1f %% (spread) lower"
-    log.info(told, mean, spread)
+    told = "linear correction: weighted RMSE on %s %.1f %% (mean), %.1f %% (spread) lower"
+    log.info(told, dates_called(asked), mean, spread)
 
 
 def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Sequence[int] = range(KINDS)) -> np.ndarray:
     """The dates to choose by, or none where errors of the mean (0), or of the spread (1), are known on none of them;
-    `kinds` are those that are asked for."""
-    missing = set(kinds)
+    `kinds` are those that are asked for, but for the spread where the full ensemble is looked at: no date tells of it.
+    """
+    missing = {kind for kind in kinds if kind == 0 or dates.members < dates.reader.full_size}
     for date in validation:
         found = targets(int(date), dates.sample(int(date)), dates.members)
         missing -= {kind for kind in missing if bool(torch.isfinite(found[kind]).any())}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.models.linear import KINDS
-from ensemble_ml.training.climate_data import Dates, Sample, kept_apart, spaced
+from ensemble_ml.training.climate_data import Dates, Sample, dates_called, kept_apart, spaced
 from ensemble_ml.training.linear_fit import FEWEST_DATES, telling
 from ensemble_ml.training.linear_sums import Targets
 from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
@@ -44,7 +44,8 @@ def fit_surroundings(
     """
     network = correction.surroundings
     assert network is not None
-    train, validation = kept_apart(train, telling(dates, targets, validation))
+    asked = telling(dates, targets, validation)
+    train, validation = kept_apart(train, asked)
     if len(train) + len(validation) < FEWEST_DATES:
         log.info("surroundings: %d dates are too few, so nothing is added", len(train) + len(validation))
         return
@@ -61,8 +62,8 @@ def fit_surroundings(
     learn(network, pool, lambda found, chosen: (found - wanted[chosen] / unit) ** 2, unit, dates)
     shares, gain = _shares(points, spaced(validation, _VALIDATION_DATES))
     network.second *= shares[:, None]
-    told = "surroundings: fitted to %d points; RMSE of the spread on the validation dates %.1f %% lower"
-    log.info(told, len(pool.inputs), 100 * float(gain.mean().nan_to_num()))
+    told = "surroundings: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
+    log.info(told, len(pool.inputs), dates_called(asked), 100 * float(gain.mean().nan_to_num()))
 
 
 def _sizes(pool: Pool) -> Tensor:

@@ -22,6 +22,7 @@ from ensemble_ml.training.climate_data import (
     FEWEST_TO_WIDEN,
     Dates,
     Sample,
+    dates_called,
     families,
     field_names,
     kept_apart,
@@ -232,7 +233,8 @@ class Truth:
         if correction is None or correction.residuals is None:
             return False
         left, shrink = Left(self, self.spread), self.spread.shrink
-        train, validation = kept_apart(train, telling(self.dates, left, validation, kinds=(0,)))
+        asked = telling(self.dates, left, validation, kinds=(0,))
+        train, validation = kept_apart(train, asked)
         if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation, self.dry):
             return False
         second, linear = correction.residuals.second, correction.linear
@@ -245,7 +247,7 @@ class Truth:
         shares = tried[torch.where(known, best, usual)].permute(2, 0, 1)  # (2, T, F)
         second *= linear.ordered(shares[..., None, None]).flatten()[:, None]
         gain = 1 - float((costs.amin(0) / costs[0])[known].mean().nan_to_num(1.0))
-        log.info("residuals: CRPS on the validation dates %.2f %% lower", 100 * gain)
+        log.info("residuals: CRPS on %s %.2f %% lower", dates_called(asked), 100 * gain)
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:

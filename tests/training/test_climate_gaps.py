@@ -122,6 +122,9 @@ def test_a_choice_of_residuals_needs_errors_of_the_mean_alone(tmp_path):
 
     assert telling(dates, targets, TEST).tolist() == []
     assert telling(dates, targets, TEST, kinds=(0,)).tolist() == TEST.tolist()
+    # Of the full ensemble no date can tell of the spread: those of the user's choice are kept for the mean.
+    whole = np.asarray(TRAIN)[:2]
+    assert telling(dates.of(6), targets, whole).tolist() == whole.tolist()
 
 
 def test_dates_to_choose_by_in_which_nothing_happens_choose_nothing(whole, tmp_path):

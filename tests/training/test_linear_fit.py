@@ -139,6 +139,14 @@ def test_noise_is_left_alone(dates):
     assert max(left(errors, dates, found, 18, 3)) < 1.02
 
 
+def test_which_dates_chose_is_told(dates, caplog):
+    caplog.set_level("INFO")
+    for validation, told in ((VALIDATION, "on the validation dates"), (VALIDATION[:0], "on training dates held out")):
+        caplog.clear()
+        fit_linear(linear_of(dates), dates, TRAIN, validation, [3], lambda _d, sample, _m: (sample.mean, sample.mean))
+        assert f"linear correction: weighted RMSE {told} " in caplog.text
+
+
 def test_few_dates_give_no_correction(dates):
     found = linear_of(dates)
     fit_linear(found, dates, TRAIN[:6], VALIDATION[:0], [3], lambda _d, sample, _m: (sample.mean, sample.mean))

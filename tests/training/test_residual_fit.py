@@ -291,8 +291,9 @@ def test_what_is_fitted_to_a_variable_with_bounds_is_better_for_it(tmp_path, nam
     assert cost(shift, sigma) < 0.75 * cost(torch.zeros_like(shift), torch.full_like(sigma, 0.1))
 
 
-def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):
+def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch, caplog):
     """What is right of a field is taken whole, noise is not: four fields in the order of the network's outputs."""
+    caplog.set_level(logging.INFO)
     layout = store.layout
     leads = tuple(layout.lead_hours[-2:])
     grid = layout.grid.latitude, layout.grid.longitude
@@ -318,4 +319,5 @@ def test_each_field_takes_its_own_shares_of_v_and_w(store, monkeypatch):
     assert made.learn_residuals(torch.zeros(2, 2, *spec.grid.shape), TRAIN, VALIDATION, SIZES)
     # (v, w) by field: t at both leads, then t2m at both leads
     shares = correction.residuals.second[:, 0].reshape(2, 2, 2)
+    assert "residuals: CRPS on the validation dates" in caplog.text
     torch.testing.assert_close(shares, right[..., 0].transpose(1, 2).float(), rtol=0, atol=0)

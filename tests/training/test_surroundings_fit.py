@@ -84,11 +84,13 @@ def test_what_is_missing_of_a_target_is_not_learned_from(point_dates):
     assert float(((wanted - got) ** 2).sum() / (wanted**2).sum()) < 0.2  # half of each would leave a quarter
 
 
-def test_without_validation_dates_some_of_the_training_dates_stand_in(point_dates):
+def test_without_validation_dates_some_of_the_training_dates_stand_in(point_dates, caplog):
+    caplog.set_level(logging.INFO)
     correction = nothing(point_dates)
     errors = crooked(correction)
     fit_surroundings(correction, point_dates, np.arange(20), np.zeros(0, int), SIZES, errors)
     assert left(errors, point_dates, correction, 19) < 0.4
+    assert "RMSE of the spread on training dates held out" in caplog.text
 
 
 def test_too_little_memory_gives_none_and_says_so(point_dates, monkeypatch, caplog):
