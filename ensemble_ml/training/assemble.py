@@ -263,6 +263,8 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
     if was not in (None, now) and session.first:  # whose device it is
         text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
         log.warning(text, now, was, speed.precision.value)
+    if session.first:
+        setup.tell_of_other_versions(checkpoint.meta.get("versions", {}))
     speed.apply(model)
     load_weights(model, checkpoint)
     state = _state(

@@ -6,7 +6,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -283,6 +283,15 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
     if was not in (None, threads):
         log.warning("threads: %d now, %d before: results will not be equal bit for bit", threads, was)
     return threads
+
+
+def tell_of_other_versions(was: Mapping[str, str]) -> None:
+    """Warn of libraries that compute, where a resumed run had another version of one."""
+    now = versions()
+    for name in ("torch", "numpy"):
+        if was.get(name) not in (None, now[name]):
+            text = "%s: %s now, %s before: results will not be equal bit for bit"
+            log.warning(text, name, now[name], was[name])
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from ensemble_ml.config import ExchangeName, MomentumKept, Nonfinite, OptimName
 from ensemble_ml.config.loading import Assign
 from ensemble_ml.distributed import solo
 from ensemble_ml.errors import UserError
-from ensemble_ml.training import load_checkpoint, train
+from ensemble_ml.training import load_checkpoint, setup, train
 from ensemble_ml.training.agreement import refuse_other_settings
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.tracking import read_log
@@ -53,6 +53,18 @@ def test_a_run_that_fails_keeps_what_it_has_kept(config_of, monkeypatch):
         with pytest.raises(OSError, match="disk full"):
             train(replace(config, resume=resume))
         assert load_checkpoint(folder / "checkpoints" / "best") and (folder / "log.jsonl").exists()
+
+
+def test_other_libraries_are_told_of(config_of, monkeypatch, caplog):
+    was = setup.versions()
+    setup.tell_of_other_versions({})  # a checkpoint that does not say
+    setup.tell_of_other_versions(was | {"python": "3.0"})
+    assert "now" not in caplog.text
+    config = config_of(steps=1)
+    train(config)
+    monkeypatch.setattr(setup, "versions", lambda: was | {"torch": "9.9"})
+    train(replace(config, resume=True))
+    assert f"torch: 9.9 now, {was['torch']} before: results will not be equal bit for bit" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["format", "damaged"])
