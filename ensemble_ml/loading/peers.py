@@ -1,7 +1,7 @@
 """Packed samples between ranks: through shared memory on one node, over TCP between nodes.
 
 Each rank serves what it holds. On the same node a rank opens the other's slab and reads it in place; it asks over the
-socket only for what is not there yet. A peer that dies, stalls or sends damaged bytes is a miss: the sample comes from
+socket only for what is not there yet. A peer that dies, is late or sends damaged bytes is a miss: the sample comes from
 slow storage, and is counted as such.
 """
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _REQUEST = struct.Struct("!q?")  # sample, whether its bytes are wanted or only that it be there
 _REPLY = struct.Struct("!qI")  # bytes that follow (-1: cannot be had), and their crc32c
-_SECONDS = 30.0  # without a byte, after which a peer counts as dead
+_SECONDS = 30.0  # without a byte, after which a peer is late, and storage is read instead
 
 
 def _planned(tiers: Tiers) -> str:
@@ -80,15 +80,17 @@ class Peers:
         self._gather(b"")
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """The sample from `owner`; None where it is dead, refuses, or what it sends is damaged."""
+        """The sample from `owner`; None where it is dead, late or refuses, or what it sends is damaged."""
         try:
             slab = self._slab(owner, int(self._tiers.plan.placement.tier[sample]))
             found = None if slab is None else slab.get(sample)
-            if found is not None or owner in self._wire.dead:  # what shared memory holds outlives its owner
+            if found is not None or self._wire.silent(owner):  # what shared memory holds outlives its owner
                 return found
+            given = self._ask(owner, sample, scratch if slab is None else None)
+            self._wire.heard(owner)
             if slab is None:
-                return scratch if self._ask(owner, sample, scratch) else None
-            return slab.get(sample) if self._ask(owner, sample, None) else None  # it is there when the owner answers
+                return scratch if given else None
+            return slab.get(sample) if given else None  # it is there when the owner answers
         except OSError as error:
             self._wire.lose(owner, error)
             return None

@@ -1,7 +1,7 @@
 """Packed units between ranks: out of the other's memory on one node, over TCP between nodes.
 
 A rank asks the holder for what a use needs; the holder reads it from slow storage if it has not yet. On one node the
-answer may be a place in the holder's memory, which the asker copies from. A peer that dies, stalls or sends damaged
+answer may be a place in the holder's memory, which the asker copies from. A peer that dies, is late or sends damaged
 bytes is a miss: the unit comes from slow storage, and is counted as such.
 """
 
@@ -29,7 +29,7 @@ _REQUEST = struct.Struct("!q?")  # use, whether the asker is on this node
 _REPLY = struct.Struct("!BIq")  # what follows, crc32c of the unit, bytes that follow
 _NOTHING, _BYTES, _PLACE = range(3)
 _LONGEST = 1 << 20  # bytes in which a place is told: of a few extents
-_SECONDS = 60.0  # without a byte, after which a peer counts as dead
+_SECONDS = 60.0  # without a byte, after which a peer is late, and storage is read instead
 
 
 class UnitPeers:
@@ -80,11 +80,13 @@ class UnitPeers:
             connection.sendall(told)
 
     def get(self, holder: int, use: int) -> np.ndarray | None:
-        """What a use needs from `holder`; None where it is dead, refuses, or what it sends is damaged."""
-        if holder in self._wire.dead:
+        """What a use needs from `holder`; None where it is dead, late or refuses, or what it sends is damaged."""
+        if self._wire.silent(holder):
             return None
         try:
-            return self._ask(holder, use)
+            found = self._ask(holder, use)
+            self._wire.heard(holder)
+            return found
         except OSError as error:
             self._wire.lose(holder, error)
             return None

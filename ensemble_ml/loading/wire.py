@@ -1,6 +1,8 @@
 """Ranks that ask each other over TCP: addresses, a server, connections. What is asked and answered is the caller's.
 
-A rank that dies or stalls is not asked again. A connection begins with a word that the ranks alone know: who scans
+A rank that dies is not asked again. One that is late may only be reading slow storage, and what was asked of it is read
+here instead. If it is late several times in a row it is left alone for minutes, and at last for good: a host that is
+gone without a word costs a few patiences in all. A connection begins with a word that the ranks alone know: who scans
 ports is not answered.
 """
 
@@ -23,6 +25,7 @@ from ensemble_ml.loading.threads import ended
 
 log = logging.getLogger(__name__)
 _AGAIN = 0.1  # seconds
+_PAUSES = (0.0, 0.0, 300.0, 1800.0)  # seconds that a rank is left alone after it was late 1, 2, ... times in a row
 _WORD = 32  # characters
 
 Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
@@ -139,7 +142,7 @@ class Wire:
         host: under which other nodes reach this one.
         node: a name that ranks share only where they share memory.
         number: this rank's in the job, where that is not its place.
-        seconds: without a byte, after which a rank counts as dead.
+        seconds: without a byte, after which a rank counts as late.
 
     Raises:
         UserError: ranks have planned different runs.
@@ -172,6 +175,8 @@ class Wire:
             server.close()
             raise
         self.dead: set[int] = set()
+        self._late: dict[int, tuple[int, float]] = {}  # rank -> how often in a row, and when the last time was
+        self._until: dict[int, float] = {}  # rank -> when it may be asked again
         self._local = threading.local()
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -180,14 +185,53 @@ class Wire:
         """Whether `rank` shares memory with this one."""
         return self.addresses[rank].node == self.addresses[self._rank].node
 
+    def silent(self, rank: int) -> bool:
+        """Whether `rank` shall not be asked now. After a pause one thread tries, while others go on without."""
+        with self._lock:
+            now = time.monotonic()
+            if rank in self.dead or now < self._until.get(rank, now):
+                return True
+            if rank in self._until:
+                self._until[rank] = now + self._seconds
+            return False
+
+    def heard(self, rank: int) -> None:
+        """`rank` has answered, to the last byte."""
+        if rank in self._late:
+            with self._lock:
+                self._late.pop(rank, None)
+                self._until.pop(rank, None)
+
     def lose(self, rank: int, error: OSError) -> None:
-        """Ask `rank` no more."""
-        if rank not in self.dead:
+        """Give up an answer of `rank`, which was late; by any other error it has gone, and is asked no more."""
+        self._leave(rank)  # an answer that comes late would be taken for the next one
+        with self._lock:
+            if rank in self.dead:
+                return
+            number, what = self.addresses[rank].number, "what it holds comes from slow storage"
+            if isinstance(error, TimeoutError):
+                count, last = self._late.get(rank, (0, 0.0))
+                if count and self._local.asked < last:  # several threads waited at a time
+                    return
+                self._late[rank] = count + 1, time.monotonic()
+                if count < len(_PAUSES):
+                    if pause := _PAUSES[count]:
+                        self._until[rank] = time.monotonic() + pause
+                        what += f" for {pause / 60:.0f} minutes"
+                    else:
+                        what = "what was asked of it comes from slow storage, and it is asked again"
+                    log.warning("loading: rank %d has not answered in %.0f s; %s", number, self._seconds, what)
+                    return
             self.dead.add(rank)
-            log.warning(
-                "loading: rank %d is no longer heard (%s); what it holds comes from slow storage",
-                self.addresses[rank].number, error,
-            )  # fmt: skip
+            log.warning("loading: rank %d is no longer heard (%s); %s", number, error, what)
+
+    def _leave(self, rank: int) -> None:
+        """End this thread's connection to `rank`."""
+        connection = getattr(self._local, "connections", {}).pop(rank, None)
+        if connection is not None:
+            connection.close()
+            with self._lock:
+                self._connections.remove(connection)
 
     def connection(self, rank: int) -> socket.socket:
         """The connection of this thread to `rank`: one a thread, so that several streams run at a time."""
@@ -211,6 +255,7 @@ class Wire:
         Raises:
             OSError: `rank` has gone.
         """
+        self._local.asked = time.monotonic()
         connection = self.connection(rank)
         connection.sendall(question)
         head = bytearray(reply.size)

@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,3 +102,91 @@ def test_a_rank_that_is_lost_is_told_by_its_number_in_the_job(caplog):
     assert "rank 6 is no longer heard (it has gone)" in caplog.text
     session = SimpleNamespace(topology=Topology(data=2, lat=2, rank=3), world=SimpleNamespace(local_size=4))
     assert (lane_of(session).rank, lane_of(session).number) == (1, 3)
+
+
+def late(monkeypatch, seconds, pauses):
+    """A wire to a rank 1 that answers each number with the next once `go` is set, and says what it was asked."""
+    monkeypatch.setattr(wire, "_PAUSES", pauses)
+    request, go, asked = struct.Struct("!q"), threading.Event(), []
+
+    def answer(connection, value):
+        asked.append(value)
+        go.wait(10)
+        connection.sendall(request.pack(value + 1))
+
+    other = wire.Server(request, answer)
+
+    def gather(mine):
+        told = json.loads(mine) | {"port": other.port, "word": other.word, "number": 1}
+        return [mine, json.dumps(told).encode()]
+
+    mine = wire.Server(request, lambda *_: None)
+    one = wire.Wire(mine, 0, {}, "plan", gather, host=None, node=None, seconds=seconds)
+
+    def ask(value):
+        if one.silent(1):
+            return "silent"
+        try:
+            found = one.ask(1, request.pack(value), request)[1][0]
+        except OSError as error:
+            one.lose(1, error)
+            return None
+        one.heard(1)
+        return found
+
+    return one, other, ask, go, asked
+
+
+def test_a_rank_that_is_late_once_is_asked_again(monkeypatch, caplog):
+    """It reads slow storage; what it answers then is of no question that anybody still has."""
+    one, other, ask, go, _ = late(monkeypatch, 0.3, (0.0, 0.0, 60.0))
+    assert ask(1) is None and ask(2) is None
+    go.set()
+    assert ask(5) == 6 and not one._late
+    go.clear()
+    assert ask(7) is None and not one.silent(1) and not one.dead
+    go.set()
+    assert ask(8) == 9
+    assert len(one._connections) == 1
+    assert caplog.text.count("rank 1 has not answered in 0 s; what was asked of it comes from slow storage") == 3
+    one.close(), other.close()
+
+
+def test_threads_that_wait_at_a_time_are_one_delay(monkeypatch):
+    one, other, ask, go, asked = late(monkeypatch, 0.3, (0.0, 60.0))
+    threads = [threading.Thread(target=ask, args=(value,)) for value in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    go.set()
+    assert len(asked) == 4 and not one.silent(1) and ask(1) == 2
+    one.close(), other.close()
+
+
+def test_a_rank_that_stays_silent_costs_a_few_patiences(monkeypatch, caplog):
+    """After each pause one thread tries it, others go on without."""
+    one, other, ask, go, asked = late(monkeypatch, 0.05, (0.0, 0.0, 60.0, 600.0))
+    clock = [0.0]
+    monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + clock[0], sleep=time.sleep))
+    answers = []
+    for _ in range(40):
+        answers += [ask(value) for value in range(3)]
+        clock[0] += 40.0
+    assert answers.count(None) == len(asked) == 5 and one.dead == {1}
+    assert answers[:6] == [None, None, None, "silent", "silent", "silent"]
+    assert "comes from slow storage for 1 minutes" in caplog.text and "rank 1 is no longer heard" in caplog.text
+    go.set()
+    one.close(), other.close()
+
+
+def test_a_rank_is_tried_again_after_a_pause(monkeypatch):
+    one, other, ask, go, _ = late(monkeypatch, 0.3, (60.0,))
+    assert ask(1) is None and ask(1) == "silent"
+    go.set()
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61, sleep=time.sleep)
+    monkeypatch.setattr(wire, "time", later)
+    assert not one.silent(1) and one.silent(1)  # who has asked first tries it
+    one._until[1] = 0.0
+    assert ask(1) == 2 and ask(2) == 3 and not one.dead
+    one.close(), other.close()
