@@ -39,6 +39,7 @@ from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
 from ensemble_ml.inference.targets import identity, made_already, of_start, targets
 from ensemble_ml.loading.read_ahead import read_ahead
+from ensemble_ml.loading.reader import iso
 from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 _LARGEST_BATCH = 8  # start dates
 _BATCH_VALUES = 4_000_000  # grid values of a batch's mean fields: beyond that a larger batch is no faster, only larger
 _READ_AHEAD = 2  # batches
+_NAMED = 10  # start dates in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,9 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
 
     Raises:
         UserError: the checkpoint is damaged; the source does not fit it; something asked for is not there; a forecast
-            exists already, or with `resume` alone one that would be made otherwise now; an input is NaN or infinite.
+            exists already, or with `resume` alone one that would be made otherwise now. At the end, of start dates that
+            cannot be read, as where an input is NaN or infinite: the others have their forecasts (unless ranks share
+            each date, when the first of these ends the run).
     """
     with start(config.parallel) as session:
         return _predict(config, source, session)
@@ -159,7 +163,8 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
     window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
     samples = Samples(job.source, job.spec, job.meta, window)
     writing: list[Future[Path]] = []
-    reading = read_ahead(_groups(samples, own), _READ_AHEAD)
+    unread: dict[str, str] | None = {} if spatial.size == 1 else None
+    reading = read_ahead(_groups(samples, own, unread), _READ_AHEAD)
     count = sum(path is not None for _, path in own) if spatial.rank == 0 else 0
     with _progress(count) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
         for group, paths in groups:
@@ -178,6 +183,10 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
                 if path is not None
             ]
         done(writing)
+    if unread:
+        dates, (why, *_) = list(unread), unread.values()
+        more = f" and {len(dates) - _NAMED} more" if len(dates) > _NAMED else ""
+        raise UserError(f"{', '.join(dates[:_NAMED])}{more}: no forecast, for the input cannot be read: {why}")
 
 
 def _whole(job: _Job, part: Prediction) -> Prediction | None:
@@ -211,14 +220,31 @@ def _whole_fields(job: _Job, fields: Fields) -> Fields:
     return Fields(*(None if part is None else part.numpy() for part in parts))  # type: ignore[arg-type]
 
 
-def _groups(samples: Samples, own: list[tuple[Start, Path | None]]) -> Iterator[tuple[list[Sample], list[Path | None]]]:
+def _groups(
+    samples: Samples, own: list[tuple[Start, Path | None]], unread: dict[str, str] | None
+) -> Iterator[tuple[list[Sample], list[Path | None]]]:
     """Batches with something to write; they are those of a run that makes all, since a convolution of fewer rounds
-    otherwise."""
+    otherwise. So another date of the batch stands for one that cannot be read, which is put into `unread` with the
+    reason; None raises it."""
     size = _batch_size(samples.spec)
     for first in range(0, len(own), size):
         starts, paths = map(list, zip(*own[first : first + size], strict=True))
-        if any(paths):
-            yield [samples.read(start) for start in starts], paths
+        if not any(paths):
+            continue
+        found: list[Sample | None] = []
+        for at, one in enumerate(starts):
+            try:
+                found.append(samples.read(one))
+            except UserError as error:
+                if unread is None:
+                    raise
+                found.append(None)
+                if paths[at] is not None:
+                    log.warning("%s: left out: %s", iso(one.init_time), error)
+                    unread[iso(one.init_time)], paths[at] = str(error), None
+        other = next((sample for sample in found if sample is not None), None)
+        if other is not None and any(paths):
+            yield [sample or other for sample in found], paths
 
 
 def _forward(model: AnyModel, group: Sequence[Sample], device: torch.device) -> Prediction:
@@ -315,10 +341,14 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _one_writer() -> Iterator[ThreadPoolExecutor]:
-    """A thread for writing. Left by an error or an interrupt, it ends the file at hand, whole, and begins no other."""
+    """A thread for writing. Left by an error, it writes what is computed; by an interrupt, it ends the file at hand,
+    whole, and begins no other."""
     writer = ThreadPoolExecutor(1, thread_name_prefix="write")
     try:
         yield writer
+    except Exception:
+        writer.shutdown()
+        raise
     finally:
         writer.shutdown(cancel_futures=True)
 

@@ -154,6 +154,39 @@ def test_interrupted_nothing_is_half_written(config, source, tmp_path, monkeypat
     assert all("t_mean" in opened(tmp_path / "out" / name) for name in left)
 
 
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_dates_that_cannot_be_read_cost_the_others_nothing(config, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(importlib.import_module("ensemble_ml.inference.predict"), "_LARGEST_BATCH", size)
+    whole = predict(config(output=str(tmp_path / "whole")), make_source(dates=5))
+    source = make_source(dates=5)
+    source.pressure[[1, 4], 0, 1, 0, 0, 3, 4] = np.nan
+    said = r"^2001-01-31T12:00, 2001-02-03T12:00: no forecast, .* t at 500 hPa of 2001-01-31T12:00 \+24 h, member 1, is"
+    with pytest.raises(UserError, match=said) as raised:
+        predict(config(), source)
+    assert "\n" not in str(raised.value)
+    left = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in left] == [whole[date].name for date in (0, 2, 3)]
+    for path in left:  # of the same batches: bit for bit
+        assert opened(path).drop_attrs().identical(opened(tmp_path / "whole" / path.name).drop_attrs())
+    assert len(predict(config(resume=True), make_source(dates=5))) == 5
+
+
+def test_an_error_leaves_what_is_computed(config, tmp_path, monkeypatch):
+    """Of whatever kind: here the disk's."""
+    real = type(make_source()).read
+    monkeypatch.setattr(importlib.import_module("ensemble_ml.inference.predict"), "_LARGEST_BATCH", 2)
+
+    def read(self, part, date, selection):
+        if date == 2:
+            raise OSError("gone")
+        return real(self, part, date, selection)
+
+    monkeypatch.setattr(type(make_source()), "read", read)
+    with pytest.raises(OSError, match="gone"):
+        predict(config(), make_source())
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
 def test_progress_in_plain_lines(config, source, caplog):
     with caplog.at_level(logging.INFO):
         predict(config(), source)
