@@ -309,7 +309,7 @@ def overview() -> str:
             "",
             *rows,
             "",
-            "ensemble-ml TASK --help explains a task; in a checkout, scripts/quickstart.sh runs them all.",
+            "ensemble-ml TASK --help explains a task; in a checkout, scripts/quickstart.sh runs simulate to evaluate.",
         ]
     )
 

@@ -28,6 +28,7 @@ _ROUNDING = 1e-6  # of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
+_OTHERS = "give it start and valid times as the README says under Others' forecasts"
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
@@ -51,7 +52,7 @@ class ForecastFile:
     def start(self) -> np.datetime64:
         """The start date, of which a file has one."""
         if "forecast_reference_time" not in self.data.variables:
-            raise self._wanting("no forecast_reference_time; only forecasts of ensemble-ml predict are read")
+            raise self._wanting(f"no forecast_reference_time; {_OTHERS}")
         starts = np.unique(self._times("forecast_reference_time"))
         if len(starts) != 1:
             many = f"forecast_reference_time holds {len(starts)} start dates"
@@ -62,7 +63,7 @@ class ForecastFile:
     def lead_hours(self) -> list[int]:
         """Lead times in whole hours."""
         if "time" not in self.data.variables:
-            raise self._wanting("no time; only forecasts of ensemble-ml predict are read")
+            raise self._wanting(f"no time; {_OTHERS}")
         return self._hours(np.atleast_1d(self._times("time")))
 
     def _times(self, name: str) -> np.ndarray:

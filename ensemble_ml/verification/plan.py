@@ -44,7 +44,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
             raise UserError(
                 f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
                 f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
-                "regrid=true brings archives to the forecasts' grid"
+                "regrid=true brings archives to the forecasts' grid (give a store's)"
             )
         notes += [note for note in _check_intervals(source, forecast) if note not in notes]
     truth = source.has(Part.TRUTH)
@@ -261,7 +261,10 @@ def _groups(
                 groups.append(Group(name, lead, levels, slice(len(columns), len(columns) + len(levels))))
                 columns += [Column(lead, name, level) for level in levels]
     if not columns:
-        raise UserError(f"forecast={forecasts[0].path}: shares no lead, variable and level with {source.path}")
+        raise UserError(
+            f"forecast={forecasts[0].path}: shares no lead, variable and level with {source.path}; variables are"
+            " read that are called NAME_mean, NAME_location or NAME_ensemble_spread, as in t2m_mean"
+        )
     offered = {Column(h, *field) for f in forecasts for h in f.lead_hours for field in f.fields()}
     unpaired = sorted(f"{column.name} {column.lead_hours} h" for column in offered - set(columns))
     if unpaired:
