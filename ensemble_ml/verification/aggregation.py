@@ -127,6 +127,26 @@ class AggregationState:
                 getattr(merged, name)[key] = mine[key] + array if key in mine else array
         return merged
 
+    def part(self, columns: slice) -> dict[str, dict]:
+        """The sums of some columns: `total` by key, `counts` (weight, left out, points) by the keys that share them."""
+        sharing: dict[int, list[Key]] = {}
+        for key in self.total:
+            sharing.setdefault(id(self.weight[key]), []).append(key)
+        tables = self.weight, self.left_out, self.points
+        counts = {tuple(keys): tuple(t[keys[0]][..., columns] for t in tables) for keys in sharing.values()}  # type: ignore[attr-defined]
+        return {"total": {key: total[..., columns] for key, total in self.total.items()}, "counts": counts}
+
+    def put(self, columns: slice, part: dict[str, dict]) -> None:
+        """Let columns of which nothing is recorded be those of a `part`, and let share what shares there."""
+        if fresh := [key for key in part["total"] if key not in self.total]:
+            self._open(fresh)
+        for keys, counts in part["counts"].items():
+            self._counting(keys)
+            for table, values in zip((self.weight, self.left_out, self.points), counts, strict=True):
+                table[keys[0]][..., columns] = values  # type: ignore[attr-defined]
+        for key, values in part["total"].items():
+            self.total[key][..., columns] = values
+
     def mean(self, key: Key, weighting: str = "area", draws: np.ndarray | None = None) -> np.ndarray:
         """Weighted mean over dates and points: (C,), or (B, C) for the dates' counts `draws` (B, D) of a bootstrap.
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ensemble_ml.config import EvaluateConfig, as_list, require
+from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, draft_of, give_name
 from ensemble_ml.store.source import Source
 from ensemble_ml.strict_json import strict
@@ -52,6 +54,7 @@ from ensemble_ml.verification.calibration import Calibration
 from ensemble_ml.verification.case import Case, extreme_case
 from ensemble_ml.verification.fits import fit_group
 from ensemble_ml.verification.forecasts import ForecastSet, open_forecasts
+from ensemble_ml.verification.kept import Kept, part_of, put_part
 from ensemble_ml.verification.page import DEFINITIONS
 from ensemble_ml.verification.pictures import Pictures
 from ensemble_ml.verification.plan import Plan, make_plan
@@ -75,6 +78,8 @@ FILES = ("scores.json", "report.html")
 
 def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, str] | None = None) -> Path:
     """Score the forecasts of `config` against `source` and return the folder with scores.json and report.html.
+
+    What each field gave is kept in the folder until both are written: stopped, the same evaluation goes on from there.
 
     Args:
         config: settings.
@@ -107,7 +112,8 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
         log.info("%s", plan.notes[-1])
         blocks = blocks_of(source.layout.init_time[plan.test], config.block_days)
         check_predictions(setting, plan.groups, int(plan.test[0]))
-        tables = _score(setting, plan, regions, blocks)
+        kept = Kept.of(config, setting, plan)
+        tables = _score(setting, plan, regions, blocks, kept)
         state, pictures = tables.state, tables.pictures
         case = extreme_case(setting, plan, pictures)
     finally:
@@ -128,7 +134,12 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
         "vectors": vectors.rows(scores, tables.vectors),
         "case": None if case is None else case.as_dict(),
     }
-    _write(output, config.overwrite, content, scores, tables, case, source)
+    try:
+        _write(output, config.overwrite, content, scores, tables, case, source)
+    except UserError:  # another process has made the report meanwhile
+        kept.drop()
+        raise
+    kept.drop()
     for line in content["headline"]:
         log.info("%s", line)
     log.info("-> %s, %s", output / FILES[1], output / FILES[0])
@@ -158,10 +169,10 @@ def _drawn(setting: Setting) -> frozenset[Key]:
     )
 
 
-def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray) -> Tables:
+def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.ndarray, kept: Kept) -> Tables:
     dates, columns = len(plan.test), len(plan.columns)
     headline = _headline_columns(plan.columns)
-    known: list[tuple[Group, Known]] = []
+    known: list[tuple[Group, Known | None]] = []
     tables = Tables(
         AggregationState(dates, columns, (*WEIGHTINGS, *regions, EXTREME, EFI_WEIGHTED)),
         Calibration(dates, columns, setting.weights[0]),
@@ -174,16 +185,49 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
             _drawn(setting),
         ),
     )
-    with tqdm(plan.groups, desc="evaluate", unit="field", disable=not sys.stderr.isatty()) as bar:
-        for group in bar:
-            fit = fit_group(setting, group)
-            score_group(setting, group, fit, plan.test, tables)
-            if (kept := Known.of(setting, fit)) is not None:
-                known.append((group, kept))
-    leads = sorted({group.lead_hours for group in plan.groups})
-    found = (score_vectors(setting, known, plan.test, lead) for lead in leads)
-    tables.vectors.extend(one for one in found if one is not None)
+    for group in plan.groups:
+        if (found := kept.load(_name(group))) is None:
+            break
+        part, one = found
+        put_part(tables, group.columns, part)
+        known.append((group, one))
+    done, every = len(known), len(plan.groups)
+    if done:
+        log.info(
+            "%d of %d groups of fields are taken from an evaluation that was stopped (%s)", done, every, kept.folder
+        )
+    started = time.monotonic()
+    for group in tqdm(
+        plan.groups[done:], desc="evaluate", unit="field", initial=done, total=every, disable=not sys.stderr.isatty()
+    ):
+        fit = fit_group(setting, group)
+        score_group(setting, group, fit, plan.test, tables)
+        known.append((group, Known.of(setting, fit)))
+        kept.save(_name(group), (part_of(tables, group.columns), known[-1][1]))
+        left = columns - group.columns.stop
+        if len(known) == done + 1 and left:
+            seconds = time.monotonic() - started
+            text = "%s at %d h scored in %s; the other %d fields take about %s"
+            about = _duration(seconds * left / len(group.levels))
+            log.info(text, group.variable, group.lead_hours, _duration(seconds), left, about)
+    some = [(group, one) for group, one in known if one is not None]
+    for lead in sorted({group.lead_hours for group in plan.groups}):
+        if (found := kept.load(f"members_{lead}")) is None:
+            found = (score_vectors(setting, some, plan.test, lead),)
+            kept.save(f"members_{lead}", found)
+        tables.vectors.extend(one for one in found if one is not None)
     return tables
+
+
+def _name(group: Group) -> str:
+    return f"{group.variable}_{group.lead_hours}"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 _PREFERRED = ("t850", "z500", "t2m", "msl")

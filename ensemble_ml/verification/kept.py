@@ -1,0 +1,159 @@
+"""What the fields of an evaluation gave, kept until its report is written: one that was stopped goes on from there.
+
+    OUTPUT/.scored-FINGERPRINT/NAME.npz      arrays, and as JSON how they stand together
+
+FINGERPRINT is a hash of all that the sums depend on. A file is whole or not there; one that cannot be read is made
+anew. Together they are as large as the sums in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ensemble_ml import __version__
+from ensemble_ml.config import EvaluateConfig
+from ensemble_ml.folders import draft_of, give_name
+from ensemble_ml.strict_json import strict
+from ensemble_ml.verification.baselines import Correction
+from ensemble_ml.verification.pictures import Bins, Snapshot
+from ensemble_ml.verification.plan import Plan
+from ensemble_ml.verification.probability import Reliability
+from ensemble_ml.verification.samples import Setting
+from ensemble_ml.verification.scoring import Tables
+from ensemble_ml.verification.statistics import Key, Statistic
+from ensemble_ml.verification.vectors import Known, Vectors
+
+log = logging.getLogger(__name__)
+
+_FOLDER = ".scored-"
+_CODE = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]  # files may be edited while this runs
+_KINDS = {kind.__name__: kind for kind in (Bins, Correction, Known, Reliability, Snapshot, Vectors)}
+_PICTURES = "maps", "counts", "error_bins", "spread_bins", "snapshots", "index", "by_block", "block_counts"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The folder of one evaluation."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, config: EvaluateConfig, setting: Setting, plan: Plan) -> Kept:
+        """That of `config.output`, from which what was kept for any other evaluation is removed."""
+        mine = cls(Path(config.output) / f"{_FOLDER}{_fingerprint(config, setting, plan)}")
+        for other in mine.folder.parent.glob(f"{_FOLDER}*"):
+            if other != mine.folder:
+                shutil.rmtree(other, ignore_errors=True)
+        return mine
+
+    def load(self, name: str) -> Any:
+        """What was saved under a name; None where there is nothing, or nothing that can be read."""
+        path = self.folder / f"{name}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return _unpacked(json.loads(file["arr_0"].tobytes()), file)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            log.warning("%s cannot be read (%s), so it is scored anew", path, error)
+            return None
+
+    def save(self, name: str, value: Any) -> None:
+        """Keep what is made of dictionaries, tuples, arrays, numbers, texts and `_KINDS`; an evaluation goes on without
+        it where the folder takes no more."""
+        path, arrays = self.folder / f"{name}.npz", list[np.ndarray]()
+        text = np.frombuffer(json.dumps(_packed(value, arrays)).encode(), np.uint8)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft = draft_of(path)
+            try:
+                with open(draft, "wb") as file:
+                    np.savez(file, text, *arrays)
+                give_name(draft, path, replace=True)
+            finally:
+                draft.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s is not kept for a rerun (%s)", path, error)
+
+    def drop(self) -> None:
+        """Remove all."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def part_of(tables: Tables, columns: slice) -> dict[str, Any]:
+    """What `tables` hold of some columns."""
+    inside = range(columns.start, columns.stop)
+
+    def mine(found: dict) -> dict:
+        return {key: one for key, one in found.items() if (key[0] if isinstance(key, tuple) else key) in inside}
+
+    return {
+        "state": tables.state.part(columns),
+        "histograms": {key: table[:, columns] for key, table in tables.calibration.histograms.items()},
+        "reliability": mine(tables.calibration.reliability),
+        "pictures": {name: mine(getattr(tables.pictures, name)) for name in _PICTURES},
+    }
+
+
+def put_part(tables: Tables, columns: slice, part: dict[str, Any]) -> None:
+    """Let `tables`, which lack these columns, hold what `part_of` took."""
+    tables.state.put(columns, part["state"])
+    calibration = tables.calibration
+    for key, values in part["histograms"].items():
+        empty = np.zeros((calibration.dates, calibration.columns, values.shape[-1]))
+        calibration.histograms.setdefault(key, empty)[:, columns] = values
+    calibration.reliability.update(part["reliability"])
+    for name, found in part["pictures"].items():
+        getattr(tables.pictures, name).update(found)
+
+
+def _fingerprint(config: EvaluateConfig, setting: Setting, plan: Plan) -> str:
+    source, times = setting.source, setting.source.layout.init_time
+    settings = {key: value for key, value in asdict(config).items() if key not in ("output", "overwrite")}
+    paths = [(one.label, path) for one in setting.forecasts for path in one.files.values()]
+    stamps = [(label, str(path), path.stat().st_size, path.stat().st_mtime_ns) for label, path in paths]
+    dates = [times[which].astype("int64").tolist() for which in (plan.test, plan.fit)]
+    given: list[Any] = [__version__, np.__version__, _CODE, settings, source.path, source.fingerprint(), stamps, dates]
+    given += [[asdict(column) for column in plan.columns], plan.reduced, plan.truth]
+    return hashlib.sha256(json.dumps(strict(given)).encode() + setting.weights.tobytes()).hexdigest()[:16]
+
+
+def _packed(value: Any, arrays: list[np.ndarray]) -> Any:
+    """As JSON: all but texts, numbers and None is an object of one item, what it is; `arrays` takes in the arrays."""
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {"array": f"arr_{len(arrays)}"}  # as `np.savez` names them, after the text
+    if isinstance(value, dict):
+        return {"dict": [[_packed(one, arrays) for one in item] for item in value.items()]}
+    if isinstance(value, tuple):
+        return {"Key" if isinstance(value, Key) else "tuple": [_packed(one, arrays) for one in value]}
+    if isinstance(value, Statistic):
+        return {"Statistic": value.value}
+    if type(value).__name__ in _KINDS:
+        return {type(value).__name__: _packed(vars(value), arrays)}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _unpacked(packed: Any, arrays: Any) -> Any:
+    if not isinstance(packed, dict):
+        return packed
+    [(kind, held)] = packed.items()
+    if kind == "array":
+        return arrays[held]
+    if kind == "dict":
+        return {_unpacked(key, arrays): _unpacked(value, arrays) for key, value in held}
+    if kind == "Statistic":
+        return Statistic(held)
+    if kind in ("tuple", "Key"):
+        found = tuple(_unpacked(one, arrays) for one in held)
+        return Key(*found) if kind == "Key" else found
+    return _KINDS[kind](**_unpacked(held, arrays))
