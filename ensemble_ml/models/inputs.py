@@ -128,11 +128,15 @@ class ModelSpec:
         return upper, flat
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec."""
+        """Plain JSON values (numbers, strings, lists) that `from_json` turns back into an equal spec.
+
+        The families of all variables are named: a registry that changes would read what was learned under another law.
+        """
         plain: dict[str, Any] = {f.name: list(getattr(self, f.name)) for f in fields(self) if f.name != "config"}
         if not self.masked:
             del plain["masked"]  # specs of models without masks stay what they always were
         plain["config"] = {k: v.value if isinstance(v, Enum) else v for k, v in asdict(self.config).items()}
+        plain["config"]["families"] = {name: self.family(name).value for name in (*self.variables, *self.surface)}
         return plain
 
     @classmethod

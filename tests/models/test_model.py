@@ -12,7 +12,7 @@ from small_models import make_climate, make_input, make_model, make_spec, tensor
 
 from ensemble_ml.config import Pole, Vertical
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import Family
+from ensemble_ml.fields import Family, field
 from ensemble_ml.models import Climate, EnsembleModel, ModelSpec, ensemble_input, moments, shrunk_spread
 from ensemble_ml.models.dry import wetter
 from ensemble_ml.models.features import unbiased_spread
@@ -245,6 +245,17 @@ def test_climate_fills_what_was_not_fitted():
     climate.std_p[0] = 0
     full = climate.checked(spec)
     assert full.level_spread_p.shape == (2, 4, 2) and (full.level_spread_p > 0).all() and (full.std_p > 0).all()
+
+
+def test_what_was_learned_under_one_law_stays_so_whatever_the_registry_says_later(monkeypatch):
+    spec = make_spec(linear=False)
+    plain = spec.to_json()
+    older = plain | {"config": plain["config"] | {"families": None}}  # which named none but those of the configuration
+    assert ModelSpec.from_json(older).to_json() == ModelSpec.from_json(plain).to_json() == plain
+    other = dataclasses.replace(field("q"), family=Family.LOGNORMAL)
+    monkeypatch.setattr("ensemble_ml.models.inputs.field", lambda name: other if name == "q" else field(name))
+    assert ModelSpec.from_json(older).family("q") is Family.LOGNORMAL
+    assert ModelSpec.from_json(plain).family("q") is Family.TRUNCATED_NORMAL
 
 
 def test_a_family_named_in_the_configuration_wins_over_the_registry():

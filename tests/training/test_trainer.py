@@ -198,7 +198,7 @@ def test_init_from_takes_the_weights(config_of, monkeypatch):
         train(config_of(run="third", data__leads_out=[24], init_from=str(first / "checkpoints" / "last")))
     assert not (first.parent / "third").exists()
     other = train(config_of(run="other", model__families={"t": "lognormal"}))
-    with pytest.raises(UserError, match=r"init_from=.*config.families.t: None here, lognormal there"):
+    with pytest.raises(UserError, match=r"init_from=.*config.families.t: normal here, lognormal there"):
         train(config_of(run="third", init_from=str(other / "checkpoints" / "last")))
 
 
