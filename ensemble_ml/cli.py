@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
-from ensemble_ml.signals import note
+from ensemble_ml.signals import ignored, note
 from ensemble_ml.tasks import TASKS
 
 STATUS_USER = 2
@@ -373,6 +373,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, _on_sigterm)
+    if not ignored(signal.SIGHUP):
+        signal.signal(signal.SIGHUP, _on_sigterm)
     # SIGUSR1 would end the process at once; a training that is still on its way to its checkpoint looks at it there.
     signal.signal(signal.SIGUSR1, note if arguments[:1] == ["train"] else _on_sigterm)
     try:

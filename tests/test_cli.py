@@ -9,7 +9,7 @@ from ensemble_ml import cli
 from ensemble_ml.distributed import meeting
 from ensemble_ml.distributed.world import World
 from ensemble_ml.errors import Stopped
-from ensemble_ml.signals import StopRequest
+from ensemble_ml.signals import StopRequest, leave_gone
 from ensemble_ml.tasks import TASKS, Task
 
 
@@ -339,3 +339,37 @@ def test_a_signal_ahead_of_the_time_limit_may_come_twice():
         assert stop.requested == "SIGUSR1" and stop.requeue(stop.vote)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_connection_that_breaks_ends_a_run_as_sigterm_does():
+    """A shell that is hung up passes the signal on, so it may come twice; what nohup has started goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with StopRequest() as stop:
+            stop.arm()
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested == "SIGHUP" and stop.vote and not stop.requeue(stop.vote)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert cli.main(["--help"]) == 0
+        with StopRequest() as stop:
+            stop.arm()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_lines_for_a_terminal_that_is_gone_are_no_error():
+    ours, theirs = os.openpty()
+    try:
+        leave_gone([theirs])
+        os.write(theirs, b"seen")
+        assert os.read(ours, 9) == b"seen"
+        os.close(ours)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(theirs, b"lost")
+        leave_gone([theirs])
+        os.write(theirs, b"lost")
+    finally:
+        os.close(theirs)

@@ -57,7 +57,7 @@ def train(config: TrainConfig) -> Path:
     Raises:
         UserError: something in settings or data that the user can mend; another process trains in the run folder; or
             loss or gradient are no longer finite, and `checkpoints/last` holds the step before.
-        KeyboardInterrupt: SIGINT or SIGTERM came; `checkpoints/last` holds the step that was under way.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP came; `checkpoints/last` holds the step that was under way.
         Stopped: the same of SIGUSR1 or SIGUSR2, which may have come before the first step.
     """
     with start(config.parallel) as session, setup.claimed_run(config, session):
