@@ -271,7 +271,7 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
         config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
         run_exchange(config, session),
     )  # fmt: skip
-    kept = "precision", "input_range", "emos", "fit_seconds", "earlier_dates"
+    kept = "precision", "input_range", "emos", "fit_seconds", "earlier_dates", "unwritten"
     return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
 
 

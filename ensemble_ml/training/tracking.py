@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import resource
 import sys
@@ -35,10 +36,20 @@ class Tracker:
     waited for the others, at halos, sums and gradients; what NCCL lets the GPU wait is not seen); by a planned loader
     `loading`: hits (the share of packed bytes that are not from slow storage) and MB/s of each tier; `validation` with
     its scores; `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one had written beyond
-    its last checkpoint.
+    its last checkpoint, and goes on with what this held of the next line (`unwritten`).
     """
 
-    def __init__(self, run: Path, *, steps: int, start_step: int, resumed: bool, every: int, tensorboard: bool):
+    def __init__(
+        self,
+        run: Path,
+        *,
+        steps: int,
+        start_step: int,
+        resumed: bool,
+        every: int,
+        tensorboard: bool,
+        unwritten: Mapping[str, Any] | None = None,
+    ):
         self._run, self._steps, self._every = run, steps, every
         if resumed:
             _cut(run / LOG, start_step)
@@ -49,8 +60,9 @@ class Tracker:
         terminal = sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=start_step, unit="step", disable=not terminal, dynamic_ncols=True)
         self._plain = not terminal
-        self._sums: dict[str, float] = {}
-        self._count = self._sent = self._skipped = 0
+        known = unwritten or {}
+        self._sums: dict[str, float] = dict(known.get("sums", {}))
+        self._count, self._sent, self._skipped = (known.get(name, 0) for name in ("count", "sent", "skipped"))
         self.counters = Counters()  # of the loader
         self.restart_clock()
 
@@ -119,6 +131,13 @@ class Tracker:
         self._sums, self._count, self._sent, self._skipped = {}, 0, 0, 0
         self.restart_clock()
 
+    @property
+    def unwritten(self) -> dict[str, Any]:
+        """What the steps since the last line add to the next, as JSON; nothing where a sum of it is not finite."""
+        if not self._count or not all(map(math.isfinite, self._sums.values())):
+            return {}
+        return {"sums": self._sums, "count": self._count, "sent": self._sent, "skipped": self._skipped}
+
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
         """Tell of scores on the validation dates."""
         self._write({"step": step, "validation": scores, "best": best})
@@ -177,6 +196,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.unwritten: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self

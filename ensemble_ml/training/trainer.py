@@ -150,7 +150,7 @@ class Trainer:
         wanted, state = self.config.tracking, self.state
         return Tracker(
             self.folder, steps=state.steps, start_step=state.step, resumed=resumed, every=wanted.log_every,
-            tensorboard=wanted.tensorboard,
+            tensorboard=wanted.tensorboard, unwritten=self.setup.facts.get("unwritten"),
         )  # fmt: skip
 
     def plan_steps(self, seconds: float) -> None:
@@ -324,7 +324,7 @@ class Trainer:
         own = own_state(self.state.exchange, kept or self.config.optim.momentum_kept)  # all ranks
         if self.session.first:
             state_dict, training = self.state.tensors()
-            meta = {**self.setup.facts, **self.state.meta()}
+            meta = {**self.setup.facts, **self.state.meta(), "unwritten": tracker.unwritten}
             self.keeper.begin(Snapshot(self.state.step, state_dict, training, meta, own, best))
         else:
             self.keeper.begin(Snapshot(self.state.step, own=own))

@@ -55,6 +55,18 @@ def test_a_run_that_fails_keeps_what_it_has_kept(config_of, monkeypatch):
         assert load_checkpoint(folder / "checkpoints" / "best") and (folder / "log.jsonl").exists()
 
 
+def test_the_log_of_a_resumed_run_has_the_means_of_an_uninterrupted_one(config_of, monkeypatch):
+    plan = {"steps": 4, "validate_every": 4, "model__linear": False, "tracking__log_every": 4}
+    whole, config = train(config_of(run="whole", **plan)), config_of(run="parts", **plan)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    runs = whole, train(replace(config, resume=True))
+    one, other = ([line["loss"] for line in read_log(run / "log.jsonl") if "loss" in line] for run in runs)
+    assert one == other and len(one) == 1
+
+
 def test_other_libraries_are_told_of(config_of, monkeypatch, caplog):
     was = setup.versions()
     setup.tell_of_other_versions({})  # a checkpoint that does not say

@@ -61,6 +61,22 @@ def test_a_resumed_run_takes_back_later_lines(tmp_path):
     assert read_log(tmp_path / "log.jsonl") == []
 
 
+def test_the_first_line_of_a_resumed_run_holds_the_steps_since_the_line_before(tmp_path):
+    with tracker_of(tmp_path) as tracker:
+        for number in range(1, 9):
+            bad = number == 7
+            tracker.step(number, samples=2, waited=0.0, lr=0.1, loss={"loss": number}, sent=1_000_000, skipped=bad)
+        kept = json.loads(json.dumps(tracker.unwritten))
+        tracker.step(9, samples=2, waited=0.0, lr=0.1, loss={"loss": math.inf})
+        assert tracker.unwritten == {}  # JSON has no such number
+    with tracker_of(tmp_path, start_step=8, resumed=True, unwritten=kept) as tracker:
+        for number in (9, 10):
+            tracker.step(number, samples=2, waited=0.0, lr=0.1, loss={"loss": number}, sent=1_000_000)
+        assert tracker.unwritten == {}
+    line = read_log(tmp_path / "log.jsonl")[-1]
+    assert (line["step"], line["loss"], line["skipped"], line["sent_mb"]) == (10, (6 + 8 + 9 + 10) / 4, 1, 1)
+
+
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with tracker_of(tmp_path, steps=10) as tracker:
