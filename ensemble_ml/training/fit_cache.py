@@ -1,6 +1,6 @@
 """Keeps what `climate_fit` found, so that the trials of one output folder fit it once for each seed.
 
-    OUTPUT/.fits/KEY.fit      sha256 of what follows, then arrays as safetensors
+    OUTPUT/.fits/KEY.fit      sha256 of what follows, then arrays as safetensors, and what the fits had to say
 
 KEY is a hash of all that a fit depends on: the store's fingerprint, the spec but for the U-Net's own settings, the
 dates, the numbers of members, the seed where small networks are fitted, the code, and of the machine what decides how
@@ -37,6 +37,7 @@ from ensemble_ml.training.code import hash_of
 log = logging.getLogger(__name__)
 
 FOLDER = ".fits"
+_PACKAGE = __name__.partition(".")[0]
 _SUFFIX, _DIGEST = ".fit", 32  # bytes of a sha256
 _KEPT = 8  # files, the latest
 _DAY = 86400  # seconds
@@ -48,7 +49,7 @@ def kept_fit(
     output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
     seed: int,
 ) -> Fit:  # fmt: skip
-    """What `fit_climate` finds, from `output`/.fits where it has been found before.
+    """What `fit_climate` finds, from `output`/.fits where it has been found before, and then says once more.
 
     Args:
         output: folder of the runs; other arguments as of `fit_climate`.
@@ -60,9 +61,25 @@ def kept_fit(
     found = _read(path)
     if found is not None:
         return found
-    fit = fit_climate(reader, train, validation, members, sizes, seed)
-    _write(path, fit)
+    told, package = _Told(), logging.getLogger(_PACKAGE)
+    package.addHandler(told)
+    try:
+        fit = fit_climate(reader, train, validation, members, sizes, seed)
+    finally:
+        package.removeHandler(told)
+    _write(path, fit, told.lines)
     return fit
+
+
+class _Told(logging.Handler):
+    """Keeps what is logged, (level, text) each: what the fits lacked is as true of the next run that takes them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
 
 
 def _key(
@@ -100,20 +117,24 @@ def _read(path: Path) -> Fit | None:
         arrays = load(data)
         climate = Climate(**{k.name: arrays[k.name] for k in fields(Climate) if k.name in arrays})
         found = Fit(climate, arrays["spread_error"], arrays["input_range"], arrays["seconds"].item())
+        told = [(int(level), str(text)) for level, text in json.loads(arrays["told"].tobytes())]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         log.warning("climate: %s cannot be read (%s), so it is fitted anew", path, error)
         return None
     with contextlib.suppress(OSError):  # it may be somebody else's
         os.utime(path)
     log.info("climate: as fitted before, in %.0f s (%s)", found.seconds, path)
+    for level, text in told:
+        log.log(level, "%s", text)
     return found
 
 
-def _write(path: Path, fit: Fit) -> None:
+def _write(path: Path, fit: Fit, told: Sequence[tuple[int, str]]) -> None:
     """A run goes on without it where the folder takes no more."""
     climate = {k: v for k, v in vars(fit.climate).items() if v is not None}
     arrays = climate | {"spread_error": fit.spread_error, "input_range": fit.input_range}
     arrays["seconds"] = np.array(fit.seconds)
+    arrays["told"] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     data = save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -162,6 +162,16 @@ def test_the_oldest_are_cleared_away(config_of, monkeypatch):
     assert not seen[0] & seen[2]
 
 
+def test_what_a_fit_had_to_say_is_said_of_a_kept_one_too(config_of, counted, caplog):
+    caplog.set_level(logging.INFO)
+    few = {"steps": 1, "data__train": ["2001-01-01/2001-01-05"], "data__validation": [], "model__linear": True}
+    for run in ("a", "b"):
+        caplog.clear()
+        train(config_of(run=run, **few))
+        assert caplog.text.count("linear correction: 3 dates are too few, so there is none") == 1
+    assert len(counted) == 1
+
+
 def test_everything_of_a_fit_is_kept():
     names = {field.name for field in fields(fit_cache.Fit)}
     assert names == {"climate", "spread_error", "input_range", "seconds"}, "a new field must be written and read, too"
