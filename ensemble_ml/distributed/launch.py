@@ -18,6 +18,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -142,6 +143,7 @@ class Session:
             _tell_where([device_name(self.device)], self.device, "one rank")
             return self
         host, port = self.world.host, self.world.port
+        across = False  # whether hosts are being joined by gloo, which reaches each by what its own name leads to there
         try:
             # Where ranks may be late for an exchange they may be late at the start, too.
             patience = max(MEETING, timedelta(seconds=self.config.timeout))
@@ -159,6 +161,7 @@ class Session:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
             be_patient(self.config.timeout)
+            across = backend == "gloo" and len(kinds["hosts"]) > 1
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("group", store),
@@ -169,12 +172,15 @@ class Session:
             )
             self._store = store
             self.mesh = make_mesh(self.topology)
+            across = False
             if self.first:
                 hosts = len(kinds["hosts"])
                 who = f"{self.world.size} ranks on {hosts} host{'s' * (hosts > 1)}"
                 _tell_where(kinds["names"], self.device, who, f", {backend}")
         except BaseException as error:
             self._fail(error)
+            if across and isinstance(error, RuntimeError):
+                raise UserError(_unreached(self.world.rank, error)) from error
             if isinstance(error, dist.DistError):
                 raise UserError(
                     f"rank {self.world.rank}: cannot meet the others at {host}:{port}: {error}; where the port is"
@@ -249,6 +255,19 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
             " (SLURM: --gpus-per-node), or none (CUDA_VISIBLE_DEVICES=)"
         )
     return found
+
+
+def _unreached(rank: int, error: RuntimeError) -> str:
+    """What to do where gloo does not reach the ranks of other hosts."""
+    name, address = socket.gethostname(), "no address"
+    with suppress(OSError):
+        address = socket.gethostbyname(name)
+    return (
+        f"rank {rank}: gloo does not reach the ranks of other hosts ({' '.join(str(error).split())[:200]}); it tells"
+        f" them the address of this host's own name, {name}, which is {address} here; set GLOO_SOCKET_IFNAME (now"
+        f" {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the network interface that joins the hosts, as eth0,"
+        " on all ranks"
+    )
 
 
 def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str = "") -> None:

@@ -211,6 +211,27 @@ def test_ranks_of_a_node_are_counted_where_the_launcher_does_not_tell(monkeypatc
     assert [read_world(more | env).counted for more in ({}, {"LOCAL_WORLD_SIZE": "3"})] == [False, True]
 
 
+@pytest.mark.parametrize("names", ["ab", "aa"], ids=["two hosts", "one host"])
+def test_hosts_whose_own_names_lead_to_themselves(monkeypatch, names):
+    """Debian gives the own name 127.0.1.1, which gloo tells the others."""
+
+    def on_hosts(store, world, device, real=launch._devices):
+        own = SimpleNamespace(gethostname=lambda: names[world.rank], gethostbyname=lambda name: "127.0.1.1")
+        monkeypatch.setattr(launch, "socket", own)
+        return real(store, world, device)
+
+    def refused(*_, **__):
+        raise RuntimeError("connectFullMesh failed with\nConnection refused")
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(launch, "_devices", on_hosts)
+    monkeypatch.setattr(launch.dist, "init_process_group", refused)
+    said = [text for _, _, text in run_ranks(lambda session: None, 2, statuses=True)]
+    told = "does not reach the ranks of other hosts (connectFullMesh failed with Connection refused); it tells them the"
+    wanted = ["UserError: rank", told, "is 127.0.1.1 here; set GLOO_SOCKET_IFNAME (now not set)"]
+    assert any(all(text in one for text in wanted) for one in said) == (names == "ab"), said
+
+
 def test_a_rank_without_a_gpu_among_others_is_named():
     ends = run_ranks(devices, 3, ["a", "", "c"], statuses=True)
     assert all(code for code, *_ in ends)
