@@ -34,6 +34,7 @@ _MARGIN = 0.1  # of the training range: so far beyond it a value is no matter fo
 class Sample:
     """One start date, read: `members` (M, T_in, ...), their `mean` and `spread` (T_in, ...), remarks for the file.
 
+    `members` are none, M = 0, where nothing asks for them: they are most of what a date takes in memory.
     `extremes`: smallest and largest value of each field, as far as a range is known to hold them against.
     """
 
@@ -48,15 +49,22 @@ class Sample:
 class Samples:
     """Reads samples, and warns once a variable of inputs beyond the training range that `meta` states.
 
-    `window`: the part of the grid that is read, as of `Reader`.
+    `window`: the part of the grid that is read, as of `Reader`. `members`: whether the output asks for the members; the
+    model may do so, too.
     """
 
     def __init__(
-        self, source: Source, spec: ModelSpec, meta: Mapping[str, Any], window: tuple[Span, Span] | None = None
+        self,
+        source: Source,
+        spec: ModelSpec,
+        meta: Mapping[str, Any],
+        window: tuple[Span, Span] | None = None,
+        members: bool = True,
     ):
         self.reader, self.spec = Reader(source, spec, window=window), spec
         self._limits = _limits(spec, meta["input_range"]) if "input_range" in meta else None
         self._warned: set[str] = set()
+        self._keep = members or bool(spec.masked) or spec.config.one_member or spec.takes_members
 
     def read(self, start: Start) -> Sample:
         """Read one start date.
@@ -71,6 +79,8 @@ class Samples:
         extremes = None
         if self._limits is not None:
             extremes = _by_field(members, np.fmin.reduce), _by_field(members, np.fmax.reduce)
+        if not self._keep:
+            members = Fields(*(np.empty((0, *v.shape[1:]), v.dtype) for v in (members.pressure, members.surface)))
         return Sample(start, members, mean, spread, extremes=extremes)
 
     def check_together(self, sample: Sample, spatial: Communicator) -> None:

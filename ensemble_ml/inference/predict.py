@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 _LARGEST_BATCH = 8  # start dates
 _BATCH_VALUES = 4_000_000  # grid values of a batch's mean fields: beyond that a larger batch is no faster, only larger
-_READ_AHEAD = 2  # batches
+_READ_AHEAD = 2  # batches; one where a batch is a single date, which is large then
 _NAMED = 10  # start dates in a message
 
 
@@ -161,10 +161,10 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
     """Make the forecasts of start dates with a path."""
     spatial = job.session.mesh.spatial
     window = (job.shard.own_rows, job.shard.own_columns) if spatial.size > 1 else None
-    samples = Samples(job.source, job.spec, job.meta, window)
+    samples = Samples(job.source, job.spec, job.meta, window, job.wanted.members)
     writing: list[Future[Path]] = []
     unread: dict[str, str] | None = {} if spatial.size == 1 else None
-    reading = read_ahead(_groups(samples, own, unread), _READ_AHEAD)
+    reading = read_ahead(_groups(samples, own, unread), _READ_AHEAD if _batch_size(job.spec) > 1 else 1)
     count = sum(path is not None for _, path in own) if spatial.rank == 0 else 0
     with _progress(count) as done, closing(reading) as groups, _one_writer() as writer:  # type: ignore[type-var]
         for group, paths in groups:

@@ -53,6 +53,22 @@ def test_batches_do_not_change_what_a_date_gets(config, source, tmp_path):
         np.testing.assert_allclose(one[name].astype("f8"), other[name].astype("f8"), rtol=1e-5, atol=1e-8)
 
 
+def test_members_are_let_go_where_nothing_asks_for_them(config, source, tmp_path, monkeypatch):
+    """And change nothing else; where a batch is one date, one is read ahead."""
+    module, alive, ahead = importlib.import_module("ensemble_ml.inference.predict"), [], []
+    forward, read_ahead = module._forward, module.read_ahead
+    monkeypatch.setattr(module, "_forward", lambda *given: alive.append(given[1][0].members) or forward(*given))
+    monkeypatch.setattr(module, "read_ahead", lambda items, depth: ahead.append(depth) or read_ahead(items, depth))
+    single = str(make_checkpoint(tmp_path / "c", make_spec(source, one_member=True)))
+    asked = [{}, {"members_out": True}, {"checkpoint": single}]
+    made = [opened(predict(config(**one, output=str(tmp_path / str(n))), source)[0]) for n, one in enumerate(asked)]
+    assert [len(fields.pressure) for fields in alive] == [len(fields.surface) for fields in alive] == [0, 6, 6]
+    assert made[0].drop_attrs().identical(made[1][list(made[0].variables)].drop_attrs())
+    monkeypatch.setattr(module, "_LARGEST_BATCH", 1)
+    predict(config(), source)
+    assert ahead == [2, 2, 2, 1]
+
+
 def test_order_of_members_does_not_matter(config, source, tmp_path):
     first = opened(predict(config(members_in=[2, 5, 3]), source)[0])
     second = opened(predict(config(members_in=[5, 3, 2], output=str(tmp_path / "two")), source)[0])
