@@ -5,8 +5,10 @@ Axes: B date in a batch, M member, K quantile or threshold, T lead, Z level, Y l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +17,14 @@ from torch import Tensor
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
+from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.contents import Kind, Output
 from ensemble_ml.inference.inputs import Sample
 from ensemble_ml.inference.select import Places
 from ensemble_ml.models import ModelSpec, Prediction, cdf, moments, quantile, remap_members
 from ensemble_ml.store import Fields
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,23 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
             raise UserError(f"{asked}: the checkpoint has no postprocess head and predicts spread alone; leave it out")
         return Wanted()  # quantiles have a default, so they are left out without a word
     return Wanted(tuple(sorted(set(config.quantiles))), thresholds, config.members_out)
+
+
+def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:
+    """Warn, once, of thresholds beyond all values that the checkpoint was trained on: they may be in other units.
+
+    `ranges`: {"t": {"500": [smallest, largest], ...}, "t2m": [smallest, largest]}, SI units.
+    """
+    said = []
+    for name, values in wanted.thresholds.items():
+        of_levels = ranges[name].values() if isinstance(ranges[name], Mapping) else [ranges[name]]
+        low, high = min(pair[0] for pair in of_levels), max(pair[1] for pair in of_levels)
+        far = [f"{value:g}" for value in values if not low <= value <= high]
+        units = registered(name).units
+        if far:
+            said.append(f"{name} {', '.join(far)} {units} (it was {low:.6g} to {high:.6g} {units} in training)")
+    if said:
+        log.warning("thresholds: %s: probabilities are about 0 or 1 there; are these the units meant?", "; ".join(said))
 
 
 def outputs(

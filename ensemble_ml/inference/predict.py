@@ -34,7 +34,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.inference.contents import Header
 from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
 from ensemble_ml.inference.netcdf import write_forecast
-from ensemble_ml.inference.outputs import Wanted, outputs, wanted_outputs
+from ensemble_ml.inference.outputs import Wanted, outputs, tell_of_far_thresholds, wanted_outputs
 from ensemble_ml.inference.select import Places, select
 from ensemble_ml.inference.starts import Start, check_source, plan_starts
 from ensemble_ml.inference.targets import identity, made_already, of_start, targets
@@ -100,6 +100,8 @@ def _predict(config: PredictConfig, source: Source, session: Session) -> list[Pa
     starts = plan_starts(source, spec, config, trained)
     if session.first:
         _tell_of_few(starts, meta)
+        if "input_range" in meta:
+            tell_of_far_thresholds(wanted, meta["input_range"])
     paths = targets(config, starts)
     made = _made(job, starts, paths) if config.resume else set()
     session.mesh.world.barrier()  # nobody writes before all have looked

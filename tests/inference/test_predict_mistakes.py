@@ -92,6 +92,16 @@ def test_inputs_beyond_the_training_range_warn_once(config, tmp_path, caplog):
     assert "400 K" in comments[0] and "t at 500 hPa reaches 420 K" in comments[1] and "t2m" in comments[2]
 
 
+def test_thresholds_in_other_units_warn_once(config, source, caplog):
+    near = {"t": [210.0, 290.0], "t2m": [273.15], "tp": [0.001]}
+    predict(config(thresholds=near), source)
+    assert "thresholds" not in caplog.text
+    predict(config(thresholds={"t": [-10.0, 273.15], "t2m": [280.0], "tp": [1.0, 10.0]}, overwrite=True), source)
+    told = [record.getMessage() for record in caplog.records if "thresholds" in record.getMessage()]
+    assert len(told) == 1
+    assert "t -10 K (it was 202 to 298 K in training); tp 1, 10 m (it was -0.01 to 0.014 m in training):" in told[0]
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
