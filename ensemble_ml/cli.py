@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import ensemble_ml.config as schema
+from ensemble_ml import __version__
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
 from ensemble_ml.signals import ignored, note
 from ensemble_ml.tasks import TASKS
@@ -175,6 +176,10 @@ def _one_line(task: str, text: str) -> str:
     if choice:
         options = ", ".join(choice.group(3).split())
         return f"{choice.group(2)}={choice.group(1).rpartition('/')[2]}: no such file in conf; there are {options}"
+    several = re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text)
+    if several:  # Hydra's third way, quotes around all of it, the shell would strip
+        key, value = several[2].lstrip("+"), several[3]
+        return f"{several[1]}: is several values; write a list, '{key}=[{value}]', or sweep over them with -m"
     lines = [line.strip() for line in text.splitlines() if line.strip() and "object_type" not in line]
     where = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
     dull = ("full_key", "reference_type", "Error merging override", "See https")
@@ -310,6 +315,7 @@ def overview() -> str:
             *rows,
             "",
             "ensemble-ml TASK --help explains a task; in a checkout, scripts/quickstart.sh runs simulate to evaluate.",
+            "ensemble-ml --version says which one this is.",
         ]
     )
 
@@ -322,6 +328,9 @@ def _quoted(path: str) -> str:
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"ensemble-ml {__version__}")
         return 0
     task, rest = arguments[0], arguments[1:]
     if task not in TASKS:

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+import ensemble_ml
 from ensemble_ml import cli
 from ensemble_ml.distributed import meeting
 from ensemble_ml.distributed.world import World
@@ -23,6 +24,10 @@ def test_overview_names_every_task(capsys):
     status, out, _ = run(capsys, "--help")
     assert status == 0
     assert all(f"  {task}" in out for task in TASKS)
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"ensemble-ml {ensemble_ml.__version__}\n", "")
 
 
 @pytest.mark.parametrize("task", list(TASKS))
@@ -93,6 +98,10 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["train", "run=a", "data.store=x", "data.train=2001"], "data.train: a list is wanted: data.train=[...]"),
         (["train", "run=a", "data.store=x", "loading.timeline=a.jpgg"], "loading.timeline=a.jpgg: is written as .png"),
         (["predict", "checkpoint=a", "input=b", "output=c", "thresholds=3"], "thresholds=3: give lists of values"),
+        (
+            ["predict", "checkpoint=a", "output=c", "input=a.grib,b.grib"],
+            "input=a.grib,b.grib: is several values; write a list, 'input=[a.grib,b.grib]', or sweep over them with -m",
+        ),
         (["predict", "thresholds={tp:", "[0.001]}"], "thresholds={tp:: cannot be read; write key=value"),
         (
             ["evaluate", "forecast=[a,", "b]"],
