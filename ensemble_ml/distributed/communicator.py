@@ -112,11 +112,11 @@ class TorchCommunicator:
         self._home = "cpu" if dist.get_backend(group) == "gloo" else "cuda"
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
-        self.bytes_sent += 2 * _bytes(x) * (self.size - 1) // self.size
+        self.bytes_sent += 2 * bytes_of(x) * (self.size - 1) // self.size
         return self._run(lambda t: dist.all_reduce(t, _OPS[op], self._group, async_op=True), x, x, async_op)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        self.bytes_sent += _bytes(x) * (self.size - 1) // self.size
+        self.bytes_sent += bytes_of(x) * (self.size - 1) // self.size
 
         def call(to: Tensor, given: Tensor) -> Any:
             return dist.reduce_scatter_tensor(to, given, group=self._group, async_op=True)
@@ -124,7 +124,7 @@ class TorchCommunicator:
         return self._run(call, out, x, async_op)
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        self.bytes_sent += _bytes(x) * (self.size - 1)
+        self.bytes_sent += bytes_of(x) * (self.size - 1)
 
         def call(to: Tensor, given: Tensor) -> Any:
             return dist.all_gather_into_tensor(to, given, self._group, async_op=True)
@@ -142,7 +142,7 @@ class TorchCommunicator:
         return self._run(call, out, x, async_op)
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
-        self.bytes_sent += _bytes(x) * (self.size > 1 and self.rank == source)
+        self.bytes_sent += bytes_of(x) * (self.size > 1 and self.rank == source)
         first = dist.get_global_rank(self._group, source)
         return self._run(lambda t: dist.broadcast(t, first, self._group, async_op=True), x, x, async_op)
 
@@ -190,5 +190,6 @@ class _Work:
             self._out.copy_(self._to)
 
 
-def _bytes(x: Tensor) -> int:
+def bytes_of(x: Tensor) -> int:
+    """Bytes of its elements."""
     return x.numel() * x.element_size()

@@ -14,7 +14,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from ensemble_ml.distributed.communicator import Communicator, Done, NullCommunicator, Pending
+from ensemble_ml.distributed.communicator import Communicator, Done, NullCommunicator, Pending, bytes_of
 from ensemble_ml.distributed.mesh import ROLES, Mesh
 from ensemble_ml.distributed.topology import Topology
 
@@ -89,18 +89,18 @@ class Echo:
         self._traffic, self._axes = traffic, axes
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
-        self._sent("all_reduce", 2 * _bytes(x) * (self.size - 1) // self.size)
+        self._sent("all_reduce", 2 * bytes_of(x) * (self.size - 1) // self.size)
         if op == "sum":
             x.mul_(self.size)
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        self._sent("reduce_scatter", _bytes(x) * (self.size - 1) // self.size)
+        self._sent("reduce_scatter", bytes_of(x) * (self.size - 1) // self.size)
         out.copy_(x[: len(out)])
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        self._sent("all_gather", _bytes(x) * (self.size - 1))
+        self._sent("all_gather", bytes_of(x) * (self.size - 1))
         out.view(self.size, -1).copy_(x.reshape(1, -1).expand(self.size, -1))
         return Done()
 
@@ -120,7 +120,7 @@ class Echo:
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
         own = self.rank == source
-        self._sent("broadcast", _bytes(x) * own, _bytes(x) * (not own))
+        self._sent("broadcast", bytes_of(x) * own, bytes_of(x) * (not own))
         return Done()
 
     def barrier(self) -> None:
@@ -140,7 +140,3 @@ def echo_mesh(topology: Topology, traffic: Traffic) -> Mesh:
         echo = Echo(traffic, axes, members.index(topology.rank), len(members))
         groups[axes] = NullCommunicator() if one else echo
     return Mesh(topology, groups)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

@@ -35,7 +35,7 @@ class Arena:
 
     def __init__(self, size: int, folder: str | Path | None = None):
         self.size = -(-size // PAGE) * PAGE
-        self.fd = _memory() if folder is None else _on_disk(Path(folder))
+        self.fd = memory_file() if folder is None else _on_disk(Path(folder))
         os.ftruncate(self.fd, self.size)
         self._map = mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ) if self.size else None
         self._all = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
@@ -44,7 +44,7 @@ class Arena:
     @property
     def address(self) -> str:
         """Path under which other processes of the user can open it."""
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
+        return address_of(self.fd)
 
     @property
     def free(self) -> int:
@@ -133,8 +133,14 @@ def read_extents(fd: int, extents: Extents) -> np.ndarray:
     return out
 
 
-def _memory() -> int:
+def memory_file() -> int:
+    """An empty file in memory, which the kernel takes back when its last holder dies."""
     return os.memfd_create("ensemble_ml", os.MFD_CLOEXEC)
+
+
+def address_of(fd: int) -> str:
+    """Path under which other processes of the user can open this process's file."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _on_disk(folder: Path) -> int:

@@ -30,8 +30,7 @@ from ensemble_ml.loading.device import pages, wait_for_copies
 from ensemble_ml.loading.items import DatasetItems, Divisible, Items, Openable, shapes_from_json, shapes_to_json
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
-from ensemble_ml.loading.plan import Plan, shares
-from ensemble_ml.loading.plan import Tiers as Room
+from ensemble_ml.loading.plan import Plan, Room, shares
 from ensemble_ml.loading.threads import ended, start
 from ensemble_ml.loading.tiers import Tiers
 from ensemble_ml.loading.wire import Gather, this_node

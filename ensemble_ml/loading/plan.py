@@ -29,7 +29,7 @@ STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that nobody h
 
 
 @dataclass(frozen=True)
-class Tiers:
+class Room:
     """Room for samples on each rank, in bytes."""
 
     ram: int
@@ -92,7 +92,7 @@ class Plan:
     order: Order
     epochs: int
     sizes: np.ndarray
-    tiers: Tiers
+    tiers: Room
     ranks: int = 1
     assign: Assign = Assign.fixed
     stored: np.ndarray | None = None
@@ -287,7 +287,7 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
     return out
 
 
-def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Tiers, *, heads: bool = False) -> Placement:
+def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bool = False) -> Placement:
     """Fill the caches without duplicates: each rank with what it uses first, spare room with what is left over.
 
     A sample goes to RAM before disk. Samples larger than the room that is left are passed over; with `heads`, what is

@@ -18,7 +18,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.batches import Batch, Draw, collate
 from ensemble_ml.loading.counters import Counters
 from ensemble_ml.loading.device import Device
-from ensemble_ml.loading.plan import Tiers
+from ensemble_ml.loading.plan import Room
 from ensemble_ml.loading.planned import Engine
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.loading.schedule import Schedule
@@ -249,7 +249,7 @@ def make_plan(
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
     home = np.repeat(homes * lane.columns + np.arange(len(homes)) % lane.columns, units.each)
-    tiers = Tiers(lane.least(room), lane.least(config.disk_bytes))
+    tiers = Room(lane.least(room), lane.least(config.disk_bytes))
     plan = UnitPlan(trace, units.sizes, home, tiers, lane.columns, lane.ranks)
     if not plan.exact:
         log.info("loading: %d uses are too many to plan each; what is used most is held", len(trace.unit))

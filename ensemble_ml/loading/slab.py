@@ -22,11 +22,10 @@ import google_crc32c
 import numpy as np
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.loading.arena import write_all
+from ensemble_ml.loading.arena import PAGE, address_of, memory_file, write_all
 
 log = logging.getLogger(__name__)
 
-_PAGE = mmap.PAGESIZE
 _PIECE = 1 << 20  # bytes of a checksum after which other threads have their turn: it does not let them in by itself
 _PATIENCE = 1.0  # seconds that another run may take to see that a cache is in use
 _MAGIC = 0x454D4C31  # "EML1"
@@ -45,7 +44,7 @@ class Shape:
     @property
     def header(self) -> int:
         """Bytes before the first sample: whole pages."""
-        return -(-(16 + 8 * len(self.samples)) // _PAGE) * _PAGE
+        return -(-(16 + 8 * len(self.samples)) // PAGE) * PAGE
 
     @property
     def bytes(self) -> int:
@@ -81,7 +80,7 @@ class Slab:
     @classmethod
     def in_memory(cls, shape: Shape) -> Slab:
         """A new slab that vanishes with the process."""
-        fd = os.memfd_create("ensemble_ml", os.MFD_CLOEXEC)
+        fd = memory_file()
         os.ftruncate(fd, shape.bytes)
         return cls(fd, shape, writable=True)
 
@@ -133,7 +132,7 @@ class Slab:
     @property
     def address(self) -> str:
         """Path under which other processes of the user can open it."""
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
+        return address_of(self.fd)
 
     def put(self, sample: int, data: memoryview) -> bool:
         """Keep `data`; False where the disk is full, which the caller may ignore.

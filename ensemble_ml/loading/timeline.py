@@ -15,18 +15,13 @@ KINDS = {"read": "tab:orange", "decode": "tab:blue", "keep": "tab:purple", "wait
 
 
 class Timeline:
-    """Spans (kind, thread, begin, end) in seconds from the start; any thread may add."""
+    """Spans (kind, thread, begin, end) in seconds from the start; any thread may add. Without a path: none is kept."""
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path else None
         self.began = time.monotonic()
         self.spans: list[tuple[str, str, float, float]] = []
         self.lost = 0
-
-    @classmethod
-    def off(cls) -> Timeline:
-        """One that keeps nothing."""
-        return cls()
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:

@@ -66,7 +66,7 @@ class UnitCache:
         self.plan, self.rank, self.units = plan, rank, units
         self.counters = Counters()
         self.others: Others = Alone()
-        self.timeline = timeline or Timeline.off()
+        self.timeline = timeline or Timeline()
         held = plan.held(rank)
         self.arenas = {RAM: Arena(held[RAM])}
         if plan.room.disk:

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ensemble_ml.loading.plan import DISK, RAM, STORAGE, Tiers
+from ensemble_ml.loading.plan import DISK, RAM, STORAGE, Room
 from ensemble_ml.loading.replacement import Decisions, decide, next_uses
 from ensemble_ml.loading.schedule import Turn
 from ensemble_ml.loading.units import Units
@@ -75,7 +75,7 @@ class UnitPlan:
     trace: Trace
     sizes: np.ndarray
     home: np.ndarray
-    room: Tiers
+    room: Room
     columns: int = 1
     ranks: int = 1
 
@@ -194,7 +194,7 @@ def _replay(
     uses: np.ndarray,
     chunks: np.ndarray,
     pages: np.ndarray,
-    room: Tiers,
+    room: Room,
     found: Decisions,
     source: np.ndarray,
     tier: np.ndarray,

@@ -9,7 +9,7 @@ import pytest
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.order import Order
-from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan, Tiers, place, to_holders
+from ensemble_ml.loading.plan import DISK, NOBODY, RAM, Plan, Room, place, to_holders
 
 F, E = 37, 4
 
@@ -17,7 +17,7 @@ F, E = 37, 4
 def make(ranks=1, share=0.5, assign=Assign.fixed, disk=0.0, sizes=None, batch=8, heads=False):
     sizes = np.full(F, 10) if sizes is None else sizes
     room = [int(part * sizes.sum() / ranks) for part in (share, disk)]
-    return Plan(Order(5, F, batch), E, sizes, Tiers(*room), ranks, assign, heads=heads)
+    return Plan(Order(5, F, batch), E, sizes, Room(*room), ranks, assign, heads=heads)
 
 
 CASES = [(p, c, a) for p in (1, 2, 3, 4, 8) for c in (0, 0.1, 0.5, 1, 2) for a in Assign]
@@ -96,7 +96,7 @@ def test_heads_reach_the_bound_to_the_byte(ranks, share, assign):
 
 
 def test_one_sample_larger_than_all_memory_is_held_by_its_head():
-    plan = Plan(Order(0, 3, 1), 5, np.full(3, 100), Tiers(40), heads=True)
+    plan = Plan(Order(0, 3, 1), 5, np.full(3, 100), Room(40), heads=True)
     assert sorted(plan.placement.kept.tolist()) == [0, 0, 40] and not plan.holds_all
     assert plan.explain().storage == 300 + 4 * 260
 
@@ -132,14 +132,14 @@ def test_hash_is_of_what_decides():
 
 @pytest.mark.parametrize("n, batch, ranks", [(1, 8, 4), (5, 8, 2), (9, 4, 3)])
 def test_short_batches_and_single_samples(n, batch, ranks):
-    plan = Plan(Order(0, n, batch), 2, np.full(n, 3), Tiers(9), ranks)
+    plan = Plan(Order(0, n, batch), 2, np.full(n, 3), Room(9), ranks)
     for epoch in range(2):
         assert sum(len(plan.reads(epoch, rank).sample) for rank in range(ranks)) == n
 
 
 @pytest.mark.parametrize("wrong", [dict(epochs=0), dict(ranks=0), dict(sizes=np.ones(3))])
 def test_nonsense_is_refused(wrong):
-    good = dict(order=Order(0, 5, 2), epochs=1, sizes=np.ones(5), tiers=Tiers(1))
+    good = dict(order=Order(0, 5, 2), epochs=1, sizes=np.ones(5), tiers=Room(1))
     with pytest.raises(UserError, match="plan"):
         Plan(**good | wrong)
 
@@ -147,7 +147,7 @@ def test_nonsense_is_refused(wrong):
 def test_plans_a_thousand_ranks_fast():
     # Twenty epochs of 100,000 samples: 1 % of the size that the design names, in 1 % of its minute.
     began = time.perf_counter()
-    plan = Plan(Order(1, 100_000, 4096), 20, np.full(100_000, 10**7), Tiers(10**9), 1024)
+    plan = Plan(Order(1, 100_000, 4096), 20, np.full(100_000, 10**7), Room(10**9), 1024)
     used = sum(len(plan.reads(epoch, 7).sample) for epoch in range(20))
     assert used == pytest.approx(20 * 100_000 / 1024, rel=0.05)
     assert time.perf_counter() - began < 6
@@ -158,7 +158,7 @@ def test_a_thousand_ranks_find_place_for_samples_of_all_sizes_fast(heads):
     # Where sizes differ every cache has an end that fits none: a search through all samples for each took 6 s.
     sizes = np.random.default_rng(0).integers(900, 1100, 200_000)
     began = time.perf_counter()
-    where = place(Order(0, len(sizes), 8192), 1024, sizes, Tiers(100_000), heads=heads)
+    where = place(Order(0, len(sizes), 8192), 1024, sizes, Room(100_000), heads=heads)
     assert time.perf_counter() - began < 2
     assert (where.kept.sum() == 1024 * 100_000) == heads
 

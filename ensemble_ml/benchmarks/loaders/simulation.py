@@ -18,7 +18,7 @@ import numpy as np
 
 from ensemble_ml.config import Assign
 from ensemble_ml.loading.order import Order
-from ensemble_ml.loading.plan import NOBODY, Plan, Tiers
+from ensemble_ml.loading.plan import NOBODY, Plan, Room
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Job:
 
     def plan(self, assign: Assign = Assign.fixed) -> Plan:
         """The run as our loader plans it, every sample one byte long and every rank with at least four a step."""
-        room = Tiers(int(self.cache * self.samples / self.ranks))
+        room = Room(int(self.cache * self.samples / self.ranks))
         order = Order(0, self.samples, 4 * self.ranks)
         return Plan(order, self.epochs, np.ones(self.samples, np.int64), room, self.ranks, assign)
 
@@ -92,7 +92,7 @@ def ours(job: Job, assign: Assign) -> Simulated:
 def planning(samples: int, epochs: int, ranks: int) -> tuple[float, float]:
     """Seconds in which one rank plans all its reads and where they come from, and the process's peak memory in GB."""
     began = time.perf_counter()
-    room = Tiers(samples // (2 * ranks) * 10**6)
+    room = Room(samples // (2 * ranks) * 10**6)
     plan = Plan(Order(0, samples, 8 * ranks), epochs, np.full(samples, 10**6), room, ranks)
     rank, used, held = ranks // 3, 0, 0
     for epoch in range(epochs):
