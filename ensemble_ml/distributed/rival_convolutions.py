@@ -1,5 +1,7 @@
 """Other people's convolutions of a split tensor, for comparison: torch's DTensor, and PhysicsNeMo's ShardTensor on it.
 
+Only a benchmark uses them; they stand here because no other room may use `torch.distributed`.
+
 Axes: B date, C channel, Y latitude, X longitude, Z plane.
 """
 
