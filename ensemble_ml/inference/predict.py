@@ -187,6 +187,8 @@ def _run(job: _Job, model: AnyModel, device: torch.device, own: list[tuple[Start
         done(writing)
     if unread:
         dates, (why, *_) = list(unread), unread.values()
+        if len(dates) == count:  # no matter of a date
+            raise UserError(why)
         more = f" and {len(dates) - _NAMED} more" if len(dates) > _NAMED else ""
         raise UserError(f"{', '.join(dates[:_NAMED])}{more}: no forecast, for the input cannot be read: {why}")
 
