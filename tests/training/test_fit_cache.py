@@ -124,10 +124,12 @@ def test_less_memory_fits_anew(config_of, counted, monkeypatch):
 
 
 def test_a_folder_that_takes_no_more_ends_no_run(config_of, monkeypatch, caplog):
-    def full(_path):
-        raise OSError(28, "No space left on device")
+    def full(file, sync=os.fsync):
+        if fit_cache.FOLDER in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(28, "No space left on device")
+        sync(file)
 
-    monkeypatch.setattr(fit_cache, "sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert train(config_of(run="a", steps=1)).is_dir()
     assert "the fit is not kept for other runs" in caplog.text
     assert not files(config_of())  # nor a part of one
