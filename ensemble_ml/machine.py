@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores, and memory, of which a control group may leave it less.
+"""What this process may use of its machine, and takes: cores, and memory, of which a control group may leave it less.
 
 A batch system limits a job by its own control group, which lies below the root: /proc/self/cgroup says where.
 """
@@ -20,6 +20,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processors() -> list[str]:
+    """Models of the machine's processors, each once; none where /proc/cpuinfo is absent or names none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return list(dict.fromkeys(line.partition(":")[2].strip() for line in lines if line.startswith("model name")))
+
+
 def keep_freed_memory(*, arenas: int | None = None) -> None:
     """Let this process keep what freed arrays held for those to come, until it ends.
 
@@ -37,6 +46,15 @@ def keep_freed_memory(*, arenas: int | None = None) -> None:
     mallopt(_MMAP_MAX, 0)
     if arenas is not None:
         mallopt(_ARENA_MAX, arenas)
+
+
+def taken_memory(*, addresses: bool = False) -> int | None:
+    """Bytes that this process has in memory, or has `addresses` for; None where there is no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0 if addresses else 1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_limit() -> int:

@@ -24,6 +24,7 @@ import torch
 
 from ensemble_ml.config import BenchmarkSize
 from ensemble_ml.folders import write_whole
+from ensemble_ml.machine import processors
 from ensemble_ml.strict_json import strict
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def machine() -> dict[str, Any]:
     """What the figures depend on: processor, cores, threads, memory, accelerator, versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return {
-        "processor": _processor(),
+        "processor": next(iter(processors()), platform.machine()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -84,15 +85,6 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def commit() -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import resource
-from pathlib import Path
 
 import torch
 
-from ensemble_ml.machine import memory_limit
+from ensemble_ml.machine import memory_limit, taken_memory
 
 
 def rank_memory(local_size: int, device: torch.device) -> int:
@@ -28,9 +26,4 @@ def in_use(device: torch.device, memory: int) -> int:
     """
     if device.type == "cuda":
         return 0
-    addresses = memory == resource.getrlimit(resource.RLIMIT_AS)[0]
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0 if addresses else 1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return taken_memory(addresses=memory == resource.getrlimit(resource.RLIMIT_AS)[0]) or 0

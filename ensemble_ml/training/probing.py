@@ -37,7 +37,7 @@ from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import user_cache, write_whole
-from ensemble_ml.machine import keep_freed_memory
+from ensemble_ml.machine import keep_freed_memory, processors
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
 from ensemble_ml.models.speed import device_name, settle
@@ -228,12 +228,7 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
 
 
 def _machine(device: torch.device) -> list[Any]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    processors = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
-    return [device_name(device), processors, os.cpu_count()]
+    return [device_name(device), sorted(processors()), os.cpu_count()]
 
 
 def _load(path: Path | None) -> Piece | None:

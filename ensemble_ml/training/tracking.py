@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import resource
 import sys
 import time
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from ensemble_ml.folders import write_whole
 from ensemble_ml.loading.counters import Counters
+from ensemble_ml.machine import taken_memory
 from ensemble_ml.strict_json import strict
 
 log = logging.getLogger(__name__)
@@ -227,11 +227,10 @@ def memory_mb() -> float:
     """Memory in use: of the process, or on the GPU at its highest where there is one; 1e6 bytes."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e6
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-    except OSError:  # no /proc: the highest so far, in bytes on macOS, else in kilobytes
+    taken = taken_memory()
+    if taken is None:  # no /proc: the highest so far, in bytes on macOS, else in kilobytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+    return taken / 1e6
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
