@@ -306,7 +306,7 @@ def open_archive(
         variables, levels, leads, dates: what to keep; None keeps all. Wind speed (ws, ws10), where it is named, is
             derived for each member from its components, unless the archive has it.
         change: the grid that fields are wanted on; None keeps their own.
-        index: where the tables of GRIB files are kept; None keeps none.
+        index: where tables of GRIB files are kept, and which fields of NetCDF and Zarr are all NaN; None keeps none.
         derive: variables to derive where their components are there (`data_prep.derived.DERIVED`).
         cuts: hours, by variable, at which its sums are cut; those that end at others are not looked at. Sums of other
             variables are cut at each lead that the archive has of them, whatever `leads` keeps.

@@ -205,8 +205,9 @@ def open_pair(
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
     Where `truth` is None, a tensor store's own truth is used; where `static` is None, the forecast's own. Archives are
-    brought to `grid` where it is given; a tensor store keeps its own. `index` is where the tables of GRIB files are
-    kept (`data_prep.file_index.user_index` for archives that are read in place); None keeps none.
+    brought to `grid` where it is given; a tensor store keeps its own. `index` is where tables of GRIB files are
+    kept, and which fields of NetCDF and Zarr are all NaN (`data_prep.file_index.user_index` for archives that are read
+    in place); None keeps none.
     `cuts` are of the forecast's sums, as `open_source` takes them.
 
     Raises:

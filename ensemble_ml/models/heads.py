@@ -40,7 +40,7 @@ class Heads(nn.Module):
     """The last step for one set of variables (pressure levels, or surface).
 
     Args:
-        climate: spread and `MAPS` (T, V, [Z,] Y, X); shrink and what else `BY_FIELD` and `DRY` name (T, V[, Z]).
+        climate: `climatology` and `MAPS` (T, V, [Z,] Y, X); what `BY_FIELD` and `DRY` name (T, V[, Z]).
         families: of each variable.
         local_terms, postprocess, spread: as in `ModelConfig`.
     """

@@ -3,6 +3,8 @@
 One block of points stays in the processor's cache while everything is computed from it: fair and ordinary CRPS,
 squared error, variance, ranks. Sums are float64; what is summed is computed in the type of the members, as differences
 from the truth, so float32 loses nothing that the fields hold.
+
+For users of the library: of our own code only the benchmark of scoring uses it; `evaluate` asks for more.
 """
 
 from __future__ import annotations
