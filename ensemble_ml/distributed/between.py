@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ensemble_ml.distributed.follow import Axes, TogetherError, follow, name_of, tensors
+from ensemble_ml.distributed.follow import follow, name_of
+from ensemble_ml.distributed.views import Axes, TogetherError, tensors
 from ensemble_ml.errors import UserError
 
 

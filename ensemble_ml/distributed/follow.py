@@ -7,15 +7,14 @@ Any other function is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Axes = tuple[int, int]  # latitude and longitude among the axes of a tensor
-At = Callable[[Tensor], Axes | None]  # where they lie in a tensor; None where it is no field
+from ensemble_ml.distributed.views import At, Axes, TogetherError, agreed, reshaped, set_in, taken, tensors
 
 _ALONG = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "amax", "amin", "max", "min",
@@ -65,11 +64,6 @@ _FACTS = {
     "__format__", "__set__", "__get__",
 }  # fmt: skip
 _ELLIPSIS = "".join(map(chr, range(0x3B1, 0x3C9)))  # letters for the axes that an ellipsis of einsum stands for
-_APART = 1009  # a prime, by which strides of the probe are no products of sizes
-
-
-class TogetherError(Exception):
-    """A function takes points together along a split axis, or nobody knows whether it does."""
 
 
 def follow(
@@ -89,11 +83,11 @@ def follow(
         raise TogetherError
     field, axes = next((one, place) for one in tensors((args, given)) if (place := at(one)) is not None)
     if name == "__setitem__":
-        return _set(args, at, last)
+        return set_in(args, at, last)
     if name == "__getitem__":
-        return _taken(args, at, last)
+        return taken(args, at, last)
     if own in _VIEWS:
-        return _reshaped(function, name, args, given, at)
+        return reshaped(function, name, args, given, at)
     if own in _PRODUCTS:
         return _multiplied(own, args, given, at)
     if own in ("cat", "concat", "concatenate", "stack"):
@@ -124,28 +118,10 @@ def name_of(function: Any) -> str:
     return name.removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
-    elif isinstance(value, Mapping):
-        yield from tensors(list(value.values()))
-
-
 def _if(allowed: bool, axes: Axes | None) -> Axes | None:
     if not allowed:
         raise TogetherError
     return axes
-
-
-def _one(places: Sequence[Axes]) -> Axes:
-    """The place on which all agree: fields that lie otherwise against each other would pair other points."""
-    if len(set(places)) != 1:
-        raise TogetherError
-    return places[0]
 
 
 @cache
@@ -162,7 +138,7 @@ def _tagged(name: str) -> bool:
 def _aligned(args: Sequence[Any], given: Mapping[str, Any], made: Tensor, at: At) -> Axes:
     """By the rule of broadcasting: axes are counted from the last."""
     placed = [(one, axes) for one in tensors((args, given)) if (axes := at(one)) is not None]
-    return _one([(a + made.ndim - one.ndim, b + made.ndim - one.ndim) for one, (a, b) in placed])
+    return agreed([(a + made.ndim - one.ndim, b + made.ndim - one.ndim) for one, (a, b) in placed])
 
 
 def _along(
@@ -211,7 +187,7 @@ def _repeated(
 
 def _joined(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
     """Fields put together along another axis, or along a new one."""
-    row, column = _one([axes for one in tensors((args, given)) if (axes := at(one)) is not None])
+    row, column = agreed([axes for one in tensors((args, given)) if (axes := at(one)) is not None])
     ndim = next(tensors((args, given))).ndim
     dim = next((given[key] for key in ("dim", "axis") if key in given), args[1] if len(args) > 1 else 0)
     if name == "stack":
@@ -256,7 +232,7 @@ def _multiplied(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At
         else:
             more = max(first.ndim, second.ndim) - x.ndim
             places.append((axes[0] + more, axes[1] + more))
-    return _one(places)
+    return agreed(places)
 
 
 def _summed(args: Sequence[Any], at: At) -> Axes:
@@ -278,131 +254,7 @@ def _summed(args: Sequence[Any], at: At) -> Axes:
             places.append((out.find(letters[axes[0]]), out.find(letters[axes[1]])))
     if any(min(place) < 0 for place in places):
         raise TogetherError
-    return _one(places)
-
-
-def _reshaped(function: Any, name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
-    """Where the split axes are, whole and in their order, in a view of a probe."""
-    x = next(tensors((args, given)))
-    axes = at(x)
-    if axes is None:  # brought to the shape of a field
-        return _one([place for one in tensors((args, given)) if (place := at(one)) is not None])
-    if name == "view" and any(isinstance(one, torch.dtype) for one in (*args, *given.values())):
-        return axes
-    probe = _probe(x, axes)
-    try:
-        swapped = [probe if one is x else one for one in args]
-        seen = function(*swapped, **{key: probe if one is x else one for key, one in given.items()})
-    except RuntimeError as error:  # no view: points would have to be moved
-        raise TogetherError from error
-    return _seen(probe, next(tensors(seen)), axes, whole=True)
-
-
-def _probe(x: Tensor, axes: Axes) -> Tensor:
-    """Nothing of the shape of `x`, whose split axes are known by their strides; other axes lie as densely as ever."""
-    strides, step = [0] * x.ndim, _APART
-    for axis in reversed(axes):
-        strides[axis] = step
-        step *= _APART * x.shape[axis]
-    for axis in reversed(range(x.ndim)):
-        if axis not in axes:
-            strides[axis] = step
-            step *= x.shape[axis]
-    return torch.empty_strided(x.shape, strides, dtype=torch.uint8, device="meta")
-
-
-def _seen(probe: Tensor, view: Tensor, axes: Axes, *, whole: bool) -> Axes:
-    """Where a view of the probe has the split axes; `whole`: with all their points."""
-    places = []
-    for axis in axes:
-        size, stride = probe.shape[axis], probe.stride(axis)
-        there = [i for i in range(view.ndim) if view.shape[i] == size or (view.shape[i] < size and not whole)]
-        if size > 1:  # the stride of an axis of one point says nothing
-            there = [i for i in there if view.stride(i) == stride]
-        if not there:
-            raise TogetherError
-        places.append(min(there, key=lambda i: (i != axis + view.ndim - probe.ndim, i != axis)))
-    return _one([(places[0], places[1])])
-
-
-def _taken(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
-    """What an index takes, which may be no part of a split axis."""
-    x, index = args
-    axes = at(x)
-    if axes is None:  # what stands in a table for a field of numbers
-        if not isinstance(index, Tensor) or index.dtype is torch.bool:
-            raise TogetherError
-        return _one([place for place in (at(index),) if place is not None])
-    basic = _basic(index)
-    if _cuts(basic, x.shape, axes, [axis for axis, end in zip(axes, last, strict=True) if end]):
-        raise TogetherError
-    probe = _probe(x, axes)
-    return _seen(probe, probe[basic], axes, whole=False)
-
-
-def _set(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
-    """Where the split axes are in what values are set in."""
-    x, index, value = args
-    single = not isinstance(value, Tensor) or value.ndim == 0
-    axes = at(x)
-    if axes is None:  # memory for several fields, side by side
-        place = None if single else at(value)
-        if place is None:
-            raise TogetherError
-        more = x.ndim - value.ndim
-        axes = place[0] + more, place[1] + more
-        if any(x.shape[axis] != value.shape[axis - more] for axis in axes):
-            raise TogetherError
-    points = isinstance(index, Tensor) and index.dtype is torch.bool and single  # one value at the points of a mask
-    if not points and _cuts(_basic(index), x.shape, axes, ()):
-        raise TogetherError
-    return axes
-
-
-def _basic(index: Any) -> tuple[Any, ...]:
-    """The same index with places for all that it chooses by values: one of each axis, in the room of what is chosen."""
-    listed = index if isinstance(index, tuple) else [index]
-    places = [int(place) if isinstance(place, Tensor) and place.ndim == 0 else place for place in listed]
-    chosen = [i for i, place in enumerate(places) if not (place is None or isinstance(place, int | slice | type(...)))]
-    if any(isinstance(place, bool) for place in places):
-        raise TogetherError
-    if not chosen:
-        return tuple(places)
-    values = {i: torch.as_tensor(places[i]) for i in chosen}
-    masks = {i for i, value in values.items() if value.dtype in (torch.bool, torch.uint8)}
-    room = [None] * max(1 if i in masks else value.ndim for i, value in values.items())
-    together = chosen == list(range(chosen[0], chosen[-1] + 1))
-    found: list[Any] = [] if together else list(room)
-    for i, place in enumerate(places):
-        if i == chosen[0] and together:
-            found += room
-        found += [0] * (values[i].ndim if i in masks else 1) if i in values else [place]
-    return tuple(found)
-
-
-def _cuts(index: Sequence[Any], shape: Sequence[int], axes: Axes, ends: Collection[int]) -> bool:
-    """Whether an index takes a part of a split axis, which would be a part of each rank's part; at the end of the last
-    rank's (`ends`) it may."""
-    given = sum(place is not None and place is not Ellipsis for place in index)
-    axis = 0
-    for place in index:
-        if place is None:
-            continue
-        if place is Ellipsis:
-            axis += len(shape) - given
-            continue
-        if axis in axes and not _from_start(place, 0 if axis in ends else shape[axis]):
-            return True
-        axis += 1
-    return False
-
-
-def _from_start(place: Any, least: int) -> bool:
-    """Whether it takes all, or the first so many, `least` or more: how an upsampled field is cut to the size of what it
-    is added to."""
-    if not isinstance(place, slice) or place.start not in (None, 0) or place.step not in (None, 1):
-        return False
-    return place.stop is None or place.stop >= least
+    return agreed(places)
 
 
 def _repeats(x: Tensor, args: Sequence[Any], given: Mapping[str, Any], axes: Axes) -> bool:
