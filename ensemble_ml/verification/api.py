@@ -10,15 +10,25 @@ dimensions must lie in one chunk. Scores in the variable's units have these as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 import xarray as xr
 
-from ensemble_ml.fields import Family, same_units
+from ensemble_ml.fields import Family
 from ensemble_ml.grid import TOLERANCE, canonical
 from ensemble_ml.verification import extremes, families, members, probability
+from ensemble_ml.verification.pointwise import (
+    aligned,
+    bare,
+    check_dim,
+    check_units,
+    core_first,
+    in_units_of,
+    pointwise,
+    vectors,
+)
 
 Dims = str | Iterable[Hashable] | None
 Data = TypeVar("Data", xr.DataArray, xr.Dataset)
@@ -113,9 +123,9 @@ def crps_ensemble(
 
     Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
     """
-    _check_dim(forecast, member_dim)
+    check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
-    return weighted_mean(_in_units_of(observed, _pointwise(score, forecast, observed, core=member_dim)), **reduction)
+    return weighted_mean(in_units_of(observed, pointwise(score, forecast, observed, core=member_dim)), **reduction)
 
 
 def crps_distribution(
@@ -141,8 +151,8 @@ def crps_distribution(
         whole = np.isneginf(lower)
         return families.crps(law, mu, sigma, y) if whole else families.crps_above(law, mu, sigma, y, lower)
 
-    found = _pointwise(score, location, scale, observed, widths=(1,))
-    return weighted_mean(_in_units_of(observed, found), **reduction)
+    found = pointwise(score, location, scale, observed, widths=(1,))
+    return weighted_mean(in_units_of(observed, found), **reduction)
 
 
 def log_score(
@@ -154,7 +164,7 @@ def log_score(
     """
     law = Family(family)
     score = lambda *a: families.log_score(law, *a)  # noqa: E731
-    return weighted_mean(_pointwise(score, location, scale, observed, widths=(1,)), **reduction)
+    return weighted_mean(pointwise(score, location, scale, observed, widths=(1,)), **reduction)
 
 
 def spread_skill(
@@ -164,14 +174,14 @@ def spread_skill(
 
     Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
     """
-    m = _check_dim(forecast, member_dim)
-    _check_units(forecast, observed)
-    forecast, observed = _aligned(forecast, observed)
+    m = check_dim(forecast, member_dim)
+    check_units(forecast, observed)
+    forecast, observed = aligned(forecast, observed)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
     error = (forecast.mean(member_dim, skipna=False) - observed) ** 2
     variance = variance.broadcast_like(error)
     ratio = (weighted_mean(variance, **reduction) / weighted_mean(error, **reduction)) ** 0.5
-    return _bare(ratio)
+    return bare(ratio)
 
 
 def rank_histogram(
@@ -183,9 +193,9 @@ def rank_histogram(
     **reduction: Any,
 ) -> xr.DataArray:
     """Share of points at each rank of the truth (0..M) along `rank`; ties are broken at random (Talagrand)."""
-    m = _check_dim(forecast, member_dim)
+    m = check_dim(forecast, member_dim)
     uniform = _uniform(seed, forecast.isel({member_dim: 0}, drop=True), observed)
-    rank = _pointwise(_ranks, forecast, observed, uniform, core=member_dim)
+    rank = pointwise(_ranks, forecast, observed, uniform, core=member_dim)
     return _histogram(rank, m + 1, "rank", **reduction)
 
 
@@ -210,20 +220,20 @@ def pit_histogram(
         return np.where(np.isnan(value), np.nan, probability.bin_of(value, bins))
 
     uniform = _uniform(seed, location, scale, observed)
-    found = _pointwise(where, location, scale, observed, uniform, widths=(1,))
+    found = pointwise(where, location, scale, observed, uniform, widths=(1,))
     return _histogram(found, bins, "pit", **reduction)
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
     """Mean squared difference of a probability and what happened (0 or 1). Brier (1950)."""
-    forecast, event = _aligned(forecast, event)
-    return weighted_mean(_bare((forecast - event) ** 2), **reduction)
+    forecast, event = aligned(forecast, event)
+    return weighted_mean(bare((forecast - event) ** 2), **reduction)
 
 
 def quantile_score(forecast: xr.DataArray, observed: xr.DataArray, *, level: float, **reduction: Any) -> xr.DataArray:
     """Pinball loss of a predicted quantile."""
     score = lambda q, y: probability.quantile_score(q, y, level)  # noqa: E731
-    return weighted_mean(_in_units_of(observed, _pointwise(score, forecast, observed)), **reduction)
+    return weighted_mean(in_units_of(observed, pointwise(score, forecast, observed)), **reduction)
 
 
 def energy_score(
@@ -237,8 +247,8 @@ def energy_score(
 ) -> xr.DataArray:
     """Energy score of members over the vector along `variable_dim`. Gneiting & Raftery (2007), equation 22."""
     score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
-    found = _vectors(score, forecast, observed, member_dim, variable_dim)
-    return weighted_mean(_in_units_of(observed, found), **reduction)
+    found = vectors(score, forecast, observed, member_dim, variable_dim)
+    return weighted_mean(in_units_of(observed, found), **reduction)
 
 
 def variogram_score(
@@ -252,7 +262,7 @@ def variogram_score(
 ) -> xr.DataArray:
     """Variogram score of members over the vector along `variable_dim`. Scheuerer & Hamill (2015)."""
     score = lambda x, y: members.variogram_score(x, y, order)  # noqa: E731
-    return weighted_mean(_vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
+    return weighted_mean(vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
 
 
 def efi(
@@ -261,12 +271,12 @@ def efi(
     """Extreme forecast index of an ensemble; `climate` holds quantiles of the model climate, from 0 to 1."""
     levels = climate[quantile_dim].values
 
-    _check_dim(forecast, member_dim)
-    _check_units(forecast, climate)
+    check_dim(forecast, member_dim)
+    check_units(forecast, climate)
 
     def index(x: np.ndarray, q: np.ndarray) -> np.ndarray:
         others = max(x.ndim, q.ndim) - 1
-        return extremes.efi(_core_first(x, others), _core_first(q, others), levels)
+        return extremes.efi(core_first(x, others), core_first(q, others), levels)
 
     return xr.apply_ufunc(
         index, forecast, climate, input_core_dims=[[member_dim], [quantile_dim]], dask="parallelized",
@@ -279,8 +289,8 @@ def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.Data
 
     Grönquist et al. (2021), doi:10.1098/rsta.2020.0092.
     """
-    index, crps = _aligned(index, crps)
-    return weighted_mean(_in_units_of(crps, _bare(abs(index) * crps)), **reduction)
+    index, crps = aligned(index, crps)
+    return weighted_mean(in_units_of(crps, bare(abs(index) * crps)), **reduction)
 
 
 def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims) -> list[Hashable]:
@@ -294,82 +304,6 @@ def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims)
     if reduce_dims is None:
         return [name for name in dims if name not in named]
     return named
-
-
-def _check_dim(forecast: xr.DataArray, name: str) -> int:
-    """Length of the dimension of members; a ValueError where there is none of that name."""
-    if name not in forecast.dims:
-        raise ValueError(
-            f"dimension {name}: not in the data, which has {', '.join(map(str, forecast.dims))}; give member_dim"
-        )
-    return int(forecast.sizes[name])
-
-
-def _check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, ...] = ()) -> None:
-    """Raise a ValueError where two state units that differ; at the places `widths`, of a scale, zero is no matter."""
-    told = {place: str(array.attrs["units"]) for place, array in enumerate((first, *others)) if "units" in array.attrs}
-    truth = max(told, default=0)
-    for place, units in told.items():
-        if not same_units(units, told[truth], differences=not {place, truth}.isdisjoint(widths)):
-            raise ValueError(f"units {units!r} and {told[truth]!r} differ; bring the data to one of them")
-
-
-def _aligned(first: xr.DataArray, second: xr.DataArray) -> tuple[xr.DataArray, xr.DataArray]:
-    """Both in float64, refused where coordinates differ."""
-    one, other = xr.align(first, second, join="exact", copy=False)
-    return one.astype(np.float64), other.astype(np.float64)
-
-
-def _bare(score: xr.DataArray) -> xr.DataArray:
-    """Without units, standard name and family of the variable: xarray may hand them on, and a score has others."""
-    return score.drop_attrs(deep=False)
-
-
-def _in_units_of(data: xr.DataArray, score: xr.DataArray) -> xr.DataArray:
-    units = data.attrs.get("units")
-    return score if units is None else score.assign_attrs(units=units)
-
-
-def _pointwise(
-    function: Callable[..., np.ndarray], *arrays: xr.DataArray, core: str | None = None, widths: tuple[int, ...] = ()
-) -> xr.DataArray:
-    """Apply to arrays point by point; the first has members along `core`, which the function gets first. `widths`: the
-    places of scales among them."""
-    _check_units(*arrays, widths=widths)
-    core_dims = [[core] if core and i == 0 else [] for i in range(len(arrays))]
-
-    def inner(first: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        if core:
-            first = _core_first(first, max(first.ndim - 1, *(array.ndim for array in rest)))
-            shape = np.broadcast_shapes(first.shape[1:], *(array.shape for array in rest))
-            rest = tuple(np.broadcast_to(array, shape) for array in rest)
-        return function(first, *rest)
-
-    return xr.apply_ufunc(
-        inner, *arrays, input_core_dims=core_dims, dask="parallelized", output_dtypes=[np.float64], keep_attrs=False
-    )
-
-
-def _core_first(values: np.ndarray, others: int, core: int = 1) -> np.ndarray:
-    """The last `core` axes first, before `others` axes: a dimension that another alone has leads those of this."""
-    padded = values.reshape((1,) * (others + core - values.ndim) + values.shape)
-    return np.moveaxis(padded, range(-core, 0), range(core))
-
-
-def _vectors(
-    function: Callable[..., np.ndarray], forecast: xr.DataArray, observed: xr.DataArray, member: str, variable: str
-) -> xr.DataArray:
-    _check_dim(forecast, member)
-    _check_units(forecast, observed)
-
-    def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        others = max(x.ndim - 2, y.ndim - 1)
-        return function(_core_first(x, others, 2), _core_first(y, others))
-
-    return xr.apply_ufunc(
-        inner, forecast, observed, input_core_dims=[[member, variable], [variable]], dask="parallelized",
-        output_dtypes=[np.float64], keep_attrs=False,
-    )  # fmt: skip
 
 
 def _uniform(seed: int, *arrays: xr.DataArray) -> xr.DataArray:
