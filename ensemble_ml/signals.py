@@ -17,10 +17,7 @@ from typing import Any, Self
 from ensemble_ml.errors import Stopped
 
 _AHEAD = (signal.SIGUSR1, signal.SIGUSR2)  # of the time limit: as sbatch is asked to, and as submitit does
-_TWICE = (
-    *_AHEAD,
-    signal.SIGHUP,
-)  # may come: of a batch script and its tasks each may be sent one, a shell passes it on
+_TWICE = (*_AHEAD, signal.SIGHUP)  # may come: a batch script and its tasks are each sent one, a shell passes it on
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *_TWICE)
 _OUTPUTS = (1, 2)
 _REQUEUE = 1_000_000  # more than ranks can say otherwise

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from ensemble_ml.code import hash_of
 from ensemble_ml.folders import write_whole
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
@@ -32,7 +33,6 @@ from ensemble_ml.models import Climate
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.training.climate_fit import Fit, fit_climate
-from ensemble_ml.training.code import hash_of
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ensemble_ml.code import hash_of
 from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.buckets import Arrivals
@@ -42,7 +43,6 @@ from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
 from ensemble_ml.models.speed import device_name, settle
 from ensemble_ml.optim import Exchange, build
-from ensemble_ml.training.code import hash_of
 from ensemble_ml.training.rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)

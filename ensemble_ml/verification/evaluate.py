@@ -91,13 +91,7 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
             common, or the dates that baselines should be fitted on are not in the source.
     """
     output = Path(config.output)
-    check_writable(output)
-    require(
-        "forecast", config.forecast, bool(as_list(config.forecast)), "give a folder of forecasts, or a list of them"
-    )
-    for name in FILES:
-        free = config.overwrite or not (output / name).exists()
-        require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")
+    _check(config, output)
     check_members(source, config.members_in)
     forecasts = open_forecasts(as_list(config.forecast) + as_list(config.baselines or []))
     ours = forecasts[: len(as_list(config.forecast))]
@@ -144,6 +138,17 @@ def evaluate(config: EvaluateConfig, source: Source, unverified: Mapping[str, st
         log.info("%s", line)
     log.info("-> %s, %s", output / FILES[1], output / FILES[0])
     return output
+
+
+def _check(config: EvaluateConfig, output: Path) -> None:
+    """Raise a UserError where there is nothing to score, or no place for the report."""
+    check_writable(output)
+    require(
+        "forecast", config.forecast, bool(as_list(config.forecast)), "give a folder of forecasts, or a list of them"
+    )
+    for name in FILES:
+        free = config.overwrite or not (output / name).exists()
+        require("output", config.output, free, f"{name} exists there; set overwrite=true or choose another output")
 
 
 def _setting(

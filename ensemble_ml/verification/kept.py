@@ -9,6 +9,7 @@ anew. Together they are as large as the sums in memory.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import shutil
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml import __version__
+from ensemble_ml.code import hash_of
 from ensemble_ml.config import EvaluateConfig
-from ensemble_ml.folders import draft_of, give_name
+from ensemble_ml.folders import write_whole
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification.baselines import Correction
 from ensemble_ml.verification.pictures import Bins, Snapshot
@@ -35,7 +37,7 @@ from ensemble_ml.verification.vectors import Known, Vectors
 log = logging.getLogger(__name__)
 
 _FOLDER = ".scored-"
-_CODE = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]  # files may be edited while this runs
+_CODE = hash_of("verification")
 _KINDS = {kind.__name__: kind for kind in (Bins, Correction, Known, Reliability, Snapshot, Vectors)}
 _PICTURES = "maps", "counts", "error_bins", "spread_bins", "snapshots", "index", "by_block", "block_counts"
 
@@ -70,17 +72,12 @@ class Kept:
     def save(self, name: str, value: Any) -> None:
         """Keep what is made of dictionaries, tuples, arrays, numbers, texts and `_KINDS`; an evaluation goes on without
         it where the folder takes no more."""
-        path, arrays = self.folder / f"{name}.npz", list[np.ndarray]()
+        path, arrays, whole = self.folder / f"{name}.npz", list[np.ndarray](), io.BytesIO()
         text = np.frombuffer(json.dumps(_packed(value, arrays)).encode(), np.uint8)
+        np.savez(whole, text, *arrays)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft = draft_of(path)
-            try:
-                with open(draft, "wb") as file:
-                    np.savez(file, text, *arrays)
-                give_name(draft, path, replace=True)
-            finally:
-                draft.unlink(missing_ok=True)
+            write_whole(path, whole.getbuffer())
         except OSError as error:
             log.warning("%s is not kept for a rerun (%s)", path, error)
 

@@ -44,7 +44,7 @@ def make_plan(config: EvaluateConfig, source: Source, forecasts: list[ForecastSe
             raise UserError(
                 f"{forecast.path}: its grid ({forecast.grid.describe()}) is not that of {source.path} "
                 f"({layout.grid.describe()}); evaluate needs forecasts of the whole grid, without region=; "
-                "regrid=true brings archives to the forecasts' grid (give a store's)"
+                "regrid=true brings an archive to the forecasts' grid (in a store's place: that which it was made from)"
             )
         notes += [note for note in _check_intervals(source, forecast) if note not in notes]
     truth = source.has(Part.TRUTH)
