@@ -1,14 +1,13 @@
 """Forecasts that others made or cut: other units, other intervals, fewer leads and levels."""
 
 import json
-import sys
 from pathlib import Path
 
-import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
 from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
+from foreign import in_other_units, rewritten
 
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
@@ -30,17 +29,6 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
     for level in (500, 850):
         ours, theirs = (entry(content, name, "t", level)["crps"] for name in ("forecast", "f"))
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
-
-
-def rewritten(folder, path, change, parts=("mean", "stddev")):
-    """The files of a forecast's `parts` of t and tp after `change`."""
-    path.mkdir()
-    for file in folder.glob("*.nc"):
-        with xr.open_dataset(file, decode_timedelta=False) as data:
-            change(data[[f"{name}_{part}" for name in ("t", "tp") for part in parts]].load()).to_netcdf(
-                path / file.name
-            )
-    return path
 
 
 def test_a_foreign_forecast_with_axes_in_another_order(store, forecast, tmp_path, plain):
@@ -71,62 +59,6 @@ def test_axes_may_differ_by_their_rounding(store, forecast, tmp_path, plain):
     evaluate(settings(other, store, tmp_path / "r"), store)
 
 
-@pytest.mark.parametrize(
-    ("told", "text"),
-    [
-        ({"calendar": "noleap"}, "dates of the calendar noleap"),
-        ({"units": "days"}, r"no dates \(its units name none\)"),
-    ],
-)
-@pytest.mark.parametrize("name", ["time", "forecast_reference_time"])
-def test_times_of_no_date_are_refused(store, forecast, tmp_path, name, told, text):
-    other = rewritten(forecast, tmp_path / "f", lambda data: data)
-    path = sorted(other.glob("*.nc"))[1]
-    with netCDF4.Dataset(path, "a") as data:
-        data[name].setncatts(told)
-    with pytest.raises(UserError, match=rf"{path.name}: {name} holds {text}; give dates of the standard calendar"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda data: data.expand_dims(realization=[3]), "t_mean: has a dimension realization; take one value of it"),
-        (
-            lambda data: data.assign_coords(
-                forecast_reference_time=(
-                    "run",
-                    [data.forecast_reference_time.values, np.datetime64("2030-01-01", "ns")],
-                )
-            ),
-            "forecast_reference_time holds 2 start dates; give a file for each start date",
-        ),
-        (
-            lambda data: data.assign_coords(latitude=np.sort(data.latitude.values**3)[::-1]),
-            r"f.forecast_\S+nc: latitude: not evenly spaced",
-        ),
-    ],
-)
-def test_files_of_more_than_one_forecast_are_refused(store, forecast, tmp_path, change, text):
-    other = rewritten(forecast, tmp_path / "f", change)
-    with pytest.raises(UserError, match=text):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-
-
-def in_other_units(folder, path, parts):
-    """Files with some of the parts, of t in degrees Celsius and of tp in millimetres."""
-    path.mkdir()
-    for file in folder.glob("*.nc"):
-        with xr.open_dataset(file, decode_timedelta=False) as data:
-            kept = data[[f"{name}_{part}" for name in ("t", "tp") for part in parts]].load()
-            for part in parts:
-                kept[f"t_{part}"] -= 0.0 if part in ("stddev", "scale") else 273.15
-                kept[f"tp_{part}"] *= 1000
-                kept[f"t_{part}"].attrs["units"], kept[f"tp_{part}"].attrs["units"] = "degC", "mm"
-            kept.to_netcdf(path / file.name)
-    return path
-
-
 def test_a_foreign_forecast_in_other_units(store, forecast, tmp_path, plain):
     other = in_other_units(forecast, tmp_path / "f", ("mean", "stddev"))
     evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
@@ -135,49 +67,6 @@ def test_a_foreign_forecast_in_other_units(store, forecast, tmp_path, plain):
     assert theirs["crps"]["value"] == pytest.approx(ours["crps"]["value"], rel=1e-4)
     ours, theirs = (entry(content, name, "tp", None)["bias"]["value"] for name in ("forecast", "f"))
     assert theirs == pytest.approx(ours, rel=1e-3)
-
-
-def test_units_that_are_not_known_and_laws_in_other_units_are_refused(store, forecast, tmp_path):
-    other = in_other_units(forecast, tmp_path / "f", ("location", "scale"))
-    with pytest.raises(UserError, match=r"tp_location: parameters of a .* law in mm; give them in m"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-    for file in other.glob("*.nc"):
-        with netCDF4.Dataset(file, "a") as data:
-            data["t_location"].units = "degF"
-    with pytest.raises(UserError, match="t_location: units 'degF': cannot be converted to 'K'"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-
-
-@pytest.mark.parametrize("part", ["scale", "stddev"])
-def test_a_scale_below_zero_is_refused(store, forecast, tmp_path, monkeypatch, part):
-    """As a point forecast it would have a CRPS, and squared a spread. Nothing is fitted before it is seen."""
-    monkeypatch.setattr(sys.modules[evaluate.__module__], "fit_group", lambda *_: pytest.fail("fitted first"))
-
-    def turned(data):
-        data[f"t_{part}"] *= -1
-        return data
-
-    parts = ("mean", "stddev", "location", "scale")
-    other = rewritten(forecast, tmp_path / "f", turned, parts)
-    with pytest.raises(UserError, match=rf"f.forecast_\S+nc: t_{part} is below zero at \d+ of its points"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-
-
-@pytest.mark.parametrize("given", [{"units": "furlong"}, None], ids=["mean", "members"])
-def test_what_is_wrong_with_all_files_is_seen_before_the_fits(store, forecast, tmp_path, monkeypatch, given):
-    """Of the last field, or of members, which are scored after all else."""
-    monkeypatch.setattr(sys.modules[evaluate.__module__], "fit_group", lambda *_: pytest.fail("fitted first"))
-
-    def spoilt(data):
-        if given is not None:
-            return data.assign(tp_mean=data.tp_mean.assign_attrs(given))
-        members = {f"{name}_member": data[f"{name}_mean"].expand_dims(realization=[1, 2]) for name in ("t", "tp")}
-        return data.assign(members | {"tp_member": members["tp_member"].expand_dims(other=[1])})
-
-    other = rewritten(forecast, tmp_path / "f", spoilt)
-    text = "tp_member: has a dimension other" if given is None else "tp_mean: units 'furlong': cannot be converted"
-    with pytest.raises(UserError, match=text):
-        evaluate(settings(other, store, tmp_path / "r"), store)
 
 
 @pytest.mark.parametrize("offset", [32500.7, 32500.3])
@@ -286,12 +175,6 @@ def test_members_are_read_from_words_and_from_lists(told):
     assert ForecastFile(Path("f.nc"), xr.Dataset(attrs={"members_in": ""})).members_in == ()
 
 
-@pytest.mark.parametrize(("told", "word"), [("[1, 2]", r"\[1"), ("1 cf", "cf"), (np.array([1.5, 2.0]), "1.5")])
-def test_members_that_are_no_numbers_are_refused(told, word):
-    with pytest.raises(UserError, match=rf"f.nc: members_in: '{word}' is no number of a member; give numbers"):
-        _ = ForecastFile(Path("f.nc"), xr.Dataset(attrs={"members_in": told})).members_in
-
-
 def content_of(forecasts, store, folder, **changes):
     evaluate(settings(forecasts, store, folder, **changes), store)
     return json.loads((folder / "scores.json").read_text())
@@ -333,12 +216,6 @@ def test_axes_that_lie_along_other_dimensions(store, forecast, tmp_path, plain, 
     assert theirs == pytest.approx(ours, rel=1e-9)
 
 
-def test_a_forecast_that_is_on_no_grid_says_what_it_has(store, forecast, tmp_path):
-    other = rewritten(forecast, tmp_path / "f", lambda data: data.rename(latitude="rlat").drop_vars("rlat"))
-    with pytest.raises(UserError, match=r"no dimension latitude; it has .*rlat"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
-
-
 def test_a_mean_without_a_width_has_errors_and_no_crps(store, forecast, tmp_path, plain):
     other = rewritten(forecast, tmp_path / "f", lambda data: data, parts=("mean",))
     content = content_of([str(forecast), str(other)], store, tmp_path / "r")
@@ -346,16 +223,6 @@ def test_a_mean_without_a_width_has_errors_and_no_crps(store, forecast, tmp_path
     assert theirs["rmse"]["value"] == pytest.approx(ours["rmse"]["value"], rel=1e-9) and "crps" not in theirs
     told = "f gives no width (stddev, or location and scale) of t, tp: no CRPS, errors of the mean alone."
     assert told in content["notes"]
-
-
-def test_fields_without_units_are_refused(store, forecast, tmp_path):
-    def bare(data):
-        del data.t_mean.attrs["units"]
-        return data
-
-    other = rewritten(forecast, tmp_path / "f", bare)
-    with pytest.raises(UserError, match=r"t_mean: has no units; set its attribute units \(here they would be K\)"):
-        evaluate(settings(other, store, tmp_path / "r"), store)
 
 
 @pytest.mark.slow
