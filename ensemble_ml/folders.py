@@ -3,6 +3,7 @@ get their name when they are whole; and the user's cache."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -99,3 +100,13 @@ def user_cache(kind: str) -> Path | None:
             return None
         cache = os.path.join(home, ".cache")
     return Path(cache) / "ensemble_ml" / kind
+
+
+def hash_of_code(*parts: str) -> str:
+    """sha256 of the modules in these folders of the package, and of those beside them: part of the key of whatever is
+    kept for later runs. To be taken at import, for files may be edited while a process runs."""
+    found = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted([*root.glob("*.py"), *(path for part in parts for path in (root / part).rglob("*.py"))]):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()

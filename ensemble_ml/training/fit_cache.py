@@ -25,8 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ensemble_ml.code import hash_of
-from ensemble_ml.folders import write_whole
+from ensemble_ml.folders import hash_of_code, write_whole
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
 from ensemble_ml.models import Climate
@@ -41,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0]
 _SUFFIX, _DIGEST = ".fit", 32  # bytes of a sha256
 _KEPT = 8  # files, the latest
 _DAY = 86400  # seconds
-_CODE = hash_of("training", "models", "loading", "store")
+_CODE = hash_of_code("training", "models", "loading", "store")
 _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision"
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from ensemble_ml.code import hash_of
 from ensemble_ml.config import Launcher, OptimConfig, ParallelConfig, Precision, TrainConfig
 from ensemble_ml.distributed import Session, Topology, start
 from ensemble_ml.distributed.buckets import Arrivals
@@ -37,7 +36,7 @@ from ensemble_ml.distributed.mesh import Members, dissolve, make_mesh
 from ensemble_ml.distributed.ping import Known, measured_links
 from ensemble_ml.distributed.world import free_port
 from ensemble_ml.errors import UserError
-from ensemble_ml.folders import user_cache, write_whole
+from ensemble_ml.folders import hash_of_code, user_cache, write_whole
 from ensemble_ml.machine import keep_freed_memory, processors
 from ensemble_ml.models import ModelSpec, choose
 from ensemble_ml.models.speed import candidates as speeds
@@ -48,7 +47,7 @@ from ensemble_ml.training.rehearsal import Rehearsal
 log = logging.getLogger(__name__)
 
 _VISITS = 3  # of every shape, in turn: where others use the machine, its pace changes from one minute to the next
-_CODE = hash_of("training", "models", "distributed", "optim")
+_CODE = hash_of_code("training", "models", "distributed", "optim")
 _LEAST, _MOST = 2, 4  # counted steps of a visit
 _PROCESS = (
     "import sys, pathlib; from ensemble_ml.training.probing import main;"

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from ensemble_ml import __version__
-from ensemble_ml.code import hash_of
 from ensemble_ml.config import EvaluateConfig
-from ensemble_ml.folders import write_whole
+from ensemble_ml.folders import hash_of_code, write_whole
 from ensemble_ml.strict_json import strict
 from ensemble_ml.verification.baselines import Correction
 from ensemble_ml.verification.pictures import Bins, Snapshot
@@ -37,7 +36,7 @@ from ensemble_ml.verification.vectors import Known, Vectors
 log = logging.getLogger(__name__)
 
 _FOLDER = ".scored-"
-_CODE = hash_of("verification")
+_CODE = hash_of_code("verification")
 _KINDS = {kind.__name__: kind for kind in (Bins, Correction, Known, Reliability, Snapshot, Vectors)}
 _PICTURES = "maps", "counts", "error_bins", "spread_bins", "snapshots", "index", "by_block", "block_counts"
 
