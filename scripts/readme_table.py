@@ -19,7 +19,7 @@ BEGIN, END = "<!-- results: scripts/readme_table.py -->", "<!-- end of results -
 
 UNSAID = " ..."  # behind a command of which the results do not say with which other settings it was run
 NOT_RECORDED = " Dots after a command: its other settings were not recorded, and may not be the default ones."
-LOST = "Lost: "  # how a benchmark's note begins that tells where a rival is faster
+LOST = "Lost: "  # how a benchmark's note begins that tells where another does better
 POSITIVE = 1e-9  # the target of ends of intervals that are to lie above zero
 HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
@@ -43,8 +43,10 @@ def row(claim: dict, figures: dict) -> str:
 def reach(claim: dict, figures: dict) -> tuple[float, float] | None:
     """Smallest and largest value of the figure that a claim is about, where there is one: it has the claim's value."""
     for figure in figures.values():
-        if figure["median"] == claim["value"] and figure["min"] < figure["max"]:
-            return figure["min"], figure["max"]
+        ends = figure["min"], figure["max"]
+        alike = figure["median"] == claim["value"] and figure["unit"] == claim["unit"]
+        if alike and None not in ends and ends[0] < ends[1]:
+            return ends
     return None
 
 
@@ -111,7 +113,7 @@ def summary(found: dict[str, dict]) -> list[str]:
     for name, content in found.items():
         missed = [claim for claim in content["claims"] if not claim["holds"]]
         lines += [f"{line} {name.partition('-')[0]} |" for line in rows(missed, content["figures"])]
-    lines += ["", "Where another is faster:", ""]
+    lines += ["", "Where another does better:", ""]
     for name, content in found.items():
         lost = [note.removeprefix(LOST) for note in content.get("notes", []) if note.startswith(LOST)]
         lines += [f"- {note} (`{command(name, content)}`)" for note in lost]

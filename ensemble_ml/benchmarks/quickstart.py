@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble_ml.benchmarks.common.sections import chosen
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.results import Claim, Figure, committed, summary, write_results
 from ensemble_ml.config import BenchmarkConfig
 from ensemble_ml.errors import UserError
 
@@ -21,16 +21,18 @@ def run(config: BenchmarkConfig) -> Path:
     """Turn `config.run`/scores.json into OUTPUT/quickstart/results.json.
 
     Raises:
-        UserError: there are no scores yet.
+        UserError: there are no scores yet, or they are older than the commit that would be named beside them.
     """
     chosen(config.only, {})
     path = Path(config.run) / "scores.json"
     if not path.is_file():
         raise UserError(f"run={config.run}: holds no scores.json; run scripts/quickstart.sh, or evaluate, first")
+    if path.stat().st_mtime < committed():
+        raise UserError(f"{path}: older than this commit; run scripts/quickstart.sh, or evaluate, again")
     scores = json.loads(path.read_text())
     claims = [claim for entry in scores["claims"] for claim in _claims(entry)]
     figures = {_name(entry): _figure(entry) for entry in scores["summary"]}
-    print(summary(figures, claims))
+    print(summary(figures, claims, config.size))
     return write_results(
         Path(config.output) / "quickstart",
         title="The main job on the embedded archive (simulated)",
@@ -38,6 +40,7 @@ def run(config: BenchmarkConfig) -> Path:
         figures=figures,
         claims=claims,
         notes=[*scores["headline"], "Ranges are confidence intervals of the block bootstrap over test dates."],
+        size=config.size,
     )
 
 

@@ -45,9 +45,12 @@ class Figure:
         return cls(float(statistics.median(values)), float(min(values)), float(max(values)), unit)
 
 
-def times_as_long(theirs: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times as long theirs takes, the median of rounds: entrants take turns, so one round shares its noise."""
-    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
+LOST = "Lost: "  # how a note begins that tells where another does better
+
+
+def times_as_long(theirs: Sequence[float], ours: Sequence[float]) -> Figure:
+    """How many times as long theirs takes, round by round: entrants take turns, so one round shares its noise."""
+    return Figure.of([a / b for a, b in zip(theirs, ours, strict=True)], "times")
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,25 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str:
     """The commit that ran, with `+` where files differ from it; `unknown` outside a checkout."""
+    head, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return "unknown" if head is None or changed is None else head + "+" * bool(changed)
+
+
+def committed() -> float:
+    """When that commit was made, in seconds since 1970; 0 outside a checkout."""
+    return float(_git("log", "-1", "--format=%ct") or 0)
+
+
+def _git(*command: str) -> str | None:
+    """What git says of the checkout of this package; None where it lies in none."""
     here = Path(__file__).resolve().parent
     try:
         # The package may lie in an environment inside somebody else's repository.
         subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True, check=True)
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+        said = subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True)
+        return said.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + "+" * bool(changed.stdout.strip())
+        return None
 
 
 def write_results(

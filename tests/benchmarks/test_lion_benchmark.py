@@ -110,7 +110,12 @@ def test_ratios_over_links_are_theirs_over_ours_round_by_round(tmp_path, rate, o
     found[lion._RIVALS[0]] = {"seconds": [2.0, 9.0], "bytes": [2.0]}  # the best: 2 and 3 times, not 5.5 over 2
     bench = lion.LionBench(BenchmarkConfig(benchmark="lion", output=str(tmp_path)), tmp_path)
     lion._step_claims(bench, Hosts(4, rate), found)
-    claims = {claim.claim.rpartition(": steps a second over ")[2]: claim.value for claim in bench.claims[1:]}
+    claims = {
+        claim.claim.rpartition(": steps a second over ")[2].partition(" (")[0]: claim.value
+        for claim in bench.claims[1:]
+    }
+    figure = next(figure for name, figure in bench.figures.items() if f"steps a second over {over}" in name)
+    assert (figure.min, figure.max) == ((3.0, 4.0) if rate == "100mbit" else (2.0, 3.0))
     assert bench.claims[0].value == 32.0
     assert claims[over] == (3.5 if rate == "100mbit" else 2.5)
     assert len(claims) == (1 + len(lion._RIVALS) if rate == "100mbit" else 1)

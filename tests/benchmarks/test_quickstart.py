@@ -1,5 +1,6 @@
 """Scores become claims, and claims the README's table, without a figure being touched by hand."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -56,6 +57,26 @@ def test_what_evaluate_is_not_sure_of_is_no_claim_that_holds(tmp_path, why):
     path = quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
     claims = json.loads(path.read_text())["claims"]
     assert [claim["holds"] for claim in claims] == [True, False, True, False]
+
+
+def test_scores_older_than_the_commit_are_not_published_as_its_own(tmp_path, monkeypatch):
+    path = tmp_path / "scores.json"
+    path.write_text(json.dumps(scores(0.9, 2.5)))
+    monkeypatch.setattr(quickstart, "committed", lambda: path.stat().st_mtime + 1)
+    with pytest.raises(UserError, match=r"scores.json: older than this commit; run scripts/quickstart.sh"):
+        quickstart.run(BenchmarkConfig("quickstart", output=str(tmp_path / "out"), run=str(tmp_path)))
+
+
+def test_ranges_are_those_of_the_claims_own_figure():
+    """Not of one with other units, nor of one that has no ends."""
+    name = importlib.util.spec_from_file_location("readme_table", ROOT / "scripts" / "readme_table.py")
+    table = importlib.util.module_from_spec(name)
+    name.loader.exec_module(table)
+    claim = {"claim": "a", "value": 0.0, "unit": "bytes", "target": 0.0, "holds": True}
+    figure = {"median": 0.0, "min": -1.0, "max": 3.0, "unit": "%"}
+    ends = {"none": figure | {"min": None, "max": None, "unit": "bytes"}, "other": figure}
+    assert table.reach(claim, ends) is None
+    assert table.reach(claim | {"unit": "%"}, ends) == (-1.0, 3.0)
 
 
 def test_without_scores_it_says_what_to_run(tmp_path):

@@ -12,7 +12,7 @@ from synthetic import make_store
 
 from ensemble_ml.benchmarks import skill
 from ensemble_ml.benchmarks.skilling import entrants
-from ensemble_ml.benchmarks.skilling.claims import Contest, report
+from ensemble_ml.benchmarks.skilling.claims import Contest, _sizes, report
 from ensemble_ml.benchmarks.skilling.realistic import realism_of
 from ensemble_ml.benchmarks.skilling.scoring import CHANCE, Data, _Scorer, fit, groups_of, score
 from ensemble_ml.benchmarks.skilling.table import Board, Table
@@ -152,6 +152,19 @@ def contest():
     board = Board(table, np.ones((9, 20)), np.arange(2), 0.95, np.arange(20))
     labels = {name: {n: (f"{name}-from{n}",) for n in (1, 5)} for name in ("unet3d", "emos", "drn")}
     return Contest(board, labels | {"start": {5: ("start-from5",)}}, 5, 10, 48, 40, ("t850", "tp"), {})
+
+
+def test_the_best_of_first_seeds_is_the_best_by_these():
+    """Where first seeds are compared; by all of its seeds another one is."""
+    found = contest()
+    table = found.board.table
+    for name, value in (("drn-seed0", 1.5), ("drn-seed1", 1.99)):
+        table.total["crps", name], table.weight["crps", name] = value * np.ones((20, 2)), np.ones((20, 2))
+    found.labels["drn"] = {1: ("drn-from1",), 5: ("drn-seed0", "drn-seed1")}
+    assert (found.best(5), found.best(5, seeds=1)) == ("emos", "drn")
+    said: list = []
+    _sizes(found, {}, said)
+    assert min(claim.value for claim in said) == pytest.approx(100 * (1 - 1.6 / 1.5))
 
 
 def test_claims_are_the_scores_worked_out_by_hand():

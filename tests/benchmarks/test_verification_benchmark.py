@@ -1,7 +1,11 @@
 """The benchmark of scoring runs small, and both entrants give the same scores."""
 
 import json
+import math
 
+import pytest
+
+from ensemble_ml.benchmarks import verification
 from ensemble_ml.benchmarks.verification import run
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize
 
@@ -10,6 +14,19 @@ def test_both_entrants_agree(tmp_path):
     found = json.loads(
         run(BenchmarkConfig("verification", str(tmp_path), repeats=1, size=BenchmarkSize.tiny)).read_text()
     )
-    assert float(found["notes"][0].rpartition(" ")[2].rstrip(".")) < 1e-5
-    assert [claim["unit"] for claim in found["claims"]] == ["times", "MB"]
+    assert [claim["unit"] for claim in found["claims"]] == ["times", "MB", "1"]
+    assert found["claims"][2]["value"] < 1e-5
     assert found["figures"]["ours: peak memory"]["max"] > 50
+
+
+@pytest.mark.parametrize("last", [2.0, math.nan])
+def test_scores_that_differ_are_a_claim_that_does_not_hold(tmp_path, monkeypatch, last):
+    """In any round, and where one of them has none."""
+    answers = iter([[1.0, last], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+
+    def measured(*_, **__):
+        return {"seconds": 1.0, "peak_bytes": 1.0, "scores": next(answers)}
+
+    monkeypatch.setattr(verification.process, "run", measured)
+    path = run(BenchmarkConfig("verification", str(tmp_path), repeats=2, size=BenchmarkSize.tiny))
+    assert [claim["holds"] for claim in json.loads(path.read_text())["claims"]] == [False, True, False]

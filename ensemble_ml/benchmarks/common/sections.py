@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ensemble_ml.benchmarks.results import Claim, Figure, summary, write_results
+from ensemble_ml.benchmarks.results import Claim, Figure, summary, times_as_long, write_results
 from ensemble_ml.config import BenchmarkConfig, BenchmarkSize, require
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,12 @@ class Bench:
     def claim(self, words: str, value: float, unit: str, target: float, *, at_most: bool = False) -> None:
         """Add a claim."""
         self.claims.append(Claim(words, value, unit, target, at_most))
+
+    def race(self, words: str, theirs: Sequence[float], ours: Sequence[float], target: float) -> None:
+        """Claim how many times as long theirs takes as ours, and keep the figure: a claim near its target shows there
+        whether all rounds reach it."""
+        self.figures[words] = times_as_long(theirs, ours)
+        self.claim(words, self.figures[words].median, "times", target)
 
     def publish(self, folder: Path, title: str) -> Path:
         """Tell the log, and write `folder`/results.json and report.html; returns the path of the former."""

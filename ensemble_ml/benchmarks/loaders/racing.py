@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ensemble_ml.benchmarks.loaders.track import Rival, Track, rivals
-from ensemble_ml.benchmarks.results import Claim
+from ensemble_ml.benchmarks.results import LOST, Claim
 from ensemble_ml.config import RaceConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.machine import cores
@@ -94,7 +94,7 @@ def lost(one: Track) -> list[str]:
         if who not in ("ours", "") and f"{place}: ours" in one.outcomes:
             ratio = one.seconds(f"{place}: ours").median / one.seconds(name).median
             if ratio > 1:
-                lines.append(f"Lost: {place}: {who} is {ratio:.3f} times as fast as ours.")
+                lines.append(f"{LOST}{place}: {who} is {ratio:.3f} times as fast as ours.")
     return lines
 
 
@@ -159,7 +159,8 @@ def _ahead(one: Track, caches: Sequence[float], kind: str) -> list[Claim]:
         if times:
             fastest = min(times, key=lambda name: times[name])
             value = times[fastest] / one.seconds(_ours(kind, cache)).median
-            words = f"cache {cache:g}, {kind}: throughput over the fastest rival ({fastest})"
+            count = f"{len(times)} rivals" if len(times) > 1 else "one rival that ran"
+            words = f"cache {cache:g}, {kind}: throughput over the fastest of {count} ({fastest})"
             claims.append(Claim(words, value, "times", 1.0))
     return claims
 

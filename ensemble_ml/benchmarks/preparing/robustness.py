@@ -54,6 +54,8 @@ def kills(work: Workspace) -> Section:
             process.kill()
             process.wait()
             counted += 1
+        else:
+            _finish(process)
         again += made_again(store, done)
         done = finished(store)
     _finish(_prepare(store, settings))
