@@ -7,6 +7,7 @@
 # compiled change.
 
 unset CDPATH  # with which cd prints where it went
+export PIP_USER=0  # a site's pip.conf may ask for what no virtual environment takes
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${ENSEMBLE_ML_VENV:-$root/.venv}
 extras=${1:?extras to install}
@@ -28,14 +29,21 @@ find_python() {
 sources=("$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" "$root/scripts/hatch_build.py")
 digest=$({ echo "$root"; cat "${sources[@]}"; } | cksum | cut -d' ' -f1)
 stamp=$venv/.ensemble-ml-$digest-$extras
-if [ ! -e "$stamp" ]; then
+if [ ! -e "$stamp" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then  # the Python that it was made of may be gone
   echo "ensemble_ml: installing into $venv (once; a few minutes)"
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # it may have been interrupted before it had pip
-    if [ -n "${ENSEMBLE_ML_VENV:-}" ] && [ -e "$venv/bin/python" ]; then
-      echo "ensemble_ml: ENSEMBLE_ML_VENV=$venv has no pip; give another, or add it (python -m ensurepip)" >&2
-      return 1
+    clear=--clear
+    if [ -n "${ENSEMBLE_ML_VENV:-}" ]; then
+      if [ -e "$venv/bin/python" ]; then
+        echo "ensemble_ml: ENSEMBLE_ML_VENV=$venv has no pip; give another, or add it (python -m ensurepip)" >&2
+        return 1
+      elif [ -L "$venv/bin/python" ]; then
+        echo "ensemble_ml: ENSEMBLE_ML_VENV=$venv: the Python that it was made of is gone; remove it, or give another" >&2
+        return 1
+      fi
+      clear=
     fi
-    python=$(find_python) && "$python" -m venv "$venv" || return 1
+    python=$(find_python) && "$python" -m venv $clear "$venv" || return 1
   fi
   constraints=$root/constraints.txt others=
   # In an environment that is given, a torch of 2.11 or later, for a site's GPUs say, stays as it is.
@@ -50,4 +58,4 @@ if [ ! -e "$stamp" ]; then
   touch "$stamp"
 fi
 export PATH=$venv/bin:$PATH
-unset python sources digest stamp extras constraints others
+unset clear python sources digest stamp extras constraints others

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ensemble_ml.fields import Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.models import ModelSpec
+
+_LAWS = {Family.CENSORED_SHIFTED_GAMMA: "censored shifted gamma"}  # whose names in settings are none
 
 
 def model_card(spec: ModelSpec, meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
@@ -50,11 +53,12 @@ def _of_checkpoint(scores: Mapping[str, Any], sha256: str) -> dict[str, Any]:
 
 
 def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
-    predicts = ["the full ensemble's spread"] * spec.config.spread
+    every = meta.get("full_members")
+    predicts = [f"the full ensemble's spread{f', of {every} members' if every else ''}"] * spec.config.spread
     predicts += ["the distribution of the truth"] * spec.config.postprocess
     rows = [
         ("predicts", " and ".join(predicts)),
-        ("from", f"a reduced ensemble of {spec.config.min_members} or more members"),
+        ("from", f"a reduced ensemble of {spec.config.min_members} or more members{_shown(meta)}"),
         ("network", spec.config.name + _channels(spec)),
         ("training", f"{meta['step']} of {meta['steps']} steps, seed {meta['seeds']['seed']}"),
         ("start hours", f"{_listed(sorted({date[11:13] for date in meta['training_dates']}))} UTC"),
@@ -66,6 +70,16 @@ def _what(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in meta["versions"].items())),
     ]
     return _table(("", ""), rows)
+
+
+def _shown(meta: Mapping[str, Any]) -> str:
+    """How many members training showed; what others give is extrapolation."""
+    sizes = _sizes(meta)
+    return f"; trained with {_listed(sizes)}" if sizes else ""
+
+
+def _sizes(meta: Mapping[str, Any]) -> list[int]:
+    return sorted(meta.get("config", {}).get("data", {}).get("members") or ())
 
 
 def _of(meta: Mapping[str, Any]) -> str:
@@ -109,13 +123,20 @@ def _data(spec: ModelSpec, meta: Mapping[str, Any]) -> str:
     for name in (*spec.variables, *spec.surface):
         known = registered(name)
         levels = ", ".join(map(str, spec.levels)) + " hPa" if name in spec.variables else "surface"
-        rows.append((f"`{name}`", known.long_name, known.units, levels, spec.family(name).value))
-    heads = ("variable", "", "units", "levels", "distribution")
+        law = _LAWS.get(spec.family(name), spec.family(name).value.replace("_", " "))
+        rows.append((f"`{name}`", known.long_name, known.units, levels, _over(meta, name), law))
+    heads = ("variable", "", "units", "levels", "over", "distribution")
     return (
         f"## Data\n\nStore fingerprint `{meta['data_fingerprint']}`, grid {spec.grid.describe()}. Lead times in: "
         f"{_listed(spec.leads_in)} h; predicted: {_listed(spec.leads_out)} h. Static fields: "
         f"{_listed(spec.static) or 'none'}.\n\n{_table(heads, rows)}"
     )
+
+
+def _over(meta: Mapping[str, Any], name: str) -> str:
+    """Hours over which the values of a variable are sums, means or extremes, where the archive said it."""
+    intervals = meta.get("lead_bounds", {}).get(name) or ()
+    return _listed(f"{first} to {last} h" for first, last in filter(None, intervals))
 
 
 def _split(meta: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
@@ -220,8 +241,11 @@ def _ranges(meta: Mapping[str, Any]) -> str:
 
 
 def _use(meta: Mapping[str, Any]) -> str:
+    sizes = _sizes(meta)
+    members = 5 if 5 in sizes or not sizes else sizes[len(sizes) // 2]
+    command = f"ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in={members} output=forecast"
     return (
-        "## Use\n\n    ensemble-ml predict checkpoint=THIS_FOLDER input=ARCHIVE members_in=5 output=forecast\n\n"
+        f"## Use\n\n    {command}\n\n"
         "Open a forecast with xarray; each variable's attributes say what it is. Forecasts carry the checkpoint's hash."
     )
 

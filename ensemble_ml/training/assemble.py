@@ -126,6 +126,7 @@ def assemble(
         "versions": setup.versions(),
         "data_fingerprint": reader.source.fingerprint(),
         "lead_bounds": bounds_at(reader.source, (*reader.spec.variables, *reader.spec.surface), reader.spec.leads_in),
+        "full_members": reader.full_size,
         "threads": threads,
         "device": device_name(session.device),
         "seeds": {"seed": config.seed},

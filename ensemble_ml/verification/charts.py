@@ -15,7 +15,7 @@ from ensemble_ml.verification.aggregation import Column
 from ensemble_ml.verification.page import image
 from ensemble_ml.verification.pictures import Bins, Pictures
 from ensemble_ml.verification.scores import Scores, gain
-from ensemble_ml.verification.significance import RATE, p_values, significant
+from ensemble_ml.verification.significance import FEWEST, RATE, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.summary import short_name
 
@@ -81,8 +81,11 @@ def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid
     if gains:
         text = (
             f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. Dots: significant "
-            f"over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %"
+            f"over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; none on gains of a forecast "
+            f"that has more to go by"
         )
+        if scores.blocks < FEWEST:
+            text = f"{text.partition(' Dots')[0]} Not tested for significance: fewer than {FEWEST} blocks of dates"
         parts.append(image(plots.gain_maps(gains, grid, land), text))
     for column, shot in pictures.snapshots.items():
         field = scores.columns[column]

@@ -48,7 +48,7 @@ def _top(content: dict[str, Any], scores: Scores) -> str:
     beside = "" if sizes == [scores.reduced] else f", beside a raw ensemble of {scores.reduced}"
     stated = f"{', '.join(map(str, sizes))} of {scores.full} members" if sizes else "members that are not stated"
     sub = (
-        f"From {stated}{beside}. {len(test)} test dates ({span}), "
+        f"From {stated}{beside}. {len(test)} test date{'s' * (len(test) != 1)} ({span}), "
         f"baselines fitted on {len(dates['fit'])} dates, {content['ensemble']['grid']}, area-weighted. "
         f"Blue: surely better; orange: surely worse; grey: the interval holds zero, or rests on few blocks, or the "
         f"forecast has more to go by."

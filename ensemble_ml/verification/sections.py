@@ -196,8 +196,10 @@ def extreme(case: Case | None, scores: Scores, grid: Grid, land: np.ndarray | No
     )
     lines = []
     for name, (mean, deviation) in case.at_place.items():
-        error = "" if case.truth_at_place is None else f"{case.truth_at_place - mean:+.3g}"
-        sigmas = "" if case.truth_at_place is None else f"{(case.truth_at_place - mean) / max(deviation, 1e-30):+.2f}"
+        error = sigmas = ""
+        if case.truth_at_place is not None:
+            error = f"{case.truth_at_place - mean:+.3g}"
+            sigmas = f"{(case.truth_at_place - mean) / deviation:+.2f}" if deviation > 0 else ""  # all may be dry
         lines.append([escape(short_name(name)), f"{mean:.5g}", f"{deviation:.3g}", error, sigmas])
     if case.truth_at_place is not None:
         lines.append(["truth", f"{case.truth_at_place:.5g}", "", "", ""])

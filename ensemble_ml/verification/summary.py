@@ -149,14 +149,16 @@ def _where(scores: Scores, label: str) -> str:
     order = sorted(found, key=lambda name: found[name][1].value)
     low, high = order[0], order[-1]
     advantage = scores.advantage(metric, label, other)
-    surely = f"surely better in {better} of {len(found)} fields"
+    fields = f"{len(found)} field{'s' * (len(found) != 1)}"
+    surely = f"surely better in {better} of {fields}, surely worse in {worse}"
     if advantage:
-        surely = f"not surely better in any of {len(found)} fields, {advantage}"
-    return (
-        f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: {surely}, "
-        f"surely worse in {worse}; "
-        f"gain from {found[low][1].value:+.1f} % ({low}) to {found[high][1].value:+.1f} % ({high})."
-    )
+        surely = f"not surely better in any of {fields}, {advantage}, surely worse in {worse}"
+    if not any(less.enough for less, _ in found.values()):
+        surely = f"too few blocks of dates to be sure in any of {fields}"
+    gain = f"{found[low][1].value:+.1f} % ({low})"
+    if high != low:
+        gain = f"from {gain} to {found[high][1].value:+.1f} % ({high})"
+    return f"{'CRPS' if best else 'spread RMSE'} against {short_name(other)}: {surely}; gain {gain}."
 
 
 def certainty(blocks: int, dates: int) -> str:

@@ -68,7 +68,8 @@ def test_an_exported_checkpoint_predicts_the_same(trained, tmp_path):
     best = json.loads((checkpoint / "checkpoint.json").read_text())["best"]["step"] == 2
     for words in (
         f"{'The validation dates' if best else 'No date'} chose the checkpoint", "Calibrated on average",
-        "# Model card: tiny", "| start hours | 00 UTC |", "| `tp` | total precipitation | m | surface | csgamma |",
+        "# Model card: tiny", "| start hours | 00 UTC |",
+        "| `tp` | total precipitation | m | surface |  | censored shifted gamma |",
         "| calibration | scale of each lead, variable and level times ", "| test | 2 | 2001-01-12 |",
         "- At 48 h: CRPS 3 % lower.", "| claim | measured | interval | holds | certain |",
         "| CRPS lower | 3 % | none | **no** | no, few blocks |",
@@ -114,6 +115,14 @@ def test_a_card_says_whose_weights_were_calibrated(trained):
     assert "of the weights of step" not in card
     card = model_card(checkpoint.spec, checkpoint.meta | {"step": 9, "validated_step": None}, None)
     assert "members (of the run that this one began from) |" in card
+
+
+def test_a_card_says_from_how_many_members_whose_spread_and_over_what_hours(trained):
+    checkpoint = load_checkpoint(trained[0])
+    card = model_card(checkpoint.spec, checkpoint.meta | {"lead_bounds": {"tp": [None, [0, 24], [24, 48]]}}, None)
+    assert "the full ensemble's spread, of 6 members" in card
+    assert "| from | a reduced ensemble of 1 or more members; trained with 3 |" in card and "members_in=3 " in card
+    assert "| `tp` | total precipitation | m | surface | 0 to 24 h, 24 to 48 h | censored shifted gamma |" in card
 
 
 def test_a_card_counts_test_dates_that_earlier_runs_have_seen(trained):

@@ -1,6 +1,7 @@
 """What is left of an evaluation where dates, members or truths are few."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,13 @@ from fakes import DATES, TEST, TRAIN, corrected, entry, settings, write_forecast
 from synthetic import make_store
 
 from ensemble_ml.errors import UserError
+from ensemble_ml.grid import Grid
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Part
 from ensemble_ml.store.source import Fields
 from ensemble_ml.verification import evaluate
+from ensemble_ml.verification.case import Case
+from ensemble_ml.verification.sections import extreme
 
 
 def spread_only(name, members):
@@ -157,7 +161,26 @@ def test_a_forecast_of_spread_alone_says_where_it_is_better(tmp_path, plain):
     evaluate(settings(folder, made, tmp_path / "r"), made)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     [said] = [line for line in content["headline"] if line.startswith("At 24 h: spread RMSE against")]
-    assert "surely better in" in said and "of 4 fields" in said
+    assert "too few blocks of dates to be sure in any of 4 fields; gain from " in said
+
+
+def test_maps_of_few_blocks_claim_no_test_of_significance(tmp_path):
+    one = {"variables": ("t",), "levels": (500,), "surface": (), "leads": (24,), "shape": (9, 16)}
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, bias=0.6, **one)
+    folder = write_forecasts(tmp_path / "f", made, TEST, corrected(), leads=(24,), train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "Not tested for significance: fewer than 5 blocks of dates" in page and "Dots: " not in page
+
+
+def test_an_error_has_no_size_in_deviations_that_are_none():
+    """As where all members are dry."""
+    grid, field = Grid(np.linspace(90, -90, 9), np.arange(16) * 22.5), np.zeros((9, 16))
+    laws = {"raw_10": (field, field), "forecast": (field, field + 0.5)}
+    place = {name: (float(mean[0, 0]), float(deviation[0, 0])) for name, (mean, deviation) in laws.items()}
+    case = Case(0, "tp", "tp", 24, "2001-01-01T00", 0.9, (90.0, 0.0), field - 1, field + 1, laws, place, 1.0, -1.0)
+    page = extreme(case, SimpleNamespace(full=10), grid, None)
+    assert "+2.00" in page and "e+" not in page.partition("<table")[2]
 
 
 def test_dates_on_which_a_member_is_missing_everywhere_are_not_counted(tmp_path, plain):
