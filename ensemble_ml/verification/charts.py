@@ -12,10 +12,11 @@ from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid
 from ensemble_ml.verification import plots
 from ensemble_ml.verification.aggregation import Column
+from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS
 from ensemble_ml.verification.page import image
 from ensemble_ml.verification.pictures import Bins, Pictures
 from ensemble_ml.verification.scores import Scores, gain
-from ensemble_ml.verification.significance import FEWEST, RATE, p_values, significant
+from ensemble_ml.verification.significance import RATE, p_values, significant
 from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.summary import short_name
 
@@ -79,13 +80,13 @@ def maps(content: dict[str, Any], scores: Scores, pictures: Pictures, grid: Grid
     families = content["families"]
     parts, gains = [], [found for c in pictures.headline for found in _gain_maps(families, scores, pictures, c)]
     if gains:
-        text = (
-            f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. Dots: significant "
-            f"over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; none on gains of a forecast "
-            f"that has more to go by"
+        tested = (
+            f"Dots: significant over blocks of dates, at a rate of false discoveries of {100 * RATE:g} %; none on "
+            f"gains of a forecast that has more to go by"
         )
-        if scores.blocks < FEWEST:
-            text = f"{text.partition(' Dots')[0]} Not tested for significance: fewer than {FEWEST} blocks of dates"
+        if scores.blocks < FEWEST_BLOCKS:
+            tested = f"Not tested for significance: fewer than {FEWEST_BLOCKS} blocks of dates"
+        text = f"Gain of CRPS at {scores.headline_lead} h, mean over the test dates; grey: left out. {tested}"
         parts.append(image(plots.gain_maps(gains, grid, land), text))
     for column, shot in pictures.snapshots.items():
         field = scores.columns[column]

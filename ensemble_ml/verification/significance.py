@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats
 
+from ensemble_ml.verification.bootstrap import FEWEST_BLOCKS
+
 RATE = 0.1
 _MOST_BLOCKS = 20  # bounds the memory of maps; longer blocks only make the test more careful
-FEWEST = 5  # blocks, below which nothing is
 
 
 def merged(blocks: np.ndarray) -> np.ndarray:
@@ -29,7 +30,7 @@ def p_values(differences: np.ndarray) -> np.ndarray:
         variance = np.nansum((differences - mean) ** 2, 0) / (count - 1)
         t = mean / np.sqrt(variance / count)
         found = 2 * stats.t.sf(np.abs(t), np.maximum(count - 1, 1))
-    return np.where((count >= FEWEST) & (variance > 0), found, np.nan)
+    return np.where((count >= FEWEST_BLOCKS) & (variance > 0), found, np.nan)
 
 
 def significant(p: np.ndarray) -> np.ndarray:

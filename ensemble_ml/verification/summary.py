@@ -150,11 +150,12 @@ def _where(scores: Scores, label: str) -> str:
     low, high = order[0], order[-1]
     advantage = scores.advantage(metric, label, other)
     fields = f"{len(found)} field{'s' * (len(found) != 1)}"
-    surely = f"surely better in {better} of {fields}, surely worse in {worse}"
-    if advantage:
-        surely = f"not surely better in any of {fields}, {advantage}, surely worse in {worse}"
     if not any(less.enough for less, _ in found.values()):
         surely = f"too few blocks of dates to be sure in any of {fields}"
+    elif advantage:
+        surely = f"not surely better in any of {fields}, {advantage}, surely worse in {worse}"
+    else:
+        surely = f"surely better in {better} of {fields}, surely worse in {worse}"
     gain = f"{found[low][1].value:+.1f} % ({low})"
     if high != low:
         gain = f"from {gain} to {found[high][1].value:+.1f} % ({high})"
