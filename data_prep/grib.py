@@ -15,7 +15,7 @@ import numpy as np
 from data_prep.file_index import FileIndex, Table
 from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
-from data_prep.grib_sections import Header, frames, header, without_values
+from data_prep.grib_sections import Header, frames, headers, single_field, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
 from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, RawField, field_of
 from ensemble_ml.errors import UserError
@@ -165,7 +165,8 @@ class _Message:
 
     def decoded(self) -> RawField:
         """Values as ecCodes decodes them."""
-        message = self._read(0, int(self.record["length"])).tobytes()
+        length = int(self.record["length"])
+        message = single_field(self._read(0, length).tobytes(), 0, length, int(self.record["data"]))
         codes = eccodes_module()
         hidden = None
         with opened(message, self._where()) as handle:
@@ -231,11 +232,12 @@ class _Indexer:
             try:
                 for number, (offset, length) in enumerate(frames(self.path, content), 1):
                     try:
-                        row = self._row(content, offset, length)
+                        for head in headers(content, offset, length):
+                            row = self._row(content, offset, length, head)
+                            if row is not None:
+                                rows.append((*row, offset, length))
                     except UserError as error:
                         raise UserError(f"{self.path}: message {number} at byte {offset}: {error}") from error
-                    if row is not None:
-                        rows.append((*row, offset, length))
             finally:  # a file that is being written looks damaged: say what it is
                 self.stamp.check(self.path, Stamp.of(descriptor))
         try:
@@ -245,8 +247,7 @@ class _Indexer:
                 f"{self.path}: a header states a number out of range ({error}); fetch the file anew"
             ) from error
 
-    def _row(self, content: Windows, offset: int, length: int) -> tuple[Kind, Header] | None:
-        head = header(content, offset, length)
+    def _row(self, content: Windows, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
         kind = _kinds.get(head.key)
         if kind is None:
             kind, said = ask(without_values(content, offset, length, head), head)

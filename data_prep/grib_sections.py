@@ -100,15 +100,20 @@ def _large_length(content: Content, start: int, length: int) -> int | None:
     return (length & 0x7FFFFF) * 120 - surplus + 4 if surplus < 120 else length
 
 
-def header(content: Content, start: int = 0, length: int | None = None) -> Header:
-    """Read the header of the message at `start` (edition 1 or 2); the packed values themselves are not touched.
+def headers(content: Content, start: int = 0, length: int | None = None) -> list[Header]:
+    """Read the header of each field of the message at `start` (edition 1 or 2); packed values are not touched.
+
+    A message of edition 1 holds one field. One of edition 2 may repeat its sections from 2, 3 or 4 up to 7; those that
+    it does not repeat are those of the field before.
 
     Raises:
-        UserError: sections do not fit into the message, or it holds several fields.
+        UserError: sections do not fit into the message.
     """
     end = start + (len(content) - start if length is None else length)
     try:
-        return _header1(content, start, end) if _octet(content, start + 7) == 1 else _header2(content, start, end)
+        if _octet(content, start + 7) == 1:
+            return [_header1(content, start, end)]
+        return [_header2(content, start, sections) for sections in _fields2(content, start, end)]
     except (IndexError, TypeError, struct.error, ValueError) as error:  # a section that ends where keys should stand
         raise error if isinstance(error, UserError) else UserError(f"damaged sections ({error})") from error
 
@@ -182,95 +187,149 @@ def _steps1(first: bytes) -> tuple[int, int] | None:
     return (one, two) if kind in (2, 3, 4, 5) and 0 < one < two else None
 
 
-def _header2(content: Content, start: int, end: int) -> Header:
+Sections = dict[int, tuple[int, int]]  # number of a section -> where it begins and its length
+
+
+def _fields2(content: Content, start: int, end: int) -> Iterator[Sections]:
+    """Yield the sections 1 to 7 of each field of a message of edition 2.
+
+    Raises:
+        UserError: they are out of order, or do not fill the message.
+    """
+    position, sections, bitmap = start + 16, Sections(), None
+    found, last = False, 0
+    while content[position : position + 4] != b"7777":
+        length, number = _integer(content, position, 4), _octet(content, position + 4)
+        repeats = last == 7 and number in (2, 3, 4)
+        if length < 5 or position + length > end - 4 or not (last < number <= 7 or repeats):
+            raise UserError("damaged sections")
+        if number == 6 and _octet(content, position + 5) == _BITMAP_BEFORE:
+            if bitmap is None:
+                raise UserError("its bitmap is that of a field before, and there is none; fetch the file again")
+            span = bitmap
+        else:
+            span = position, length
+        if number == 6 and _octet(content, span[0] + 5) == 0:
+            bitmap = span
+        sections = {one: place for one, place in sections.items() if one < number or not repeats} | {number: span}
+        if number == 7:
+            found = True
+            yield sections
+        position, last = position + length, number
+    if position != end - 4 or not found or last != 7:
+        raise UserError("damaged sections (they do not fill the message)")
+
+
+def _header2(content: Content, start: int, sections: Sections) -> Header:
+    """Read the header of one field, given its sections."""
     parts = [content[start + 6 : start + 8]]
-    position, reference, scale, data, room, bitmap = start + 16, 0.0, 0, 0, 0, 0
+    reference, scale, bitmap = 0.0, 0, 0
     init: np.datetime64 = np.datetime64("NaT", "s")
     level = member = count = steps = None
     points, bits = -1, (0, 0)
-    while content[position : position + 4] != b"7777":
-        length, number = _integer(content, position, 4), _octet(content, position + 4)
-        if length < 5 or position + length > end - 4 or (data and number < 8):
-            raise UserError("several fields in one message: split it with grib_copy" if data else "damaged sections")
+    for number, (position, length) in sorted(sections.items()):
         if number == 7:
-            data, room = position + 5, length - 5
-        else:
-            section = content[position : position + (length if number < 6 else 6)]
-            if number == 1:
-                init = _time(_integer(section, 12, 2), *section[14:18])
-                section = section[:12] + section[19:]
-            elif number == 3:
-                points = _integer(section, 6, 4)
-                columns, rows = _integer(section, 30, 4), _integer(section, 34, 4)
-                if _integer(section, 12, 2) == 0 and columns != _MISSING and columns * rows != points:
-                    raise UserError(f"damaged sections ({points} points on a grid of {rows} x {columns})")
-            elif number == 4:
-                section, level, member, steps = _product2(section)
-            elif number == 5:
-                count = _integer(section, 5, 4)
-                section = section[:5] + bytes([count == points]) + section[9:]
-                if length >= 21:  # templates with reference and scales; IEEE floats have neither
-                    reference, scale = struct.unpack(">f", section[8:12])[0], _signed(section, 12)
-                    section = section[:8] + section[14:]
-            elif number == 6 and section[5] == 0:
-                bitmap, bits = position + 6 - start, (0, (length - 6) * 8)
-            elif number == 6 and section[5] != 255:
-                raise UserError(f"a bitmap of another message ({section[5]}) is not read; write each with its own")
-            parts.append(section)
-        position += length
-    if position != end - 4 or not data:
-        raise UserError("damaged sections (they do not fill the message)")
-    key = b"".join(parts)
+            break
+        section = content[position : position + (length if number < 6 else 6)]
+        if number == 1:
+            init = _time(_integer(section, 12, 2), *section[14:18])
+            section = section[:12] + section[19:]
+        elif number == 3:
+            points = _integer(section, 6, 4)
+            columns, rows = _integer(section, 30, 4), _integer(section, 34, 4)
+            if _integer(section, 12, 2) == 0 and columns != _MISSING and columns * rows != points:
+                raise UserError(f"damaged sections ({points} points on a grid of {rows} x {columns})")
+        elif number == 4:
+            section, level, member, steps = _product2(section)
+        elif number == 5:
+            count = _integer(section, 5, 4)
+            section = section[:5] + bytes([count == points]) + section[9:]
+            if length >= 21:  # templates with reference and scales; IEEE floats have neither
+                reference, scale = struct.unpack(">f", section[8:12])[0], _signed(section, 12)
+                section = section[:8] + section[14:]
+        elif number == 6 and section[5] == 0:
+            bitmap, bits = position + 6 - start, (0, (length - 6) * 8)
+        elif number == 6 and section[5] != 255:
+            raise UserError(f"a bitmap of another message ({section[5]}) is not read; write each with its own")
+        parts.append(section)
+    data, size = sections[7]
     return Header(
-        key, init, float(reference), scale, data - start, bitmap, bits, count, room, 0, level, member, steps
+        b"".join(parts), init, float(reference), scale, data + 5 - start, bitmap, bits, count, size - 5, 0,
+        level, member, steps,
     )  # fmt: skip
 
 
 def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
     """Section 4 without what is understood of it; and level (hPa), member, and first and last hour, or None."""
     template = _integer(section, 7, 2)
-    if template not in (0, 1, 8, 11) or len(section) < 34:
+    if template not in _TAILS or len(section) < 34:
         return section, None, None, None
     level = member = steps = None
     out = bytearray(section)
     value = _integer(section, 24, 4)
     if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
         level, out[24:28] = value // 100, b"LEVL"
-    if template in (1, 11) and section[35]:
+    if template in (1, 11, 60, 61) and section[35]:
         member, out[35] = section[35], 255  # a member 0, which is left to ecCodes, keeps its 0: another key
-    first, tail = _integer(section, 18, 4), (37 if template == 11 else 34)  # of the end of the interval
+    first, tail = _integer(section, 18, 4), _TAILS[template]
     if section[17] == 1 and 0 < first < 10_000:
-        if template in (0, 1):
+        if template in (0, 1, 60):
             steps, out[18:22] = (first, first), b"STEP"
         elif len(section) > tail + 19 and (section[tail + 7], section[tail + 14]) == (1, 1):
             steps, out[18:22] = (first, first + _integer(section, tail + 15, 4)), b"STEP"
-    if template in (8, 11) and len(section) > tail + 19:
+    if template in (8, 11, 61) and len(section) > tail + 19:
         out[tail : tail + 7] = bytes(7)  # the end of the interval as a date: the length of it says the same
     return bytes(out), level, member, steps
 
 
+# Product definition templates whose header is understood here, and where the end of their interval stands in section 4.
+_TAILS = {0: 34, 1: 37, 60: 44, 8: 34, 11: 37, 61: 44}
+_BITMAP_BEFORE = 254  # the bitmap is the one that was defined before in the same message (code table 6.0)
 _SPARE = 15
 _MISSING = 0xFFFFFFFF  # rows of a reduced grid have lengths of their own
 _SOME_VALUES = 256  # bytes of values that ecCodes gets to see: packings of edition 1 go on with their header there
 
 
 def without_values(content: Content, start: int, length: int, head: Header) -> bytes:
-    """The message at `start` with its values cut off and its lengths put right, for questions about its keys."""
-    edition = _octet(content, start + 7)
-    section = start + head.data - (11 if edition == 1 else 5)
-    if edition == 1 and _octet(content, section + 3) & 0xC0:  # spherical or second order: even its keys need the values
+    """Return the field of `head` as a message whose values are cut off, for questions about its keys."""
+    if _octet(content, start + 7) == 2:
+        return single_field(content, start, length, head.data, _SOME_VALUES)
+    section = start + head.data - 11
+    if _octet(content, section + 3) & 0xC0:  # spherical or second order: even its keys need the values
         return content[start : start + length]
     kept = start + head.data + min(head.room, _SOME_VALUES)
     if kept >= start + length - 4:
         return content[start : start + length]
     message = bytearray(content[start:kept] + b"7777")
-    if message[7] == 1:
-        message[4:7] = len(message).to_bytes(3, "big")
-        message[section - start : section - start + 3] = (kept - section).to_bytes(3, "big")
-    else:
-        message[8:16] = len(message).to_bytes(8, "big")
-        message[section - start : section - start + 4] = (kept - section).to_bytes(4, "big")
+    message[4:7] = len(message).to_bytes(3, "big")
+    message[section - start : section - start + 3] = (kept - section).to_bytes(3, "big")
     return bytes(message)
+
+
+def single_field(content: Content, start: int, length: int, data: int, most: int | None = None) -> bytes:
+    """Return one field of a message as a message of its own, which is all that ecCodes reads without its multi-field
+    mode (that mode keeps state between calls, and threads would meet in it).
+
+    Args:
+        content: where the message lies.
+        start: offset of the message in it.
+        length: length of the message.
+        data: offset of the field's packed values in the message.
+        most: bytes of packed values to keep; None keeps all.
+    """
+    if _octet(content, start + 7) == 1:
+        return content[start : start + length]
+    for sections in _fields2(content, start, start + length):
+        first, size = sections[7]
+        if first + 5 - start == data:
+            break
+    else:
+        raise UserError(f"damaged sections (no values at byte {data})")
+    kept = size if most is None else min(size, most + 5)
+    parts = [content[place : place + extent] for number, (place, extent) in sorted(sections.items()) if number < 7]
+    parts.append(kept.to_bytes(4, "big") + content[first + 4 : first + kept])
+    whole = 16 + sum(map(len, parts)) + 4
+    return b"".join((content[start : start + 8], whole.to_bytes(8, "big"), *parts, b"7777"))
 
 
 def _check_room(room: int, most: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from data_prep.grib import GribFile
 from data_prep.grib_io import Descriptors
-from data_prep.grib_sections import frames, header
+from data_prep.grib_sections import frames, headers
 from data_prep.grib_unpack import unpack
 from ensemble_ml.errors import UserError
 
@@ -227,11 +227,11 @@ def test_neither_messages_nor_content(tmp_path):
         GribFile(str(write(tmp_path / "b.grib", [])))
 
 
-def test_several_fields_in_a_message_are_refused():
+def test_sections_out_of_their_order_are_damaged():
     one = message("t", edition=2)
-    repeated = one[:-4] + one[one.index(b"\0\0\0", 16) :][:0] + b"\0\0\0\x09\x04\0\0\0\0" + b"7777"
-    with pytest.raises(UserError, match="several fields in one message: split it with grib_copy"):
-        header(repeated)
+    repeated = one[:-4] + b"\0\0\0\x09\x04\0\0\0\0" + b"7777"  # a section 4 that no values follow
+    with pytest.raises(UserError, match=r"damaged sections \(they do not fill the message\)"):
+        headers(repeated)
 
 
 @pytest.mark.parametrize(("sample", "name"), [("reduced_gg_pl_32_grib2", "reduced_gg"), ("sh_ml_grib1", "sh")])

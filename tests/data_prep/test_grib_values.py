@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from data_prep import open_archive, prepare
 from data_prep.grib import GribFile
-from data_prep.grib_sections import header
+from data_prep.grib_sections import headers
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection, open_store
@@ -121,7 +121,7 @@ def test_a_second_order_bitmap_whose_header_seems_to_count_all_points(tmp_path):
     eccodes.codes_set(handle, "packingType", "grid_second_order")
     made = eccodes.codes_get_message(handle)
     eccodes.codes_release(handle)
-    assert header(made).count == hidden.size
+    assert headers(made)[0].count == hidden.size
     np.testing.assert_array_equal(check(tmp_path, [made])[0].mask, hidden)
 
 
