@@ -9,24 +9,23 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from data_prep.grib_fields import Get, method_of, on_its_level, why_left_out
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
-from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, OF_ENSEMBLE, OF_STEP_TYPE, other_step_type
+from data_prep.records import CONTROL, FIELD_INDEX, MEMBER
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 _MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
-
-Get = Callable[..., Any]  # key, default, type -> value of a key of one message
 
 
 @dataclass(frozen=True)
@@ -217,12 +216,9 @@ def _kind(get: Get) -> Kind:
     placed = _field_and_level(get("paramId"), level_type, get("level"))
     if placed is None:
         return Kind(None, None, name)
-    if get("derivedForecast", None) is not None or get("dataType") in OF_ENSEMBLE:
-        return Kind(None, None, f"{name}, derived from an ensemble")  # no member, though its number may be 0
     index, level = placed
-    over_time = str(get("stepType", ""))
-    if other := other_step_type(over_time, FIELDS[index]):  # ecCodes has parameters of their own for some of these only
-        return Kind(None, None, f"{name}, {other}")
+    if reason := why_left_out(get, FIELDS[index]):
+        return Kind(None, None, f"{name}, {reason}")
     if get("gridType") != "regular_ll":
         raise UserError(
             f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "
@@ -255,7 +251,7 @@ def _kind(get: Get) -> Kind:
         raise UserError(
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
-    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, OF_STEP_TYPE.get(over_time, ""))
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, method_of(get))
 
 
 _ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams that are no ensembles
@@ -267,22 +263,18 @@ def _numbered(get: Get, member: int | None) -> bool:
     return get("dataType") in ("cf", "pf") or bool(member) or stated
 
 
-_WHOLE_COLUMN = "surface", "atmosphere", "atmosphereSingleLayer", "entireAtmosphere", "meanSea", "unknown"
-
-
 def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int] | None:
-    """Position in FIELDS and level in hPa of a parameter, or None where the registry does not know it there."""
+    """Return position in FIELDS and level in hPa of a parameter, or None where the registry does not know it there."""
     field = by_param_id(number)
     if field is None:
         return None
-    if field.name == "z" and level_type in ("surface", "ground"):
+    if field.name == "z" and on_its_level(FIELDS[FIELD_INDEX["orog"]], level_type, level):
         return FIELD_INDEX["orog"], 0
-    pressure = level_type in ("isobaricInhPa", "isobaricInPa")
-    if field.name == "tcc" and level_type not in _WHOLE_COLUMN:  # of one layer of clouds
+    if not on_its_level(field, level_type, level):
         return None
-    if field.static or (field.surface and not pressure):
+    if field.static or field.surface:
         return FIELD_INDEX[field.name], 0
-    if field.surface or not pressure or (level_type == "isobaricInPa" and level % 100):
+    if level_type == "isobaricInPa" and level % 100:
         return None
     return FIELD_INDEX[field.name], level if level_type == "isobaricInhPa" else level // 100
 

@@ -9,7 +9,7 @@ import xarray as xr
 
 from data_prep.axes import find_axis, lead_of_valid_time, understood
 from data_prep.cell_bounds import name_of_sum, other_quantity
-from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OF_ENSEMBLE, OTHER_UNITS
+from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, MEMBER_TYPES, OTHER_UNITS
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
 
@@ -107,8 +107,8 @@ def identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
     known += [number] if number else []
     if not known:
         return None, ""
-    if grib_type(array) in OF_ENSEMBLE:
-        return None, " (derived from an ensemble)"
+    if grib_type(array) not in ("", *MEMBER_TYPES):
+        return None, f" (of type {grib_type(array)})"
     first = known[0]
     if reason := other_quantity(data, array, first):
         return None, reason

@@ -30,7 +30,7 @@ IF_ABSENT = (
     " where start dates are built already); where an archive or a static file is read in place, leave the field out"
 )
 OTHER_UNITS = "units "  # after a variable's name, why it is left out
-OF_ENSEMBLE = ("em", "es", "taem", "taes")  # MARS types of what is derived from an ensemble: its mean and spread
+MEMBER_TYPES = ("an", "fc", "cf", "pf")  # MARS types of a field of one run; all others are made of several, or no field
 OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}  # ecCodes' stepType -> CF's cell method
 _SUMS = ("accum", "diff")  # over a range of steps
 GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")

@@ -1,0 +1,109 @@
+"""Which GRIB messages are a field of a run: lists of what is read; all else is left out by name.
+
+A message bears its variable's parameter whether it holds a member, a percentile, a probability, an ensemble mean or a
+climate. So nothing is concluded from the parameter alone: each key that could make it another quantity has to have a
+value that stands here. Names of codes are those of the WMO Manual on Codes and of ECMWF's MARS, as ecCodes spells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from data_prep.records import MEMBER_TYPES, OF_STEP_TYPE, other_step_type
+from ensemble_ml.fields import Field
+
+Get = Callable[..., Any]  # key, default, type -> value of a key of one message
+
+PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run, or one member of an ensemble, on a level
+    0: "analysis or forecast at a point in time",
+    1: "member of an ensemble at a point in time",
+    8: "analysis or forecast over an interval of time",
+    11: "member of an ensemble over an interval of time",
+    60: "member of an ensemble of reforecasts at a point in time",
+    61: "member of an ensemble of reforecasts over an interval of time",
+}
+PROCESSED_DATA = ("an", "fc", "af", "cf", "pf", "cp")  # edition 2, code table 1.4, and `unknown` where it is missing
+GENERATING_PROCESSES = (0, 1, 2, 3, 4, 11, 12, 13, 14, 15, *range(192, 256))  # code table 4.3: analyses and forecasts
+REFERENCE_TIMES = (0, 1)  # code table 1.2: an analysis, the start of a forecast; others are no start
+TIME_INCREMENTS = (2, 255)  # code table 4.11: one run's successive times; others are made of several runs
+STREAMS = (  # of MARS: one run or one ensemble; others are means over months, hindcast statistics, several models
+    "oper", "scda", "dcda", "lwda", "wave", "scwv", "enfo", "enfh", "efov", "efhc", "eefo", "eefh", "enda", "elda",
+    "waef", "enwh", "mofc", "mnfc", "mnfh", "seas", "mmsf",
+)  # fmt: skip
+LOCAL_DEFINITIONS = {  # edition 1, section 1 from octet 41 on, by centre; a message without any is read
+    "ecmf": (1, 15, 26, 30, 36),  # labels of MARS: of an ensemble, seasonal, a hindcast, of a grid that varies, 4D-Var
+    "edzw": (253, 254),  # DWD: ensembles; deterministic runs
+}
+_COLUMN = ("surface", "entireAtmosphere", "atmosphere", "atmosphereSingleLayer")
+_AT_2_M = ("surface", "heightAboveGround 2")
+_AT_10_M = ("surface", "heightAboveGround 10")
+LEVELS = {  # where a surface variable is one: kind of level, with its height where it has one
+    "t2m": _AT_2_M,
+    "msl": ("surface", "meanSea"),
+    "u10": _AT_10_M,
+    "v10": _AT_10_M,
+    "ws10": _AT_10_M,
+    "fg10": _AT_10_M,
+    "tcw": _COLUMN,
+    "tcwv": _COLUMN,
+    "tcc": (*_COLUMN, "meanSea"),
+    "orog": ("surface", "ground"),
+}
+_AT_THE_SURFACE = ("surface",)
+PRESSURE_LEVELS = ("isobaricInhPa", "isobaricInPa")
+
+
+def levels_of(field: Field) -> tuple[str, ...]:
+    """Return the kinds of level on which a message is the field `field`, as ecCodes names them."""
+    return LEVELS.get(field.name, _AT_THE_SURFACE) if field.surface or field.static else PRESSURE_LEVELS
+
+
+def on_its_level(field: Field, kind: str, level: int) -> bool:
+    """Return whether `field` on a level of a `kind` of ecCodes' typeOfLevel is that variable of the registry."""
+    return kind in levels_of(field) or f"{kind} {level}" in levels_of(field)
+
+
+def why_left_out(get: Get, field: Field) -> str:
+    """Return why a message that bears the parameter of `field` is no field of a run; empty where it is one."""
+    kind, stream = get("dataType"), get("stream")
+    if kind == "unknown" and get("typeOfProcessedData") == 255:  # the message does not say
+        kind = None
+    if kind not in (None, *MEMBER_TYPES, *(PROCESSED_DATA if get("edition") == 2 else ())):
+        return f"of type {kind}"
+    if stream is not None and stream not in STREAMS:
+        return f"of stream {stream}"
+    other = _other_product(get) if get("edition") == 2 else _other_definition(get)
+    return other or other_step_type(str(get("stepType", "")), field)
+
+
+def _other_product(get: Get) -> str:
+    """Return what a message of edition 2 is instead of a field of a run; empty where it is one."""
+    template = get("productDefinitionTemplateNumber")
+    if template not in PRODUCT_TEMPLATES:
+        return f"of product template 4.{template}"
+    if get("typeOfGeneratingProcess") not in GENERATING_PROCESSES:
+        return f"of generating process {get('typeOfGeneratingProcess')}"
+    if get("significanceOfReferenceTime") not in REFERENCE_TIMES:
+        return f"of reference time {get('significanceOfReferenceTime')}, which is no start"
+    if get("numberOfTimeRange", 1) != 1:
+        return f"statistics of {get('numberOfTimeRange')} nested time ranges"
+    if get("typeOfTimeIncrement", 255) not in TIME_INCREMENTS:
+        return f"of time increment {get('typeOfTimeIncrement')}, over several runs"
+    return ""
+
+
+def _other_definition(get: Get) -> str:
+    """Return what a message of edition 1 is by its local section, if no field of a run; empty where it is one."""
+    number, centre = get("localDefinitionNumber"), get("centre")
+    if number is None or not get("localUsePresent", 1) or number in LOCAL_DEFINITIONS.get(centre, ()):
+        return ""
+    as_ecmwf = centre not in LOCAL_DEFINITIONS and get("marsType") is not None  # ecCodes reads others' by ECMWF's rules
+    if as_ecmwf and number in LOCAL_DEFINITIONS["ecmf"]:
+        return ""
+    return f"of local definition {number} of {centre}"
+
+
+def method_of(get: Get) -> str:
+    """Return the mean, maximum or minimum over time that a message is; empty of a moment or a sum."""
+    return OF_STEP_TYPE.get(str(get("stepType", "")), "")
