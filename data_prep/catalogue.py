@@ -22,6 +22,7 @@ from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
 from data_prep.intervals import starts
+from data_prep.limits import implausible
 from data_prep.records import (
     IF_ABSENT,
     IS_STATIC,
@@ -141,7 +142,7 @@ class Catalogue:
         See `data_prep.records.Reader.fields`; threads may read at the same time.
 
         Raises:
-            UserError: a field has no value at any point.
+            UserError: a field has no value at any point, or one that is no weather.
         """
         ends = np.flatnonzero(np.diff(records["file"])) + 1
         for first, last in pairwise([0, *ends.tolist(), len(records)]):
@@ -153,6 +154,8 @@ class Catalogue:
                     if raw.nothing and covers(rows, reader.grid):
                         what = f"all {raw.values.size} points are without a value"
                         raise UserError(f"{reader.path}: {describe(record)}: {what}; {IF_ABSENT}")
+                    if wrong := implausible(field_of(record), raw, int(record["bits"])):
+                        raise UserError(f"{reader.path}: {describe(record)}: {wrong}; mend it, or leave the field out")
                     yield raw
 
     def gather(

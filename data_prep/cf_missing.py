@@ -1,4 +1,4 @@
-"""Values of NetCDF files that are none, though no attribute says so: never written, not in their range, no weather."""
+"""Values of NetCDF files that are none, though no attribute says so: never written, or not in their range."""
 
 from __future__ import annotations
 
@@ -12,27 +12,11 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import check_there
-from ensemble_ml.fields import Field
 
 log = logging.getLogger(__name__)
 
 _PACKED = "scale_factor", "add_offset"
 _ROUNDING = 1e-6  # of a limit: values may be kept with fewer digits than it
-# By units, beyond any weather, in deserts and at 1 hPa, any sums over months, and what packing makes of zero. 9999,
-# -9999 and -32767 are outside, but for geopotential, and so is most of what has other units than it says.
-_LIMITS = {
-    "K": (100.0, 400.0),
-    "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
-    "m2 s-2": (-2e4, 2e6),
-    "m s-1": (-500.0, 500.0),
-    "kg kg-1": (-0.1, 0.5),
-    "Pa s-1": (-5e3, 5e3),  # 500 m s-1 near the ground
-    "s-1": (-10.0, 10.0),
-    "m": (-0.1, 50.0),  # of water
-    "kg m-2": (-10.0, 500.0),
-    "1": (-1.0, 10.0),
-}
-_ALTITUDES = (-2e3, 9.5e3)  # m
 
 
 def open_netcdf(path: str) -> xr.Dataset:
@@ -149,9 +133,3 @@ def valid_limits(array: xr.DataArray) -> tuple[float, float]:
         least, most = sorted(((least - 0.5) * scale + offset, (most + 0.5) * scale + offset))
         return least, most
     return least - _ROUNDING * abs(least), most + _ROUNDING * abs(most)
-
-
-def plausible(field: Field) -> tuple[float, float]:
-    """What values lie between, far from any weather: 9999 and its like stand for missing ones."""
-    low, high = _ALTITUDES if field.name == "orog" else _LIMITS[field.units]
-    return max(low, -1.0) if field.family.bounds[0] == 0 else low, high

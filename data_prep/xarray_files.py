@@ -32,10 +32,11 @@ from data_prep.axes import (
     with_start,
 )
 from data_prep.cell_bounds import method, name_of_sum, other_sums, over_intervals, widths
-from data_prep.cf_missing import open_netcdf, open_zarr, plausible, valid_limits
+from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
 from data_prep.identity import OfSomethingElse, conversion, grib_type, identify, numbered, variables_with_members
+from data_prep.limits import plausible
 from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
@@ -300,7 +301,7 @@ class XarrayFile:
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
         units = field_of(record).units
-        low, high = plausible(field_of(record))
+        low, high = plausible(field_of(record), self._place(record)[0].step)
         bad = ~((values > low) & (values < high))
         if not bad.any():
             return RawField(values, step=self._place(record)[0].step)

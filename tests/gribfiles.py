@@ -16,6 +16,9 @@ PARAM_ID = {
     "orog": 228002, "lsm": 172,
 }  # fmt: skip
 UPPER = ("t", "z", "q")
+TYPICAL = {  # mean and deviation of what `message` makes of a variable that is unlike a temperature
+    "q": (5e-3, 1e-3), "msl": (1e5, 1e3), "tp": (5e-3, 1e-3), "fg10": (15.0, 3.0), "tcc": (0.5, 0.1), "lsm": (0.5, 0.1),
+}  # fmt: skip
 GLOBE = np.linspace(90, -90, 7), np.arange(0.0, 360.0, 30.0)
 REGION = np.linspace(66, 60, 4), np.linspace(-12, 6, 7)
 
@@ -51,10 +54,12 @@ def message(
     )
     settings |= {"stepRange": str(step)} | ({} if member is None else {"number": member})
     settings |= {"packingType": packing, "bitsPerValue": bits} | keys
+    if values is None:
+        values = noise(grid, seed, *TYPICAL.get(name, ()))
     handle = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if name in UPPER else 'sfc'}_grib{edition}")
     for key, value in settings.items():
         eccodes.codes_set(handle, key, value)
-    eccodes.codes_set_values(handle, np.asarray(noise(grid, seed) if values is None else values, float).ravel())
+    eccodes.codes_set_values(handle, np.asarray(values, float).ravel())
     if decimal is not None:
         eccodes.codes_set(handle, "changeDecimalPrecision", decimal)
     result = eccodes.codes_get_message(handle)

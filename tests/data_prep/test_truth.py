@@ -225,10 +225,10 @@ class TestSums:
 
     def test_maxima_over_parts_make_the_maximum(self, tmp_path):
         gusts = write(
-            tmp_path / "f.grib", [message("fg10", noise(mean=10), step="0-6", member=m, seed=m) for m in (1, 2)]
+            tmp_path / "f.grib", [message("fg10", noise(mean=50), step="0-6", member=m, seed=m) for m in (1, 2)]
         )
         parts = [
-            message("fg10", noise(mean=10, seed=n), step=step, member=None) for n, step in enumerate(("0-3", "3-6"))
+            message("fg10", noise(mean=50, seed=n), step=step, member=None) for n, step in enumerate(("0-3", "3-6"))
         ]
         truth = write(tmp_path / "t.grib", parts)
         expected = np.max([values for _, values in decoded(truth)], axis=0)

@@ -7,7 +7,8 @@ import xarray as xr
 from gribfiles import dataset
 
 from data_prep import open_archive
-from data_prep.cf_missing import plausible, valid_limits
+from data_prep.cf_missing import valid_limits
+from data_prep.limits import plausible
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.store import Part
@@ -147,7 +148,7 @@ EXTREMES = {  # of stations, the upper air to 1 hPa, the highest mountains, and 
     "w": (-500.0, 500.0), "d": (-0.1, 0.1), "ws": (0.0, 250.0), "t2m": (170.0, 335.0), "msl": (86e3, 109e3),
     "sp": (32e3, 111e3), "u10": (-120.0, 120.0), "v10": (-120.0, 120.0), "ws10": (0.0, 120.0), "fg10": (0.0, 150.0),
     "tp": (-1e-4, 27.0), "cp": (-1e-4, 27.0), "tcw": (-1e-3, 300.0), "tcwv": (-1e-3, 120.0), "tcc": (-1e-3, 1.001),
-    "sst": (270.0, 311.0), "skt": (170.0, 370.0), "orog": (-600.0, 8850.0), "lsm": (0.0, 2.0),
+    "sst": (270.0, 311.0), "skt": (170.0, 370.0), "orog": (-600.0, 8850.0), "lsm": (-1e-3, 1.001),
 }  # fmt: skip
 
 
