@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, Protocol, TypeVar
 
 import google_crc32c
@@ -30,6 +31,7 @@ from data_prep.records import (
     MEMBER,
     OTHER_UNITS,
     RECORD,
+    Origin,
     RawField,
     Reader,
     covers,
@@ -44,6 +46,9 @@ from ensemble_ml.store.source import Layout
 from ensemble_ml.store.sources import PLACE
 
 log = logging.getLogger(__name__)
+
+_SHOWN = 20  # names of what is left out, in a line
+_UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # of a variable that is left out for no other reason, in GRIB and in NetCDF
 
 
 class Aligned(Protocol):
@@ -70,7 +75,8 @@ class Catalogue:
         self.stamps = [(os.path.abspath(reader.path), *astuple(reader.stamp)) for reader in self.readers]
         self.grid = _one_grid(self.readers)
         self.geometry = Geometry(self.grid, self.grid)
-        table = _joined_tables(self.readers)
+        self.role = role
+        table, self.origins = _joined_tables(self.readers)
         _report_skipped(self.path, self.readers)
         if not len(table):
             raise UserError(f"{self.path}: holds no field that the registry knows")
@@ -90,11 +96,13 @@ class Catalogue:
         it reads and that are all NaN. Others may take their place, so it is made until there are none.
 
         Raises:
-            UserError: a field that it reads stands there twice; a file cannot be read, or changed meanwhile.
+            UserError: a field that it reads stands there twice, fields that it reads were made by several centres, or
+                a file cannot be read, or changed meanwhile.
         """
         while True:
             made = aligned()
             self._check_unique(made)
+            self._check_origins(made)
             if index is None or not index.look or not self._leave_out(made.rows(), index):
                 return made
 
@@ -120,6 +128,30 @@ class Catalogue:
             first, second = records[twice[0] :][:2]
             where = " and ".join(sorted({self.files[int(first["file"])], self.files[int(second["file"])]}))
             raise UserError(f"{describe(first)}: stands twice in {where}; give each field once")
+
+    def _check_origins(self, made: Aligned) -> None:
+        """Raise a UserError where what `made` reads of one ensemble, or of one variable of a truth, was made by several
+        centres or in several experiments: their members have the same numbers, but are of different forecasts.
+
+        A truth may go on in another experiment, as ERA5 begins as preliminary data; then a warning names both.
+        """
+        if len(self.origins) < 2:
+            return
+        records = self.records[made.rows()]
+        one_ensemble = self.role == FORECAST
+        fields = [None] if one_ensemble else np.unique(records["field"]).tolist()
+        for field in fields:
+            group = records if field is None else records[records["field"] == field]
+            numbers, places = np.unique(group["origin"], return_index=True)
+            for first, second in combinations(range(len(numbers)), 2):
+                a, b = self.origins[numbers[first]], self.origins[numbers[second]]
+                if not a.differs(b):
+                    continue
+                paths = [self.files[int(group["file"][places[one]])] for one in (first, second)]
+                text = f"{self.path}: holds fields of {a} ({paths[0]}) and of {b} ({paths[1]})"
+                if one_ensemble or (a.centre, a.label) != (b.centre, b.label):
+                    raise UserError(f"{text}; give those of one alone, by a list of files or a pattern")
+                log.warning("%s; both are taken", text)
 
     def _leave_out(self, rows: np.ndarray, index: FileIndex) -> bool:
         """Leave out those of `rows` whose fields are all NaN; whether there were any."""
@@ -293,17 +325,23 @@ class Catalogue:
         return digest.hexdigest()[:16]
 
 
-def _joined_tables(readers: list[Reader]) -> np.ndarray:
-    """All records with the numbers of their files; the readers' own are let go one by one: there may be millions."""
+def _joined_tables(readers: list[Reader]) -> tuple[np.ndarray, list[Origin]]:
+    """Return all records, with the numbers of their files and origins, and these origins.
+
+    The readers' own records are let go one by one: there may be millions.
+    """
     table = np.empty(sum(len(reader.records) for reader in readers), RECORD)
+    origins: dict[Origin, int] = {}
     first = 0
     for number, reader in enumerate(readers):
         mine = table[first : first + len(reader.records)]
         mine[:] = reader.records
         mine["file"] = number
+        in_archive = np.array([origins.setdefault(one, len(origins)) for one in reader.origins], np.int16)
+        mine["origin"] = in_archive[mine["origin"]] if len(mine) else 0
         first += len(mine)
         reader.records = np.zeros(0, RECORD)
-    return table
+    return table, list(origins)
 
 
 def _shown(paths: Any) -> str:
@@ -340,10 +378,13 @@ def _report_skipped(path: str, readers: list[Reader]) -> None:
     if known:
         text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
         log.warning(text, path, ", ".join(known))
-    others = [name for name in sorted(counts) if name not in known]
+    others = [name for name in counts if name not in known]
+    # Variables that the registry knows stand first, with the reason why they are left out.
+    others.sort(key=lambda name: (re.fullmatch(_UNKNOWN, name) is not None, name))
     if others:
-        text = "%s: %d fields of variables that the registry does not know are left out: %s"
-        log.info(text, path, sum(counts[name] for name in others), ", ".join(others[:8]))
+        more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        count, listed = sum(counts[name] for name in others), ", ".join(others[:_SHOWN]) + more
+        log.info("%s: %d fields that are no known variable of a run are left out: %s", path, count, listed)
 
 
 def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ import numpy as np
 
 from data_prep.grib_io import Stamp
 from data_prep.grib_keys import Scan
-from data_prep.records import RECORD
+from data_prep.records import RECORD, Origin
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.folders import user_cache, write_whole
 from ensemble_ml.store.locks import NoLocks, claimed_once
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 UNKNOWN, FILLED, EMPTY = 0, 1, 2  # of a field: not looked at, holds a value, is all NaN
 
 Found = TypeVar("Found")
-_FORMAT = 5
+_FORMAT = 6
 _LOOK = 0.2  # seconds between looks at a file that another process scans
 # What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]
@@ -42,13 +42,14 @@ _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdige
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The messages of a file: rows of RECORD, the grids that they are scanned on, counts of unknown variables, and
-    which variables are a mean or an extreme over time (see `data_prep.records.Reader`)."""
+    """The messages of a file: rows of RECORD, the grids that they are scanned on, counts of unknown variables, which
+    variables are a mean or an extreme over time, and who made the fields (see `data_prep.records.Reader`)."""
 
     records: np.ndarray
     scans: tuple[Scan, ...]
     skipped: dict[str, int]
     methods: dict[str, str]
+    origins: tuple[Origin, ...]
 
 
 class FileIndex:
@@ -78,7 +79,8 @@ class FileIndex:
             if len(rows) != head["count"] * RECORD.itemsize:
                 raise ValueError("rows are missing")
             scans = tuple(Scan(tuple(lat), tuple(lon), *flags) for lat, lon, *flags in head["scans"])
-            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"], head["methods"])
+            origins = tuple(Origin(*codes) for codes in head["origins"])
+            return Table(np.frombuffer(rows, RECORD).copy(), scans, head["skipped"], head["methods"], origins)
 
         return self._load(self.place(path), path, stamp, table)
 
@@ -117,6 +119,7 @@ class FileIndex:
             "scans": [astuple(scan) for scan in table.scans],
             "skipped": table.skipped,
             "methods": table.methods,
+            "origins": table.origins,
         }
         self._save(self.place(path), path, stamp, head, table.records.tobytes())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,13 @@ _SUFFIXES = (".grib", ".grb", ".grib1", ".grib2", ".grb1", ".grb2", ".nc", ".nc4
 _EMBEDDED = {FORECAST: "ensemble", TRUTH: "truth", "grid": "ensemble", "static": "static.grib"}
 """What of an archive with archive.json stands for it in each role: a sub-folder, or a file."""
 _AT_A_TIME = 8
+_HEAD = 512  # bytes by which a file is known; bulletins have some lines before their first message
 _NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first letters of its files
+_GRIB = re.compile(rb"GRIB...[\x01\x02]", re.DOTALL)  # a word alone may stand in any text; here its edition follows
+_COMPRESSED = {  # first letters of files that are to be unpacked first -> what does it
+    b"BZh": "bunzip2", b"\x1f\x8b": "gunzip", b"\xfd7zXZ\0": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4", b"PK\x03\x04": "unzip", b"\x1f\x9d": "uncompress",
+}  # fmt: skip
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
@@ -75,7 +82,10 @@ def _folder(folder: Path, role: str) -> list[str]:
             return [str(folder)]
         if not folder.is_dir():
             raise UserError(f"{folder.parent}: archive.json stands there but no {folder.name}; simulate it anew")
-    names, zarrs, seen = [], [], {os.path.realpath(folder)}
+    names: list[str] = []
+    zarrs: list[str] = []
+    packed: dict[str, str] = {}  # compressed files -> what unpacks them
+    seen = {os.path.realpath(folder)}
     for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         paths = {name: os.path.join(root, name) for name in folders}
         whole = [name for name, path in paths.items() if is_zarr(path) or is_building(Path(path))]
@@ -88,7 +98,16 @@ def _folder(folder: Path, role: str) -> list[str]:
             seen.add(place)
         folders[:] = kept
         zarrs += [paths[name] for name in whole]
-        names += [path for path in (os.path.join(root, name) for name in files) if _is_data(path)]
+        for path in (os.path.join(root, name) for name in sorted(files) if not name.startswith(".")):
+            if path.lower().endswith(_SUFFIXES) or _format(head := _head(path)):
+                names.append(path)
+            elif unpack := _unpacked_by(head):
+                packed[path] = unpack
+            elif not head.strip(b"\0"):  # what a download that was broken off leaves
+                log.warning("%s: is empty or begins with zeros, and is left out", path)
+    if packed:
+        text = "%s: %d compressed files are left out, unpack them first (%s): %s"
+        log.warning(text, folder, len(packed), ", ".join(sorted(set(packed.values()))), ", ".join(sorted(packed)))
     names += _without_stores(str(folder), zarrs)
     if not names:
         raise UserError(f"{folder}: holds no archive file ({', '.join(_SUFFIXES)})")
@@ -101,24 +120,30 @@ def _refuse(error: OSError) -> NoReturn:
     )
 
 
-def _is_data(path: str) -> bool:
-    """Whether a file of a folder is one of the archive's: by its suffix, or by its first letters.
+def _format(head: bytes) -> str:
+    """Return what a file is by its first bytes, whether it is named alone or met in a folder: NetCDF, GRIB, or neither
+    (empty)."""
+    if head.startswith(_NETCDF):
+        return "NetCDF"
+    return "GRIB" if _GRIB.search(head) else ""
+
+
+def _head(path: str) -> bytes:
+    """Return the first bytes of a file of a folder.
 
     Raises:
-        UserError: it cannot be read, so that nobody knows.
+        UserError: it cannot be read, so that nobody knows what it is.
     """
-    if os.path.basename(path).startswith("."):  # what other systems leave beside a file has its suffix
-        return False
-    if path.lower().endswith(_SUFFIXES):
-        return True
     try:
-        with open(path, "rb") as file:  # ENS-10's own files have no suffix: output.pl.20180101
-            head = file.read(4)
+        with open(path, "rb") as file:
+            return file.read(_HEAD)
     except OSError as error:
         _refuse(error)
-    if not head.strip(b"\0"):  # what a download that was broken off leaves
-        log.warning("%s: is empty or begins with zeros, and is left out", path)
-    return head.startswith((b"GRIB", *_NETCDF))
+
+
+def _unpacked_by(head: bytes) -> str:
+    """Return the program that unpacks a file with these first bytes; empty where it is not compressed."""
+    return next((program for magic, program in _COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def is_zarr(path: str | os.PathLike) -> bool:
@@ -151,13 +176,15 @@ def _open_reader(path: str, index: FileIndex | None) -> Reader:
         return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
     try:
         with open(path, "rb") as file:
-            head = file.read(512)
+            head = file.read(_HEAD)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
-    if head[:3] == b"CDF":
+    if head.startswith(b"CDF"):
         check_whole(path)
-    if head.startswith((b"CDF", b"\x89HDF")):
+    if _format(head) == "NetCDF":
         return XarrayFile(path)
-    if b"GRIB" in head or not head:
+    if _format(head) == "GRIB" or not head:  # an empty file is refused by name there
         return GribFile(path, index)
+    if unpack := _unpacked_by(head):
+        raise UserError(f"{path}: is compressed; unpack it first ({unpack})")
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

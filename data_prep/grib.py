@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
 from data_prep.grib_sections import Header, frames, headers, single_field, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
-from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, RawField, field_of
+from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, Origin, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
@@ -51,6 +52,7 @@ class GribFile:
         if table is None:
             table = self._scanned(index)
         self.records, self.skipped, self.methods = table.records, table.skipped, table.methods
+        self.origins = table.origins
         self._scans = table.scans
         self.grid: Grid | None = self._places()[0].grid if table.scans else None
 
@@ -222,6 +224,7 @@ class _Indexer:
         self.skipped: dict[str, int] = {}
         self.methods: dict[str, str] = {}
         self.scans: dict[Scan, int] = {}
+        self.origins: dict[Origin, int] = {}
 
     def table(self) -> Table:
         """The table of the file's messages."""
@@ -241,7 +244,8 @@ class _Indexer:
             finally:  # a file that is being written looks damaged: say what it is
                 self.stamp.check(self.path, Stamp.of(descriptor))
         try:
-            return Table(_records(rows, self.scans), tuple(self.scans), self.skipped, self.methods)
+            records = _records(rows, self.scans, self.origins)
+            return Table(records, tuple(self.scans), self.skipped, self.methods, tuple(self.origins))
         except OverflowError as error:  # a level, step or member that no forecast has
             raise UserError(
                 f"{self.path}: a header states a number out of range ({error}); fetch the file anew"
@@ -250,7 +254,9 @@ class _Indexer:
     def _row(self, content: Windows, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
         kind = _kinds.get(head.key)
         if kind is None:
-            kind, said = ask(without_values(content, offset, length, head), head)
+            message, shift = without_values(content, offset, length, head)
+            kind, said = ask(message, replace(head, data=head.data - shift))
+            said = replace(said, data=said.data + shift)
             if said == head:  # else our reading of the header is not ecCodes', and ecCodes is asked every time
                 _kinds[head.key] = kind
             head = said
@@ -258,6 +264,7 @@ class _Indexer:
             self.skipped[kind.name] = self.skipped.get(kind.name, 0) + 1
             return None
         self._check(kind, head)
+        self.origins.setdefault(kind.origin, len(self.origins))
         if kind.method:
             self.methods[FIELDS[kind.row["field"]].name] = kind.method
         return kind, head
@@ -314,7 +321,9 @@ def _finite(kind: Kind, head: Header) -> bool:
     return decimal > 0 and largest < _LARGEST
 
 
-def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) -> np.ndarray:
+def _records(
+    rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int], origins: dict[Origin, int]
+) -> np.ndarray:
     if not rows:
         return np.zeros(0, RECORD)
     kinds = {id(kind): kind for kind, *_ in rows}
@@ -324,7 +333,7 @@ def _records(rows: list[tuple[Kind, Header, int, int]], scans: dict[Scan, int]) 
         assert kind.row is not None and kind.scan is not None
         for name, value in kind.row.items():
             record[name] = value
-        record["place"] = scans[kind.scan]
+        record["place"], record["origin"] = scans[kind.scan], origins[kind.origin]
         record["decimal"], record["reference"] = kind.factor, kind.shift
         if record["simple"]:
             record["scale"], decimal = grib_factors(int(record["bits"]), 0, kind.decimal_scale)

@@ -19,13 +19,15 @@ import numpy as np
 from data_prep.grib_fields import Get, method_of, on_its_level, why_left_out
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
-from data_prep.records import CONTROL, FIELD_INDEX, MEMBER
+from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, Origin
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, GRAVITY, by_param_id, unit_conversion
+from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, unit_conversion
 from ensemble_ml.grid import Grid, canonical
 
 _MOST_POINTS = 1 << 17  # along one axis
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "s": 1 / 3600, "D": 24.0}
+
+_UNSTATED = Origin()
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Kind:
 
     `row` holds the columns of RECORD that do not change; it is None where the registry does not know the variable,
     whose `name` is then for the log. value * factor + shift is in the registry's units. `method` is the mean, maximum
-    or minimum over time that it is; empty of a moment or a sum.
+    or minimum over time that it is; empty of a moment or a sum. `origin` says who made it.
     """
 
     row: dict[str, Any] | None
@@ -44,6 +46,7 @@ class Kind:
     factor: float = 1.0
     shift: float = 0.0
     method: str = ""
+    origin: Origin = _UNSTATED
 
 
 @dataclass(frozen=True)
@@ -212,13 +215,15 @@ def _init(date: int, time: int) -> np.datetime64:
 
 
 def _kind(get: Get) -> Kind:
-    name, level_type = f"{get('paramId')} ({get('shortName')}, {get('typeOfLevel')})", get("typeOfLevel")
-    placed = _field_and_level(get("paramId"), level_type, get("level"))
-    if placed is None:
+    name, known = f"{get('paramId')} ({get('shortName')}, {get('typeOfLevel')})", by_param_id(get("paramId"))
+    if known is None:
         return Kind(None, None, name)
-    index, level = placed
-    if reason := why_left_out(get, FIELDS[index]):
+    if reason := why_left_out(get, known):
         return Kind(None, None, f"{name}, {reason}")
+    placed = _field_and_level(known, str(get("typeOfLevel")), get("level", 0))
+    if placed is None:
+        return Kind(None, None, f"{name}, at level {get('level')} of that kind")
+    index, level = placed
     if get("gridType") != "regular_ll":
         raise UserError(
             f"{get('shortName')}: grid type {get('gridType')}; only regular latitude-longitude grids (regular_ll) "
@@ -251,7 +256,11 @@ def _kind(get: Get) -> Kind:
         raise UserError(
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
-    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, method_of(get))
+    return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, method_of(get), _origin(get))
+
+
+def _origin(get: Get) -> Origin:
+    return Origin(*(str(get(key) or "") for key in ("centre", "class", "expver")))
 
 
 _ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams that are no ensembles
@@ -263,11 +272,8 @@ def _numbered(get: Get, member: int | None) -> bool:
     return get("dataType") in ("cf", "pf") or bool(member) or stated
 
 
-def _field_and_level(number: int, level_type: str, level: int) -> tuple[int, int] | None:
-    """Return position in FIELDS and level in hPa of a parameter, or None where the registry does not know it there."""
-    field = by_param_id(number)
-    if field is None:
-        return None
+def _field_and_level(field: Field, level_type: str, level: int) -> tuple[int, int] | None:
+    """Return position in FIELDS and level in hPa of a variable, or None where the registry does not know it there."""
     if field.name == "z" and on_its_level(FIELDS[FIELD_INDEX["orog"]], level_type, level):
         return FIELD_INDEX["orog"], 0
     if not on_its_level(field, level_type, level):

@@ -290,20 +290,22 @@ _MISSING = 0xFFFFFFFF  # rows of a reduced grid have lengths of their own
 _SOME_VALUES = 256  # bytes of values that ecCodes gets to see: packings of edition 1 go on with their header there
 
 
-def without_values(content: Content, start: int, length: int, head: Header) -> bytes:
-    """Return the field of `head` as a message whose values are cut off, for questions about its keys."""
+def without_values(content: Content, start: int, length: int, head: Header) -> tuple[bytes, int]:
+    """Return the field of `head` as a message whose values are cut off, for questions about its keys, and by how many
+    bytes its values stand earlier there than in the message that it comes from."""
     if _octet(content, start + 7) == 2:
-        return single_field(content, start, length, head.data, _SOME_VALUES)
+        message = single_field(content, start, length, head.data, _SOME_VALUES)
+        return message, head.data - (len(message) - 4 - min(head.room, _SOME_VALUES))
     section = start + head.data - 11
     if _octet(content, section + 3) & 0xC0:  # spherical or second order: even its keys need the values
-        return content[start : start + length]
+        return content[start : start + length], 0
     kept = start + head.data + min(head.room, _SOME_VALUES)
     if kept >= start + length - 4:
-        return content[start : start + length]
-    message = bytearray(content[start:kept] + b"7777")
-    message[4:7] = len(message).to_bytes(3, "big")
-    message[section - start : section - start + 3] = (kept - section).to_bytes(3, "big")
-    return bytes(message)
+        return content[start : start + length], 0
+    cut = bytearray(content[start:kept] + b"7777")
+    cut[4:7] = len(cut).to_bytes(3, "big")
+    cut[section - start : section - start + 3] = (kept - section).to_bytes(3, "big")
+    return bytes(cut), 0
 
 
 def single_field(content: Content, start: int, length: int, data: int, most: int | None = None) -> bytes:

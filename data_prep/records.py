@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,7 @@ GEOPOTENTIAL_UNITS = ("m2 s-2", "m**2 s**-2", "m^2 s^-2", "m2/s2")
 RECORD = np.dtype(
     [
         ("file", np.int32),  # position of the reader in the archive
+        ("origin", np.int16),  # position in the origins of its file, in a catalogue in those of the archive
         ("field", np.int16),  # position in FIELDS
         ("level", np.int32),  # hPa; 0 at the surface
         ("kind", np.uint8),  # MEMBER or CONTROL
@@ -69,6 +70,22 @@ FIELD_INDEX = {field.name: index for index, field in enumerate(FIELDS)}
 IS_STATIC = np.array([field.static for field in FIELDS])
 IS_SURFACE = np.array([field.surface for field in FIELDS])
 IS_ACCUMULATED = np.array([field.accumulated for field in FIELDS])
+
+
+class Origin(NamedTuple):
+    """Who made a field, by the codes that files state; empty where they do not."""
+
+    centre: str = ""
+    label: str = ""  # MARS's class: operational, research, a reanalysis
+    experiment: str = ""
+
+    def differs(self, other: Origin) -> bool:
+        """Return whether both state something that is not the same."""
+        return any(mine and theirs and mine != theirs for mine, theirs in zip(self, other, strict=True))
+
+    def __str__(self) -> str:
+        named = zip(("centre", "class", "experiment"), self, strict=True)
+        return ", ".join(f"{name} {code}" for name, code in named if code) or "no centre that is stated"
 
 
 def identities(records: np.ndarray) -> np.ndarray:
@@ -150,12 +167,13 @@ class Reader(Protocol):
 
     `records` are RECORD rows in the file's own order, and `grid` is theirs (None where there are none); `skipped`
     counts the fields of variables that the registry does not know. `keyed` says whether other values make other records
-    (by their packing constants), and `methods` which variables are a mean, maximum or minimum over time. `stamp` is of
-    before the file was indexed: what is read belongs to it.
+    (by their packing constants), and `methods` which variables are a mean, maximum or minimum over time. `origins` are
+    those that its records number. `stamp` is of before the file was indexed: what is read belongs to it.
     """
 
     keyed: bool
     methods: dict[str, str]
+    origins: tuple[Origin, ...]
     path: str
     records: np.ndarray
     grid: Grid | None

@@ -43,6 +43,7 @@ from data_prep.records import (
     IF_ABSENT,
     MEMBER,
     RECORD,
+    Origin,
     RawField,
     describe,
     field_of,
@@ -92,6 +93,7 @@ class XarrayFile:
         self.path = path
         self.skipped: dict[str, int] = {}
         self.methods: dict[str, str] = {}
+        self.origins: tuple[Origin, ...] = ()
         self.grid: Grid | None = None
         self._fields = ""  # digest of the list of fields
         self._data: xr.Dataset | None = None
@@ -217,6 +219,7 @@ class XarrayFile:
         )
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
+        records["origin"] = self._origin(array)
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
         records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
         records["numbered"] = numbered(array, axes["member"])
@@ -241,6 +244,13 @@ class XarrayFile:
         if early.any():
             self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
         return records[~between & ~early]
+
+    def _origin(self, array: xr.DataArray) -> int:
+        """Return the number of a variable's origin, which cfgrib's attributes state."""
+        origin = Origin(*(str(array.attrs.get(f"GRIB_{key}", "")) for key in ("centre", "class", "expver")))
+        if origin not in self.origins:
+            self.origins += (origin,)
+        return self.origins.index(origin)
 
     def empty(self, records: np.ndarray, index: FileIndex) -> np.ndarray:
         """Which of `records` are all NaN (see `data_prep.records.Reader`): by one row of each, then by all of it.

@@ -8,7 +8,7 @@ from data_prep import catalogue
 from data_prep.archive import ArchiveSource
 from data_prep.catalogue import Catalogue
 from data_prep.grib_io import Stamp
-from data_prep.records import FIELD_INDEX, RECORD
+from data_prep.records import FIELD_INDEX, RECORD, Origin
 from ensemble_ml.grid import Grid
 
 BYTES_A_MESSAGE = 260  # at the peak; 1.44 GB for all of ENS-10
@@ -18,6 +18,7 @@ class Indexed:
     """A file's index without the file: one calendar date of some years, as ENS-10 has it."""
 
     grid, skipped, stamp = Grid(np.linspace(90, -90, 19), np.arange(0, 360, 10.0)), {}, Stamp(1, 1)
+    origins = (Origin(),)
 
     def __init__(self, number: int):
         self.path = f"{number}.grib"

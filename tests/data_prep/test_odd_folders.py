@@ -1,5 +1,8 @@
 """Folders as other systems leave them: hidden files, links, names of any bytes; and runs of shares in any order."""
 
+import bz2
+import gzip
+import lzma
 import os
 
 import numpy as np
@@ -114,3 +117,31 @@ def test_a_share_that_is_to_finish_says_what_is_missing(tmp_path):
     prepare(config(given, tmp_path / "s.zarr", parts="1/2"))
     with pytest.raises(UserError, match="2 of 4 start dates are not built yet; run without finalise=true"):
         prepare(config(given, tmp_path / "s.zarr", parts="1/2", finalise=True))
+
+
+COMPRESSED = {"m34.grib2.bz2": bz2.compress, "m34.grib2.gz": gzip.compress, "m34.grib2.xz": lzma.compress}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_files_are_named(tmp_path, caplog, name):
+    ensemble(tmp_path / "in" / "m12.grib", members=(1, 2))
+    packed = COMPRESSED[name](ensemble(tmp_path / "m34.grib", members=(3, 4)).read_bytes())
+    (tmp_path / "in" / name).write_bytes(packed)
+    assert open_archive(tmp_path / "in").layout.realization == (1, 2)
+    assert any(
+        "1 compressed files are left out, unpack them first" in line and name in line for line in caplog.messages
+    )
+    with pytest.raises(UserError, match=f"{name}: is compressed; unpack it first"):
+        open_archive(tmp_path / "in" / name)
+
+
+def test_a_bulletin_is_known_by_the_same_look_alone_and_in_a_folder(tmp_path):
+    """Lines of a bulletin before the first message, and no suffix; a text that tells of GRIB is none."""
+    (tmp_path / "in").mkdir()
+    content = ensemble(tmp_path / "a.grib").read_bytes()
+    (tmp_path / "in" / "HEFS50_ECMF_010000").write_bytes(b"\x01\r\r\n001\r\r\nHEFS50 ECMF 010000\r\r\n" + content)
+    (tmp_path / "in" / "README").write_text("GRIB and GRIB2 files of an ensemble\n")
+    alone, folder = (open_archive(tmp_path / "in" / name) for name in ("HEFS50_ECMF_010000", ""))
+    assert alone.layout.realization == folder.layout.realization == (1, 2, 3)
+    with pytest.raises(UserError, match="README: neither GRIB nor NetCDF nor Zarr"):
+        open_archive(tmp_path / "in" / "README")

@@ -1,0 +1,231 @@
+"""What a GRIB message is: a field of one run is read, all else is left out by name, whatever parameter it bears."""
+
+import logging
+from pathlib import Path
+
+import eccodes
+import numpy as np
+import pytest
+from grib_table import changed, kinds, table
+from gribfiles import decoded, ensemble, message, noise, write
+
+from data_prep import open_archive, prepare
+from data_prep.grib import GribFile
+from data_prep.grib_fields import PRODUCT_TEMPLATES, STREAMS
+from data_prep.records import MEMBER_TYPES
+from ensemble_ml.config import PrepareConfig
+from ensemble_ml.errors import UserError
+from ensemble_ml.store import Part
+
+PAGE = Path(__file__).parents[2] / "docs" / "grib.md"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return kinds()
+
+
+def read_names(found, heading):
+    return {name for name, (is_read, _) in found[heading].items() if is_read}
+
+
+def test_only_runs_and_their_members_are_read_of_all_that_ecCodes_writes(found):
+    templates = found["Product definition templates (edition 2, code table 4.0)"]
+    assert len(templates) > 150
+    assert read_names(found, "Product definition templates (edition 2, code table 4.0)") == {
+        f"4.{number}" for number in PRODUCT_TEMPLATES
+    }
+    assert templates["4.6"][1].endswith("of product template 4.6")
+    assert len(found["Types of MARS"]) > 70 and read_names(found, "Types of MARS") == set(MEMBER_TYPES)
+    assert found["Types of MARS"]["ses"][1].endswith("of type ses")
+    assert len(found["Streams of MARS"]) > 120 and read_names(found, "Streams of MARS") == set(STREAMS)
+    assert read_names(found, "Levels of temperature, edition 1") == {"isobaricInhPa (100)"}
+    second = "Levels of temperature, edition 2 (at a height of 2 m it is the 2 metre temperature)"
+    assert read_names(found, second) == {"isobaricInhPa (100)", "heightAboveGround (103)"}
+    assert read_names(found, "Levels of 2 metre temperature, edition 1") == {"surface (1)", "heightAboveGround (105)"}
+
+
+def test_the_documentation_shows_what_is_read(found):
+    assert PAGE.read_text() == table(found), "python tests/data_prep/grib_table.py > docs/grib.md"
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"typeOfGeneratingProcess": 9}, "of generating process 9"),
+        ({"typeOfGeneratingProcess": 6}, "of generating process 6"),
+        ({"significanceOfReferenceTime": 2}, "of reference time 2, which is no start"),
+        ({"typeOfProcessedData": 8}, "of type ep"),
+        ({"typeOfTimeIncrement": 1}, "of time increment 1, over several runs"),
+    ],
+)
+def test_keys_beside_the_template_are_looked_at(tmp_path, keys, reason):
+    made = changed(message("t", edition=2, member=2, step="0-24" if "typeOfTimeIncrement" in keys else 24), **keys)
+    file = GribFile(str(write(tmp_path / "a.grib", [message("t", edition=2, member=1, step=24), made])))
+    assert file.records["member"].tolist() == [1]
+    assert list(file.skipped) == [f"130 (t, isobaricInhPa), {reason}"]
+
+
+def test_statistics_of_statistics_are_left_out(tmp_path):
+    made = message("tp", edition=2, member=2, step="0-24")
+    daily = changed(made, numberOfTimeRange=2, typeOfStatisticalProcessing=1)
+    file = GribFile(str(write(tmp_path / "a.grib", [message("tp", edition=2, member=1, step="0-24"), daily])))
+    assert file.records["member"].tolist() == [1] and sum(file.skipped.values()) == 1
+
+
+def test_local_sections_of_edition_1(tmp_path):
+    """5 is a forecast probability, 16 a monthly mean; 26 is a hindcast's label."""
+    for number, members in ((5, [1]), (16, [1]), (26, [1, 2])):
+        made = changed(message("t", member=2), localDefinitionNumber=number)
+        made = changed(made, type="pf", stream="enfo", **({"number": 2} if number == 26 else {}))
+        file = GribFile(str(write(tmp_path / f"{number}.grib", [message("t"), made])))
+        assert file.records["member"].tolist() == members
+        if number != 26:
+            assert list(file.skipped) == [f"130 (t, isobaricInhPa), of local definition {number} of ecmf"]
+
+
+def test_what_is_left_out_is_named_with_its_reason(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    percentile = changed(message("t2m", edition=2, member=None), productDefinitionTemplateNumber=6, percentileValue=90)
+    path = write(tmp_path / "a.grib", [message("t2m", member=m) for m in (1, 2)] + [percentile])
+    assert open_archive(path).layout.realization == (1, 2)
+    assert any("2t, heightAboveGround), of product template 4.6" in line for line in caplog.messages)
+    alone = write(tmp_path / "p90.grib", [percentile])
+    with pytest.raises(UserError, match=r"p90.grib: holds no field .*of product template 4.6"):
+        open_archive(alone)
+    with pytest.raises(UserError, match=r"p90.grib: holds no field .*of product template 4.6"):
+        prepare(PrepareConfig(input=str(path), truth=str(alone), output=str(tmp_path / "s.zarr")))
+
+
+def joined(messages, *, section):
+    """One message of edition 2 with several fields, which repeats its sections from `section` on."""
+    many = eccodes.codes_grib_multi_new()
+    for made in messages:
+        handle = eccodes.codes_new_from_message(made)
+        eccodes.codes_grib_multi_append(handle, section, many)
+        eccodes.codes_release(handle)
+    return many
+
+
+@pytest.mark.parametrize("section", [3, 4])
+@pytest.mark.parametrize("packing", ["grid_simple", "grid_ccsds", "grid_complex"])
+def test_messages_of_several_fields_are_their_fields(tmp_path, section, packing):
+    keys = {"edition": 2, "step": 24, "packing": packing}
+    parts = [message(name, member=2, level=level, seed=level, **keys) for name in ("t", "z") for level in (500, 850)]
+    many = joined(parts, section=section)
+    with (tmp_path / "many.grib").open("wb") as file:
+        eccodes.codes_grib_multi_write(many, file)
+    eccodes.codes_grib_multi_release(many)
+    one = message("t", member=3, level=500, seed=9, **keys)
+    (tmp_path / "many.grib").write_bytes((tmp_path / "many.grib").read_bytes() + one)
+    assert (tmp_path / "many.grib").read_bytes().count(b"7777") < len(parts) + 1  # they are in one message
+    apart = write(tmp_path / "apart.grib", [*parts, one])
+    files = [GribFile(str(path)) for path in (tmp_path / "many.grib", apart)]
+    assert len(files[0].records) == len(parts) + 1
+    for name in ("field", "level", "member", "lead", "init", "bits", "reference", "scale", "decimal"):
+        np.testing.assert_array_equal(files[0].records[name], files[1].records[name])
+    for mine, (_, values) in zip(files[0].fields(files[0].records), decoded(apart), strict=True):
+        np.testing.assert_array_equal(mine.decode(), values)
+
+
+def test_a_bitmap_of_the_field_before_hides_the_same_points(tmp_path):
+    hidden = np.random.default_rng(0).random((7, 12)) < 0.3
+    parts = []
+    for number in (1, 2):
+        values = noise(seed=number, mean=290)
+        values[hidden] = 9999
+        parts.append(message("sst", values, edition=2, member=number, missingValue=9999, bitmapPresent=1))
+    first, second = parts
+    begin = second.index(b"\0\0", 16)  # section 1
+    sections = {}
+    while second[begin : begin + 4] != b"7777":
+        length = int.from_bytes(second[begin : begin + 4], "big")
+        sections[second[begin + 4]] = second[begin : begin + length]
+        begin += length
+    sections[6] = b"\0\0\0\6\6\xfe"  # the bitmap that was defined before
+    body = first[16:-4] + b"".join(sections[number] for number in (4, 5, 6, 7)) + b"7777"
+    many = first[:8] + (16 + len(body)).to_bytes(8, "big") + body
+    files = [GribFile(str(write(tmp_path / name, made))) for name, made in (("m.grib", [many]), ("a.grib", parts))]
+    both = [list(file.fields(file.records)) for file in files]
+    for mine, apart in zip(*both, strict=True):
+        np.testing.assert_array_equal(mine.mask, hidden)
+        np.testing.assert_array_equal(mine.decode(), apart.decode())
+    lone = second[:16] + b"".join(sections[number] for number in sorted(sections)) + b"7777"
+    lone = lone[:8] + len(lone).to_bytes(8, "big") + lone[16:]
+    with pytest.raises(UserError, match="its bitmap is that of a field before, and there is none"):
+        GribFile(str(write(tmp_path / "l.grib", [lone])))
+
+
+@pytest.mark.parametrize("value", [9999.0, -9999.0, 9.999e20])
+@pytest.mark.parametrize("packing", ["grid_simple", "grid_ccsds"])
+def test_missing_values_that_no_bitmap_hides_are_refused(tmp_path, value, packing):
+    values = noise()
+    values[3, 4] = value
+    made = [message("t2m", values, edition=2, member=m, packing=packing, bits=24) for m in (1, 2)]
+    source = open_archive(write(tmp_path / "a.grib", made))
+    with pytest.raises(UserError, match=r"t2m, member 1, .*: 1 of 84 values are not between 100 and 400 K, the first"):
+        source.read(Part.FORECAST, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "text"),
+    [
+        ("tp", -6.4e-3, "1 of 84 values are not between -0.00015 and 50 m, the first -0.0064"),
+        ("tp", -0.5, "1 of 84 values"),
+        ("tcc", 1.2, "1 of 84 values are not between -0.01 and 1.01 1, the first 1.2"),
+        ("q", 12.0, "1 of 84 values are not between -0.1 and 0.5"),
+        ("msl", 1013.0, "1 of 84 values are not between 30000 and 120000 Pa"),
+    ],
+)
+def test_values_that_are_no_weather_are_refused(tmp_path, name, values, text):
+    typical = {"tp": 5e-3, "tcc": 0.5, "q": 5e-3, "msl": 1e5}[name]
+    field = noise(mean=typical, std=typical / 100)
+    field[0, 0] = values
+    steps = {"step": "0-24"} if name == "tp" else {"step": 24}
+    made = [message(name, field, member=m, bits=16, **steps) for m in (1, 2)]
+    source = open_archive(write(tmp_path / "a.grib", made))
+    with pytest.raises(UserError, match=text):
+        source.read(Part.FORECAST, 0)
+
+
+def test_zero_rain_and_whole_clouds_stay_as_they_are(tmp_path):
+    for name, values in (("tp", np.zeros((7, 12))), ("tcc", np.ones((7, 12)))):
+        values[1] = 0.3e-3 if name == "tp" else 0.2
+        made = [message(name, values, member=m, step="0-24" if name == "tp" else 24, bits=8) for m in (1, 2)]
+        source = open_archive(write(tmp_path / f"{name}.grib", made))
+        (_, expected), _ = decoded(tmp_path / f"{name}.grib")
+        np.testing.assert_array_equal(source.read(Part.FORECAST, 0).surface[0, 0, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"experimentVersionNumber": "0078"}, "experiment 0078"),
+        ({"marsClass": "rd"}, "class rd"),
+        ({"centre": "kwbc"}, "centre kwbc"),
+    ],
+)
+def test_members_of_two_centres_or_experiments_are_refused_by_name(tmp_path, keys, said):
+    edition = 2 if "centre" in keys else 1  # in edition 1 each centre numbers its variables
+    ensemble(tmp_path / "in" / "a.grib", names=("t2m",), members=(1, 2), dates=(20010101,), steps=(0,), edition=edition)
+    others = [changed(message("t2m", member=m, edition=edition), **keys) for m in (3, 4)]
+    write(tmp_path / "in" / "b.grib", others)
+    with pytest.raises(UserError, match=rf"holds fields of .*a.grib\) and of .*{said}.*b.grib\); give those of one"):
+        open_archive(tmp_path / "in")
+    assert open_archive(tmp_path / "in" / "b.grib").layout.realization == (3, 4)
+
+
+def test_preliminary_data_go_on_where_the_final_ones_end(tmp_path, caplog):
+    forecast = ensemble(tmp_path / "f.grib", names=("t2m",), steps=(24,))
+    truth = [message("t2m", member=None, date=20010102)]
+    truth.append(changed(message("t2m", member=None, date=20010103), experimentVersionNumber="0005"))
+    write(tmp_path / "t.grib", truth)
+    from data_prep import open_pair
+
+    pair = open_pair(forecast, tmp_path / "t.grib")
+    assert all(pair.present(Part.TRUTH, date)[1].all() for date in (0, 1))
+    assert any("experiment 0005" in line and "both are taken" in line for line in caplog.messages)
+    other = changed(message("t2m", member=None, date=20010103), centre="kwbc", setLocalDefinition=0)
+    write(tmp_path / "two.grib", [truth[0], other])
+    with pytest.raises(UserError, match=r"two.grib: holds fields of centre ecmf.* and of centre kwbc"):
+        open_pair(forecast, tmp_path / "two.grib")
