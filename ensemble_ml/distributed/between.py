@@ -2,13 +2,13 @@
 
 A layer knows its neighbours. A function that somebody's `forward` calls (an interpolation, a mean over the map) sees
 this rank's part alone, keeps its shape, and would give other numbers than one process without a word. So what is not
-known to work point by point (`follow`) is refused. What is made of sizes alone, as coordinates by
-`linspace(-1, 1, x.shape[2])`, is not seen here.
+known to work point by point (`follow`) is refused. What a forward makes of sizes alone, as coordinates by
+`linspace(-1, 1, x.shape[2])`, works point by point; `trial` finds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,15 +21,28 @@ from ensemble_ml.distributed.views import Axes, TogetherError, tensors
 from ensemble_ml.errors import UserError
 
 
+Seen = Callable[[str, list[tuple[Tensor, bool]]], None]  # a function's name, and what it made: whether that is a field
+
+
 def watch_first_pass(
-    model: nn.Module, axes: tuple[int, int], layers: Iterable[nn.Module], last: tuple[bool, bool] = (False, False)
+    model: nn.Module,
+    axes: tuple[int, int],
+    layers: Collection[nn.Module],
+    last: tuple[bool, bool] = (False, False),
+    *,
+    before: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
+    seen: Seen | None = None,
 ) -> None:
     """Let the next forward pass of `model` refuse what needs other ranks' points, or may, but within `layers`.
 
-    The pass raises a UserError that names the function. Later passes are not watched. `last` says whether this rank's
-    part is the last one along each of the `axes`, which alone may be cut at its end.
+    The pass raises a UserError that names the function. Later passes are not watched.
+
+    Args:
+        last: whether this rank's part is the last one along each of the `axes`, which alone may be cut at its end.
+        before: called with the arguments of the pass before it begins, while the model has no hook of these.
+        seen: called after each function between the layers that makes tensors.
     """
-    mode = _Between(axes, last)
+    mode = _Between(axes, last, seen)
     handles: list[RemovableHandle] = []
 
     def enter(layer: nn.Module, given: tuple[Any, ...]) -> None:
@@ -48,21 +61,26 @@ def watch_first_pass(
                 mode.known[one] = before if before and given[0].ndim == one.ndim else axes
 
     def begin(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        handles.pop().remove()
+        if before is not None:
+            before(given, named)
+        for layer in layers:
+            handles.append(layer.register_forward_pre_hook(enter))
+            handles.append(layer.register_forward_hook(leave, always_call=True))
+        handles.append(model.register_forward_hook(end, always_call=True))
         fields = [one for one in tensors((given, named)) if one.ndim > max(axes)]
         mode.ndim = fields[0].ndim if fields else 0
         mode.known.update(dict.fromkeys(fields, axes))
         mode.__enter__()
+        if model in layers:  # torch calls its pre-hooks already, and would miss a new one
+            enter(model, given)
 
     def end(*_: Any) -> None:
         mode.__exit__(None, None, None)
         for handle in handles:
             handle.remove()
 
-    for layer in layers:
-        handles.append(layer.register_forward_pre_hook(enter))
-        handles.append(layer.register_forward_hook(leave, always_call=True))
     handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
-    handles.append(model.register_forward_hook(end, always_call=True))
 
 
 def _refusal(name: str) -> UserError:
@@ -78,9 +96,9 @@ class _Between(TorchFunctionMode):
     `known` says where the split axes lie in fields that were made on the way, in whatever shape.
     """
 
-    def __init__(self, axes: tuple[int, int], last: tuple[bool, bool]):
+    def __init__(self, axes: tuple[int, int], last: tuple[bool, bool], seen: Seen | None = None):
         super().__init__()
-        self.axes, self.last, self.inside = axes, last, 0
+        self.axes, self.last, self.seen, self.inside = axes, last, seen, 0
         self.ndim = 0  # of the model's input; zero where that is not known
         self.known: Any = WeakTensorKeyDictionary()
 
@@ -102,6 +120,8 @@ class _Between(TorchFunctionMode):
             for one in tensors(args[0] if found is None else found):
                 if axes:
                     self.known[one] = axes
+        if self.seen is not None and not self.inside:
+            self.seen(name_of(function), [(one, self.at(one) is not None) for one in tensors(found)])
         return found
 
     def turned(self, axes: Axes | None) -> bool:

@@ -13,6 +13,7 @@ Parts must start at multiples of every stride and scale on the way, as `shard.ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ensemble_ml.distributed.between import watch_first_pass
 from ensemble_ml.distributed.halo import Side, halo
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.distributed.overlap import Overlap, Window, halo_conv
+from ensemble_ml.distributed.trial import Layout, try_parts
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule
 
@@ -63,10 +65,24 @@ def partition(
         object.__setattr__(module, "part_overlap", overlap)
     if mesh.topology.spatial > 1:
         layers = [module for module in model.modules() if next(module.children(), None) is None]
-        place = mesh.topology.place
-        last = place.lat == mesh.topology.lat - 1, place.lon == mesh.topology.lon - 1
-        watch_first_pass(model, axes, layers, last)
+        place, ranks = mesh.topology.place, (mesh.topology.lat, mesh.topology.lon)
+        last = place.lat == ranks[0] - 1, place.lon == ranks[1] - 1
+        layout = Layout(axes, ranks, {kind: stock for stock, kind in _KINDS.items()}, _rate)
+
+        def before(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if model not in layers:
+                try_parts(model, given, named, layout)
+
+        watch_first_pass(model, axes, layers, last, before=before)
     return model
+
+
+def _rate(layer: Any, axis: int) -> Fraction:
+    """Return how many points along an axis come out of a layer for one that goes in."""
+    if isinstance(layer, nn.Upsample):
+        return Fraction(_tuple(layer.scale_factor, axis - 1)[axis - 2])
+    stride = Fraction(_tuple(getattr(layer, "stride", 1), axis - 1)[axis - 2])
+    return stride if isinstance(layer, _PartTransposed) else 1 / stride
 
 
 def _sharers(module: nn.Module, mesh: Mesh) -> int:
