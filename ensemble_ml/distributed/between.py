@@ -20,8 +20,8 @@ from ensemble_ml.distributed.follow import follow, name_of
 from ensemble_ml.distributed.views import Axes, TogetherError, tensors
 from ensemble_ml.errors import UserError
 
-
-Seen = Callable[[str, list[tuple[Tensor, bool]]], None]  # a function's name, and what it made: whether that is a field
+# A function's name, the tensors that it made, whether these are fields, and the numbers among its arguments.
+Seen = Callable[[str, list[tuple[Tensor, bool]], list[float]], None]
 
 
 def watch_first_pass(
@@ -35,7 +35,8 @@ def watch_first_pass(
 ) -> None:
     """Let the next forward pass of `model` refuse what needs other ranks' points, or may, but within `layers`.
 
-    The pass raises a UserError that names the function. Later passes are not watched.
+    The pass raises a UserError that names the function. Later passes are not watched, but for the first one in the
+    other mode, of training or of evaluation, which may do other things.
 
     Args:
         last: whether this rank's part is the last one along each of the `axes`, which alone may be cut at its end.
@@ -44,6 +45,7 @@ def watch_first_pass(
     """
     mode = _Between(axes, last, seen)
     handles: list[RemovableHandle] = []
+    watched: set[bool] = set()  # modes of training
 
     def enter(layer: nn.Module, given: tuple[Any, ...]) -> None:
         mode.inside += 1
@@ -61,6 +63,9 @@ def watch_first_pass(
                 mode.known[one] = before if before and given[0].ndim == one.ndim else axes
 
     def begin(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if model.training in watched:
+            return
+        watched.add(model.training)
         handles.pop().remove()
         if before is not None:
             before(given, named)
@@ -79,8 +84,14 @@ def watch_first_pass(
         mode.__exit__(None, None, None)
         for handle in handles:
             handle.remove()
+        handles.clear()
+        if len(watched) == 1:
+            wait()
 
-    handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+    def wait() -> None:
+        handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+
+    wait()
 
 
 def _refusal(name: str) -> UserError:
@@ -121,7 +132,10 @@ class _Between(TorchFunctionMode):
                 if axes:
                     self.known[one] = axes
         if self.seen is not None and not self.inside:
-            self.seen(name_of(function), [(one, self.at(one) is not None) for one in tensors(found)])
+            made = [(one, self.at(one) is not None) for one in tensors(found)]
+            self.seen(
+                name_of(function), made, [one for one in (*args, *given.values()) if isinstance(one, int | float)]
+            )
         return found
 
     def turned(self, axes: Axes | None) -> bool:

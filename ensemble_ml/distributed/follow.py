@@ -107,7 +107,7 @@ def follow(
         return _if(own in _FACTS or getattr(function, "__name__", "") == "__get__", None)
     # With a condition alone, `where` lists the points at which it holds.
     by_point = own != "where" or len(args) + len(given) > 1
-    return _if(by_point and (own in _POINTWISE or _tagged(own)), _aligned(args, given, made, at))
+    return _if(by_point and works_by_point(own), _aligned(args, given, made, at))
 
 
 def name_of(function: Any) -> str:
@@ -116,6 +116,12 @@ def name_of(function: Any) -> str:
     if name == "__get__":
         name = str(getattr(function.__self__, "__name__", name))
     return name.removeprefix("fft_").removeprefix("linalg_").removeprefix("special_")
+
+
+def works_by_point(name: str) -> bool:
+    """Return whether a function, in place or not, is known to take each point by itself."""
+    own = name if name.endswith("__") else name.rstrip("_")
+    return own in _POINTWISE or _tagged(own)
 
 
 def _if(allowed: bool, axes: Axes | None) -> Axes | None:

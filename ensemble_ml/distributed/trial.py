@@ -8,7 +8,10 @@ on its first and on its last part. There each layer, which is known to be right,
 given on the whole, and hands over its part of what it made. What differs was made between the layers.
 
 Layers are played from the record, so parts need no neighbours, no rank waits for another, and rounding does not grow
-from layer to layer. Values are such that nothing hides: parameters that the forward itself uses, the record and the
+from layer to layer. A large field is tried in small, and in its own size on fake tensors, which have no values: there
+each pass must take the same way, with the same numbers.
+
+Values are such that nothing hides: parameters that the forward itself uses, the record and the
 field have no zeros (weights that are zero at first, as those of a gate, would let anything pass) and nothing that is
 the same at all points.
 """
@@ -17,19 +20,24 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from fractions import Fraction
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ensemble_ml.distributed.between import watch_first_pass
+from ensemble_ml.distributed.follow import works_by_point
 from ensemble_ml.distributed.views import Axes, tensors
 from ensemble_ml.errors import UserError
 
@@ -37,6 +45,10 @@ log = logging.getLogger(__name__)
 
 _POINTS = 2**15  # of a whole field that is tried as it is; larger ones are tried in small
 _ROWS = 4  # at least, of a small part at its coarsest
+
+
+# For latitude and longitude, the lengths in a part and in the whole of the trial by the length here.
+Lengths = tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,20 @@ class Layout:
         return [(name, module) for name, module in model.named_modules() if type(module) in self.stock]
 
 
+class _Small(Enum):
+    """Which axes of a field are shorter in a trial than in the job."""
+
+    none = "none"
+    split = "split"  # a buffer may have the length of an axis that is not shared out
+    both = "both"
+
+
 class _UnknownError(Exception):
     """The trial cannot tell."""
+
+
+class _DifferentError(UserError):
+    """A part is not what the whole has there."""
 
 
 @dataclass
@@ -66,11 +90,15 @@ class _Record:
     """What happened on the whole field, in its order."""
 
     layers: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # name, input and output
-    made: list[tuple[str, list[Tensor]]] = field(default_factory=list)  # by functions between the layers
+    made: list[tuple[str, list[Tensor], list[float]]] = field(default_factory=list)  # by functions between the layers
+
+    def way(self) -> list[tuple[str, list[float]]]:
+        """The functions that work by point, and their numbers, which are no sizes."""
+        return [(name, numbers) for name, _, numbers in self.made if works_by_point(name)]
 
 
 def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], layout: Layout) -> None:
-    """Compare the passes of parts of a field with that of the whole.
+    """Compare the passes of parts of a field with that of the whole. Where the model cannot be tried, warn.
 
     Raises:
         UserError: they differ; the function where they begin to is named. Or a part cannot be computed.
@@ -78,30 +106,55 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
     fields = [one for one in tensors((args, named)) if one.ndim > max(layout.axes)]
     if not fields or not all(one.numel() for one in fields):
         return
-    why = "its fields are of several sizes"
+    large = max(one.numel() // one.shape[1] for one in fields) * layout.ranks[0] * layout.ranks[1] > _POINTS
     try:
-        template = _template(model, layout)
-        sizes = _sizes(fields, layout, _steps(model, layout))
-    except Exception as error:
-        why, sizes = str(error), None
+        trial = _Trial(_template(model, layout), layout, (args, named))
+    except Exception as error:  # something in the model cannot be copied
+        return _warn(error)
+    steps = _steps(model, layout)
+    failure = None
+    for small in (_Small.both, _Small.split) if large else (_Small.none,):
+        failure = _attempt(trial, _lengths(fields, layout, steps, small))
+        if failure is None:
+            break
+    if large:
+        _attempt(trial, _lengths(fields, layout, steps, _Small.none), FakeTensorMode(allow_non_fake_inputs=True))
+    if failure is not None:
+        _warn(failure)
+
+
+def _attempt(trial: _Trial, lengths: Lengths, fake: FakeTensorMode | None = None) -> Exception | None:
+    """Return None where parts equal the whole, and what went wrong where nobody can say."""
+    failures: list[Exception] = []
     # Vectors that go with an axis, as latitudes, grow with it; what does not go with one, as a step, must not.
-    for vectors in (False, True) if sizes is not None else ():
+    for vectors in (False, True):
         try:
-            return _compare(template, (args, named), _Sizes(layout.axes, sizes, vectors), layout)
-        except UserError:
+            trial.compare(_Sizes(trial.layout.axes, lengths, vectors), fake)
+            return None
+        except _DifferentError:
             raise
+        except UserError as error:
+            if fake is None:
+                raise
+            failures.append(error)
         except Exception as error:
-            why = why if vectors else str(error)
-    log.warning("partition: the model could not be tried on a part of a field (%s); compare it with one process", why)
+            failures.append(error)
+    return failures[0]
+
+
+def _warn(error: Exception) -> None:
+    log.warning(
+        "partition: the model could not be tried on a part of a field (%s); compare its results with one process", error
+    )
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The lengths of the split axes here, in a part and in the whole of the trial, for each length here."""
+    """The sizes of the tensors of a trial."""
 
     axes: Axes
-    lengths: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
-    vectors: bool
+    lengths: Lengths
+    vectors: bool  # also of tensors with fewer axes than a field
 
     @property
     def real(self) -> bool:
@@ -119,54 +172,57 @@ class _Sizes:
                 found[axis] = lengths[x.shape[axis]]
         return found
 
+    def shape(self, x: Tensor) -> list[int]:
+        """The shape that a part of the trial has where the job has `x`."""
+        lengths = self.of(x)
+        return [lengths[axis][0] if axis in lengths else size for axis, size in enumerate(x.shape)]
+
 
 def _steps(model: nn.Module, layout: Layout) -> list[int]:
-    """The products of all strides along the split axes: parts begin at their multiples."""
-    rates = [[layout.rate(layer, axis) for _, layer in layout.played(model)] for axis in layout.axes]
-    steps = []
-    for along in rates:
-        step = 1
-        for rate in along:
-            step *= rate.denominator
-        steps.append(step)
-    return steps
+    """Return the products of all strides along the split axes: parts begin at their multiples."""
+    layers = layout.played(model)
+    return [math.prod(layout.rate(layer, axis).denominator for _, layer in layers) for axis in layout.axes]
 
 
-def _sizes(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int]) -> Any:
-    """For each split axis, lengths in a part and in the whole by the length here."""
-    whole = layout.ranks[0] * layout.ranks[1]
-    small = max(one.numel() // one.shape[1] for one in fields) * whole > _POINTS
+def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], small: _Small) -> Lengths:
+    """Choose the lengths of a trial; fields of several sizes keep theirs, since nobody knows how they go together."""
     found = []
     for axis, ranks, step in zip(layout.axes, layout.ranks, steps, strict=True):
-        lengths = {}
-        for here in {one.shape[axis] for one in fields}:
-            part = here - here % step or here
-            if ranks == 1:
-                part = here
-            if small:
-                part, ranks = min(part, _ROWS * step), min(ranks, 2)
-            lengths[here] = part, part * ranks
-        if small and len(lengths) > 1:
-            raise _UnknownError("its fields are large and of several sizes")
-        found.append(lengths)
-    return tuple(found)
+        here = {one.shape[axis] for one in fields}
+        here = here - {1} or here
+        shrinks = len(here) == 1 and (small is _Small.both or (small is _Small.split and ranks > 1))
+        most = _ROWS * step if shrinks else max(here)
+        parts = {n: min(n if ranks == 1 else n - n % step or n, most) for n in here}
+        # One point is for all others where these are more.
+        found.append(
+            {1: (1, 1)} | {n: (part, part * (min(ranks, 2) if shrinks else ranks)) for n, part in parts.items()}
+        )
+    return found[0], found[1]
 
 
 def _template(model: nn.Module, layout: Layout) -> nn.Module:
-    """A copy with weights that hide nothing; those of layers that are played stay the same tensors."""
-    layers = layout.played(model)
-    kept = [p for _, layer in layers for p in layer.parameters(recurse=False)]
-    kept += [vars(layer)[name] for _, layer in layers for name in ("part_mesh", "part_overlap")]
-    found = copy.deepcopy(model, {id(one): one for one in kept})
+    """Return a copy with weights that hide nothing; those of layers that are played stay the same tensors."""
+    kept = _kept(model, layout)
+    found = copy.deepcopy(model, dict(kept))
     numbers = torch.Generator().manual_seed(0)
     theirs = {id(layer) for _, layer in layout.played(found)}
     for module in found.modules():
-        if id(module) not in theirs:
-            for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if id(module) in theirs:
+            if isinstance(module, nn.Dropout):
+                module.eval()
+            continue
+        for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if id(one) not in kept:
                 one.data = _generic(one.data, numbers)
-        elif isinstance(module, nn.Dropout):
-            module.eval()
     return found
+
+
+def _kept(model: nn.Module, layout: Layout) -> dict[int, Any]:
+    """Return what copies share with the model, by identity: weights of layers that are played, and the mesh."""
+    layers = [layer for _, layer in layout.played(model)]
+    shared = [p for layer in layers for p in layer.parameters(recurse=False)]
+    shared += [vars(layer)[name] for layer in layers for name in ("part_mesh", "part_overlap")]
+    return {id(one): one for one in shared}
 
 
 def _generic(x: Tensor, numbers: torch.Generator) -> Tensor:
@@ -177,65 +233,74 @@ def _generic(x: Tensor, numbers: torch.Generator) -> Tensor:
     return torch.where((x == 0) | ~x.isfinite(), noise, x * (1 + noise / 8))
 
 
-def _copied(template: nn.Module) -> nn.Module:
-    """A copy whose parameters are the same; what a pass keeps (running means, caches of grids) is its own."""
-    kept = [*template.parameters()]
-    kept += [value for module in template.modules() for name, value in vars(module).items() if name.startswith("part_")]
-    return copy.deepcopy(template, {id(one): one for one in kept})
+@dataclass(frozen=True)
+class _Trial:
+    """A model to be tried, and the arguments that it was called with."""
 
+    template: nn.Module
+    layout: Layout
+    given: tuple[tuple[Any, ...], dict[str, Any]]
 
-def _compare(template: nn.Module, given: tuple[Any, Any], sizes: _Sizes, layout: Layout) -> None:
-    numbers = torch.Generator().manual_seed(1)
-    device = next(tensors(given)).device
-    whole = _mapped(given, lambda x: _grown(x, sizes.of(x), numbers))
-    record = _Record()
-    results = _pass(_recording(_copied(template), record, layout, numbers), whole, device)
-    for end in (False, True):
-        part = _mapped(given, lambda x: x)
-        part = _both(given, whole, lambda x, y, end=end: _part(y, _shape(x, sizes.of(x)), end).clone())
+    def compare(self, sizes: _Sizes, fake: FakeTensorMode | None) -> None:
+        """Raise a UserError where the first or the last part is not what the whole has there."""
+        # Each pass has a copy of its own: running means, or a grid that is made once and kept, stay with it.
+        nets = [copy.deepcopy(self.template, dict(_kept(self.template, self.layout))) for _ in range(3)]
+        numbers = torch.Generator().manual_seed(1)
+        record = _Record()
+        with fake or nullcontext():
+            whole = _mapped(lambda x: _grown(x, sizes.of(x), numbers), self.given)
+            results = list(tensors(self._pass(_recording(nets[0], record, self.layout, numbers), whole)))
+            for net, end in zip(nets[1:], (False, True), strict=True):
+                self._compare_part(net, end, whole, results, record, sizes)
+
+    def _compare_part(
+        self, net: nn.Module, end: bool, whole: Any, results: list[Tensor], record: _Record, sizes: _Sizes
+    ) -> None:
+        own = _Record()
+        part = _mapped(lambda x, y: _part(y, sizes.shape(x), end).clone(), self.given, whole)
         try:
-            found = _pass(_playing(_copied(template), record, layout, end), part, device)
+            found = list(tensors(self._pass(_playing(net, record, own, self.layout, end), part)))
         except (UserError, _UnknownError):
             raise
         except Exception as error:
             if not sizes.real:
                 raise
-            raise UserError(
-                f"partition: a rank's part of the field fails where the whole does not ({error}); parameters and"
-                " buffers of the size of the whole field cannot be shared out: give such as channels of the input"
+            raise _DifferentError(
+                f"partition: one rank's part of the field fails where the whole does not ({error}); parameters and"
+                " buffers of the whole field's size are not shared out: give them as channels of the input"
             ) from error
-        pairs = list(zip(tensors(results), tensors(found), strict=False))
-        if len(list(tensors(results))) != len(list(tensors(found))) or not all(_same(a, b, end) for a, b in pairs):
+        if len(found) != len(results) or not all(_same(a, b, end) for a, b in zip(results, found, strict=True)):
             raise _refusal("the result of the model")
+        if any(isinstance(one, FakeTensor) for one in results):
+            for one, other in zip_longest(record.way(), own.way()):
+                if one != other:
+                    raise _refusal(f"{(other or one or ('',))[0]}() between the layers of the model")
+
+    def _pass(self, net: nn.Module, given: tuple[Any, Any]) -> Any:
+        device = next(tensors(self.given)).device
+        with _random_as_before(device), torch.no_grad():
+            return net(*given[0], **given[1])
 
 
 def _refusal(what: str) -> UserError:
-    return UserError(
+    return _DifferentError(
         f"partition: {what} differs on one rank's part of the field from what the whole has there: it is made of the"
         " part's own size, positions or random numbers; give coordinates and weights as channels of the input, and the"
         " whole field's size as a constant"
     )
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same lists, tuples and dictionaries with other tensors."""
-    return _both(value, value, lambda x, _: change(x))
-
-
-def _both(value: Any, other: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value, other)
-    if isinstance(value, list | tuple):
-        made = [_both(a, b, change) for a, b in zip(value, other, strict=True)]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    if isinstance(value, Mapping):
-        return {key: _both(one, other[key], change) for key, one in value.items()}
-    return value
-
-
-def _shape(x: Tensor, lengths: Mapping[int, tuple[int, int]]) -> list[int]:
-    """The shape of a part of the trial."""
-    return [lengths[axis][0] if axis in lengths else size for axis, size in enumerate(x.shape)]
+def _mapped(change: Callable[..., Tensor], *values: Any) -> Any:
+    """Return the same lists, tuples and dictionaries with other tensors, made of those at the same place in each."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return change(*values)
+    if isinstance(first, list | tuple):
+        made = [_mapped(change, *ones) for ones in zip(*values, strict=True)]
+        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    if isinstance(first, Mapping):
+        return {key: _mapped(change, *(value[key] for value in values)) for key in first}
+    return first
 
 
 def _grown(x: Tensor, lengths: Mapping[int, tuple[int, int]], numbers: torch.Generator) -> Tensor:
@@ -260,8 +325,8 @@ def _same(whole: Tensor, part: Tensor, end: bool) -> bool:
     if whole.ndim != part.ndim or whole.dtype != part.dtype:
         return False
     whole = _part(whole, part.shape, end)
-    if whole.shape != part.shape:
-        return False
+    if whole.shape != part.shape or isinstance(whole, FakeTensor):
+        return whole.shape == part.shape
     if not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(whole, part)
     largest = whole.abs().nan_to_num(0, 0, 0).amax().item() if whole.numel() else 0.0
@@ -273,15 +338,12 @@ def _same(whole: Tensor, part: Tensor, end: bool) -> bool:
 def _random_as_before(device: torch.device) -> Iterator[None]:
     """Let all passes draw the same random numbers, and the job those that it would have drawn."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
-def _pass(net: nn.Module, given: tuple[Any, Any], device: torch.device) -> Any:
-    with _random_as_before(device), torch.no_grad():
-        return net(*given[0], **given[1])
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _leaves(net: nn.Module) -> list[nn.Module]:
@@ -296,8 +358,8 @@ def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.G
         record.layers.append((name, next(tensors((given, named))).clone(), found.clone()))
         return found
 
-    def seen(name: str, made: list[tuple[Tensor, bool]]) -> None:
-        record.made.append((name, [one.clone() for one, _ in made]))
+    def seen(name: str, made: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
+        record.made.append((name, [one.clone() for one, _ in made], numbers))
 
     for name, layer in layout.played(net):
         layer.__class__ = layout.stock[type(layer)]
@@ -306,8 +368,8 @@ def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.G
     return net
 
 
-def _playing(net: nn.Module, record: _Record, layout: Layout, end: bool) -> nn.Module:
-    """Let `net` compute a part of the field, and its layers hand over their parts of the record.
+def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end: bool) -> nn.Module:
+    """Let `net` compute a part of the field, its layers hand over their parts of the record, and `own` keep the way.
 
     Its pass raises a UserError at the first field that is not the part of the whole's.
     """
@@ -326,9 +388,10 @@ def _playing(net: nn.Module, record: _Record, layout: Layout, end: bool) -> nn.M
                 after = after.narrow(axis, start, (after.shape[axis] if end else stop) - start)
         return after.clone()
 
-    def seen(name: str, results: list[tuple[Tensor, bool]]) -> None:
+    def seen(name: str, results: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
         nonlocal first, aligned
-        recorded, wholes = next(made, ("", []))
+        own.made.append((name, [], numbers))
+        recorded, wholes, _ = next(made, ("", [], []))
         aligned = aligned and recorded == name and len(wholes) == len(results)
         if not aligned or "empty" in name:  # another way was taken, which may lead to the same; memory of nothing
             return
