@@ -39,19 +39,32 @@ _POINTWISE = (
 
 
 def partition(
-    model: nn.Module, mesh: Mesh, *, axes: tuple[int, int] = (2, 3), overlap: Overlap | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    axes: tuple[int, int] = (2, 3),
+    overlap: Overlap | None = None,
+    trial: bool = True,
 ) -> nn.Module:
     """Let `model` compute this rank's part of a field, in place, and return it.
+
+    Over several ranks that share a sample, the first forward pass of each mode (training, evaluation) is watched: a
+    function between the layers that is not known to work point by point is refused. Before that pass copies of the
+    model run on a field of this process and on its first and last part; a model whose parts differ from the whole is
+    refused, as where its forward makes coordinates, weights, divisors or random numbers of the shape at hand. A model
+    that cannot be tried so, since it cannot be copied for one, is let pass with a warning.
 
     Args:
         mesh: of the job. Where no ranks share a sample, norms over the batch change, if ranks share that, and dropout,
             also on one rank: its masks then do not depend on the partition.
         axes: latitude and longitude among the axes of the tensors; (3, 4) for (B, C, Z, Y, X).
         overlap: switch by which convolutions compute while their halos travel; off where it is None.
+        trial: whether copies run first. A model that knows its rank's place, and makes its coordinates by it, needs
+            False.
 
     Raises:
         UserError: a layer that cannot be shared out: its name and type. The first forward pass raises one where the
-            model itself takes points together between its layers.
+            model itself takes points together between its layers, or gives a part other values than the whole.
     """
     chosen = {name: _kind(name, module) for name, module in model.named_modules()}  # refuse before changing anything
     overlap = overlap or Overlap()
@@ -70,7 +83,7 @@ def partition(
         layout = Layout(axes, ranks, {kind: stock for stock, kind in _KINDS.items()}, _rate)
 
         def before(given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if model not in layers:
+            if trial and model not in layers:
                 try_parts(model, given, named, layout)
 
         watch_first_pass(model, axes, layers, last, before=before)

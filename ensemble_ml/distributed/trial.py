@@ -104,13 +104,15 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
         UserError: they differ; the function where they begin to is named. Or a part cannot be computed.
     """
     fields = [one for one in tensors((args, named)) if one.ndim > max(layout.axes)]
-    if not fields or not all(one.numel() for one in fields):
+    if not fields:
+        return _warn("none of its arguments has the axes of a field")
+    if not all(one.numel() for one in fields):  # a rank without samples
         return
     large = max(one.numel() // one.shape[1] for one in fields) * layout.ranks[0] * layout.ranks[1] > _POINTS
     try:
         trial = _Trial(_template(model, layout), layout, (args, named))
     except Exception as error:  # something in the model cannot be copied
-        return _warn(error)
+        return _warn(str(error))
     steps = _steps(model, layout)
     failure = None
     for small in (_Small.both, _Small.split) if large else (_Small.none,):
@@ -120,7 +122,7 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
     if large:
         _attempt(trial, _lengths(fields, layout, steps, _Small.none), FakeTensorMode(allow_non_fake_inputs=True))
     if failure is not None:
-        _warn(failure)
+        _warn(str(failure))
 
 
 def _attempt(trial: _Trial, lengths: Lengths, fake: FakeTensorMode | None = None) -> Exception | None:
@@ -142,9 +144,9 @@ def _attempt(trial: _Trial, lengths: Lengths, fake: FakeTensorMode | None = None
     return failures[0]
 
 
-def _warn(error: Exception) -> None:
+def _warn(why: str) -> None:
     log.warning(
-        "partition: the model could not be tried on a part of a field (%s); compare its results with one process", error
+        "partition: the model could not be tried on a part of a field (%s); compare its results with one process", why
     )
 
 
@@ -191,12 +193,12 @@ def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], sma
         here = {one.shape[axis] for one in fields}
         here = here - {1} or here
         shrinks = len(here) == 1 and (small is _Small.both or (small is _Small.split and ranks > 1))
-        most = _ROWS * step if shrinks else max(here)
-        parts = {n: min(n if ranks == 1 else n - n % step or n, most) for n in here}
-        # One point is for all others where these are more.
-        found.append(
-            {1: (1, 1)} | {n: (part, part * (min(ranks, 2) if shrinks else ranks)) for n, part in parts.items()}
-        )
+        parts = {n: n if ranks == 1 else n - n % step or n for n in here}
+        if shrinks:  # as odd as they are: what alternates from row to row must not fit by chance, or fail by chance
+            parts = {n: min(part, (_ROWS + part // step % _ROWS) * step) for n, part in parts.items()}
+        count = min(ranks, 2) if shrinks else ranks
+        # Where some fields have one point and others more, that one is for all.
+        found.append({1: (1, 1)} | {n: (part, part * count) for n, part in parts.items()})
     return found[0], found[1]
 
 
@@ -286,7 +288,7 @@ def _refusal(what: str) -> UserError:
     return _DifferentError(
         f"partition: {what} differs on one rank's part of the field from what the whole has there: it is made of the"
         " part's own size, positions or random numbers; give coordinates and weights as channels of the input, and the"
-        " whole field's size as a constant"
+        " whole field's size as a constant (a model that knows its rank's place: partition(..., trial=False))"
     )
 
 
@@ -359,6 +361,7 @@ def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.G
         return found
 
     def seen(name: str, made: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
+        _fill(name, made)
         record.made.append((name, [one.clone() for one, _ in made], numbers))
 
     for name, layer in layout.played(net):
@@ -366,6 +369,13 @@ def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.G
         layer.register_forward_hook(partial(keep, name), with_kwargs=True)
     watch_first_pass(net, layout.axes, _leaves(net), (True, True), seen=seen)
     return net
+
+
+def _fill(name: str, made: list[tuple[Tensor, bool]]) -> None:
+    """Let memory that nobody has written be the same in all passes."""
+    if "empty" in name:
+        for one, _ in made:
+            one.zero_()
 
 
 def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end: bool) -> nn.Module:
@@ -390,10 +400,11 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
 
     def seen(name: str, results: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
         nonlocal first, aligned
+        _fill(name, results)
         own.made.append((name, [], numbers))
         recorded, wholes, _ = next(made, ("", [], []))
         aligned = aligned and recorded == name and len(wholes) == len(results)
-        if not aligned or "empty" in name:  # another way was taken, which may lead to the same; memory of nothing
+        if not aligned:  # another way was taken, which may lead to the same
             return
         for whole, (one, is_field) in zip(wholes, results, strict=True):
             if not _same(whole, one, end):

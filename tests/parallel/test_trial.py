@@ -4,6 +4,7 @@ import math
 import random
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -121,6 +122,7 @@ HARMLESS = {
     "a channel of ones": lambda _, x: torch.cat([x, torch.ones(len(x), 1, *x.shape[2:], dtype=x.dtype)], 1),
     "a full field": lambda _, x: x * torch.full(x.shape, 2.0, dtype=x.dtype),
     "memory that is filled": lambda _, x: [y := torch.empty_like(x), y.copy_(x)][1],
+    "memory by views": lambda _, x: [y := x.new_empty(x.shape), y[:, :2].copy_(x[:, 2:]), y[:, 2:].fill_(1), y][-1],
     "memory for several": lambda _, x: [y := x.new_empty(x.shape), y.__setitem__(slice(None), x)][0],
     "a view": lambda _, x: x.view(*x.shape[:2], x.size(2), x.size(3)).reshape(len(x), 2, 2, *x.shape[2:]).mean(1),
     "a bias": lambda net, x: x + net.mlp(torch.ones(2, dtype=x.dtype))[:, None, None].expand(-1, *x.shape[2:]),
@@ -360,3 +362,39 @@ class Applied(nn.Module):
 
     def forward(self, x):
         return self.inner(self.function(x))
+
+
+def test_alternating_rows_are_right_where_parts_begin_with_even_ones():
+    for rows, refused in ((8, False), (7, True), (300, False), (301, True)):
+        net = lone(nn.Sequential(nn.Conv2d(1, 1, 1), Applied(lambda x: x * (torch.arange(x.shape[2]) % 2)[:, None])))
+        x = torch.randn(1, 1, rows, 64)
+        if refused:
+            with pytest.raises(UserError, match=r"partition: \S+\(\) between the layers"):
+                net(x)
+        else:
+            assert net(x).shape == x.shape
+
+
+def test_a_network_that_knows_its_place_is_let_pass_on_demand():
+    mesh = echo_mesh(Topology(lat=2, rank=1), Traffic())
+    net = net_of(lambda _, x: x * torch.linspace(-1, 1, ROWS, dtype=x.dtype)[ROWS // 2 :, None])
+    with pytest.raises(UserError, match=r"trial=False"):
+        partition(net_of(lambda _, x: x * (torch.arange(x.shape[2]) + 8)[:, None]), mesh)(part_of())
+    assert partition(net, mesh, trial=False)(part_of()).shape == (2, 3, 8, 24)
+
+
+def test_arguments_without_a_field_are_warned_of(caplog):
+    net = nn.Sequential(Unpacked(), nn.Conv2d(1, 1, 1))
+    lone(net)(SimpleNamespace(field=torch.randn(1, 1, 8, 8)))
+    assert "(none of its arguments has the axes of a field)" in caplog.text
+
+
+class Unpacked(nn.Module):
+    """A module that takes its field out of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, batch):
+        return self.inner(batch.field)
