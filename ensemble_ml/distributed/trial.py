@@ -11,9 +11,8 @@ Layers are played from the record, so parts need no neighbours, no rank waits fo
 from layer to layer. A large field is tried in small, and in its own size on fake tensors, which have no values: there
 each pass must take the same way, with the same numbers.
 
-Values are such that nothing hides: parameters that the forward itself uses, the record and the
-field have no zeros (weights that are zero at first, as those of a gate, would let anything pass) and nothing that is
-the same at all points.
+Nothing may hide behind the values. So parameters that the forward itself uses, the record and the field have no zeros
+(behind a gate whose weight is zero at first, anything would pass) and no two numbers alike.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ log = logging.getLogger(__name__)
 
 _POINTS = 2**15  # of a whole field that is tried as it is; larger ones are tried in small
 _ROWS = 4  # at least, of a small part at its coarsest
-
-
+Way = list[tuple[str, list[float]]]  # functions and the numbers among their arguments
 # For latitude and longitude, the lengths in a part and in the whole of the trial by the length here.
 Lengths = tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
 
@@ -65,7 +63,7 @@ class Layout:
     rate: Callable[[nn.Module, int], Fraction]
 
     def played(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The layers that know their neighbours, and their names."""
+        """Return the names of the layers that know their neighbours, and the layers."""
         return [(name, module) for name, module in model.named_modules() if type(module) in self.stock]
 
 
@@ -92,8 +90,8 @@ class _Record:
     layers: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # name, input and output
     made: list[tuple[str, list[Tensor], list[float]]] = field(default_factory=list)  # by functions between the layers
 
-    def way(self) -> list[tuple[str, list[float]]]:
-        """The functions that work by point, and their numbers, which are no sizes."""
+    def way(self) -> Way:
+        """Return the functions that work by point, and their numbers, which are no sizes."""
         return [(name, numbers) for name, _, numbers in self.made if works_by_point(name)]
 
 
@@ -104,15 +102,27 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
         UserError: they differ; the function where they begin to is named. Or a part cannot be computed.
     """
     fields = [one for one in tensors((args, named)) if one.ndim > max(layout.axes)]
-    if not fields:
-        return _warn("none of its arguments has the axes of a field")
     if not all(one.numel() for one in fields):  # a rank without samples
         return
+    why = (
+        _why_unknown(model, args, named, layout, fields) if fields else "none of its arguments has the axes of a field"
+    )
+    if why:
+        log.warning(
+            "partition: the model could not be tried on a part of a field (%s); compare its results with one process",
+            why,
+        )
+
+
+def _why_unknown(
+    model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], layout: Layout, fields: Sequence[Tensor]
+) -> str:
+    """Try the model; return why that could not be done, and nothing where parts equal the whole."""
     large = max(one.numel() // one.shape[1] for one in fields) * layout.ranks[0] * layout.ranks[1] > _POINTS
     try:
         trial = _Trial(_template(model, layout), layout, (args, named))
     except Exception as error:  # something in the model cannot be copied
-        return _warn(str(error))
+        return str(error)
     steps = _steps(model, layout)
     failure = None
     for small in (_Small.both, _Small.split) if large else (_Small.none,):
@@ -121,8 +131,7 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
             break
     if large:
         _attempt(trial, _lengths(fields, layout, steps, _Small.none), FakeTensorMode(allow_non_fake_inputs=True))
-    if failure is not None:
-        _warn(str(failure))
+    return "" if failure is None else str(failure)
 
 
 def _attempt(trial: _Trial, lengths: Lengths, fake: FakeTensorMode | None = None) -> Exception | None:
@@ -144,12 +153,6 @@ def _attempt(trial: _Trial, lengths: Lengths, fake: FakeTensorMode | None = None
     return failures[0]
 
 
-def _warn(why: str) -> None:
-    log.warning(
-        "partition: the model could not be tried on a part of a field (%s); compare its results with one process", why
-    )
-
-
 @dataclass(frozen=True)
 class _Sizes:
     """The sizes of the tensors of a trial."""
@@ -160,22 +163,22 @@ class _Sizes:
 
     @property
     def real(self) -> bool:
-        """Whether parts are as long as here."""
+        """Return whether parts are as long as here."""
         return all(here == part for lengths in self.lengths for here, (part, _) in lengths.items())
 
     def of(self, x: Tensor) -> dict[int, tuple[int, int]]:
-        """The lengths in a part and in the whole of those axes of `x` that are shared out."""
+        """Return the lengths in a part and in the whole of those axes of `x` that are shared out."""
         if x.ndim > max(self.axes):
             return {axis: lengths[x.shape[axis]] for axis, lengths in zip(self.axes, self.lengths, strict=True)}
-        found: dict[int, tuple[int, int]] = {}
+        split: dict[int, tuple[int, int]] = {}
         for lengths in self.lengths if self.vectors else ():
-            axis = next((a for a in range(x.ndim) if a not in found and x.shape[a] in lengths), None)
-            if axis is not None:
-                found[axis] = lengths[x.shape[axis]]
-        return found
+            axes = [a for a, size in enumerate(x.shape) if size > 1 and a not in split and size in lengths]
+            if axes:
+                split[axes[0]] = lengths[x.shape[axes[0]]]
+        return split
 
     def shape(self, x: Tensor) -> list[int]:
-        """The shape that a part of the trial has where the job has `x`."""
+        """Return the shape that a part of the trial has where the job has `x`."""
         lengths = self.of(x)
         return [lengths[axis][0] if axis in lengths else size for axis, size in enumerate(x.shape)]
 
@@ -188,7 +191,7 @@ def _steps(model: nn.Module, layout: Layout) -> list[int]:
 
 def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], small: _Small) -> Lengths:
     """Choose the lengths of a trial; fields of several sizes keep theirs, since nobody knows how they go together."""
-    found = []
+    chosen = []
     for axis, ranks, step in zip(layout.axes, layout.ranks, steps, strict=True):
         here = {one.shape[axis] for one in fields}
         here = here - {1} or here
@@ -198,28 +201,28 @@ def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], sma
             parts = {n: min(part, (_ROWS + part // step % _ROWS) * step) for n, part in parts.items()}
         count = min(ranks, 2) if shrinks else ranks
         # Where some fields have one point and others more, that one is for all.
-        found.append({1: (1, 1)} | {n: (part, part * count) for n, part in parts.items()})
-    return found[0], found[1]
+        chosen.append({1: (1, 1)} | {n: (part, part * count) for n, part in parts.items()})
+    return chosen[0], chosen[1]
 
 
 def _template(model: nn.Module, layout: Layout) -> nn.Module:
     """Return a copy with weights that hide nothing; those of layers that are played stay the same tensors."""
-    kept = _kept(model, layout)
-    found = copy.deepcopy(model, dict(kept))
+    shared = _shared(model, layout)
+    template = copy.deepcopy(model, dict(shared))
     numbers = torch.Generator().manual_seed(0)
-    theirs = {id(layer) for _, layer in layout.played(found)}
-    for module in found.modules():
-        if id(module) in theirs:
+    played = {id(layer) for _, layer in layout.played(template)}
+    for module in template.modules():
+        if id(module) in played:
             if isinstance(module, nn.Dropout):
                 module.eval()
             continue
         for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if id(one) not in kept:
+            if id(one) not in shared:
                 one.data = _generic(one.data, numbers)
-    return found
+    return template
 
 
-def _kept(model: nn.Module, layout: Layout) -> dict[int, Any]:
+def _shared(model: nn.Module, layout: Layout) -> dict[int, Any]:
     """Return what copies share with the model, by identity: weights of layers that are played, and the mesh."""
     layers = [layer for _, layer in layout.played(model)]
     shared = [p for layer in layers for p in layer.parameters(recurse=False)]
@@ -228,7 +231,7 @@ def _kept(model: nn.Module, layout: Layout) -> dict[int, Any]:
 
 
 def _generic(x: Tensor, numbers: torch.Generator) -> Tensor:
-    """`x` without zeros, and without two numbers alike; signs and sizes stay what they are."""
+    """Return `x` without zeros, and without two numbers alike; signs and magnitudes stay about what they are."""
     if not x.is_floating_point():
         return x
     noise = torch.rand(x.shape, generator=numbers).to(x)
@@ -241,16 +244,16 @@ class _Trial:
 
     template: nn.Module
     layout: Layout
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def compare(self, sizes: _Sizes, fake: FakeTensorMode | None) -> None:
         """Raise a UserError where the first or the last part is not what the whole has there."""
         # Each pass has a copy of its own: running means, or a grid that is made once and kept, stay with it.
-        nets = [copy.deepcopy(self.template, dict(_kept(self.template, self.layout))) for _ in range(3)]
+        nets = [copy.deepcopy(self.template, dict(_shared(self.template, self.layout))) for _ in range(3)]
         numbers = torch.Generator().manual_seed(1)
         record = _Record()
         with fake or nullcontext():
-            whole = _mapped(lambda x: _grown(x, sizes.of(x), numbers), self.given)
+            whole = _mapped(lambda x: _grown(x, sizes.of(x), numbers), self.arguments)
             results = list(tensors(self._pass(_recording(nets[0], record, self.layout, numbers), whole)))
             for net, end in zip(nets[1:], (False, True), strict=True):
                 self._compare_part(net, end, whole, results, record, sizes)
@@ -259,9 +262,9 @@ class _Trial:
         self, net: nn.Module, end: bool, whole: Any, results: list[Tensor], record: _Record, sizes: _Sizes
     ) -> None:
         own = _Record()
-        part = _mapped(lambda x, y: _part(y, sizes.shape(x), end).clone(), self.given, whole)
+        part = _mapped(lambda x, y: _part(y, sizes.shape(x), end).clone(), self.arguments, whole)
         try:
-            found = list(tensors(self._pass(_playing(net, record, own, self.layout, end), part)))
+            parts = list(tensors(self._pass(_playing(net, record, own, self.layout, end), part)))
         except (UserError, _UnknownError):
             raise
         except Exception as error:
@@ -271,17 +274,23 @@ class _Trial:
                 f"partition: one rank's part of the field fails where the whole does not ({error}); parameters and"
                 " buffers of the whole field's size are not shared out: give them as channels of the input"
             ) from error
-        if len(found) != len(results) or not all(_same(a, b, end) for a, b in zip(results, found, strict=True)):
+        if len(parts) != len(results) or not all(_same(a, b, end) for a, b in zip(results, parts, strict=True)):
             raise _refusal("the result of the model")
         if any(isinstance(one, FakeTensor) for one in results):
-            for one, other in zip_longest(record.way(), own.way()):
-                if one != other:
-                    raise _refusal(f"{(other or one or ('',))[0]}() between the layers of the model")
+            _compare_ways(record.way(), own.way())
 
-    def _pass(self, net: nn.Module, given: tuple[Any, Any]) -> Any:
-        device = next(tensors(self.given)).device
+    def _pass(self, net: nn.Module, arguments: tuple[Any, Any]) -> Any:
+        device = next(tensors(self.arguments)).device
         with _random_as_before(device), torch.no_grad():
-            return net(*given[0], **given[1])
+            return net(*arguments[0], **arguments[1])
+
+
+def _compare_ways(whole: Way, part: Way) -> None:
+    """Raise a UserError where a part takes another way than the whole, or with other numbers."""
+    end: tuple[str, list[float]] = ("", [])
+    for one, other in zip_longest(whole, part, fillvalue=end):
+        if one != other:
+            raise _refusal(f"{other[0] or one[0]}() between the layers of the model")
 
 
 def _refusal(what: str) -> UserError:
@@ -306,7 +315,7 @@ def _mapped(change: Callable[..., Tensor], *values: Any) -> Any:
 
 
 def _grown(x: Tensor, lengths: Mapping[int, tuple[int, int]], numbers: torch.Generator) -> Tensor:
-    """A field of the trial from values of `x` at random places."""
+    """Return a field of the trial, made of values of `x` at random places."""
     x = x.detach()
     for axis, (_, size) in lengths.items():
         places = torch.randint(x.shape[axis], (size,), generator=numbers)
@@ -315,7 +324,7 @@ def _grown(x: Tensor, lengths: Mapping[int, tuple[int, int]], numbers: torch.Gen
 
 
 def _part(whole: Tensor, shape: Sequence[int], end: bool) -> Tensor:
-    """The first or the last part of this shape; axes of the whole's length stay whole."""
+    """Return the first or the last part, of this shape; axes of the whole's length stay whole."""
     for axis, size in enumerate(shape):
         if whole.shape[axis] > size:
             whole = whole.narrow(axis, whole.shape[axis] - size if end else 0, size)
@@ -323,7 +332,7 @@ def _part(whole: Tensor, shape: Sequence[int], end: bool) -> Tensor:
 
 
 def _same(whole: Tensor, part: Tensor, end: bool) -> bool:
-    """Whether a part is what the whole has there, but for rounding."""
+    """Return whether a part is what the whole has there, but for rounding; of fake tensors, whether shapes fit."""
     if whole.ndim != part.ndim or whole.dtype != part.dtype:
         return False
     whole = _part(whole, part.shape, end)
@@ -355,10 +364,10 @@ def _leaves(net: nn.Module) -> list[nn.Module]:
 def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.Generator) -> nn.Module:
     """Let `net` compute the whole field, and keep what happens."""
 
-    def keep(name: str, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any], found: Tensor) -> Tensor:
-        found = _generic(found, numbers)
-        record.layers.append((name, next(tensors((given, named))).clone(), found.clone()))
-        return found
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+        output = _generic(output, numbers)
+        record.layers.append((name, next(tensors((args, named))).clone(), output.clone()))
+        return output
 
     def seen(name: str, made: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
         _fill(name, made)
@@ -387,9 +396,9 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
     first = ""  # function of which the values differ, of a field or not
     aligned = True
 
-    def play(name: str, layer: nn.Module, *given: Any, **named: Any) -> Tensor:
+    def play(name: str, layer: nn.Module, *args: Any, **named: Any) -> Tensor:
         recorded, before, after = next(layers, (None, None, None))
-        x = next(tensors((given, named)))
+        x = next(tensors((args, named)))
         if recorded != name or before is None or after is None or not _same(before, x, end):
             raise _refusal(f"what reaches layer {name}")
         for axis, ranks in zip(layout.axes, layout.ranks, strict=True):
@@ -420,7 +429,7 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
 
 
 def _place(whole: int, part: int, rate: Fraction, end: bool) -> tuple[int, int]:
-    """Where the output of a part begins and ends, unless it is the last, in that of the whole."""
+    """Return where the output of a part begins and ends in that of the whole; the last one ends with it anyway."""
     start = (whole - part) * rate if end else Fraction(0)
     stop = start + part * rate
     if start.denominator != 1 or (stop.denominator != 1 and not end):
