@@ -4,8 +4,8 @@
     for batch in loader:
         loss = step(batch["0"])
 
-Threads fetch packed samples in the order of the plan and decode them into a ring of buffers that are used again and
-again; nothing is forked, and nothing is pickled.
+Threads fetch packed samples in the order of the plan and decode them into buffers that are used again as soon as nobody
+holds the batch that lies in them; nothing is forked, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ import torch
 from ensemble_ml.config import Assign
 from ensemble_ml.errors import UserError
 from ensemble_ml.loading.device import pages, wait_for_copies
-from ensemble_ml.loading.items import DatasetItems, Divisible, Items, Openable, shapes_from_json, shapes_to_json
+from ensemble_ml.loading.items import (
+    DatasetItems,
+    Divisible,
+    Items,
+    Openable,
+    check_map_style,
+    shapes_from_json,
+    shapes_to_json,
+)
 from ensemble_ml.loading.order import Order
 from ensemble_ml.loading.peers import Peers
 from ensemble_ml.loading.plan import Plan, Room, shares
@@ -45,8 +54,8 @@ _ALGORITHM = "philox-argsort-1"  # of the order; part of the state
 class Batch(dict[str, torch.Tensor]):
     """Tensors (b, ...) by name, with the `step` of the run and the `samples` and `positions` in the global batch.
 
-    Its memory is used again once the next batch is asked for: copy what is to be kept. Copies to a GPU may be
-    `non_blocking`: asking for the next batch waits until they are made.
+    Its tensors keep their values for as long as anything refers to them, unless the loader was made with
+    `reuse_buffers=True`. Copies to a GPU may be `non_blocking`: asking for the next batch waits until they are made.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], step: int, positions: np.ndarray, samples: np.ndarray):
@@ -63,11 +72,23 @@ def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
     return len(ranks), least // mmap.PAGESIZE * mmap.PAGESIZE
 
 
+def _whole_numbers(**settings: Any) -> list[int]:
+    """Return the values as `int`; raise a UserError where one is no whole number, before threads stumble over it."""
+    for key, value in settings.items():
+        if not isinstance(value, Integral):
+            raise UserError(f"{key}={value!r}: must be a whole number")
+    return [int(value) for value in settings.values()]
+
+
 class ClairvoyantLoader:
     """The batches of one rank, from `start_step` to the end of the last epoch; used once, or closed by `with`.
 
+    Batches may be kept, as those of torch's DataLoader: the memory of a batch is used again only when no tensor, view,
+    NumPy array or autograd graph refers to it any more. What is kept takes memory of its own, beside `memory`.
+
     Args:
-        source: `Items`, or any map-style dataset of arrays or tensors of fixed shape, as `DatasetItems` wants them.
+        source: `Items`, or any map-style dataset (`len` and `[i]`) of arrays or tensors of fixed shape, as
+            `DatasetItems` wants them.
         batch_size: of the global batch, shared by all ranks.
         epochs: how often every sample is used.
         seed: of the order.
@@ -84,6 +105,8 @@ class ClairvoyantLoader:
         start_step: the first global step; `load_state_dict` sets it.
         host: name under which other nodes reach this one.
         node: a name that ranks share only where they share memory; None takes host name and device of /dev/shm.
+        reuse_buffers: write over the memory of a batch once the next one is asked for, whoever still holds it. This
+            saves the memory of one batch; a batch that is kept then changes in silence, so copy what you keep.
 
     Raises:
         UserError: settings that do not fit, ranks that differ in them, a second loop when all has been handed out, or
@@ -111,7 +134,11 @@ class ClairvoyantLoader:
         start_step: int = 0,
         host: str | None = None,
         node: str | None = None,
+        reuse_buffers: bool = False,
     ):
+        batch_size, epochs, seed, threads, ahead = _whole_numbers(
+            batch_size=batch_size, epochs=epochs, seed=seed, threads=threads, ahead=ahead
+        )
         if batch_size < 1 or threads < 1 or ahead < 1:
             raise UserError(f"batch_size={batch_size}, threads={threads}, ahead={ahead}: 1 or more of each is needed")
         if ranks > 1 and gather is None:
@@ -136,7 +163,7 @@ class ClairvoyantLoader:
             raise UserError(f"start_step={start_step}: the run has {self.steps} steps")
         if isinstance(self.items, Openable) and epochs > 1 and self.plan.holds_all:
             self._open(self.items, together=nodes == 1)
-        self._threads, self._ahead = threads, ahead
+        self._threads, self._ahead, self._reuse_buffers = threads, ahead, reuse_buffers
         self.tiers = Tiers(self.plan, rank, self.items, Path(folder) if folder else None)
         self._peers: Peers | None = None
         self._engine: Engine | None = None
@@ -165,12 +192,16 @@ class ClairvoyantLoader:
 
     @property
     def memory(self) -> int:
-        """Bytes that the loader takes at most: cache, ring of decoded batches, a sample or two a thread, peers' too."""
+        """Bytes that the loader takes at most: cache, decoded batches, a sample or two a thread, peers' too.
+
+        Batches that the user keeps beyond the next one come on top.
+        """
         order, ranks = self.plan.order, self.plan.ranks
         batch = -(-min(order.batch_size, order.n) // ranks) * sum(one.bytes for one in self.items.arrays.values())
         packed = 0 if self.plan.stored is None else int(self.plan.stored.max())
         sample = int(self.items.sizes.max()) + packed
-        return self.plan.tiers.ram + (self._ahead + 1) * batch + ranks * self._threads * sample
+        batches = self._ahead + 1 + (not self._reuse_buffers)  # the last batch is held until the next one is there
+        return self.plan.tiers.ram + batches * batch + ranks * self._threads * sample
 
     def __len__(self) -> int:
         return self.steps - self.step
@@ -263,8 +294,7 @@ def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gath
     Ranks that use none of the first batch, which is smaller than their number, hear from others what samples are like:
     to read one for it would be in vain, as others use it.
     """
-    if not len(dataset):
-        return DatasetItems(dataset)  # says that it is empty
+    check_map_style(dataset)
     order = Order(seed, len(dataset), batch_size)
     batch = order.step(0)[1]
     own = batch[shares(order, ranks, np.zeros(len(batch), int), np.arange(len(batch))) == rank]
@@ -277,20 +307,23 @@ def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gath
     return items
 
 
+Buffers = dict[str, np.ndarray]  # memory of a batch, (b, ...) by name
+
+
 class Engine:
-    """The threads of one run through a plan, and their ring of buffers."""
+    """The threads of one run through a plan, and the buffers that they decode into."""
 
     def __init__(self, loader: ClairvoyantLoader, run: Iterator[tuple[int, np.ndarray, np.ndarray]]):
         self.items, self.tiers = loader.items, loader.tiers
-        self._run, self._slots = run, loader._ahead + 1  # one is in the user's hands
+        self._run, self._reuse = run, loader._reuse_buffers
         order, ranks = loader.plan.order, loader.plan.ranks
-        most = -(-min(order.batch_size, order.n) // ranks)
-        self._rings = [
-            {name: _buffer((most, *one.shape), one.dtype) for name, one in self.items.arrays.items()}
-            for _ in range(self._slots)
-        ]
+        self._most = -(-min(order.batch_size, order.n) // ranks)
         self._change = threading.Condition()
-        self._free = self._slots
+        self._free = loader._ahead + 1  # batches that may be begun; one is in the user's hands
+        self._spare: list[Buffers] = []  # nobody uses them
+        self._filled: dict[int, Buffers] = {}  # number of a batch -> where it is decoded to
+        self._lent: dict[int, tuple[Buffers, list[weakref.ref]]] = {}  # number of a batch that is handed out -> its own
+        self._returned: deque[int] = deque()  # numbers of these that nobody holds any more
         self._missing: dict[int, int] = {}  # number of a batch -> samples that are not decoded yet
         self._made: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self._ended, self._stopped = False, False
@@ -301,7 +334,7 @@ class Engine:
         self._workers = start(loader._threads, self._work)
 
     def _list_tasks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (number of the batch, place in it, sample); waits where the ring is full."""
+        """Yield (number of the batch, place in it, sample); waits while enough batches are ahead."""
         for number, (step, positions, samples) in enumerate(self._run):
             with self._change:
                 while not self._free and not self._stopped:
@@ -309,6 +342,11 @@ class Engine:
                 if self._stopped:
                     return
                 self._free -= 1
+                buffers = self._spare.pop() if self._spare else None
+            if buffers is None:  # outside of the lock: to pin memory takes its time
+                buffers = {k: _buffer((self._most, *one.shape), one.dtype) for k, one in self.items.arrays.items()}
+            with self._change:
+                self._filled[number] = buffers
                 self._missing[number] = len(samples)
                 self._made.append((step, positions, samples))
                 self._change.notify_all()
@@ -334,8 +372,8 @@ class Engine:
 
     def _make(self, packed: memoryview, number: int, place: int, sample: int) -> None:
         part = self.tiers.fetch(sample, packed[: int(self.items.sizes[sample])])
-        ring = self._rings[number % self._slots]
-        self.items.decode(sample, part, {name: array[place, ...] for name, array in ring.items()})
+        buffers = self._filled[number]
+        self.items.decode(sample, part, {name: array[place, ...] for name, array in buffers.items()})
         with self._change:
             self._missing[number] -= 1
             if not self._missing[number]:
@@ -344,18 +382,38 @@ class Engine:
     def __iter__(self) -> Iterator[Batch]:
         number = 0
         while self._wait_for(number):
-            step, positions, samples = self._made.popleft()
-            ring = self._rings[number % self._slots]
-            tensors = {name: torch.from_numpy(array[: len(samples)]) for name, array in ring.items()}
             try:
-                yield Batch(tensors, step, positions, samples)
+                yield self._lend(number)
             finally:  # also where the loop is left, and its memory given back
-                wait_for_copies()
+                unused = self._unused()
+                wait_for_copies()  # of what is not held any more, too: its copies may be under way
             with self._change:
                 del self._missing[number]
                 self._free += 1
+                self._spare += unused
+                del self._spare[self._free :]  # of batches that were kept for a while: more than can be begun
                 self._change.notify_all()
             number += 1
+
+    def _lend(self, number: int) -> Batch:
+        # A tensor's storage holds the very array that it was made from, and so does all that shares the storage: views,
+        # what autograd has saved, `tensor.numpy()`. The tensor itself may be gone by then, so the array is watched.
+        buffers, (step, positions, samples) = self._filled.pop(number), self._made.popleft()
+        arrays = {name: array[: len(samples)] for name, array in buffers.items()}
+        held, returned = list(arrays), self._returned
+
+        def let_go(_: weakref.ref) -> None:  # called wherever the last holder ends, so it takes no lock
+            held.pop()
+            if not held:
+                returned.append(number)
+
+        self._lent[number] = buffers, [weakref.ref(array, let_go) for array in arrays.values()]
+        return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, step, positions, samples)
+
+    def _unused(self) -> list[Buffers]:
+        """Return the buffers of batches that nobody holds any more, or of all with `reuse_buffers`."""
+        numbers = list(self._lent) if self._reuse else [self._returned.popleft() for _ in range(len(self._returned))]
+        return [self._lent.pop(number)[0] for number in numbers]
 
     def _wait_for(self, number: int) -> bool:
         """Wait for a batch; False after the last."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from ensemble_ml.errors import UserError
 
@@ -91,6 +92,22 @@ class Opened(Items, Protocol):
     stored: np.ndarray
 
 
+def check_map_style(dataset: Any, name: str = "dataset") -> None:
+    """Refuse a dataset without samples 0 to len - 1 with a UserError."""
+    try:
+        size = len(dataset)
+    except TypeError:
+        size = None
+    by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset | Mapping)
+    if size is None or not by_number:
+        raise UserError(
+            f"{name}: {type(dataset).__name__} has no `len` or no samples by number; give a map-style dataset, or"
+            " list(...) of it where it fits into memory"
+        )
+    if not size:
+        raise UserError(f"{name}: is empty; at least one sample is needed")
+
+
 class DatasetItems:
     """Any map-style dataset (`len` and `[i]`) whose samples are arrays or tensors of fixed shape.
 
@@ -106,15 +123,14 @@ class DatasetItems:
         like: what all are like, where another process has said so: none is read for it.
 
     Raises:
-        UserError: it is empty, or its first sample is no array, or a masked one.
+        UserError: it is no map-style dataset, it is empty, or its first sample is no array, or a masked one.
     """
 
     def __init__(
         self, dataset: Any, name: str | None = None, first: int = 0, *, like: Mapping[str, ArrayShape] | None = None
     ):
         self.dataset, self._name, self.lasting = dataset, name or "dataset", name is not None
-        if not len(dataset):
-            raise UserError(f"{self._name}: is empty; at least one sample is needed")
+        check_map_style(dataset, self._name)
         self._kept: dict[int, dict[str, np.ndarray]] = {}
         if like is None:
             found = self._kept[first] = self._unpacked(first, kept=True)  # the dataset may use its arrays again
@@ -154,10 +170,15 @@ class DatasetItems:
         """Fill `out` with the sample's bytes.
 
         Raises:
-            UserError: its arrays have other shapes or types than those of the first sample.
+            UserError: its arrays have other names, shapes or types than those of the first sample.
         """
         start = 0
         found = self._kept.pop(sample, None) or self._unpacked(sample)
+        if more := [key for key in found if key not in self.arrays]:
+            raise UserError(
+                f"{self.name(sample)}: {', '.join(more)} is not in the first sample; samples must be alike, so leave it"
+                " out or give it to all"
+            )
         for key, shape in self.arrays.items():
             array = found.get(key)
             if array is None or (array.shape, array.dtype) != (shape.shape, shape.dtype):
