@@ -122,6 +122,7 @@ class BucketExchange(Exchange):
 
     def finish(self) -> Outcome:
         assert self._arrivals is not None
+        self.checked = True  # all ranks hear of a gradient that is not finite by the outcome
         self._before_flush()
         self._arrivals.flush()
         start = time.perf_counter()

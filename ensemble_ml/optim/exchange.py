@@ -57,6 +57,7 @@ class Exchange:
         self.with_samples: int | None = None  # ranks, the first ones, that have samples of the batch; None: all
         self.params: list[Tensor] = []
         self.apart: list[Tensor] = []  # of which each rank steps its own cells alone
+        self.checked = False  # whether `finish` has looked at the gradients since the last step
 
     @property
     def abstains(self) -> bool:
@@ -82,6 +83,7 @@ class Exchange:
         norm = total_norm(self.params)
         if not math.isfinite(float(norm)):
             return Outcome(float(norm), (0,))
+        self.checked = True
         if self.clip:
             torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
         return Outcome(float(norm))
@@ -117,7 +119,7 @@ class Exchange:
         """Let go of threads and hooks."""
 
 
-def total_norm(params: Sequence[Tensor]) -> Tensor:
+def total_norm(params: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of all gradients together, where the parameters are."""
-    found = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    found = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
     return found.to(params[0].device) if params else found

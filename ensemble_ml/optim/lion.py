@@ -9,10 +9,14 @@ lion-pytorch and of the authors' own code). Every weight moves by exactly `lr` a
 to a tenth of AdamW's and the decay three to ten times as large.
 
 Over several ranks the signs may come from a vote: an `Exchange` says so, and its base class is the one rank's.
+
+A single gradient that is NaN or infinite would stay in the momentum for ever: the weight would never move again, or
+always to one side, and both stay finite, so nobody would see it. Such a step is refused before anything changes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.optim.exchange import Exchange
+from ensemble_ml.optim.exchange import Exchange, total_norm
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -40,8 +44,12 @@ class Lion(Optimizer):
 
     The momentum of weights in bfloat16 or float16 is float32.
 
+    Used alone, `step` looks at all gradients first, and raises where one is not finite; weights and momenta are still
+    those before it, so a caller may leave the step out and go on. After `exchange.finish()` it does not look again: the
+    outcome has said so (the trainer ends the run, or leaves the step out with `optim.nonfinite=skip`).
+
     Raises:
-        UserError: a setting is outside its range.
+        UserError: a setting, or that of a group, is outside its range; in `step`, a gradient is not finite.
     """
 
     def __init__(
@@ -54,25 +62,35 @@ class Lion(Optimizer):
         exchange: Exchange | None = None,
         stochastic: bool = False,
     ):
-        if not lr > 0:
-            raise UserError(f"lr={lr}: must be above 0")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise UserError(f"betas={betas}: must be in [0, 1)")
-        if not weight_decay >= 0:
-            raise UserError(f"weight_decay={weight_decay}: must be 0 or more")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
         self.exchange = exchange or Exchange()
         self.stochastic = stochastic
         self.steps = 0  # seeds the rounding
         self.exchange.attach(self)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with its own settings or those of the optimizer.
+
+        Raises:
+            UserError: a setting is outside its range.
+        """
+        _check(**{key: param_group.get(key, default) for key, default in self.defaults.items()})
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without a gradient stay as they are."""
+        """Take one step; parameters without a gradient stay as they are.
+
+        Raises:
+            UserError: a gradient is not finite; nothing has changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.exchange.checked:
+            self._refuse_what_is_not_finite()
+        self.exchange.checked = False
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             # The foreach kernels want one device and one type a call.
@@ -103,6 +121,17 @@ class Lion(Optimizer):
             if p.dtype in _HALF and index in given:
                 self.state[p]["exp_avg"] = given[index]["exp_avg"].to(p.device, torch.float32, copy=True)
 
+    def _refuse_what_is_not_finite(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        # The largest magnitude is not finite exactly where one gradient is not; a sum of squares might overflow.
+        if math.isfinite(float(total_norm(params, math.inf))):
+            return
+        bad = next(i for i, p in enumerate(params) if p.grad is not None and not p.grad.isfinite().all())
+        raise UserError(
+            f"Lion: the gradient of parameter {bad}, of shape {tuple(params[bad].shape)}, is not finite; no weight was"
+            " changed: leave the step out, or take a lower lr or clip the gradients"
+        )
+
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         half = params[0].dtype in _HALF
         grads = [p.grad.float() if half else p.grad for p in params if p.grad is not None]
@@ -127,6 +156,15 @@ class Lion(Optimizer):
         for p, exact in zip(params, weights, strict=True):
             seed = self.steps << 20 | number[id(p)]
             p.copy_(round_stochastically(exact, p.dtype, seed=seed) if self.stochastic else exact)
+
+
+def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+    if not (lr > 0 and math.isfinite(lr)):
+        raise UserError(f"lr={lr}: must be above 0, and finite")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"betas={betas}: must be two numbers in [0, 1)")
+    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+        raise UserError(f"weight_decay={weight_decay}: must be 0 or more, and finite")
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Lion against lion-pytorch step by step, and the settings that it refuses."""
 
+import re
+
 import lion_pytorch
 import pytest
 import torch
@@ -84,10 +86,83 @@ def test_closure_sees_gradients():
     torch.testing.assert_close(p.detach(), torch.full((2,), 0.9))
 
 
-@pytest.mark.parametrize("setting", [{"lr": 0.0}, {"betas": (1.0, 0.9)}, {"weight_decay": -1.0}])
+OUTSIDE = [
+    {"lr": 0.0},
+    {"lr": -1.0},
+    {"lr": float("nan")},
+    {"lr": float("inf")},
+    {"betas": (1.0, 0.9)},
+    {"betas": (0.9, -0.1)},
+    {"betas": (0.9, float("nan"))},
+    {"betas": (0.9,)},
+    {"weight_decay": -1.0},
+    {"weight_decay": float("nan")},
+]
+
+
+@pytest.mark.parametrize("setting", OUTSIDE, ids=str)
 def test_refuses_settings_outside_their_range(setting):
-    with pytest.raises(UserError, match=next(iter(setting))):
+    [name] = setting
+    with pytest.raises(UserError, match=f"^{name}=.*: must be"):
         Lion([torch.nn.Parameter(torch.ones(1))], **setting)
+    with pytest.raises(ValueError, match=f"^{name}=.*: must be"):  # as torch's optimizers raise
+        Lion([{"params": [torch.nn.Parameter(torch.ones(1))], **setting}])
+    optimizer = Lion([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(UserError, match=f"^{name}=.*: must be"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], **setting})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing(value, dtype):
+    """Its momentum would never be finite again, and the weight would stand still or drift, in silence."""
+    params = weights(dtype)
+    optimizer, without = Lion(params, lr=0.1), weights(dtype)
+    reference = Lion(without, lr=0.1)
+    for step in range(4):
+        for group in (params, without):
+            for p, g in zip(group, gradients(step), strict=True):
+                p.grad = g.to(dtype)
+        if step == 2:
+            params[1].grad.view(-1)[1] = value
+            shape = re.escape(str(tuple(params[1].shape)))
+            with pytest.raises(UserError, match=f"^Lion: the gradient of parameter 1, of shape {shape}, is not finite"):
+                optimizer.step()
+            continue
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, without, strict=True):
+        assert torch.equal(p, q) and torch.equal(optimizer.momentum(p), reference.momentum(q))
+    assert optimizer.steps == reference.steps == 3
+
+
+def test_a_large_gradient_whose_square_overflows_is_finite():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3e38, -3e38])
+    Lion([p], lr=0.5, weight_decay=0.0).step()
+    assert p.tolist() == [-0.5, 0.5]
+
+
+def test_gradients_are_looked_at_once_a_step(monkeypatch):
+    """`finish` has looked already, so that training pays for it once; what comes after its step is looked at again."""
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer, looked = Lion([p], lr=0.1), []
+    monkeypatch.setattr("ensemble_ml.optim.lion.total_norm", lambda *_: looked.append(1) or torch.zeros(()))
+    p.grad = torch.ones(2)
+    assert optimizer.exchange.finish().finite
+    optimizer.step()
+    assert not looked
+    optimizer.step()
+    assert len(looked) == 1
+
+
+def test_an_outcome_that_is_not_finite_is_not_stepped_over():
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = Lion([p], lr=0.1)
+    p.grad = torch.tensor([float("nan"), 1.0])
+    assert not optimizer.exchange.finish().finite
+    with pytest.raises(UserError, match="parameter 0"):
+        optimizer.step()
 
 
 def test_half_precision_keeps_momentum_in_float32():
