@@ -3,22 +3,27 @@
 Every score but `efi` takes `reduce_dims` (dimensions to average over; None averages over all) or `preserve_dims`
 (dimensions to keep, "all" for the values at each point), `weights` (broadcast; `area_weights` makes exact cell areas)
 and `mask` (bool, points that count). A missing value that no mask leaves out makes the mean NaN, and coordinates that
-differ are refused, as are units, where both sides state them: nothing is skipped in silence. All is computed in
-float64, whatever the type of the data. Dask arrays stay lazy, and chunks change no score; member, variable and quantile
-dimensions must lie in one chunk. Scores in the variable's units have these as their attribute `units`, the others none.
+differ are refused, as are units, where both sides state them: nothing is skipped in silence. What has no meaning has no
+score: probabilities outside of 0 to 1, events other than 0 and 1, negative scales and weights, levels outside of (0, 1)
+and the like raise a `UserError`, which is a ValueError, at points that a mask leaves out as well (make these NaN). All
+is computed in float64, whatever the type of the data. Dask arrays stay lazy: their values are checked as they are
+computed. Chunks change no score; member, variable and quantile dimensions must lie in one chunk. Scores in the
+variable's units have these as their attribute `units`, the others none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 import xarray as xr
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.grid import TOLERANCE, canonical
 from ensemble_ml.verification import extremes, families, members, probability
+from ensemble_ml.verification.checks import check_all, check_between, check_count, check_no_per_cent, check_weights
 from ensemble_ml.verification.pointwise import (
     aligned,
     bare,
@@ -43,8 +48,13 @@ __all__ = [
 def area_weights(
     data: xr.DataArray | xr.Dataset, *, latitude: str = "latitude", longitude: str = "longitude"
 ) -> xr.DataArray:
-    """Exact area of each cell over the mean area, from the sines of the cells' bounds: (latitude, longitude)."""
+    """Exact area of each cell over the mean area, from the sines of the cells' bounds: (latitude, longitude).
+
+    Raises:
+        UserError: latitudes beyond the poles, or axes of no regular grid.
+    """
     lat, lon = data[latitude], data[longitude]
+    check_all(latitude, lat.values, np.abs(lat.values) > 90 + TOLERANCE, "latitudes lie between -90 and 90 degrees")
     grid, rows, columns = canonical(lat.values, lon.values)
     areas = np.zeros((len(lat), len(lon)))  # a meridian that stands there twice counts once
     areas[rows[:, None], columns] = grid.area_weights()
@@ -88,8 +98,10 @@ def weighted_mean(
     Weights may cover more than the values do; along dimensions that they or the mask have beside, values are repeated.
 
     Raises:
-        ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there.
+        ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there; weights are
+            negative, or the mask holds anything but True and False (or 1 and 0).
     """
+    weights, mask = _checked(check_weights, weights), _checked(_check_mask, mask)
     for other in (weights, mask):
         more = [] if other is None else [dim for dim in other.dims if dim not in values.dims]
         if more:
@@ -122,6 +134,9 @@ def crps_ensemble(
     """CRPS of an ensemble, fair or ordinary; threshold-weighted to what lies between `lower` and `upper`.
 
     Ferro (2014), doi:10.1002/qj.2270; Allen et al. (2023), doi:10.1137/22M1532184.
+
+    Raises:
+        ValueError: a fair score of one member, or `lower` not below `upper`.
     """
     check_dim(forecast, member_dim)
     score = lambda x, y: members.crps_members_weighted(x, y, fair=fair, lower=lower, upper=upper)  # noqa: E731
@@ -143,9 +158,9 @@ def crps_distribution(
     doi:10.1198/jbes.2010.08110).
 
     Raises:
-        ValueError: a family that is not known.
+        ValueError: a family that is not known, or a negative scale; a scale of zero is a point forecast.
     """
-    law = Family(family)
+    law = _law(family)
 
     def score(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray) -> np.ndarray:
         whole = np.isneginf(lower)
@@ -161,8 +176,11 @@ def log_score(
     """Minus the log of the predicted density, or of the mass at a bound of a censored law; nats.
 
     Good (1952); Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 9.
+
+    Raises:
+        ValueError: a family that is not known, or a scale that is not above zero: a point forecast has no density.
     """
-    law = Family(family)
+    law = _law(family)
     score = lambda *a: families.log_score(law, *a)  # noqa: E731
     return weighted_mean(pointwise(score, location, scale, observed, widths=(1,)), **reduction)
 
@@ -173,8 +191,12 @@ def spread_skill(
     """Root of (M + 1) / M times the mean variance, over the RMSE of the ensemble mean: one for a perfect ensemble.
 
     Fortin et al. (2014), doi:10.1175/JHM-D-14-0008.1.
+
+    Raises:
+        ValueError: one member alone, which has no spread.
     """
     m = check_dim(forecast, member_dim)
+    check_count(member_dim, m, 2, "a spread is of several members")
     check_units(forecast, observed)
     forecast, observed = aligned(forecast, observed)
     variance = forecast.var(member_dim, ddof=1, skipna=False) * (1 + 1 / m)
@@ -212,8 +234,12 @@ def pit_histogram(
     """Share of points in each of `bins` equal bins of the probability integral transform, along `pit`.
 
     At a mass of a censored law the value is drawn at random within the jump.
+
+    Raises:
+        ValueError: a family that is not known, a negative scale, or no bins.
     """
-    law = Family(family)
+    law = _law(family)
+    check_count("bins", bins, 1, "values are counted in equal bins")
 
     def where(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray, uniform: np.ndarray) -> np.ndarray:
         value = probability.pit(law, mu, sigma, y, uniform)
@@ -225,13 +251,23 @@ def pit_histogram(
 
 
 def brier_score(forecast: xr.DataArray, event: xr.DataArray, **reduction: Any) -> xr.DataArray:
-    """Mean squared difference of a probability and what happened (0 or 1). Brier (1950)."""
-    forecast, event = aligned(forecast, event)
-    return weighted_mean(bare((forecast - event) ** 2), **reduction)
+    """Mean squared difference of a probability and what happened (0 or 1). Brier (1950).
+
+    Raises:
+        ValueError: probabilities outside of 0 to 1 or in units of per cent, or events that are neither 0 nor 1 (False
+            nor True).
+    """
+    check_no_per_cent("forecast", forecast.attrs.get("units"))
+    score = pointwise(probability.brier_score, bare(forecast), bare(event))  # an event may keep its variable's units
+    return weighted_mean(score, **reduction)
 
 
 def quantile_score(forecast: xr.DataArray, observed: xr.DataArray, *, level: float, **reduction: Any) -> xr.DataArray:
-    """Pinball loss of a predicted quantile."""
+    """Pinball loss of a predicted quantile.
+
+    Raises:
+        ValueError: `level` is not within (0, 1).
+    """
     score = lambda q, y: probability.quantile_score(q, y, level)  # noqa: E731
     return weighted_mean(in_units_of(observed, pointwise(score, forecast, observed)), **reduction)
 
@@ -245,7 +281,11 @@ def energy_score(
     fair: bool = False,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Energy score of members over the vector along `variable_dim`. Gneiting & Raftery (2007), equation 22."""
+    """Energy score of members over the vector along `variable_dim`. Gneiting & Raftery (2007), equation 22.
+
+    Raises:
+        ValueError: a fair score of one member.
+    """
     score = lambda x, y: members.energy_score(x, y, fair=fair)  # noqa: E731
     found = vectors(score, forecast, observed, member_dim, variable_dim)
     return weighted_mean(in_units_of(observed, found), **reduction)
@@ -260,7 +300,11 @@ def variogram_score(
     order: float = 0.5,
     **reduction: Any,
 ) -> xr.DataArray:
-    """Variogram score of members over the vector along `variable_dim`. Scheuerer & Hamill (2015)."""
+    """Variogram score of members over the vector along `variable_dim`. Scheuerer & Hamill (2015).
+
+    Raises:
+        ValueError: `order` is not above zero, or there is one variable alone.
+    """
     score = lambda x, y: members.variogram_score(x, y, order)  # noqa: E731
     return weighted_mean(vectors(score, forecast, observed, member_dim, variable_dim), **reduction)
 
@@ -268,10 +312,14 @@ def variogram_score(
 def efi(
     forecast: xr.DataArray, climate: xr.DataArray, *, member_dim: str = "realization", quantile_dim: str = "quantile"
 ) -> xr.DataArray:
-    """Extreme forecast index of an ensemble; `climate` holds quantiles of the model climate, from 0 to 1."""
-    levels = climate[quantile_dim].values
+    """Extreme forecast index of an ensemble; `climate` holds quantiles of the model climate, from 0 to 1.
 
+    Raises:
+        ValueError: the levels do not ascend from 0 to 1, or the quantiles do not ascend with them.
+    """
     check_dim(forecast, member_dim)
+    check_dim(climate, quantile_dim, "quantile_dim")
+    levels = climate[quantile_dim].values
     check_units(forecast, climate)
 
     def index(x: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -288,9 +336,41 @@ def eecrps(index: xr.DataArray, crps: xr.DataArray, **reduction: Any) -> xr.Data
     """Extreme event CRPS: mean of |EFI| CRPS, from both at each point.
 
     Grönquist et al. (2021), doi:10.1098/rsta.2020.0092.
+
+    Raises:
+        ValueError: an index outside of -1 to 1, or in units of per cent.
     """
-    index, crps = aligned(index, crps)
-    return weighted_mean(in_units_of(crps, bare(abs(index) * crps)), **reduction)
+    check_no_per_cent("index", index.attrs.get("units"))
+
+    def weighted(place: np.ndarray, score: np.ndarray) -> np.ndarray:
+        check_between("index", place, -1, 1, "an extreme forecast index lies between -1 and 1; divide per cent by 100")
+        return np.abs(np.asarray(place, np.float64)) * np.asarray(score, np.float64)
+
+    return weighted_mean(in_units_of(crps, pointwise(weighted, bare(index), bare(crps))), **reduction)
+
+
+def _law(family: Family | str) -> Family:
+    try:
+        return Family(family)
+    except ValueError:
+        raise UserError(f"family={family}: {', '.join(one.value for one in Family)} are allowed") from None
+
+
+def _checked(check: Callable[[np.ndarray], None], data: xr.DataArray | None) -> xr.DataArray | None:
+    """Return `data`, which is checked now, or as it is computed where it is lazy."""
+    if data is None or data.dtype == bool:
+        return data
+
+    def passed(values: np.ndarray) -> np.ndarray:
+        check(values)
+        return values
+
+    return xr.apply_ufunc(passed, data, dask="parallelized", output_dtypes=[data.dtype], keep_attrs=True)
+
+
+def _check_mask(values: np.ndarray) -> None:
+    wrong = (values != 0) & (values != 1)  # NaN, too: whether such a point counts is not said
+    check_all("mask", values, wrong, "a mask is True where a point counts, and False elsewhere")
 
 
 def _reduced(dims: tuple[Hashable, ...], reduce_dims: Dims, preserve_dims: Dims) -> list[Hashable]:

@@ -17,6 +17,9 @@ import numpy as np
 from scipy.stats import norm
 from scipy.stats import t as student
 
+from ensemble_ml.errors import UserError
+from ensemble_ml.verification.checks import check_count
+
 FEWEST_BLOCKS = 5  # with fewer, an interval says little: nothing is sure by it, and the report says so
 
 
@@ -71,7 +74,14 @@ def blocks_of(init_time: np.ndarray, block_days: float) -> np.ndarray:
 
     Returns:
         (D,) int, ascending from 0.
+
+    Raises:
+        UserError: dates that do not ascend, or blocks without length.
     """
+    if not block_days > 0:
+        raise UserError(f"block_days={block_days}: must be above 0")
+    if not (np.diff(init_time) > np.timedelta64(0, "s")).all():
+        raise UserError("init_time: start dates must ascend, each once; sort them")
     days = init_time.astype("datetime64[s]").astype(np.int64) / 86400
     breaks = np.flatnonzero(np.diff(days) > block_days) + 1
     blocks: list[list[int]] = []
@@ -101,6 +111,7 @@ def _blocks_of_run(days: np.ndarray, block_days: float) -> list[list[int]]:
 
 def draw_dates(blocks: np.ndarray, draws: int, seed: int) -> np.ndarray:
     """Draw as many blocks as there are, with replacement, and count how often each date comes: (B, D) float."""
+    check_count("draws", draws, 1, "an interval is made of draws")
     n = int(blocks.max()) + 1
     chosen = np.random.default_rng(seed).integers(0, n, size=(draws, n))
     counts = np.stack([(chosen == block).sum(1) for block in range(n)], axis=1)
@@ -116,6 +127,8 @@ def fewest_blocks(block: np.ndarray, known: np.ndarray, default: int) -> int:
 
 def interval(value: float, draws: np.ndarray, confidence: float, blocks: int) -> Interval:
     """Expanded percentile interval of the draws (B,) of a figure; NaN ends where one block leaves nothing to draw."""
+    if not 0 < confidence < 1:
+        raise UserError(f"confidence={confidence}: must lie between 0 and 1; 0.95 is usual")
     finite = draws[np.isfinite(draws)]
     if blocks < 2 or not len(finite) or not np.isfinite(value):
         return Interval(float(value), np.nan, np.nan, blocks)

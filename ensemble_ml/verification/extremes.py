@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ensemble_ml.errors import UserError
+from ensemble_ml.verification.checks import check_count
+
 
 def climate_place(climate: np.ndarray, levels: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Between which probabilities of the climate a value lies; they differ where quantiles are equal (no rain).
@@ -50,11 +53,15 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
         members: (M, ...).
         climate: (K, ...) quantiles of the model climate, ascending, of years other than the forecast's.
         levels: (K,) their probabilities, from 0 to 1.
+
+    Raises:
+        UserError: levels or quantiles do not ascend, or there is no member.
     """
-    levels = np.asarray(levels, np.float64)
-    if levels[0] != 0 or levels[-1] != 1 or (np.diff(levels) <= 0).any():
-        raise ValueError(f"levels {levels.tolist()}: must ascend from 0 to 1")
-    climate = np.asarray(climate, np.float64)
+    levels, climate = np.asarray(levels, np.float64), np.asarray(climate, np.float64)
+    check_count("members", len(members), 1, "an ensemble has members")
+    if len(levels) < 2 or levels[0] != 0 or levels[-1] != 1 or not (np.diff(levels) > 0).all():
+        raise UserError(f"levels {levels.tolist()}: must ascend from 0 to 1")
+    _check_ascending(climate)
     total = np.zeros(np.broadcast_shapes(np.shape(members)[1:], climate.shape[1:]))
     for member in members:
         low, high = climate_place(climate, levels, np.asarray(member, np.float64))
@@ -62,6 +69,14 @@ def efi(members: np.ndarray, climate: np.ndarray, levels: np.ndarray) -> np.ndar
         mean = (_integral(high) - _integral(low)) / np.where(tied, high - low, 1.0)
         total += np.where(tied, mean, np.arccos(np.clip(1 - 2 * low, -1, 1)))
     return 2 / np.pi * total / len(members) - 1
+
+
+def _check_ascending(climate: np.ndarray) -> None:
+    """Refuse quantiles (K, ...) that fall, by more than packing makes of equal ones."""
+    whole = np.fmax.reduce(climate, axis=None) - np.fmin.reduce(climate, axis=None)
+    allowed = 1e-3 * (climate.max(0) - climate.min(0)) + 1e-4 * whole
+    if (np.diff(climate, axis=0) < -allowed).any():
+        raise UserError("climate: its quantiles fall along the levels; they must ascend with them")
 
 
 def _integral(p: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The forecast distributions in NumPy: CRPS, distribution function, quantile, log score, threshold-weighted CRPS,
-moments, and the location that gives a law its mean. NaN goes in and comes out.
+moments, and the location that gives a law its mean. NaN goes in and comes out; a negative scale is refused, and one of
+zero where a point has no such value.
 
 Families are those of `ensemble_ml.fields.Family`, given by location and scale in the units of the variable. With
 standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale (zero in
@@ -24,7 +25,9 @@ import numpy as np
 from scipy import stats
 from scipy.special import erf, erfcx, gammainc, gammaincc, gammaincinv, gammaln, hyp1f1, log_ndtr, ndtr, ndtri
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT, Family
+from ensemble_ml.verification.checks import check_between, check_scale
 
 _SQRT2 = math.sqrt(2)
 _ROOT_PI = math.sqrt(math.pi)
@@ -48,6 +51,7 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
     A truth that the law cannot produce is scored as its nearer bound plus the distance from it.
     """
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    check_scale("scale", scale)
     spread_out = scale > 0
     unit = np.where(spread_out | np.isnan(scale), scale, 1.0)
     if family is Family.NORMAL:
@@ -69,6 +73,7 @@ def crps(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray)
 def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, *, left: bool = False) -> np.ndarray:
     """P(value <= y), or P(value < y) if `left`: they differ at the bounds, where censored laws have a mass."""
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    check_scale("scale", scale)
     certain = scale == 0
     if certain.any():  # all of it in one point
         point = np.clip(location, *family.bounds)
@@ -98,6 +103,8 @@ def cdf(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray, 
 def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.ndarray | float) -> np.ndarray:
     """The value that is not exceeded with probability `level`, which broadcasts; at scale zero the point."""
     location, scale, p = (np.asarray(a, np.float64) for a in (location, scale, level))
+    check_scale("scale", scale)
+    check_between("level", p, 0, 1, "a level is a probability, 0.9 and not 90")
     certain = scale == 0
     if certain.any():
         point = np.clip(location, *family.bounds)
@@ -116,8 +123,12 @@ def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.
 
 
 def log_score(family: Family, location: np.ndarray, scale: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Minus the log of the density at `y`; at a bound of a censored law, minus the log of its mass there. Nats."""
+    """Minus the log of the density at `y`; at a bound of a censored law, minus the log of its mass there. Nats.
+
+    A scale of zero is refused: a point has no density.
+    """
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    check_scale("scale", scale, zero=False)
     x, v = location / scale, y / scale
     normal = 0.5 * (v - x) ** 2 + 0.5 * math.log(2 * math.pi) + np.log(scale)
     if family is Family.NORMAL:
@@ -155,6 +166,7 @@ def moments(family: Family, location: np.ndarray, scale: np.ndarray) -> tuple[np
     (1 - Phi(t)) over t > c, and of its mirror image below.
     """
     location, scale = np.broadcast_arrays(np.asarray(location, np.float64), np.asarray(scale, np.float64))
+    check_scale("scale", scale)
     if family is Family.NORMAL:
         return location, scale
     certain = scale == 0
@@ -193,6 +205,7 @@ def location_of_mean(family: Family, mean: np.ndarray, scale: np.ndarray) -> np.
     no closed form for it. Between two bounds Newton's steps start there: see `ensemble_ml.models.distributions`.
     """
     mean, scale = np.asarray(mean, np.float64), np.asarray(scale, np.float64)
+    check_scale("scale", scale)
     if family is Family.NORMAL:
         return mean
     if family is Family.DOUBLY_CENSORED_NORMAL:
@@ -250,7 +263,10 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
     Gneiting & Ranjan (2011), doi:10.1198/jbes.2010.08110. The normal laws in closed form (that of the law censored at
     the threshold); the others by Gauss-Legendre quadrature between quantiles, on either side of y.
     """
+    if np.isnan(threshold):
+        raise UserError("threshold=nan: a number, or -inf for all values, is needed")
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
+    check_scale("scale", scale)
     if family is Family.NORMAL or (family is Family.CENSORED_NORMAL and threshold >= 0):
         return crps(Family.CENSORED_NORMAL, location - threshold, scale, np.maximum(y - threshold, 0))
     at = np.maximum(y, threshold)

@@ -10,6 +10,9 @@ from functools import cache
 
 import numpy as np
 
+from ensemble_ml.errors import UserError
+from ensemble_ml.verification.checks import check_ascending_bounds, check_count, check_uniform
+
 _NETWORK_UP_TO = 64  # members; beyond, np.sort is as fast
 
 
@@ -71,16 +74,21 @@ def crps_members(members: np.ndarray, y: np.ndarray, *, fair: bool) -> np.ndarra
         fair: which of the two.
 
     Raises:
-        ValueError: a fair score of one member.
+        UserError: a fair score of one member, or none at all.
     """
     m = len(members)
-    if fair and m < 2:
-        raise ValueError(f"fair CRPS of {m} member: two or more are needed")
+    _check_members(m, fair)
     distance = np.asarray(members, np.float64) - y  # large values lose no digits
     flat = np.ascontiguousarray(distance.reshape(m, -1))
     error = np.abs(flat).mean(0)
     score = error - pair_sum(sort_members(flat)) / (m * (m - 1) if fair else m * m)
     return score.reshape(distance.shape[1:])
+
+
+def _check_members(count: int, fair: bool) -> None:
+    if fair:
+        check_count("members", count, 2, "a fair score compares them with each other")
+    check_count("members", count, 1, "an ensemble has members")
 
 
 def crps_members_weighted(
@@ -90,6 +98,7 @@ def crps_members_weighted(
 
     That of members and truth brought to the interval. Allen et al. (2023), doi:10.1137/22M1532184, section 3.
     """
+    check_ascending_bounds(lower, upper)
     return crps_members(np.clip(members, lower, upper), np.clip(y, lower, upper), fair=fair)
 
 
@@ -102,6 +111,7 @@ def rank_of_truth(members: np.ndarray, y: np.ndarray, uniform: np.ndarray | None
         uniform: (...) in [0, 1): where members equal the truth (dry points), its rank is drawn among theirs. Without
             it, equal members count as above.
     """
+    check_uniform(uniform)
     below = np.zeros(np.shape(y), np.int64)
     for member in members:
         below += member < y
@@ -124,6 +134,7 @@ def energy_score(members: np.ndarray, y: np.ndarray, *, fair: bool = False) -> n
         fair: divide the sum over pairs by M (M - 1) instead of M^2.
     """
     m = len(members)
+    _check_members(m, fair)
     norm = lambda a: np.sqrt((a * a).sum(0))  # noqa: E731
     error = sum(norm(np.asarray(member, np.float64) - y) for member in members) / m
     pairs = np.zeros(np.broadcast_shapes(np.shape(members)[2:], np.shape(y)[1:]))
@@ -141,8 +152,15 @@ def variogram_score(members: np.ndarray, y: np.ndarray, order: float = 0.5) -> n
     Args:
         members: (M, V, ...).
         y: (V, ...) truth.
-        order: p.
+        order: p, above 0.
+
+    Raises:
+        UserError: of one variable alone, which has no pairs, or of another order.
     """
+    check_count("members", len(members), 1, "an ensemble has members")
+    check_count("variables", len(y), 2, "a variogram is of pairs of variables")
+    if not 0 < order < np.inf:
+        raise UserError(f"order={order}: must be above 0, and finite; 0.5 is usual")
     y = np.asarray(y, np.float64)  # unsigned integers would wrap around
     total = np.zeros(np.broadcast_shapes(np.shape(members)[2:], y.shape[1:]))
     for i in range(len(y)):

@@ -10,13 +10,13 @@ import xarray as xr
 from ensemble_ml.fields import same_units
 
 
-def check_dim(forecast: xr.DataArray, name: str) -> int:
-    """Length of the dimension of members; a ValueError where there is none of that name."""
-    if name not in forecast.dims:
+def check_dim(data: xr.DataArray, name: str, argument: str = "member_dim") -> int:
+    """Length of a dimension, of members where no other `argument` names it; a ValueError where it is not there."""
+    if name not in data.dims:
         raise ValueError(
-            f"dimension {name}: not in the data, which has {', '.join(map(str, forecast.dims))}; give member_dim"
+            f"dimension {name}: not in the data, which has {', '.join(map(str, data.dims))}; give {argument}"
         )
-    return int(forecast.sizes[name])
+    return int(data.sizes[name])
 
 
 def check_units(first: xr.DataArray, *others: xr.DataArray, widths: tuple[int, ...] = ()) -> None:
@@ -84,6 +84,8 @@ def vectors(
         ValueError: a dimension is not there, or units differ.
     """
     check_dim(forecast, member)
+    for side in (forecast, observed):
+        check_dim(side, variable, "variable_dim")
     check_units(forecast, observed)
 
     def inner(x: np.ndarray, y: np.ndarray) -> np.ndarray:

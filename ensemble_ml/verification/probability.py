@@ -10,6 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ensemble_ml.fields import Family
+from ensemble_ml.verification.checks import (
+    check_all,
+    check_count,
+    check_event,
+    check_level,
+    check_probability,
+    check_uniform,
+    check_weights,
+)
 from ensemble_ml.verification.families import cdf
 
 
@@ -25,19 +34,26 @@ def pit(
         y: truth; beyond the bounds of the law it counts as the nearer one.
         uniform: in [0, 1), the shape of `y`; without it, the middle of the jump.
     """
+    check_uniform(uniform)
     at = np.clip(y, *family.bounds)
     below, above = cdf(family, location, scale, at, left=True), cdf(family, location, scale, at)
     return below + (0.5 if uniform is None else uniform) * (above - below)
 
 
 def bin_of(probability: np.ndarray, bins: int) -> np.ndarray:
-    """Which of `bins` equal bins of [0, 1] each value falls into; one belongs to the last."""
+    """Which of `bins` equal bins of [0, 1] each value falls into; one belongs to the last.
+
+    NaN falls into the first: leave it out by a mask.
+    """
+    check_count("bins", bins, 1, "values are counted in equal bins")
+    check_probability("probability", probability)
     with np.errstate(invalid="ignore"):
         return np.clip(np.nan_to_num(probability) * bins, 0, bins - 1).astype(np.int64)
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
     """Counts or weights in bins (..., K) as shares; NaN where there is none."""
+    check_all("counts", counts, counts < 0, "a count or a weight is 0 or more")
     total = counts.sum(-1, keepdims=True)
     return np.divide(counts, total, out=np.full(np.shape(counts), np.nan), where=total > 0)
 
@@ -55,7 +71,15 @@ def quantile_score(forecast: np.ndarray, y: np.ndarray, level: float) -> np.ndar
 
     Gneiting & Raftery (2007), doi:10.1198/016214506000001437, equation 42.
     """
+    check_level(level)
     return ((y < forecast) - level) * (np.asarray(forecast, np.float64) - y)
+
+
+def brier_score(probability: np.ndarray, event: np.ndarray) -> np.ndarray:
+    """Squared difference of a probability and what happened, 0 or 1. Brier (1950)."""
+    check_probability("forecast", probability)
+    check_event("event", event)
+    return (np.asarray(probability, np.float64) - np.asarray(event, np.float64)) ** 2
 
 
 @dataclass(frozen=True)
@@ -87,12 +111,15 @@ class Reliability:
     @classmethod
     def zeros(cls, bins: int = 10) -> Reliability:
         """Nothing recorded yet."""
+        check_count("bins", bins, 1, "probabilities are counted in equal bins")
         return cls(*(np.zeros(bins) for _ in range(6)))
 
     def record(self, probability: np.ndarray, event: np.ndarray, weights: np.ndarray, mask: np.ndarray) -> None:
         """Add points of any shape where `mask` holds; `weights` broadcast."""
         p, o = np.asarray(probability, np.float64)[mask], np.asarray(event, np.float64)[mask]
         w = np.broadcast_to(weights, mask.shape)[mask]
+        check_event("event", o)
+        check_weights(w)
         where = bin_of(p, len(self.weight))
         terms = (w, np.ones_like(w), w * p, w * o, w * p * p, w * p * o)
         for table, values in zip(self._tables(), terms, strict=True):

@@ -57,6 +57,7 @@ def together(content: dict[str, Any], scores: Scores) -> str:
     if not found:
         return ""
     words = {"crps_members": "CRPS of members", "energy": "energy score", "variogram": "variogram score"}
+    words = {metric: title for metric, title in words.items() if any(row["metric"] == metric for row in found)}
     others = f"ecc_{scores.reduced}", f"raw_{scores.full}"
     lines, marks = [], []
     for entrant in dict.fromkeys(row["entrant"] for row in found):
@@ -72,11 +73,11 @@ def together(content: dict[str, Any], scores: Scores) -> str:
         lines.append([escape(short_name(entrant)), *("" if gain is None else number(gain) for gain in gains)])
         marks.append([None, *(_mark(gain) for gain in gains)])
     heads = [f"{words[metric]} vs {short_name(other)}" for metric in words for other in others]
-    paired = next(row["paired"] for row in found if row["metric"] == "variogram")
     caption = (
-        f"gain in % at {scores.headline_lead} h over {found[0]['fields']} fields, each by the deviation of its climate;"
-        f" variogram over {len(paired)} of them"
+        f"gain in % at {scores.headline_lead} h over {found[0]['fields']} fields, each by the deviation of its climate"
     )
+    for paired in [row["paired"] for row in found if row["metric"] == "variogram"][:1]:
+        caption += f"; variogram over {len(paired)} of them"
     if found[0]["left_out_area"]:
         caption += f"; {100 * found[0]['left_out_area']:.3g} % of the area lacks a value of some field and is left out"
     if without := found[0].get("left_out_fields"):

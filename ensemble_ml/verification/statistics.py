@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import gammaln
 
+from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family
 from ensemble_ml.verification.families import crps
 from ensemble_ml.verification.members import crps_members
@@ -63,7 +64,7 @@ def c4(n: int) -> float:
     c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2); Holtzman (1950), doi:10.1080/00031305.1950.10483370.
     """
     if n < 2:
-        raise ValueError(f"n={n}: a sample standard deviation needs two members")
+        raise UserError(f"n={n}: a sample standard deviation needs two members")
     return math.sqrt(2 / (n - 1)) * math.exp(gammaln(n / 2) - gammaln((n - 1) / 2))
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ensemble_ml.errors import UserError
+from ensemble_ml.verification.checks import check_count, check_weights
 from ensemble_ml.verification.members import pair_sum, sort_members
 
 _BLOCK = 8192  # points: ten members in float32 fill a third of a megabyte
@@ -88,13 +90,16 @@ def score_members(
         rng: breaks ties of the truth with members (dry points); None takes seed 0.
 
     Raises:
-        ValueError: truth or weights are not of the members' points.
+        UserError: truth or weights are not of the members' points, or weights are negative.
     """
     m, shape = len(members), np.shape(members)[1:]
     if np.shape(y) != shape:
-        raise ValueError(f"y of shape {np.shape(y)}, members of {m} fields of {shape}: give the truth at their points")
+        raise UserError(f"y of shape {np.shape(y)}, members of {m} fields of {shape}: give the truth at their points")
     if weights is not None and np.broadcast_shapes(np.shape(weights), shape) != shape:
-        raise ValueError(f"weights of shape {np.shape(weights)} do not broadcast to y of {shape}")
+        raise UserError(f"weights of shape {np.shape(weights)} do not broadcast to y of {shape}")
+    if weights is not None:
+        check_weights(weights)
+    check_count("members", m, 1, "an ensemble has members")
     dtype = np.float32 if members.dtype == np.float32 else np.float64
     flat, truth = members.reshape(m, -1), np.asarray(y, dtype).reshape(-1)
     w = np.ones(truth.size) if weights is None else np.broadcast_to(weights, shape).reshape(-1)

@@ -151,9 +151,10 @@ def _probabilities(
 
 
 def _log_score(family: Family, location: np.ndarray, scale: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Log score; NaN where the scale is zero, of which the mean over all is none then: see `_of_points`."""
     y = np.clip(truth, *family.bounds)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return log_score(family, location, scale, y)
+        return log_score(family, location, np.where(scale == 0, np.nan, scale), y)
 
 
 def _of_points(

@@ -97,20 +97,22 @@ def score_vectors(
         weight = np.where(whole, setting.weights[0], 0.0)
         found.covered[position] = weight.sum() / setting.weights[0].sum()
         for entrant, members in given.items():
-            for metric, values in zip(METRICS, _scores(members, truth, whole, pairs), strict=True):
+            for metric, values in zip(METRICS, _scores(members, truth, whole, pairs), strict=False):
                 found.put(entrant, metric, position, values, weight)
     return found
 
 
 def _scores(members: np.ndarray, truth: np.ndarray, whole: np.ndarray, pairs: Sequence[int]) -> np.ndarray:
-    """`METRICS` at each point, (3, Y, X), of no meaning where not `whole`."""
-    made = np.empty((len(METRICS), *whole.shape))
+    """`METRICS` at each point, (3, Y, X), of no meaning where not `whole`; without the variogram of a single field."""
+    made = np.empty((len(METRICS) - (len(pairs) < 2), *whole.shape))
     step = max(1, _VALUES // members[..., 0, :].size)
     for first in range(0, len(whole), step):
         rows = slice(first, first + step)
         x, y = (np.where(whole[rows], values[..., rows, :], 0.0).astype(np.float64) for values in (members, truth))
         each = [crps_members(x[:, v], y[v], fair=False) for v in range(len(y))]
-        made[:, rows] = np.mean(each, 0), energy_score(x, y), variogram_score(x[:, pairs], y[pairs])
+        made[0, rows], made[1, rows] = np.mean(each, 0), energy_score(x, y)
+        if len(pairs) > 1:
+            made[2, rows] = variogram_score(x[:, pairs], y[pairs])
     return made
 
 
@@ -162,7 +164,7 @@ def rows(scores: Scores, found: Sequence[Vectors]) -> list[dict]:
     for one in found:
         every = dict.fromkeys(entrant for entrant, _ in one.means)
         for entrant in every:
-            for metric in METRICS:
+            for metric in (metric for metric in METRICS if (entrant, metric) in one.means):
                 values = one.means[entrant, metric]
                 mine, blocks = _mean(values, one.covered, scores.counts), scores.blocks_among(np.isfinite(values))
                 row: dict = {"lead_hours": one.lead, "entrant": entrant, "metric": metric, "fields": one.fields}

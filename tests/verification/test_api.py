@@ -225,6 +225,11 @@ def quantiles(y):
     return y.astype(np.float64).quantile([0, 0.5, 1], "time").round()
 
 
+def yes_or_no(x):
+    """Ones and zeros in the type of the data, as probabilities, events and indices may be."""
+    return (x > float(x.astype(np.float64).mean())).astype(x.dtype)
+
+
 SCORES = {
     "crps_ensemble": lambda x, y, **kw: api.crps_ensemble(x, y, **kw),
     "crps between": lambda x, y, **kw: api.crps_ensemble(x, y, lower=50, upper=100.5, **kw),
@@ -232,12 +237,14 @@ SCORES = {
     "rank_histogram": lambda x, y, **kw: api.rank_histogram(x, y, **kw),
     "energy_score": lambda x, y, **kw: api.energy_score(x, y, variable_dim="point", **kw),
     "variogram_score": lambda x, y, **kw: api.variogram_score(x, y, variable_dim="point", **kw),
-    "brier_score": lambda x, y, **kw: api.brier_score(x[0], y, **kw),
+    "brier_score": lambda x, y, **kw: api.brier_score(yes_or_no(x[0]), yes_or_no(y), **kw),
     "quantile_score": lambda x, y, **kw: api.quantile_score(x[0], y, level=0.3, **kw),
-    "eecrps": lambda x, y, **kw: api.eecrps(x[0], y, **kw),
+    "eecrps": lambda x, y, **kw: api.eecrps(yes_or_no(x[0]), y, **kw),
     "efi": lambda x, y, **kw: api.efi(x, quantiles(y).astype(y.dtype)),
     "crps_distribution": lambda x, y, **kw: api.crps_distribution(x[0], x[1], y, family="csgamma", **kw),
-    "log_score": lambda x, y, **kw: api.log_score(x[0], x[1], y, family="truncated_normal", **kw),
+    "log_score": lambda x, y, **kw: api.log_score(
+        x[0], np.maximum(x[1], x.dtype.type(1)), y, family="truncated_normal", **kw
+    ),
     "pit_histogram": lambda x, y, **kw: api.pit_histogram(x[0], x[1], y, family="censored_normal", **kw),
     "weighted_mean": lambda x, y, **kw: api.weighted_mean(x, **kw),
 }
@@ -335,7 +342,7 @@ def test_units_that_differ_are_refused():
     with pytest.raises(ValueError, match="units 'K' and 'degC' differ"):
         api.efi(x, climate)
     assert api.crps_distribution(mean.assign_attrs(units="degC"), scale, other, family="normal").units == "degC"
-    assert api.eecrps(mean.assign_attrs(units="1"), y).units == "K"  # an index and a score
+    assert api.eecrps(mean.clip(-1, 1).assign_attrs(units="1"), y).units == "K"  # an index and a score
 
 
 def test_a_ratio_has_no_units():
