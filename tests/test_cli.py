@@ -137,6 +137,15 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
             ["predict", "checkpoint=a", "input=b", "output=c", "quantiles=[2]"],
             "quantiles=2.0: must lie between 0 and 1",
         ),
+        (
+            ["evaluate", "forecast=a", "ensemble=b", "output=c", "regions={x: [480, 5, 440, 16]}"],
+            "regions.x=[480, 5, 440, 16]: give [north, west, south, east], degrees",
+        ),
+        (
+            ["evaluate", "forecast=a", "ensemble=b", "output=c", "regions={x: [60, true, 40, 16]}"],
+            "regions.x=[60, True, 40, 16]: give [north, west, south, east], degrees",
+        ),
+        (["evaluate", "forecast=a", "ensemble=b", "output=c", "confidence=95"], "confidence=95.0: must lie between 0"),
     ],
 )
 def test_mistakes_end_in_one_line_and_status_2(capsys, arguments, text):

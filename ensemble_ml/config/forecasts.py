@@ -18,8 +18,8 @@ from ensemble_ml.config.spatial import SpatialConfig
 
 
 def _numbers(values: Any) -> bool:
-    """Whether `values` is a list of numbers."""
-    return isinstance(values, list) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    """Whether `values` is a list or tuple of numbers."""
+    return isinstance(values, list | tuple) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 @dataclass
@@ -93,9 +93,8 @@ class EvaluateConfig:
         self.regions = self.regions or {}
         require("regions", self.regions, isinstance(self.regions, dict), "give boxes by name, {alps: [48, 5, 44, 16]}")
         for name, box in self.regions.items():
-            numbers = isinstance(box, list | tuple) and all(isinstance(edge, int | float) for edge in box)
-            good = numbers and len(box) == 4 and box[0] > box[2]
-            require(f"regions.{name}", box, good, "give [north, west, south, east]")
+            good = _numbers(box) and len(box) == 4 and 90 >= box[0] > box[2] >= -90
+            require(f"regions.{name}", box, good, "give [north, west, south, east], degrees")
         check_periods("fit", self.fit)
         at_least(self, 0, "climate_days", "seed")
         number = self.members_in is None or type(self.members_in) is int

@@ -40,7 +40,8 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
     """Check what the configuration asks for against what the model predicts.
 
     Raises:
-        UserError: a threshold of a variable that is not predicted, or a distribution asked of a model without one.
+        UserError: a threshold of a variable that is not predicted, or one that no or every forecast exceeds; or a
+            distribution asked of a model without one.
     """
     thresholds = {str(name): tuple(sorted(set(map(float, values)))) for name, values in config.thresholds.items()}
     names = (*spec.variables, *spec.surface)
@@ -49,12 +50,26 @@ def wanted_outputs(config: PredictConfig, spec: ModelSpec) -> Wanted:
             raise UserError(f"thresholds: {name} is not predicted; the checkpoint predicts {', '.join(names)}")
         if not values or not np.isfinite(values).all():
             raise UserError(f"thresholds.{name}={list(values)}: give one finite number or more, in SI units")
+        _check_within_bounds(name, values)
     if not spec.config.postprocess:
         if thresholds or config.members_out:
             asked = "thresholds" if thresholds else "members_out"
             raise UserError(f"{asked}: the checkpoint has no postprocess head and predicts spread alone; leave it out")
         return Wanted()  # quantiles have a default, so they are left out without a word
     return Wanted(tuple(sorted(set(config.quantiles))), thresholds, config.members_out)
+
+
+def _check_within_bounds(name: str, values: Sequence[float]) -> None:
+    """Refuse thresholds that a variable with bounds cannot but exceed, or never can: cloud cover of 50, not 0.5."""
+    known = registered(name)
+    lower, upper = known.family.bounds
+    for value in values:
+        if not lower <= value < upper:
+            most = "" if upper == np.inf else f" to {upper:g}"
+            raise UserError(
+                f"thresholds.{name}={value:g}: {known.long_name} goes from {lower:g}{most}, in units of {known.units};"
+                " nothing is to be forecast there"
+            )
 
 
 def tell_of_far_thresholds(wanted: Wanted, ranges: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ensemble_ml import verification
 from ensemble_ml.config import EvaluateConfig, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import predict
+from ensemble_ml.inference.outputs import wanted_outputs
 from ensemble_ml.store import Part
 from ensemble_ml.tasks import TASKS
 
@@ -102,6 +104,15 @@ def test_thresholds_in_other_units_warn_once(config, source, caplog):
     assert "t -10 K (it was 202 to 298 K in training); tp 1, 10 m (it was -0.01 to 0.014 m in training):" in told[0]
 
 
+def test_cloud_cover_in_per_cent_is_no_threshold(config):
+    """It is a share, so no forecast could exceed 50; that it exceeds nothing at all is a question."""
+    spec = SimpleNamespace(variables=(), surface=("tcc",), config=SimpleNamespace(postprocess=True))
+    for value in (50.0, 1.0, -0.1):
+        with pytest.raises(UserError, match=rf"^thresholds.tcc={value:g}: .* goes from 0 to 1, in units of 1; nothing"):
+            wanted_outputs(config(thresholds={"tcc": [0.5, value]}), spec)
+    assert wanted_outputs(config(thresholds={"tcc": [0.5, 0.0]}), spec).thresholds == {"tcc": (0.0, 0.5)}
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -117,6 +128,7 @@ def test_thresholds_in_other_units_warn_once(config, source, caplog):
         ({"thresholds": {"q": [1.0]}}, "thresholds: q is not predicted; the checkpoint predicts t, z, t2m, tp"),
         ({"thresholds": {"t": []}}, "thresholds.t"),
         ({"thresholds": {"t": [float("nan")]}}, "thresholds.t"),
+        ({"thresholds": {"tp": [0.001, -0.5]}}, r"thresholds.tp=-0.5: .* goes from 0, in units of m; nothing is to be"),
         ({"points": [[95, 0]]}, "outside the grid"),
         ({"checkpoint": "nowhere"}, "checkpoint nowhere: no such folder"),
         ({"static": "f.nc"}, None),
