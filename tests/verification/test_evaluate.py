@@ -336,6 +336,18 @@ def test_dates_that_any_checkpoint_of_a_folder_was_trained_on_are_not_scored(sto
 
 
 @pytest.mark.slow
+def test_a_single_field_has_no_variogram(tmp_path):
+    """It is a score of pairs; of one field it was zero, for everybody."""
+    made = make_store(tmp_path / "s.zarr", dates=DATES, members=10, variables=(), surface=("tp",), bias=0.6)
+    folder = write_forecasts(tmp_path / "f", made, TEST, with_members, train=TRAIN)
+    evaluate(settings(folder, made, tmp_path / "r"), made)
+    rows = json.loads((tmp_path / "r" / "scores.json").read_text())["vectors"]
+    assert {row["metric"] for row in rows} == {"crps_members", "energy"} and rows[0]["fields"] == 1
+    html = (tmp_path / "r" / "report.html").read_text()
+    assert "Members together" in html and "variogram score vs" not in html and "variogram over" not in html
+
+
+@pytest.mark.slow
 def test_what_vectors_leave_out_is_told(tmp_path, monkeypatch):
     gone = [(Part.TRUTH, date, 0, "tp") for date in TEST[:3]]
     made = make_store(
