@@ -161,11 +161,7 @@ def crps_distribution(
         ValueError: a family that is not known, or a negative scale; a scale of zero is a point forecast.
     """
     law = _law(family)
-
-    def score(mu: np.ndarray, sigma: np.ndarray, y: np.ndarray) -> np.ndarray:
-        whole = np.isneginf(lower)
-        return families.crps(law, mu, sigma, y) if whole else families.crps_above(law, mu, sigma, y, lower)
-
+    score = lambda *a: families.crps_above(law, *a, lower)  # noqa: E731
     found = pointwise(score, location, scale, observed, widths=(1,))
     return weighted_mean(in_units_of(observed, found), **reduction)
 
@@ -216,6 +212,7 @@ def rank_histogram(
 ) -> xr.DataArray:
     """Share of points at each rank of the truth (0..M) along `rank`; ties are broken at random (Talagrand)."""
     m = check_dim(forecast, member_dim)
+    check_count(member_dim, m, 1, "an ensemble has members")
     uniform = _uniform(seed, forecast.isel({member_dim: 0}, drop=True), observed)
     rank = pointwise(_ranks, forecast, observed, uniform, core=member_dim)
     return _histogram(rank, m + 1, "rank", **reduction)

@@ -263,8 +263,10 @@ def crps_above(family: Family, location: np.ndarray, scale: np.ndarray, y: np.nd
     Gneiting & Ranjan (2011), doi:10.1198/jbes.2010.08110. The normal laws in closed form (that of the law censored at
     the threshold); the others by Gauss-Legendre quadrature between quantiles, on either side of y.
     """
-    if np.isnan(threshold):
-        raise UserError("threshold=nan: a number, or -inf for all values, is needed")
+    if not threshold < np.inf:
+        raise UserError(f"threshold={threshold}: must be a number, or -inf for all values")
+    if np.isneginf(threshold):
+        return crps(family, location, scale, y)
     location, scale, y = (np.asarray(a, np.float64) for a in (location, scale, y))
     check_scale("scale", scale)
     if family is Family.NORMAL or (family is Family.CENSORED_NORMAL and threshold >= 0):

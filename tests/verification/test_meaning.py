@@ -65,7 +65,15 @@ REFUSED = {
     "interval, NaN": (lambda: api.crps_ensemble(X, Y, lower=np.nan), "^lower=nan, upper=inf: lower must"),
     "crps above NaN": (
         lambda: api.crps_distribution(Y, ONE, Y, family="normal", lower=np.nan),
-        "^threshold=nan: a number",
+        "^threshold=nan: must be a number, or -inf for all values$",
+    ),
+    "crps above infinity": (
+        lambda: api.crps_distribution(Y, ONE, Y, family="csgamma", lower=np.inf),
+        "^threshold=inf: must be a number",
+    ),
+    "ranks among no members": (
+        lambda: api.rank_histogram(X[:0], Y),
+        "^realization=0: an ensemble has members; 1 or more are needed$",
     ),
     "family": (
         lambda: api.crps_distribution(Y, ONE, Y, family="gauss"),
@@ -210,6 +218,12 @@ def test_no_law_has_a_negative_scale(name, family):
     LAWS[name](family, location, np.array([1.0, np.nan, 2.0]), y)  # a missing value is none
     with pytest.raises(UserError, match=r"^scale: holds -0.1; must be (0 or more|above 0)"):
         LAWS[name](family, location, np.array([1.0, np.nan, -0.1]), y)
+
+
+@pytest.mark.parametrize("family", list(Family))
+def test_the_crps_above_minus_infinity_is_that_of_the_whole_law(family):
+    law = np.array([1.0, 0.5]), np.array([1.0, 2.0]), np.array([0.2, 0.7])
+    np.testing.assert_array_equal(families.crps_above(family, *law, -np.inf), families.crps(family, *law))
 
 
 def test_a_reliability_table_takes_probabilities_and_events_alone():
