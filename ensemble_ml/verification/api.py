@@ -161,7 +161,7 @@ def crps_distribution(
         ValueError: a family that is not known, or a negative scale; a scale of zero is a point forecast.
     """
     law = _law(family)
-    score = lambda *a: families.crps_above(law, *a, lower)  # noqa: E731
+    score = lambda mu, sigma, y: families.crps_above(law, mu, sigma, y, lower)  # noqa: E731
     found = pointwise(score, location, scale, observed, widths=(1,))
     return weighted_mean(in_units_of(observed, found), **reduction)
 
