@@ -3,8 +3,7 @@ which no process that has met CUDA survives.
 
 Property tests draw the same examples each time; HYPOTHESIS_PROFILE=search draws new ones, to look for more.
 
-No test leaves the root logger changed for those after it. Trainings of the same settings on the same store, which most
-are, fit their climate once in all tests of a process; `own_fits` is for tests that look at the fits of their own runs.
+No test leaves the root logger changed for those after it. Fits are short and shared (`quick_fits`).
 """
 
 import contextlib
@@ -18,8 +17,7 @@ if os.environ.get("TEST_GPU") != "1":
 import pytest
 import torch
 from hypothesis import settings
-
-from ensemble_ml.training import fit_cache
+from quick_fits import fields_read_once, fits_folder, own_fits, short_fits, whole_fits  # noqa: F401
 
 settings.register_profile(
     "same", derandomize=True, deadline=None
@@ -53,19 +51,3 @@ def root_logger_as_it_was():
         added.close()
     root.setLevel(level)
     root.handlers[:] = handlers
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fits_shared(tmp_path_factory):
-    """A fit takes most of the time of a small training, and is kept by all that it depends on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit_cache, "FOLDER", str(tmp_path_factory.mktemp("fits")))  # in no run's output folder
-        patch.setattr(fit_cache, "_KEPT", 1000)
-        yield
-
-
-@pytest.fixture
-def own_fits(monkeypatch):
-    """Fits are kept in the runs' output folder, as they are for users."""
-    monkeypatch.setattr(fit_cache, "FOLDER", ".fits")
-    monkeypatch.setattr(fit_cache, "_KEPT", 8)

@@ -19,6 +19,8 @@ from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.truth_fit import Truth
 from ensemble_ml.training.validation import validate
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 TRAIN, TEST = np.arange(30), np.arange(30, 40)
 
 

@@ -21,6 +21,8 @@ from ensemble_ml.training.linear_fit import mean_state, telling
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.truth_fit import Truth
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 GONE = (1, 4, 5, 10, 11, 17)  # start dates without msl, 15 of 20 for training
 TRAIN, TEST = np.arange(16), np.arange(16, 20)
 

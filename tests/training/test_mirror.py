@@ -18,6 +18,8 @@ from ensemble_ml.training.linear_fit import Linear, fit_linear
 from ensemble_ml.training.point_fit import Correction, Points
 from ensemble_ml.training.residual_fit import fit_residuals
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 _HALF_A_YEAR = 365.2425 / 2
 _SINE_OF_LATITUDE = -1 - 8  # its weight: before those of seven other common planes and of the constant
 SOUTH = slice(5, None)  # of nine rows

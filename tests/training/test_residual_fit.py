@@ -24,6 +24,8 @@ from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread
 from ensemble_ml.training.truth_fit import Truth
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 NO_SHRINK, FLAT = 1e-6, 0.0
 
 

@@ -18,6 +18,8 @@ from ensemble_ml.training.linear_fit import Linear
 from ensemble_ml.training.point_fit import Correction, Points, _Dropout, choices_of
 from ensemble_ml.training.surroundings_fit import fit_surroundings
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 
 def crooked(correction):
     """Errors that go with the size of a departure, which is at right angles to all lines."""

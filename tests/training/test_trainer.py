@@ -187,8 +187,8 @@ def test_time_is_planned_with_what_reading_takes(loading, seconds):
 
 
 def test_planned_by_time(config_of, monkeypatch):
-    monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 1.0)
-    config = config_of(max_minutes=9 / 60, steps=500, model__linear=False, data__members=[3])
+    monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 10.0)
+    config = config_of(max_minutes=90 / 60, steps=500, model__linear=False, data__members=[3])
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         with pytest.raises(KeyboardInterrupt):
