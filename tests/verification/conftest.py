@@ -3,19 +3,25 @@
 import sys
 
 import pytest
-from fakes import known_forecast, known_store
+from fakes import FEW, known_forecast, known_store
 
 from ensemble_ml.verification import evaluate
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def store(tmp_path_factory):
     return known_store(tmp_path_factory.mktemp("store") / "store.zarr")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forecast(store, tmp_path_factory):
     return known_forecast(tmp_path_factory.mktemp("made") / "forecast", store)
+
+
+@pytest.fixture(scope="session")
+def few_forecasts(store, tmp_path_factory):
+    """Make the same of a third of the dates, for what does not depend on how many there are."""
+    return known_forecast(tmp_path_factory.mktemp("few") / "forecast", store, FEW)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from ensemble_ml.inference import Header, Kind, Output, Places, file_name, write
 from ensemble_ml.store import Part, TensorStore
 
 TRAIN, TEST = list(range(12)), list(range(12, 30))
+FEW = TEST[:6]  # where an evaluation shows what it reads, not how good it finds it
 DATES = [str(np.datetime64(year, "D") + 3 * i) for year, n in (("2001", 12), ("2003", 18)) for i in range(n)]
 Numbers = dict[Kind, np.ndarray]
 Rule = Callable[[str, np.ndarray], Numbers]
@@ -89,9 +90,9 @@ def known_store(path: Path) -> TensorStore:
     )
 
 
-def known_forecast(folder: Path, store: TensorStore) -> Path:
+def known_forecast(folder: Path, store: TensorStore, test: list[int] = TEST) -> Path:
     """Wider than raw by what the ensemble lacks; also made for two dates of training."""
-    return write_forecasts(folder, store, TRAIN[-2:] + TEST, corrected(inflate=1 / 0.7), train=TRAIN)
+    return write_forecasts(folder, store, TRAIN[-2:] + test, corrected(inflate=1 / 0.7), train=TRAIN)
 
 
 def settings(forecast: Path | list[str], store: TensorStore, output: Path, **kw: Any) -> EvaluateConfig:

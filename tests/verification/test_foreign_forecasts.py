@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from fakes import TEST, TRAIN, corrected, entry, settings, write_forecasts
+from fakes import FEW, TEST, TRAIN, corrected, entry, settings, write_forecasts
 from foreign import in_other_units, rewritten
 
 from ensemble_ml.errors import UserError
@@ -14,6 +14,11 @@ from ensemble_ml.fields import Family
 from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.families import moments
 from ensemble_ml.verification.forecast_files import ForecastFile
+
+
+@pytest.fixture
+def forecast(few_forecasts):
+    return few_forecasts
 
 
 def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_path, plain):
@@ -118,7 +123,7 @@ def test_parameters_are_no_moments(store, forecast, tmp_path, plain):
 @pytest.mark.parametrize("others", [{}, {"q": [[0, 24], [0, 48]]}], ids=["bounds of time", "in words"])
 def test_sums_over_other_hours_are_not_compared(store, tmp_path, plain, monkeypatch, others):
     bounds = {"tp": [[0, 24], [24, 48]]}
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds | others)
+    folder = write_forecasts(tmp_path / "f", store, FEW, corrected(), train=TRAIN, lead_bounds=bounds | others)
     monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
     evaluate(settings(folder, store, tmp_path / "r"), store)
     monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [42, 48]]})
@@ -128,7 +133,7 @@ def test_sums_over_other_hours_are_not_compared(store, tmp_path, plain, monkeypa
 
 def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeypatch):
     bounds = {"tp": [[0, 24], [24, 48]], "q": [[0, 24], [0, 48]]}
-    folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds)
+    folder = write_forecasts(tmp_path / "f", store, FEW, corrected(), train=TRAIN, lead_bounds=bounds)
     (tmp_path / "cut").mkdir()
     for path in folder.glob("*.nc"):
         with xr.open_dataset(path, decode_timedelta=False) as data:
@@ -159,7 +164,7 @@ def test_files_of_one_level_that_was_chosen(store, forecast, tmp_path, plain):
 
 def test_members_that_a_forecast_does_not_state_are_not_made_up(store, tmp_path, plain):
     """It may be of all ten."""
-    other = write_forecasts(tmp_path / "f", store, TEST, corrected(members=10), members_in="")
+    other = write_forecasts(tmp_path / "f", store, FEW, corrected(members=10), members_in="")
     evaluate(settings(other, store, tmp_path / "r", fit=["2001"]), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert content["claims"]
@@ -229,7 +234,7 @@ def test_a_mean_without_a_width_has_errors_and_no_crps(store, forecast, tmp_path
 def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
     """Whichever file comes first."""
     for first in (0, -1):
-        folder = write_forecasts(tmp_path / f"f{first}", store, TEST, corrected(), train=TRAIN)
+        folder = write_forecasts(tmp_path / f"f{first}", store, FEW, corrected(), train=TRAIN)
         one = sorted(folder.glob("*.nc"))[first]
         with xr.open_dataset(one, decode_timedelta=False) as data:
             short = data.isel(time=[0]).load()
@@ -262,7 +267,7 @@ def test_hours_of_a_sum_that_one_side_does_not_state_are_told_of(store, forecast
     told = "f does not state the hours that sums or extremes are over, taken for the other's: tp 24 h, tp 48 h."
     assert told in content["notes"]
     bounds = {"tp": [[0, 24], [24, 48]]}
-    stated = write_forecasts(tmp_path / "stated", store, TEST, corrected(), train=TRAIN, lead_bounds=bounds)
+    stated = write_forecasts(tmp_path / "stated", store, FEW, corrected(), train=TRAIN, lead_bounds=bounds)
     monkeypatch.setattr(store, "lead_bounds", {})
     content = content_of(str(stated), store, tmp_path / "r2")
     assert told.replace("f ", f"{store.path} ", 1) in content["notes"]

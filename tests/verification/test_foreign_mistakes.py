@@ -15,6 +15,11 @@ from ensemble_ml.verification import evaluate
 from ensemble_ml.verification.forecast_files import ForecastFile
 
 
+@pytest.fixture
+def forecast(few_forecasts):
+    return few_forecasts
+
+
 @pytest.mark.parametrize(
     ("told", "text"),
     [
