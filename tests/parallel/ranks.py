@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -42,6 +44,8 @@ def _fork(function, rank, size, port, folder, args, parallel) -> int:
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.settrace(None)  # coverage would slow the rank down, and loses what it has seen where a process ends so
+        threading.settrace(None)
         errors = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT)
         os.dup2(errors, 2)
         torch.set_num_threads(1)
