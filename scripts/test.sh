@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # All checks and tests, in an environment of their own.
 #
-# --slow measures coverage, which makes them 1.5 times as long, and then runs those that take four seconds or more where
-# others test the like in less: these are left out of the coverage.
+# --slow also runs the tests that take four seconds or more where others test the like in less, and measures coverage by
+# the others. All run at once, file by file, the longest first (tests/durations.json), and mypy beside them.
 set -euo pipefail
 unset CDPATH
 cd "$(dirname "$0")/.."
@@ -11,8 +11,11 @@ slow=""
 [ "${1:-}" = --slow ] && slow=yes && shift
 ruff check .
 ruff format --check .
-mypy
 rm -f .coverage .coverage.*
+types=$(mktemp)
+mypy >"$types" 2>&1 &
+mypy=$!
+trap 'kill "$mypy" 2>/dev/null || true; rm -f "$types"' EXIT
 failed=0 ran=""
 # Two workers on two cores, one thread each: what the tests measure is right and wrong, not speed.
 run() {
@@ -21,11 +24,18 @@ run() {
   case $code in 2 | 3 | 4) exit $code ;; esac  # interrupted, or no run at all
   [ $code = 5 ] || failed=$code  # 5: none of the tests asked for is of this kind
 }
-run --dist loadscope -m "not slow" ${slow:+--cov --cov-report=term --cov-fail-under=85} "$@"
-[ -z "$slow" ] || run --dist loadscope -m slow "$@"
+files=(--dist loadscope --no-loadscope-reorder)
+if [ -n "$slow" ]; then
+  run "${files[@]}" --cov --cov-report=term --cov-fail-under=85 "$@"
+else
+  run "${files[@]}" -m "not slow" "$@"
+fi
 if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   export TEST_GPU=1
   if [ -n "$slow" ]; then run -m gpu "$@"; else run -m "gpu and not slow" "$@"; fi
 fi
 [ -n "$ran" ] || [ "$failed" != 0 ] || failed=5
+wait "$mypy" || failed=$?
+trap 'rm -f "$types"' EXIT
+cat "$types"
 exit "$failed"

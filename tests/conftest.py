@@ -4,6 +4,9 @@ which no process that has met CUDA survives.
 Property tests draw the same examples each time; HYPOTHESIS_PROFILE=search draws new ones, to look for more.
 
 No test leaves the root logger changed for those after it. Fits are short and shared (`quick_fits`).
+
+Files come in the order of durations.json, the longest first, so that workers end together; a file that it lacks comes
+before all. `scripts/test.sh --slow --write-durations` writes it anew. Coverage is not measured in slow tests.
 """
 
 import contextlib
@@ -16,6 +19,7 @@ if os.environ.get("TEST_GPU") != "1":
 
 import pytest
 import torch
+from durations import Durations, longest_first
 from hypothesis import settings
 from quick_fits import fields_read_once, fits_folder, own_fits, short_fits, whole_fits  # noqa: F401
 
@@ -34,11 +38,23 @@ with contextlib.suppress(ImportError):
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-durations", action="store_true", help="write how long each test file took, to order them")
+
+
+def pytest_configure(config):
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):  # workers tell the controller
+        config.pluginmanager.register(Durations())
+
+
 def pytest_collection_modifyitems(items):
-    """Leave out what needs a GPU where none is to be seen."""
+    """Put the longest files first, leave out what needs a GPU where none is to be seen, and measure no slow test."""
+    longest_first(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here, or TEST_GPU is not 1"))
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(autouse=True)
