@@ -6,7 +6,7 @@ Property tests draw the same examples each time; HYPOTHESIS_PROFILE=search draws
 No test leaves the root logger changed for those after it. Fits are short and shared (`quick_fits`).
 
 Files come in the order of durations.json, the longest first, so that workers end together; a file that it lacks comes
-before all. `scripts/test.sh --slow --write-durations` writes it anew. Coverage is not measured in slow tests.
+before all. `python -m pytest -n 2 --dist loadscope --write-durations` writes it anew.
 """
 
 import contextlib
@@ -48,13 +48,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Put the longest files first, leave out what needs a GPU where none is to be seen, and measure no slow test."""
+    """Put the longest files first, and leave out what needs a GPU where none is to be seen."""
     longest_first(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here, or TEST_GPU is not 1"))
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(autouse=True)
