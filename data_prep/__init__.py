@@ -3,11 +3,13 @@
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.file_index import user_index
 from data_prep.gaps import find_gaps
+from data_prep.identity import Overrides
 from data_prep.pairs import Pair, open_pair, open_source, open_static
 from data_prep.prepare import prepare
 
 __all__ = [
     "ArchiveSource",
+    "Overrides",
     "Pair",
     "find_gaps",
     "open_archive",

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.catalogue import Catalogue
+from data_prep.catalogue import Catalogue, say_units
 from data_prep.combine import Combine
 from data_prep.derived import DERIVED, NONE, with_derived
 from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, TRUTH
 from data_prep.gathered import Gathered, Room, Target, zeros
 from data_prep.geometry import GridChange
+from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import (
     NO_INTERVAL,
     at_lead_zero_alone,
@@ -35,7 +36,7 @@ from data_prep.intervals import (
     not_at_lead_zero,
     uncut,
 )
-from data_prep.records import CONTROL, IS_SURFACE, MEMBER, identities
+from data_prep.records import CONTROL, IS_ACCUMULATED, IS_SURFACE, MEMBER, identities
 from data_prep.selecting import (
     chosen,
     control_as_member,
@@ -47,7 +48,7 @@ from data_prep.selecting import (
 )
 from ensemble_ml.config import Control
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS
+from ensemble_ml.fields import FIELDS, resolve
 from ensemble_ml.store.fuse import Members, fuse
 from ensemble_ml.store.source import Fields, Layout, Part, Selection
 
@@ -295,6 +296,7 @@ def open_archive(
     index: FileIndex | None = None,
     derive: Sequence[str] = (),
     cuts: Mapping[str, Collection[int]] | None = None,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> ArchiveSource:
     """Open an archive of GRIB, NetCDF or Zarr: a file, a folder, a glob, or a list of them.
 
@@ -310,13 +312,16 @@ def open_archive(
         derive: variables to derive where their components are there (`data_prep.derived.DERIVED`).
         cuts: hours, by variable, at which its sums are cut; those that end at others are not looked at. Sums of other
             variables are cut at each lead that the archive has of them, whatever `leads` keeps.
+        overrides: names and units of variables of NetCDF and Zarr that the user states.
 
     Raises:
         UserError: a file is missing or damaged, or nothing is left of what was asked for.
     """
     if role not in (FORECAST, TRUTH):
         raise UserError(f"role={role}: {FORECAST} or {TRUTH}")
-    catalogue = Catalogue(paths, role=role, index=index)
+    variables = None if variables is None else [resolve(name).name for name in variables]
+    catalogue = Catalogue(paths, role=role, index=index, overrides=overrides)
+    _check_asked(catalogue, variables or ())
     if change is not None:
         catalogue.onto(change.of(catalogue.grid))
     kept = {"variables": variables, "levels": levels, "leads": leads, "dates": dates}
@@ -327,9 +332,33 @@ def open_archive(
     if role == FORECAST and source.layout.lead_hours == (0,) and not all(reader.keyed for reader in catalogue.readers):
         text = "%s: no field is said to be after the start, so times are taken for starts; where they are valid times,"
         log.warning(f"{text} give a coordinate forecast_reference_time", source.path)
+    if role == FORECAST:
+        _warn_unstated_sums(source)
     if source.left_out:
         log.info("%s: %s left out: there are %s", source.path, ", ".join(source.left_out), NO_INTERVAL)
     return source
+
+
+def _check_asked(catalogue: Catalogue, variables: Sequence[str]) -> None:
+    """Raise a UserError where a variable that is asked for was left out for having no units."""
+    present = {FIELDS[index].name for index in np.unique(catalogue.records["field"]).tolist()}
+    lacking = {name: theirs for name, theirs in catalogue.without_units.items() if name in variables}
+    lacking = {name: theirs for name, theirs in lacking.items() if name not in present}
+    if lacking:
+        shown, has = ", ".join(sorted(lacking.values())), "has" if len(lacking) == 1 else "have"
+        asked = ", ".join(sorted(lacking))
+        raise UserError(f"variables=[{asked}]: {catalogue.path}: {shown} {has} no units; {say_units(lacking)}")
+
+
+def _warn_unstated_sums(source: ArchiveSource) -> None:
+    """Warn of sums whose interval no file states: they are taken from the start of the forecast."""
+    records = source.catalogue.records
+    open_sums = IS_ACCUMULATED[records["field"]] & ~records["bounded"] & (records["lead"] > 0)
+    names = [FIELDS[index].name for index in np.unique(records["field"][open_sums]).tolist()]
+    names = [name for name in names if name in source.layout.names]
+    if names:
+        text = "%s: no interval is stated of %s; taken as sums from the start of the forecast"
+        log.warning(text, source.path, ", ".join(names))
 
 
 def _moment(values: np.ndarray, part: Part) -> np.ndarray:

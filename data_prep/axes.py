@@ -36,11 +36,35 @@ START = _STANDARD["init"]
 BETWEEN = -1  # a level of no whole hPa, which is left out
 VALID = ("valid_time", "time")  # starts only where nothing else is: forecasts have them for the valid time
 _MINUTE = 60_000  # ms
+# Spellings of degrees in lower case. CF's own end in the letter or the word of the direction.
+_DEGREES = {
+    role: {"", "degrees", "degree", "deg", "\N{DEGREE SIGN}"}
+    | {
+        f"{unit}{gap}{end}"
+        for unit in ("degree", "degrees", "deg", "\N{DEGREE SIGN}")
+        for gap in ("", "_", " ")
+        for end in (way, way[0])
+    }
+    for role, way in (("latitude", "north"), ("longitude", "east"))
+}
+_FEW = 3  # rows that may lie within a degree and a half of the equator, and whose units nobody states
 ROUNDING = 1e-3  # hours: days of some weeks in float32 are off by a ten-thousandth
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
     "minute": 1 / 60, "min": 1 / 60, "second": 1 / 3600, "s": 1 / 3600, "nanosecond": 1 / 3.6e12,
 }  # fmt: skip
+
+
+class OfSomethingElse(UserError):
+    """A variable is none of the registry's fields, and is most likely something that nobody asked for.
+
+    Args:
+        why: the reason that stands behind its name where others of the file are read.
+    """
+
+    def __init__(self, text: str, why: str):
+        super().__init__(text)
+        self.why = why
 
 
 def find_axis(array: xr.DataArray, role: str) -> xr.DataArray | None:
@@ -139,6 +163,60 @@ def untangle(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
         axes["lead"] = lead[0]
     else:
         raise _both(array, lead.dims[0])
+
+
+def check_degrees(array: xr.DataArray, latitude: xr.DataArray, longitude: xr.DataArray) -> None:
+    """Check that a variable's axes are in degrees north and east.
+
+    Raises:
+        OfSomethingElse: they are in other units, or state none and hold values that radians would have.
+    """
+    for role, axis in (("latitude", latitude), ("longitude", longitude)):
+        units = str(axis.attrs.get("units", "")).strip()
+        if units.lower() not in _DEGREES[role]:
+            way = "north" if role == "latitude" else "east"
+            text = f"{array.name}: {axis.name} is in {units!r}; only degrees_{way} are read: convert the axis"
+            raise OfSomethingElse(text, f"{axis.name} in {units}")
+    if latitude.attrs.get("units") or longitude.attrs.get("units") or latitude.size <= _FEW:
+        return
+    if np.abs(latitude.values).max() <= np.pi / 2 + 1e-6 and np.abs(longitude.values).max() <= 2 * np.pi + 1e-6:
+        text = (
+            f"{array.name}: {latitude.name} and {longitude.name} state no units, and their values may be radians; set"
+            " their attribute units, to degrees_north and degrees_east"
+        )
+        raise OfSomethingElse(text, f"{latitude.name} without units may be in radians")
+
+
+def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
+    """Check that valid times that stand beside starts and leads are what these add up to.
+
+    Args:
+        axes: the axes of `array` by their roles, with those of start and lead as they are read.
+
+    Raises:
+        UserError: one differs by more than a minute.
+    """
+    init, lead = axes["init"], axes["lead"]
+    if init is None or lead is None or not np.issubdtype(init.dtype, np.datetime64):
+        return
+    hours = xr.DataArray(_read_lead(lead), dims=lead.dims)
+    expected = xr.DataArray(init.values, dims=init.dims) + hours * np.timedelta64(1, "h").astype("timedelta64[ns]")
+    for axis in array.coords.values():
+        of_valid_time = axis.name == "valid_time" or axis.attrs.get("standard_name") == "time"
+        if not of_valid_time or axis.name == init.name or not np.issubdtype(axis.dtype, np.datetime64):
+            continue
+        if not set(axis.dims) <= set(expected.dims):
+            continue
+        times, wanted = xr.broadcast(xr.DataArray(axis.values, dims=axis.dims), expected)
+        apart = np.abs((times - wanted).values)
+        wrong = apart > np.timedelta64(_MINUTE, "ms")  # NaT, where nothing was written, compares as false
+        if wrong.any():
+            place = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            shown = [str(one.values[place].astype("datetime64[m]")) for one in (times, wanted)]
+            raise UserError(
+                f"{array.name}: {axis.name} says {shown[0]} where start and lead make {shown[1]}"
+                f" ({int(wrong.sum())} of {wrong.size} times differ); mend the axes, or drop {axis.name}"
+            )
 
 
 def _read_init(axis: xr.DataArray | None) -> np.ndarray:
@@ -264,7 +342,8 @@ def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dic
     """Role -> dimension of the array, for roles that are dimensions.
 
     Raises:
-        UserError: a dimension has no known role.
+        UserError: a dimension has two roles.
+        OfSomethingElse: a dimension has no known role.
     """
     every = axes | {role: find_axis(array, role) for role in ("latitude", "longitude")}
     dims = {role: axis.dims[0] for role, axis in every.items() if axis is not None and axis.ndim}
@@ -273,13 +352,16 @@ def dimensions(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> dic
         if other is not None:
             raise UserError(f"{array.name}: dimension {dim} carries both {role} and {other}; give each its own")
     for dim in array.dims:
-        if dim not in dims.values() and array.sizes[dim] > 1:
-            if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
-                raise UserError(f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it")
-            if dim == "expver":  # the Climate Data Store's, of ERA5 and what precedes it
-                raise UserError(
-                    f"{array.name}: has ERA5 and ERA5T side by side; join them: "
-                    "data.sel(expver=1).combine_first(data.sel(expver=5))"
-                )
-            raise UserError(f"{array.name}: axis {dim} is not known; known are {known_axes()}")
+        if dim in dims.values() or array.sizes[dim] == 1:
+            continue
+        if any(dim in names for names in ALIASES.values()) and dim not in array.coords:
+            text = f"{array.name}: axis {dim} has no coordinate variable; give it one, that numbers it"
+        elif dim == "expver":  # the Climate Data Store's, of ERA5 and what precedes it
+            text = (
+                f"{array.name}: has ERA5 and ERA5T side by side; join them: "
+                "data.sel(expver=1).combine_first(data.sel(expver=5))"
+            )
+        else:
+            text = f"{array.name}: axis {dim} is not known; known are {known_axes()}"
+        raise OfSomethingElse(text, f"axis {dim}")
     return dims

@@ -18,6 +18,7 @@ from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.gaps import Gap, by_date, holes, settle
 from data_prep.geometry import GridChange, as_change
+from data_prep.identity import Overrides
 from data_prep.pairs import Pair, pair
 from data_prep.selecting import slices_of
 from data_prep.truth import ArchiveTruth
@@ -72,6 +73,7 @@ class Job:
     def __init__(self, config: PrepareConfig):
         self.config = config
         index = index_of(config)
+        overrides = Overrides(config.names, config.units)
         source = open_archive(
             config.input,
             control=config.control,
@@ -81,9 +83,10 @@ class Job:
             dates=config.dates,
             change=_grid_change(config),
             index=index,
+            overrides=overrides,
         )
         regrid = config.truth_regrid or config.regrid is not None
-        opened = pair(source, config.truth, config.static, regrid=regrid, index=index)
+        opened = pair(source, config.truth, config.static, regrid=regrid, index=index, overrides=overrides)
         self.both, self.gaps = settle(opened, config.gaps)
         assert isinstance(self.both.forecast, ArchiveSource)
         self.source = self.both.forecast

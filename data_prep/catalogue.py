@@ -22,6 +22,7 @@ from data_prep.file_index import FileIndex
 from data_prep.files import FORECAST, archive_files, open_readers
 from data_prep.gathered import Gathered, Masks, Room, Target, summed, with_masks, zeros
 from data_prep.geometry import Geometry
+from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.intervals import starts
 from data_prep.limits import implausible
 from data_prep.records import (
@@ -38,8 +39,9 @@ from data_prep.records import (
     describe,
     field_of,
 )
+from data_prep.xarray_files import XarrayFile
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS
+from ensemble_ml.fields import FIELDS, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.store.packing import PackedBlock
 from ensemble_ml.store.source import Layout
@@ -63,16 +65,18 @@ A = TypeVar("A", bound=Aligned)
 
 class Catalogue:
     """The fields of an archive's files. `records` are sorted by their keys; `grid` is the one that all share.
+    `without_units` are variables that are left out for having none: our names and those of the files.
 
     Raises:
         UserError: a file is damaged, grids differ, or no known field is left.
     """
 
-    def __init__(self, paths: Any, *, role: str, index: FileIndex | None = None):
+    def __init__(self, paths: Any, *, role: str, index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES):
         self.files = archive_files(paths, role=role)
         self.path = _shown(paths)
-        self.readers: list[Reader] = open_readers(self.files, index)
+        self.readers: list[Reader] = open_readers(self.files, index, overrides)
         self.stamps = [(os.path.abspath(reader.path), *astuple(reader.stamp)) for reader in self.readers]
+        self.without_units = _check_units(self.path, self.readers)
         self.grid = _one_grid(self.readers)
         self.geometry = Geometry(self.grid, self.grid)
         self.role = role
@@ -149,7 +153,7 @@ class Catalogue:
                     continue
                 paths = [self.files[int(group["file"][places[one]])] for one in (first, second)]
                 text = f"{self.path}: holds fields of {a} ({paths[0]}) and of {b} ({paths[1]})"
-                if one_ensemble or (a.centre, a.label) != (b.centre, b.label):
+                if one_ensemble or a._replace(experiment="").differs(b):
                     raise UserError(f"{text}; give those of one alone, by a list of files or a pattern")
                 log.warning("%s; both are taken", text)
 
@@ -367,6 +371,37 @@ def _one_grid(readers: list[Reader]) -> Grid:
         seen = f"; it has {', '.join(skipped[:5])}" if skipped else ""
         raise UserError(f"{readers[0].path}: holds no field that the registry knows{seen}")
     return first.grid
+
+
+def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
+    """Return the variables that were left out for having no units, by our names; warn of them, and of units that were
+    taken from the convention of a name.
+
+    Raises:
+        UserError: nothing else is left; it names all of them, and what to type.
+    """
+    files = [reader for reader in readers if isinstance(reader, XarrayFile)]
+    assumed = {name: units for file in files for name, units in file.assumed.items()}
+    lacking = {name: theirs for file in files for name, theirs in file.without_units.items()}
+    if lacking:
+        shown = ", ".join(sorted(lacking.values()))
+        has = "has" if len(lacking) == 1 else "have"
+        if not any(len(reader.records) for reader in readers):
+            raise UserError(f"{path}: {shown}: {has} no units; {say_units(lacking)}")
+        log.warning("%s: %s left out, for it %s no units; %s", path, shown, has, say_units(lacking))
+    if assumed:
+        shown = ", ".join(f"{name} {units}" for name, units in sorted(assumed.items()))
+        text = (
+            "%s: files state no units of %s; these are what the names mean by convention, and values agree. Where they"
+        )
+        log.warning(f"{text} are others, %s", path, shown, say_units(assumed))
+    return lacking
+
+
+def say_units(names: Iterable[str]) -> str:
+    """Return what to type, so that variables have units."""
+    said = ", ".join(f"{name}: {field(name).units}" for name in sorted(names))
+    return f"say them, as in 'units={{{said}}}'"
 
 
 def _report_skipped(path: str, readers: list[Reader]) -> None:

@@ -14,16 +14,29 @@ import xarray as xr
 
 from data_prep.axes import ALIASES, READ, ROUNDING, START, VALID, find_axis, to_hours
 from data_prep.records import OF_STEP_TYPE, other_step_type
+from data_prep.spelling import hours_in_text, spell
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GUST, Field
 
 _READ = "point", "sum", "mean", "maximum", "minimum"
+_OF_CELLS = "area", "lat", "lon", "latitude", "longitude"  # what a value of a model's cell is a mean over anyway
+_METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)*)")
+_MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that a variable is of by nature
 
 
-def name_of_sum(name: Hashable) -> tuple[str, int]:
-    """A variable's name without the hours that it is a sum over, and these; 0 where it does not say them."""
-    said = re.fullmatch(r"(total_precipitation)_([1-9]\d?)hr?", str(name))
-    return (said[1], int(said[2])) if said else (str(name), 0)
+def hours_of_sum(array: xr.DataArray) -> int:
+    """Return the hours that a sum is over, by its name or its description; 0 where neither states them.
+
+    Raises:
+        UserError: name and description state several.
+    """
+    hours = {spell(array.name).hours} - {0}
+    for attribute in ("long_name", "GRIB_name"):
+        hours |= hours_in_text(str(array.attrs.get(attribute, "")))
+    if len(hours) > 1:
+        said = " and ".join(f"{one} h" for one in sorted(hours))
+        raise UserError(f"{array.name}: name and long_name call it a sum over {said}; leave the right one in them")
+    return next(iter(hours), 0)
 
 
 def other_sums(data: xr.Dataset) -> dict[str, str]:
@@ -32,9 +45,10 @@ def other_sums(data: xr.Dataset) -> dict[str, str]:
     That is the one that says no hours; else that over the hours between leads, or the shortest.
     """
     sums: dict[str, dict[int, str]] = {}
-    for name in data.data_vars:
-        what, hours = name_of_sum(name)
-        sums.setdefault(what, {})[hours] = str(name)
+    for name in sorted(map(str, data.data_vars)):
+        spelling = spell(name)
+        if spelling.field is not None and spelling.field.accumulated:
+            sums.setdefault(spelling.field.name, {}).setdefault(spelling.hours, name)
     found: dict[str, str] = {}
     for named in (named for named in sums.values() if len(named) > 1):
         lead = find_axis(data[named[max(named)]], "lead")
@@ -49,6 +63,8 @@ def over_intervals(array: xr.DataArray, field: Field) -> bool:
 
     Bounds of an axis are for all variables of a file, though some of them may be of moments.
     """
+    if field.accumulated and hours_of_sum(array):
+        return True
     found = _methods(array)
     return found != {"point"} if found else field.accumulated or field.standard_name == GUST
 
@@ -65,6 +81,8 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     A range or a deviation over time is another quantity, and so is whatever was made of all members. Means and extremes
     over time are read where bounds say over which; cfgrib says it of none.
     """
+    if reason := _other_cells(array, field):
+        return f" ({reason})"
     of_members = _methods(array, "member") - {"point"}
     if of_members:
         return f" ({sorted(of_members)[0]} over members)"
@@ -74,10 +92,16 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
         return f" ({sorted(strange)[0]} over time)"
     kind = _step_type(array)
     said = sorted(methods - {"point"})
+    if len(said) > 1:
+        return f" ({' and '.join(said)} over time)"
+    if "sum" in said and not field.accumulated:
+        return " (the sum over time)"
     if field.accumulated and (other := sorted(methods - {"point", "sum"})):
         return f" (the {other[0]} over time and not the sum)"
     if not said and (of_kind := other_step_type(kind, field)):
         return f" ({of_kind})"
+    if field.standard_name == GUST and (of_gust := set(said) | {OF_STEP_TYPE.get(kind, "maximum")}) != {"maximum"}:
+        return f" (the {sorted(of_gust - {'maximum'})[0]} over time and not the maximum)"
     if kind in OF_STEP_TYPE and not over_intervals(array, field):
         return f" (GRIB_stepType {kind}, over no interval that is said)"
     if (
@@ -90,11 +114,44 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     return f" ({said[0]} over time, over no interval that is said)"
 
 
+def _cell_methods(array: xr.DataArray) -> tuple[list[tuple[set[str], str, str]], str]:
+    """Return CF's cell methods of a variable, and what of the attribute is none.
+
+    Each has the axes that it is over, the method, and what follows it: `where sea`, `within days`.
+    """
+    text = re.sub(r"\([^)]*\)", " ", str(array.attrs.get("cell_methods", "")).lower())
+    found = []
+    for axes, method, more in _METHOD.findall(text):
+        found.append((set(axes.replace(":", " ").split()), method, " ".join(more.split())))
+    return found, _METHOD.sub("", text).strip()
+
+
+def _other_cells(array: xr.DataArray, field: Field) -> str:
+    """Return why values are of other cells than those of a field at a time: a climatology, a part of each cell, or a
+    statistic over an axis that is none of ours."""
+    methods, rest = _cell_methods(array)
+    if rest:
+        return f"cell_methods {array.attrs['cell_methods']!r}"
+    for axis in array.coords.values():
+        if "climatology" in axis.attrs or "climatology" in axis.encoding:
+            return "of a climatology"
+    usual = {name for role in ("init", "lead", "member") for name in ALIASES[role]}
+    for axes, method, more in methods:
+        kind, _, of = more.partition(" ")
+        if kind in ("within", "over"):
+            return f"{method} over time, of a climatology"
+        if kind == "where" and of not in _MASKED.get(field.name, ()):
+            return f"{method} {more}"
+        strange = sorted(axes - usual - (set(_OF_CELLS) if method == "mean" else set()))
+        if strange and method != "point" and (method in _READ or not axes & usual):
+            return f"{method} over {strange[0]}"
+    return ""
+
+
 def _methods(array: xr.DataArray, *roles: str) -> set[str]:
     """CF cell methods of the axes of `roles`; of time where none is given."""
-    pairs = re.findall(r"((?:\w+:\s*)+)(\w+)", str(array.attrs.get("cell_methods", "")).lower())
     names = {name for role in roles or ("init", "lead") for name in ALIASES[role]}
-    return {method for axes, method in pairs if names & set(axes.replace(":", " ").split())}
+    return {method for axes, method, _ in _cell_methods(array)[0] if names & axes}
 
 
 def _step_type(array: xr.DataArray) -> str:
@@ -105,15 +162,19 @@ def _bounds(axis: xr.DataArray) -> str:
     return str(axis.attrs.get("bounds", axis.encoding.get("bounds", "")))
 
 
-def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.ndarray]) -> np.ndarray | None:
+def widths(
+    data: xr.Dataset, array: xr.DataArray, field: Field, places: Mapping[Hashable, np.ndarray]
+) -> np.ndarray | None:
     """Hours that each field's values cover, (N,) int32; None where no coordinate has bounds and no name says it.
 
     Args:
         places: dimension -> position along it of each of the N fields.
 
     Raises:
-        UserError: an interval does not end at its coordinate, or bounds are not a pair for each of its values.
+        UserError: an interval does not end at its coordinate, bounds are not a pair for each of its values, or the
+            variable's name states other hours.
     """
+    named = hours_of_sum(array) if field.accumulated else 0
     along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
     for axis in _times(array):
         name = _bounds(axis)
@@ -132,8 +193,14 @@ def widths(data: xr.Dataset, array: xr.DataArray, places: Mapping[Hashable, np.n
         hours = np.rint(exact).astype(np.int32)
         if (np.abs(exact - hours) > ROUNDING).any() or (hours < 0).any():
             raise UserError(f"{axis.name}: its bounds {name} are not whole hours apart, from the first to the second")
+        wrong = np.atleast_1d(hours)
+        wrong = wrong[(wrong != named) & (wrong > 0) & (named > 0)]
+        if wrong.size:
+            raise UserError(
+                f"{array.name}: is a sum over {named} h by its name, and over {wrong[0]} h by the bounds {name} of"
+                f" {axis.name}; mend one of them"
+            )
         return hours[tuple(places.get(dim, along) for dim in axis.dims)] + along
-    named = name_of_sum(array.name)[1]
     return np.int32(named) + along if named else None
 
 

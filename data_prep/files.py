@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from data_prep.file_index import FileIndex
 from data_prep.grib import GribFile
+from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.netcdf_classic import check_whole
 from data_prep.records import Reader
 from data_prep.xarray_files import XarrayFile
@@ -151,27 +152,29 @@ def is_zarr(path: str | os.PathLike) -> bool:
     return any(os.path.isfile(os.path.join(path, mark)) for mark in _ZARR_MARKS)
 
 
-def open_readers(files: Sequence[str], index: FileIndex | None = None) -> list[Reader]:
+def open_readers(
+    files: Sequence[str], index: FileIndex | None = None, overrides: Overrides = NO_OVERRIDES
+) -> list[Reader]:
     """Index each file, several at a time: an archive's headers lie far apart, and most of the time is waiting.
 
     Raises:
         UserError: a file is missing, damaged, or of a format that is not read.
     """
     if len(files) == 1:
-        return [_open_reader(files[0], index)]
+        return [_open_reader(files[0], index, overrides)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        waiting = [pool.submit(_open_reader, path, index) for path in files]
+        waiting = [pool.submit(_open_reader, path, index, overrides) for path in files]
         try:
             return [one.result() for one in waiting]
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _open_reader(path: str, index: FileIndex | None) -> Reader:
+def _open_reader(path: str, index: FileIndex | None, overrides: Overrides) -> Reader:
     if os.path.isdir(path):
         if not is_zarr(path):
             raise UserError(f"{path}: a folder without Zarr metadata; give GRIB, NetCDF or Zarr")
-        return XarrayFile(path)
+        return XarrayFile(path, overrides)
     if index is not None and index.holds(path):
         return GribFile(path, index)  # only GRIB files have a table there: the file itself need not be looked at
     try:
@@ -182,7 +185,7 @@ def _open_reader(path: str, index: FileIndex | None) -> Reader:
     if head.startswith(b"CDF"):
         check_whole(path)
     if _format(head) == "NetCDF":
-        return XarrayFile(path)
+        return XarrayFile(path, overrides)
     if _format(head) == "GRIB" or not head:  # an empty file is refused by name there
         return GribFile(path, index)
     if unpack := _unpacked_by(head):

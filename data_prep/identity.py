@@ -2,31 +2,68 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import xarray as xr
 
-from data_prep.axes import find_axis, lead_of_valid_time, understood
-from data_prep.cell_bounds import name_of_sum, other_quantity
+from data_prep.axes import READ, OfSomethingElse, find_axis, lead_of_valid_time, understood
+from data_prep.cell_bounds import other_quantity
+from data_prep.no_field import (
+    GROUND,
+    described,
+    flags,
+    has_modifier,
+    heights_of,
+    is_height,
+    other_place,
+    other_standard_name,
+)
 from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, MEMBER_TYPES, OTHER_UNITS
+from data_prep.spelling import Spelling, may_be_height, spell
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
 
-_HEIGHTS, _GROUND = ("height", "heightAboveGround"), ("surface", "meanSea")  # coordinates of one value
-_VERTICAL = (*_HEIGHTS, "hybrid", "tropopause", "model_level_number", "depthBelowLand", "depthBelowLandLayer", "theta")
+_TOP = re.compile(r"surface|orograph|terrain|topograph|altitude")
+_ALOFT = re.compile(r"isobar|pressure|hpa|\bmb\b|trop|level")
 
 
-class OfSomethingElse(UserError):
-    """A variable has other units, or no start date, and is most likely something that nobody asked for.
+@dataclass(frozen=True)
+class Overrides:
+    """What the user states of an archive's variables, by our names: how files call them, and their units.
 
-    Args:
-        why: what it is listed by where others of the file are read.
+    Units are for variables that state none, or none that are known. Where a file of a `forecast` states others, it is
+    refused; a truth that states its own keeps them.
     """
 
-    def __init__(self, text: str, why: str):
-        super().__init__(text)
-        self.why = why
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    units: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    forecast: bool = True
+
+    def field_of(self, name: Hashable) -> Field | None:
+        """Return the registry's entry of the variable `name` of a file, None where nothing is stated of it."""
+        for ours, theirs in self.names.items():
+            if theirs == name:
+                return FIELDS[FIELD_INDEX[ours]]
+        return None
+
+
+NO_OVERRIDES = Overrides()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a data variable is. Without a `field` it is left out, and `reason` stands behind its name then.
+
+    `level` is the pressure level that its name states, in hPa; 0 where it has an axis of levels, or none.
+    """
+
+    field: Field | None
+    reason: str = ""
+    level: int = 0
 
 
 def grib_type(array: xr.DataArray) -> str:
@@ -43,43 +80,35 @@ def numbered(array: xr.DataArray, members: xr.DataArray | None) -> bool:
     return kind == "cf" or (members is not None and not (deterministic and array.attrs.get("GRIB_totalNumber") == 0))
 
 
-def variables_with_members(data: xr.Dataset) -> dict[str, Hashable]:
+def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, Hashable]:
     """Variables of the registry that a data variable has for numbered members, and that data variable."""
     found: dict[str, Hashable] = {}
     for name, array in data.data_vars.items():
         with understood(name):
             if array.ndim > 1 and find_axis(array, "member") is not None:
-                field, _ = identify(data, array)
+                field = identify(data, array, overrides).field
                 found |= {} if field is None else {field.name: name}
     return found
 
 
-def _near_ground(array: xr.DataArray, field: Field) -> bool | None:
-    """Whether a field without pressure levels lies where those of its surface variable do; None where nothing tells.
+def _of_the_ground(array: xr.DataArray) -> bool:
+    """Return whether geopotential without pressure levels is that of the ground, which is one field.
 
-    A file of fields at 80 m, on a model level or at the tropopause says so in a coordinate of one value; one of fields
-    on a single pressure level may say nothing.
+    A coordinate, the level of its GRIB message or one of its names must say so: a file of one pressure level may say
+    nothing. The service gives it a time, and merged files other members and leads.
     """
-    told = None
-    for name, axis in array.coords.items():
-        vertical = axis.attrs.get("axis") == "Z" or "positive" in axis.attrs or name in (*_VERTICAL, *_GROUND)
-        if axis.size != 1 or not vertical:
-            continue
-        usual = {re.sub(r"\D", "", f.name) for f in FIELDS if f.surface and f.standard_name == field.standard_name}
-        if name not in _GROUND and (name not in _HEIGHTS or f"{axis.values.item():g}" not in usual):
-            return False
-        told = True
-    return told
-
-
-def _of_the_ground(array: xr.DataArray, near: bool | None) -> bool:
-    """Whether geopotential without pressure levels is that of the ground, which is one field: the service gives it a
-    time, and it stands there for members and leads only where a coordinate says that it is near the ground.
-    """
-    axes = {role: find_axis(array, role) for role in ("init", "member", "lead")}
+    words = " ".join(str(array.attrs.get(name, "")) for name in ("long_name", "standard_name")) + f" {array.name}"
+    words = words.lower().replace("_", " ")
+    named = _TOP.search(words) is not None and _ALOFT.search(words) is None
+    placed = any(
+        axis.name in GROUND or (is_height(axis) and axis.size == 1 and not axis.values.item())
+        for axis in array.coords.values()
+    )
+    in_grib = array.attrs.get("GRIB_typeOfLevel") == "surface" or "GRIB_surface" in array.attrs
+    axes = {"init": find_axis(array, "init"), "lead": find_axis(array, "lead")}
     lead_of_valid_time(array, axes)
-    several = {role for role, axis in axes.items() if axis is not None and axis.size > 1}
-    return "init" not in several if near else not several
+    several = axes["init"] is not None and axes["init"].size > 1
+    return (named or placed or in_grib) and not several
 
 
 def _of_soil(array: xr.DataArray) -> bool:
@@ -89,53 +118,146 @@ def _of_soil(array: xr.DataArray) -> bool:
     return "soil" in said or re.fullmatch(r"i?stl\d", str(array.name)) is not None
 
 
-def identify(data: xr.Dataset, array: xr.DataArray) -> tuple[Field | None, str]:
-    """The registry's entry of a data variable: by its name, its GRIB parameter, or its CF standard name.
+def _by_parameter(array: xr.DataArray) -> tuple[int, Field | None]:
+    """Return the GRIB parameter of a variable, 0 where it has none, and the registry's entry of that."""
+    number = int(array.attrs.get("GRIB_paramId", 0))
+    return number, by_param_id(number)
 
-    Where it has none, what a message says after the variable's name.
+
+def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
+    """Return the registry's entry of a data variable by its name, its GRIB parameter, or its CF standard name."""
+    number, of_number = _by_parameter(array)
+    if spelling.field is not None or of_number is not None:
+        return spelling.field or of_number
+    if number or _of_soil(array):
+        return None  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
+    try:
+        return resolve(str(array.attrs.get("standard_name", "")).strip())
+    except UserError:
+        return None
+
+
+def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OVERRIDES) -> Identity:
+    """Return what a data variable is, by what the user states, its name, GRIB parameter, or standard name."""
+    stated, spelling = overrides.field_of(array.name), spell(array.name)
+    field = stated or _named(array, spelling)
+    if field is None:
+        return Identity(None)
+    other = overrides.names.get(field.name)
+    if other in data and other != array.name:
+        return Identity(None, f" (names= says that {other} is {field.name})")
+    if reason := _no_field(data, array, field) or ("" if stated else _contradicted(array, field)):
+        return Identity(None, f" ({reason})")
+    if reason := other_quantity(data, array, field):
+        return Identity(None, reason)
+    return _placed(data, array, field, spelling)
+
+
+def _no_field(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
+    """Return why values are no field of one run, whatever they are called; empty where they may be one."""
+    kind = str(array.attrs.get("GRIB_dataType", ""))
+    if kind not in ("", *MEMBER_TYPES):
+        return f"of type {kind}"
+    if array.name in described(data):
+        return "describes another variable"
+    if flags(array, field):
+        return "flags"
+    return f"standard_name {array.attrs['standard_name']}" if has_modifier(array) else ""
+
+
+def _contradicted(array: xr.DataArray, field: Field) -> str:
+    """Return which of a variable's attributes says that it is not `field`; empty where none does."""
+    number, of_number = _by_parameter(array)
+    if number and (of_number is None or not _same_quantity(of_number, field)):
+        return f"GRIB_paramId {number}"
+    return other_standard_name(array, field)
+
+
+def _same_quantity(one: Field, other: Field) -> bool:
+    heights = {"z", "orog"}  # GRIB has the orography as geopotential of the surface
+    return one.standard_name == other.standard_name or {one.name, other.name} <= heights
+
+
+def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spelling) -> Identity:
+    """Return the identity of `field` where it lies: on levels, on the level of its name, or near the ground."""
+    axis = find_axis(array, "level")
+    upper = not (field.surface or field.static)
+    if reason := other_place(array, field, upper=upper and axis is not None and axis.size > 1):
+        return Identity(None, f" ({reason})")
+    if not upper:
+        return Identity(field)
+    if spelling.height is not None:
+        near = spelling.height in heights_of(field)
+        return _near_ground(field) if near else Identity(None, f" (at {spelling.height:g} m)")
+    if spelling.level:
+        return _on_named_level(data, field, spelling, axis)
+    kind = array.attrs.get("GRIB_typeOfLevel")
+    if axis is not None:
+        other = kind not in (None, "isobaricInhPa", "isobaricInPa")
+        return Identity(None, f" (typeOfLevel {kind})") if other else Identity(field)
+    if field.name == "z" and _of_the_ground(array):
+        return Identity(FIELDS[FIELD_INDEX["orog"]])
+    placed = [one for one in array.coords.values() if one.size == 1 and (one.name in GROUND or is_height(one))]
+    return _near_ground(field) if placed else Identity(None, " (no pressure level)")
+
+
+def _near_ground(field: Field) -> Identity:
+    """Return the surface variable of a quantity, as air temperature at 2 m, where there is one."""
+    surface = [one for one in FIELDS if one.surface and one.standard_name == field.standard_name]
+    return Identity(surface[0]) if len(surface) == 1 else Identity(None, " (no pressure level)")
+
+
+def _on_named_level(data: xr.Dataset, field: Field, spelling: Spelling, axis: xr.DataArray | None) -> Identity:
+    """Return the identity of a variable whose name states its pressure level, e.g. z500."""
+    if axis is not None and np.any(READ["level"](axis) != spelling.level):
+        return Identity(None, f" ({spelling.level} hPa by its name, another level by {axis.name})")
+    if may_be_height(spelling, data.data_vars):
+        return Identity(None, f" ({spelling.level} hPa or m: rename it, {spelling.stem}_{spelling.level}hpa or ..m)")
+    return Identity(field, level=spelling.level)
+
+
+class NoUnits(OfSomethingElse):
+    """A variable of the registry states no units, and nothing else tells them."""
+
+    def __init__(self, array: xr.DataArray, field: Field):
+        super().__init__(f"{array.name}: has no units; say 'units={{{field.name}: {field.units}}}'", "no units")
+        self.name, self.field = str(array.name), field
+
+
+def units_of(array: xr.DataArray, field: Field, overrides: Overrides = NO_OVERRIDES) -> str:
+    """Return the units of a data variable, its own or those that the user states; empty where nobody states any.
+
+    Raises:
+        UserError: both do, and they differ.
     """
-    known: list[Field] = []
-    number = by_param_id(int(array.attrs.get("GRIB_paramId", -1)))
-    aliases = [name_of_sum(array.name)[0], str(array.attrs.get("standard_name", ""))]
-    if number is None and ("GRIB_paramId" in array.attrs or _of_soil(array)):
-        aliases.pop()  # ecCodes gives a maximum, or a layer of soil, the standard name of what it is of
-    for alias in aliases:
-        try:
-            known.append(resolve(alias))
-        except UserError:
-            continue
-    known += [number] if number else []
-    if not known:
-        return None, ""
-    if grib_type(array) not in ("", *MEMBER_TYPES):
-        return None, f" (of type {grib_type(array)})"
-    first = known[0]
-    if reason := other_quantity(data, array, first):
-        return None, reason
-    if first.surface or first.static or find_axis(array, "level") is not None:
-        return first, ""
-    near = _near_ground(array, first)
-    if near is not False and first.name == "z" and _of_the_ground(array, near):
-        return FIELDS[FIELD_INDEX["orog"]], ""
-    surface = [f for f in FIELDS if f.surface and f.standard_name == first.standard_name]
-    if near and len(surface) == 1:  # e.g. air_temperature at 2 m
-        return surface[0], ""
-    return None, " (no pressure level)" if near is None else ""
+    own, given = str(array.attrs.get("units", "")).strip(), overrides.units.get(field.name, "")
+    if not given or not own:
+        return own or given
+    try:
+        stated = _conversion(own, field)
+    except UserError:
+        return given
+    if overrides.forecast and stated != _conversion(given, field):
+        raise UserError(
+            f"units={{{field.name}: {given}}}: {array.name} states units {own!r}; leave it out of units=, or mend"
+            " the file"
+        )
+    return own
 
 
-def conversion(array: xr.DataArray, field: Field) -> tuple[float, float]:
-    """Factor and shift from a data variable's units to the registry's.
+def _conversion(units: str, field: Field) -> tuple[float, float]:
+    if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
+        return 1 / GRAVITY, 0.0
+    return unit_conversion(units, field.units)
+
+
+def conversion(array: xr.DataArray, field: Field, units: str) -> tuple[float, float]:
+    """Factor and shift from `units` of a data variable to the registry's; none are the registry's.
 
     Raises:
         OfSomethingElse: they are another quantity's.
-        UserError: it has no units.
     """
-    units = str(array.attrs.get("units", "")).strip()
-    if not units and not field.static:
-        raise UserError(f"{array.name}: has no units; set its attribute units, e.g. to {field.units!r}")
-    if field.name == "orog" and units in GEOPOTENTIAL_UNITS:
-        return 1 / GRAVITY, 0.0
     try:
-        return unit_conversion(units or field.units, field.units)
+        return _conversion(units or field.units, field)
     except UserError as error:
-        raise OfSomethingElse(f"{array.name}: {error}", f"{OTHER_UNITS}{array.attrs.get('units')}") from error
+        raise OfSomethingElse(f"{array.name}: {error}", f"{OTHER_UNITS}{units}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
 from data_prep.files import TRUTH
 from data_prep.geometry import Geometry, GridChange
+from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.records import FIELD_INDEX
 from data_prep.selecting import places
 from data_prep.truth import ArchiveTruth, check_grid
+from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control, as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
@@ -174,11 +177,13 @@ def open_source(
     grid: Grid | None = None,
     index: FileIndex | None = None,
     cuts: Mapping[str, Collection[int]] | None = None,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> Source:
     """Open a tensor store or a forecast archive, whichever `path` is; the archive on `grid` where that is given.
 
     An archive also offers the variables that can be derived from what it has (wind speed). `cuts`: hours, by variable,
-    at which its sums are cut (see `data_prep.archive.open_archive`); those of a tensor store are what they are.
+    at which its sums are cut, and `overrides` names and units that the user states of its variables (see
+    `data_prep.archive.open_archive`); those of a tensor store are what they are.
 
     Raises:
         UserError: it is neither, or damaged.
@@ -189,7 +194,9 @@ def open_source(
     change = None if grid is None else GridChange(regrid=grid)
     if store is not None:
         return store
-    return open_archive(path, control=control, change=change, index=index, derive=DERIVED, cuts=cuts)
+    return open_archive(
+        path, control=control, change=change, index=index, derive=DERIVED, cuts=cuts, overrides=overrides
+    )
 
 
 def open_pair(
@@ -201,6 +208,7 @@ def open_pair(
     grid: Grid | None = None,
     index: FileIndex | None = None,
     cuts: Mapping[str, Collection[int]] | None = None,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> Pair:
     """Open a forecast (archive or tensor store) with its truth (archive, tensor store or None) and static fields.
 
@@ -208,30 +216,46 @@ def open_pair(
     brought to `grid` where it is given; a tensor store keeps its own. `index` is where tables of GRIB files are
     kept, and which fields of NetCDF and Zarr are all NaN (`data_prep.file_index.user_index` for archives that are read
     in place); None keeps none.
-    `cuts` are of the forecast's sums, as `open_source` takes them.
+    `cuts` are of the forecast's sums, as `open_source` takes them; `overrides` are of all archives.
 
     Raises:
         UserError: something is missing or damaged, or grids differ.
     """
-    source = open_source(forecast, control=control, grid=grid, index=index, cuts=cuts)
-    return pair(source, truth, static, regrid=grid is not None, index=index)
+    source = open_source(forecast, control=control, grid=grid, index=index, cuts=cuts, overrides=overrides)
+    return pair(source, truth, static, regrid=grid is not None, index=index, overrides=overrides)
 
 
-def pair(source: Source, truth: Any, static: Any, *, regrid: bool = False, index: FileIndex | None = None) -> Pair:
+def pair(
+    source: Source,
+    truth: Any,
+    static: Any,
+    *,
+    regrid: bool = False,
+    index: FileIndex | None = None,
+    overrides: Overrides = NO_OVERRIDES,
+) -> Pair:
     """Put truth and static fields, given by their paths, beside an open forecast.
 
     Those on the forecast archive's own grid go where the forecast goes; those on others only if `regrid` says so.
 
     Raises:
-        UserError: as `open_pair`.
+        UserError: as `open_pair`; or no archive has what `overrides` name.
     """
-    fields = open_static(static, source, regrid=regrid, index=index) if as_list(static) else None
+    catalogues = [source.catalogue] if isinstance(source, ArchiveSource) else []
+    others, fields = replace(overrides, forecast=False), None
+    if as_list(static):
+        of_static = _static_catalogue(static, source, regrid=regrid, index=index, overrides=others)
+        catalogues.append(of_static)
+        fields = _static_fields(of_static)
+    store = _store(truth)
+    if as_list(truth) and store is None:
+        catalogues.append(Catalogue(truth, role=TRUTH, index=index, overrides=others))
+    _check_overrides(overrides, catalogues, source.path)
     if not as_list(truth):
         return Pair(source, None, fields)
-    store = _store(truth)
     if store is not None:
         return Pair(source, StoreTruth(store, source.layout, getattr(source, "lead_bounds", {})), fields)
-    catalogue = Catalogue(truth, role=TRUTH, index=index)
+    catalogue = catalogues[-1]
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     wanted, bounds = _wanted(source), getattr(source, "lead_bounds", {})
     methods = {}
@@ -249,13 +273,37 @@ def open_static(
     Raises:
         UserError: the file is missing or damaged, holds none, or has another grid.
     """
-    catalogue = Catalogue(paths, role="static", index=index)
+    return _static_fields(_static_catalogue(paths, source, regrid=regrid, index=index, overrides=NO_OVERRIDES))
+
+
+def _static_catalogue(
+    paths: Any, source: Source, *, regrid: bool, index: FileIndex | None, overrides: Overrides
+) -> Catalogue:
+    catalogue = Catalogue(paths, role="static", index=index, overrides=overrides)
     _bring(catalogue, f"static={catalogue.path}", source, regrid)
+    return catalogue
+
+
+def _static_fields(catalogue: Catalogue) -> dict[str, np.ndarray]:
     found = catalogue.static()
     if not found:
         known = ", ".join(name for name in FIELD_INDEX if name in ("orog", "lsm"))
         raise UserError(f"static={catalogue.path}: holds no static field; known are {known}")
     return found
+
+
+def _check_overrides(overrides: Overrides, catalogues: Sequence[Catalogue], path: str) -> None:
+    """Raise a UserError where no NetCDF file or Zarr store of some archives has what the user states of it."""
+    files = [file for one in catalogues for file in one.readers if isinstance(file, XarrayFile)]
+    names = {name for file in files for name in file.names}
+    read = {name for file in files for name in file.found}
+    has = f"; they have {', '.join(sorted(names)[:20])}" if names else ": names and units are for NetCDF and Zarr"
+    for ours, theirs in overrides.names.items():
+        if theirs not in names:
+            raise UserError(f"names={{{ours}: {theirs}}}: no file of {path} has a variable {theirs}{has}")
+    for ours, units in overrides.units.items():
+        if ours not in read:
+            raise UserError(f"units={{{ours}: {units}}}: no file of {path} has {ours} among what is read{has}")
 
 
 def _bring(catalogue: Catalogue, name: str, source: Source, regrid: bool) -> None:

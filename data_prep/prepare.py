@@ -8,17 +8,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from data_prep.archive import ArchiveSource
 from data_prep.build_job import Job
 from data_prep.build_run import run
 from data_prep.gaps import listed
 from data_prep.pairs import Pair
-from data_prep.records import IS_ACCUMULATED
 from ensemble_ml.config import MISSING, Gaps, Packing, PrepareConfig, as_list
 from ensemble_ml.errors import UserError
-from ensemble_ml.fields import FIELDS, field
+from ensemble_ml.fields import field
 from ensemble_ml.store import is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.metadata import plan_digest
@@ -116,11 +113,6 @@ def _log_plan(source: ArchiveSource, both: Pair) -> None:
         ", ".join(map(str, lay.levels)) or "none",
         lay.grid.describe(),
     )
-    stated = source.catalogue.records
-    assumed = stated["field"][IS_ACCUMULATED[stated["field"]] & ~stated["bounded"] & (stated["lead"] > 0)]
-    for index in np.unique(assumed).tolist():
-        if FIELDS[index].name in lay.names:
-            log.info("%s: no interval is stated; taken as sums from the start of the forecast", FIELDS[index].name)
     for name, spans in source.cut.items():
         log.info("%s: %s; the intervals between are at leads that are left out", name, spans)
     if not geometry.same:

@@ -78,13 +78,15 @@ class Origin(NamedTuple):
     centre: str = ""
     label: str = ""  # MARS's class: operational, research, a reanalysis
     experiment: str = ""
+    institution: str = ""  # of NetCDF, in words
 
     def differs(self, other: Origin) -> bool:
         """Return whether both state something that is not the same."""
-        return any(mine and theirs and mine != theirs for mine, theirs in zip(self, other, strict=True))
+        pairs = zip(self, other, strict=True)
+        return any(mine and theirs and mine.casefold() != theirs.casefold() for mine, theirs in pairs)
 
     def __str__(self) -> str:
-        named = zip(("centre", "class", "experiment"), self, strict=True)
+        named = zip(("centre", "class", "experiment", "institution"), self, strict=True)
         return ", ".join(f"{name} {code}" for name, code in named if code) or "no centre that is stated"
 
 

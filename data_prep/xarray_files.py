@@ -21,9 +21,13 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from data_prep.assumed_units import agree, has_convention
 from data_prep.axes import (
     BETWEEN,
     READ,
+    OfSomethingElse,
+    check_degrees,
+    check_valid_times,
     dimensions,
     find_axis,
     lead_of_valid_time,
@@ -31,12 +35,24 @@ from data_prep.axes import (
     untangle,
     with_start,
 )
-from data_prep.cell_bounds import method, name_of_sum, other_sums, over_intervals, widths
+from data_prep.cell_bounds import hours_of_sum, method, other_sums, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
-from data_prep.identity import OfSomethingElse, conversion, grib_type, identify, numbered, variables_with_members
+from data_prep.identity import (
+    NO_OVERRIDES,
+    Identity,
+    NoUnits,
+    Overrides,
+    conversion,
+    grib_type,
+    identify,
+    numbered,
+    units_of,
+    variables_with_members,
+)
 from data_prep.limits import plausible
+from data_prep.no_field import check_mapping
 from data_prep.records import (
     CONTROL,
     FIELD_INDEX,
@@ -48,6 +64,7 @@ from data_prep.records import (
     describe,
     field_of,
 )
+from data_prep.spelling import spell
 from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
@@ -82,6 +99,14 @@ class _Variable:
 class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
+    `names` are those of its variables. `assumed` are units that it does not state, and that the convention of a
+    name fixes, by our names; `without_units` are variables that were left out for having none: our names and its own.
+    `found` are the variables of ours that are read.
+
+    Args:
+        path: where it lies.
+        overrides: what the user states of its variables.
+
     Raises:
         UserError: it cannot be opened, changes meanwhile, has no latitude or longitude, or an axis in units that are
             not known.
@@ -89,8 +114,13 @@ class XarrayFile:
 
     keyed = False
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, overrides: Overrides = NO_OVERRIDES):
         self.path = path
+        self.names: frozenset[str] = frozenset()
+        self.assumed: dict[str, str] = {}
+        self.without_units: dict[str, str] = {}
+        self.found: set[str] = set()
+        self._overrides = overrides
         self.skipped: dict[str, int] = {}
         self.methods: dict[str, str] = {}
         self.origins: tuple[Origin, ...] = ()
@@ -133,12 +163,13 @@ class XarrayFile:
     def _index(self, data: xr.Dataset) -> np.ndarray:
         tables: list[np.ndarray] = []
         strange: list[OfSomethingElse] = []
+        self.names = frozenset(map(str, data.data_vars))
         data = self._without_nothing(data)
         others = other_sums(data)
         for name, kept in others.items():
             self._skip(f"{name} (beside {kept}, over other hours)")
         data = data.drop_vars(others)
-        with_members = variables_with_members(data)
+        with_members = variables_with_members(data, self._overrides)
         for name in sorted(map(str, data.data_vars)):
             array = data[name]  # sorted: the order of variables in a file means nothing
             number = array.dtype.kind in "iufb"  # a mask of land may be true and false
@@ -149,8 +180,11 @@ class XarrayFile:
                     tables += self._tables(data, array, with_members)
             except OfSomethingElse as error:
                 self._skip(f"{name} ({error.why})")
-                strange.append(error)
-        if strange and not tables:
+                if isinstance(error, NoUnits):
+                    self.without_units[error.field.name] = error.name
+                else:
+                    strange.append(error)
+        if strange and not tables and not self.without_units:
             raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)
 
@@ -163,63 +197,102 @@ class XarrayFile:
 
     def _tables(self, data: xr.Dataset, array: xr.DataArray, with_members: dict[str, Hashable]) -> list[np.ndarray]:
         """The records of a data variable; none where it is left out."""
-        field, reason = identify(data, array)
+        identity = identify(data, array, self._overrides)
+        field = identity.field
         if field is None:
-            self._skip(f"{array.name}{reason}")
+            self._skip(f"{array.name}{identity.reason}")
             return []
         if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
             self._skip(f"{array.name} (of no member, beside {with_members[field.name]}, which has them)")
             return []
-        records = self._table(data, array, field, *self._locate(array))
+        check_mapping(data, array)
+        units = units_of(array, field, self._overrides)
+        if not units and not field.static and not has_convention(spell(array.name)):
+            raise NoUnits(array, field)
+        grid, *places = self._locate(array)
+        records = self._table(data, array, identity, units, *places)
+        if not units and not field.static:
+            if not self._agrees(self._variables[-1], field, records, grid):
+                raise NoUnits(array, field)
+            self.assumed[field.name] = field.units
+        self.grid = self.grid or grid
         if said := method(array):
             self.methods[field.name] = said
+        self.found.add(field.name)
         return [records]
+
+    def _agrees(self, variable: _Variable, field: Field, records: np.ndarray, grid: Grid) -> bool:
+        """Return whether values of a variable that states no units are those of `field` in the registry's: all levels
+        of the first date and member, at the first lead that has any."""
+        levels = records["level"][: variable.shape[3]]
+        for lead in range(variable.shape[2]):
+            block = self._read(variable, np.array([0, 0, lead, 0]), np.array([1, 1, lead + 1, variable.shape[3]]), None)
+            values = block[0, 0]
+            if np.isfinite(values).any() and (not field.accumulated or np.nanmax(values) > 0):
+                return len(levels) == len(values) and agree(field, values, levels, grid)
+        return False
 
     def _skip(self, label: str, count: int = 1) -> None:
         self.skipped[label] = self.skipped.get(label, 0) + count
 
-    def _locate(self, array: xr.DataArray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the rows and columns of the program's grid lie in a variable: (Y,) and (X,)."""
+    def _locate(self, array: xr.DataArray) -> tuple[Grid, np.ndarray, np.ndarray]:
+        """Return the program's grid of a variable, and where its rows and columns lie there: (Y,) and (X,)."""
         axes = [find_axis(array, role) for role in ("latitude", "longitude")]
         if any(axis is None or axis.ndim != 1 or axis.dims[0] not in array.dims for axis in axes):
-            raise UserError(f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read")
+            text = f"{array.name}: has no latitude and longitude axes; only fields on a regular grid are read"
+            raise OfSomethingElse(text, "no latitude and longitude axes")
         for axis in axes:
             standard = str(axis.attrs.get("standard_name", ""))  # type: ignore[union-attr]
             if standard.startswith(("grid_", "projection_")):
-                raise UserError(f"{array.name}: {axis.name} is {standard}; only geographic grids are read")  # type: ignore[union-attr]
+                text = f"{array.name}: {axis.name} is {standard}; only geographic grids are read"  # type: ignore[union-attr]
+                raise OfSomethingElse(text, f"on {standard}")
+        check_degrees(array, *axes)  # type: ignore[arg-type]
         grid, rows, columns = canonical(axes[0].values, axes[1].values)  # type: ignore[union-attr]
         if grid.gaussian:  # whose outermost cells end at the poles, and these would not
             raise UserError(f"{array.name}: a Gaussian grid; only regular ones are read: cdo remapcon brings it to one")
         if self.grid is not None and not grid.same_as(self.grid):
             first = self.grid.describe()
             raise UserError(f"{array.name}: grid {grid.describe()} differs from the file's first, {first}")
-        self.grid = self.grid or grid
-        return rows, columns
+        return grid, rows, columns
 
     def _table(
-        self, data: xr.Dataset, array: xr.DataArray, field: Field, rows: np.ndarray, columns: np.ndarray
+        self,
+        data: xr.Dataset,
+        array: xr.DataArray,
+        identity: Identity,
+        units: str,
+        rows: np.ndarray,
+        columns: np.ndarray,
     ) -> np.ndarray:
+        """Return the records of a data variable that is a field of the registry."""
+        field = identity.field
+        assert field is not None
         axes = {role: find_axis(array, role) for role in _LEADING}
         if field.surface or field.static:
             axes["level"] = None  # a scalar coordinate that other variables of the file need
+        elif identity.level:
+            axes["level"] = xr.DataArray(float(identity.level), name=array.name, attrs={"units": "hPa"})
         lead_of_valid_time(array, axes)
         untangle(array, axes)
         if axes["init"] is None and not field.static:
             lacks = f"{array.name}: has no start date; give it a coordinate forecast_reference_time"
             raise OfSomethingElse(lacks, "no start date")
+        check_valid_times(array, axes)
         values = {role: np.atleast_1d(READ[role](axis)) for role, axis in axes.items()}
         shape = tuple(len(ticks) for ticks in values.values())
         dims = dimensions(array, axes)
-        units = conversion(array, field)
-        step = abs(units[0] * array.encoding.get("scale_factor", 0.0))
+        factor, shift = conversion(array, field, units)
+        step = abs(factor * array.encoding.get("scale_factor", 0.0))
         written = Written(self.path, array, field) if os.path.isdir(self.path) else None
         written = written if written is not None and written.doubtful else None
         self._variables.append(
-            _Variable(array.name, self._listed, dims, shape, rows, columns, *units, step, valid_limits(array), written)
+            _Variable(
+                array.name, self._listed, dims, shape, rows, columns, factor, shift, step, valid_limits(array), written
+            )
         )
         where = np.indices(shape).reshape(len(shape), -1)
         records = np.zeros(where.shape[1], RECORD)
-        records["origin"] = self._origin(array)
+        records["origin"] = self._number_of(_origin(data, array))
         records["field"], records["decimal"] = FIELD_INDEX[field.name], 1.0
         records["kind"] = CONTROL if grib_type(array) == "cf" else MEMBER
         records["numbered"] = numbered(array, axes["member"])
@@ -232,7 +305,7 @@ class XarrayFile:
             records["kind"][records["member"] == 0] = CONTROL
         records["lead_start"] = records["lead"]
         places = {dims[role]: where[number] for number, role in enumerate(_LEADING) if role in dims}
-        stated = widths(data, array, places) if over_intervals(array, field) else None
+        stated = widths(data, array, field, places) if over_intervals(array, field) else None
         if stated is not None:
             records["lead_start"] -= stated
             records["bounded"] = True
@@ -240,14 +313,14 @@ class XarrayFile:
         if between.any():
             self._skip(f"{array.name} (at levels of no whole hPa)", int(between.sum()))
         # Hours that a name says are those of every lead, and there is nothing before the start of a forecast.
-        early = (records["lead_start"] < 0) & (name_of_sum(array.name)[1] > 0) & (axes["lead"] is not None)
+        of_hours = field.accumulated and hours_of_sum(array) > 0
+        early = (records["lead_start"] < 0) & of_hours & (axes["lead"] is not None)
         if early.any():
             self._skip(f"{array.name} (of hours before the start)", int(early.sum()))
         return records[~between & ~early]
 
-    def _origin(self, array: xr.DataArray) -> int:
-        """Return the number of a variable's origin, which cfgrib's attributes state."""
-        origin = Origin(*(str(array.attrs.get(f"GRIB_{key}", "")) for key in ("centre", "class", "expver")))
+    def _number_of(self, origin: Origin) -> int:
+        """Return the number of an origin, a new one where it was not met before."""
         if origin not in self.origins:
             self.origins += (origin,)
         return self.origins.index(origin)
@@ -372,6 +445,22 @@ class XarrayFile:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = threading.RLock() if os.path.isdir(self.path) else _netcdf_lock
+
+
+def _origin(data: xr.Dataset, array: xr.DataArray) -> Origin:
+    """Return who made a variable, by the attributes that cfgrib and others write."""
+
+    def stated(*names: str) -> str:
+        texts = [str(about[name]).strip() for about in (array.attrs, data.attrs) for name in names if name in about]
+        return next((text for text in texts if text), "")
+
+    experiment = stated("GRIB_experimentVersionNumber", "GRIB_expver", "expver")
+    if not experiment and "expver" in array.coords:  # ERA5 is followed by its preliminary version in one file
+        versions = np.unique(array.coords["expver"].values.astype(str))
+        experiment = versions[0] if versions.size == 1 else ""
+    if experiment.isdigit():
+        experiment = experiment.zfill(4)  # as GRIB has it
+    return Origin(stated("GRIB_centre"), stated("GRIB_class"), experiment, stated("institution"))
 
 
 def _on_bounds(values: np.ndarray, step: float, bounds: tuple[float, float]) -> np.ndarray:

@@ -66,7 +66,7 @@ def _index() -> Any:
 
 
 def _predict(config: schema.PredictConfig) -> object:
-    from data_prep import open_pair
+    from data_prep import Overrides, open_pair
     from ensemble_ml.inference import predict
     from ensemble_ml.inference.starts import sum_cuts
     from ensemble_ml.training.checkpoint import load_meta, load_spec
@@ -74,7 +74,11 @@ def _predict(config: schema.PredictConfig) -> object:
     spec = load_spec(config.checkpoint)
     cuts = sum_cuts(spec, load_meta(config.checkpoint).get("lead_bounds"))
     grid = spec.grid if config.regrid else None
-    both = open_pair(config.input, None, config.static, control=config.control, grid=grid, index=_index(), cuts=cuts)
+    overrides = Overrides(config.names, config.units)
+    both = open_pair(
+        config.input, None, config.static, control=config.control, grid=grid, index=_index(), cuts=cuts,
+        overrides=overrides,
+    )  # fmt: skip
     return predict(config, both)
 
 
@@ -85,11 +89,14 @@ def _export(config: schema.ExportConfig) -> object:
 
 
 def _evaluate(config: schema.EvaluateConfig) -> object:
-    from data_prep import open_pair
+    from data_prep import Overrides, open_pair
     from ensemble_ml.verification import evaluate, open_forecasts
 
     grid = open_forecasts(schema.as_list(config.forecast))[0].grid if config.regrid else None
-    both = open_pair(config.ensemble, config.truth, None, control=config.control, grid=grid, index=_index())
+    overrides = Overrides(config.names, config.units)
+    both = open_pair(
+        config.ensemble, config.truth, None, control=config.control, grid=grid, index=_index(), overrides=overrides
+    )
     return evaluate(config, both, both.unverified())
 
 

@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, require
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import field, resolve, unit_conversion
 
 
 class Executor(Enum):
@@ -115,6 +117,43 @@ class SimulateConfig:
         require("inflation", self.inflation, self.inflation > 0, "must be above 0")
 
 
+def check_overrides(config: Any) -> None:
+    """Check what `names` and `units` of a task state of an archive's variables, and bring them to our names.
+
+    Raises:
+        UserError: a variable is not known, or its units cannot be converted.
+    """
+    for key, example in (("names", "{t2m: temperature_2m}"), ("units", "{tp: mm}")):
+        stated = getattr(config, key) or {}
+        require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
+        setattr(config, key, {resolve(str(ours)).name: str(theirs) for ours, theirs in stated.items()})
+    for ours, units in config.units.items():
+        try:
+            unit_conversion(units, field(ours).units)
+        except UserError as error:
+            raise UserError(f"units={{{ours}: {units}}}: {error}") from error
+    theirs = list(config.names.values())
+    twice = [name for name in theirs if theirs.count(name) > 1]
+    require("names", config.names, not twice, "a variable of the archive stands for two of ours; name it once")
+
+
+def _our_names(variables: list[str] | None) -> list[str] | None:
+    """Return variables under our names, where they are known by others; what nobody knows is refused with the archive."""
+    if variables is None:
+        return None
+    names = []
+    for name in variables:
+        try:
+            names.append(resolve(str(name)).name)
+        except UserError:
+            names.append(name)
+    return names
+
+
+NAMES = "how the archive calls variables, by our names, e.g. 'names={t2m: temperature_2m}'; null goes by what is known"
+UNITS = "units of variables for which NetCDF or Zarr state none, by our names, e.g. 'units={tp: mm}'"
+
+
 @dataclass
 class PrepareConfig:
     """Turn an archive (GRIB, NetCDF, Zarr) into a tensor store."""
@@ -124,6 +163,8 @@ class PrepareConfig:
     static: str | None = opt(None, "file with orography and land mask, or null")
     output: str = opt(MISSING, "tensor store to make (a folder ending in .zarr)")
     variables: list[str] | None = opt(None, "variables to keep; null keeps all that the registry knows")
+    names: Any = opt(None, NAMES)
+    units: Any = opt(None, UNITS)
     levels: list[int] | None = opt(None, "pressure levels to keep, hPa; null keeps all")
     leads: list[int] | None = opt(None, "lead times to keep, hours; null keeps all")
     dates: list[str] | None = opt(None, "start dates to keep: years, ISO dates or start/end ranges; null keeps all")
@@ -148,6 +189,8 @@ class PrepareConfig:
         check_region(self.region)
         for key in ("variables", "leads", "dates"):  # no level leaves what has none
             require(key, "[]", getattr(self, key) != [], "chooses nothing; null keeps all")
+        self.variables = _our_names(self.variables)
+        check_overrides(self)
         require("climate_days", self.climate_days, 0 <= self.climate_days <= 180, "must be 0 (none) to 180")
         at_least(self, 0, "workers")
         check_periods("dates", self.dates)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ensemble_ml.config.archives import Control
+from ensemble_ml.config.archives import NAMES, UNITS, Control, check_overrides
 from ensemble_ml.config.base import MISSING, at_least, check_periods, check_region, opt, part, require
 from ensemble_ml.config.compression import CompressionConfig
 from ensemble_ml.config.model import Precision
@@ -29,6 +29,8 @@ class PredictConfig:
     checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
     input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble", paths=True)
     control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
+    names: Any = opt(None, NAMES)
+    units: Any = opt(None, UNITS)
     static: str | None = opt(None, "file with orography and land mask; null takes the checkpoint's")
     regrid: bool = opt(False, "bring an archive on another grid to the checkpoint's, as prepare did: a crop or conservative means")
     output: str = opt(MISSING, "folder for forecast_YYYYMMDDHH.nc")
@@ -48,6 +50,7 @@ class PredictConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "threads")
         check_periods("dates", self.dates)
+        check_overrides(self)
         self.thresholds = self.thresholds or {}  # Any and null: Hydra adds no key to a typed dictionary
         good = isinstance(self.thresholds, dict) and all(_numbers(v) for v in self.thresholds.values())
         require("thresholds", self.thresholds, good, "give lists of values by variable, {tp: [0.001, 0.01]}")
@@ -77,6 +80,8 @@ class EvaluateConfig:
     ensemble: Any = opt(MISSING, "archive or store with the full ensemble", paths=True)
     control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
     truth: Any = opt(None, "archive or store with the truth; null takes that of the ensemble's store, and scores spread alone where it has none", paths=True)
+    names: Any = opt(None, NAMES)
+    units: Any = opt(None, UNITS)
     regrid: bool = opt(False, "bring archives on another grid to that of the forecasts, as prepare did")
     members_in: Any = opt(None, "number of first members of the raw reduced ensemble that forecasts are compared with; null takes as many as the first forecast was made from (5 where it does not say)")
     fit: list[str] | None = opt(None, "start dates that baselines are fitted on; null takes the forecast's training dates, of the hours at which forecasts start where these are enough")
@@ -90,6 +95,7 @@ class EvaluateConfig:
     overwrite: bool = opt(False, "replace an existing report")
 
     def __post_init__(self) -> None:
+        check_overrides(self)
         self.regions = self.regions or {}
         require("regions", self.regions, isinstance(self.regions, dict), "give boxes by name, {alps: [48, 5, 44, 16]}")
         for name, box in self.regions.items():

@@ -230,6 +230,10 @@ def test_orography_that_the_service_gave_a_time(tmp_path):
     coords = {"valid_time": [np.datetime64("2001-01-01", "ns")], "latitude": GLOBE[0], "longitude": GLOBE[1]}
     data = xr.Dataset({"z": (("valid_time", "latitude", "longitude"), values, {"units": "m**2 s**-2"})}, coords)
     data.to_netcdf(tmp_path / "static.nc")
+    with pytest.raises(UserError, match=r"it has z \(no pressure level\)"):  # as of a file of one level it may be
+        open_pair(tmp_path / "a.grib", None, tmp_path / "static.nc")
+    data["z"].attrs["GRIB_typeOfLevel"] = "surface"  # as the service writes it
+    data.to_netcdf(tmp_path / "static.nc")
     pair = open_pair(tmp_path / "a.grib", None, tmp_path / "static.nc")
     np.testing.assert_allclose(pair.static()["orog"], values[0] / 9.80665, rtol=1e-6)
 

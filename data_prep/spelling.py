@@ -1,0 +1,91 @@
+"""What the name of a data variable says beside the quantity: a pressure level, a height, the hours of a sum.
+
+`geopotential_height_500hpa` and `z500` hold one pressure level, `temperature_2m` lies at a height, `tp6` and
+`total_precipitation_24hr` are sums over hours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from ensemble_ml.errors import UserError
+from ensemble_ml.fields import Field, resolve
+
+_HOURS = re.compile(r"(.+?)_?0*([1-9]\d{0,2})_?(?:h|hrs?|hours?)?")
+_PRESSURE = re.compile(r"(.+?)_?(\d{1,4})_?(?:hpa|mb|mbar|millibars?)", re.IGNORECASE)
+_HEIGHT_BEHIND = re.compile(r"(.+?)_?(\d{1,3}(?:\.\d+)?)_?m")
+_HEIGHT_BEFORE = re.compile(r"(\d{1,3}(?:\.\d+)?)_?m_(.+)")
+_NUMBER = re.compile(r"([A-Za-z_]+?)_?(\d{2,4})")
+# Bare numbers behind a name are levels only where models have levels: u80 is wind at 80 m.
+_LEVELS = {50, 70, 100, 125, 150, 175, *range(200, 451, 50), *range(500, 751, 50), *range(775, 1001, 25)}
+_MASTS = 300  # m: below it a bare number may as well be a height
+_CERTAIN = 600  # hPa: above it no mast reaches
+_IN_TEXT = re.compile(r"(\d{1,3})[\s-]*(?:hours?|hourly|hrs?|h)\b|\b(hourly|last hour|previous hour|past hour)\b", re.I)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What a name says: `field` is that of its `stem`, None where the registry does not know it.
+
+    `level` is in hPa and `hours` are those of a sum, both 0 where the name states none; `height` is in m. `bare` says
+    that the level is a number without units.
+    """
+
+    stem: str
+    field: Field | None
+    level: int = 0
+    height: float | None = None
+    hours: int = 0
+    bare: bool = False
+
+
+def _known(name: str) -> Field | None:
+    try:
+        return resolve(name)
+    except UserError:
+        return None
+
+
+def spell(name: Hashable) -> Spelling:
+    """Return what the name of a data variable says. A name that the registry has says nothing more."""
+    whole = str(name)
+    if (field := _known(whole)) is not None:
+        return Spelling(whole, field)
+    if (parts := _HOURS.fullmatch(whole)) and (field := _known(parts[1])) is not None and field.accumulated:
+        return Spelling(parts[1], field, hours=int(parts[2]))
+    if parts := _PRESSURE.fullmatch(whole):
+        return Spelling(parts[1], _known(parts[1]), level=int(parts[2]))
+    if parts := _HEIGHT_BEHIND.fullmatch(whole):
+        return Spelling(parts[1], _known(parts[1]), height=float(parts[2]))
+    if parts := _HEIGHT_BEFORE.fullmatch(whole):
+        return Spelling(parts[2], _known(parts[2]), height=float(parts[1]))
+    if (parts := _NUMBER.fullmatch(whole)) and int(parts[2]) in _LEVELS:
+        field = _known(parts[1])
+        if field is not None and not field.surface and not field.static:
+            return Spelling(parts[1], field, level=int(parts[2]), bare=True)
+    return Spelling(whole, None)
+
+
+def may_be_height(spelling: Spelling, names: Iterable[Hashable]) -> bool:
+    """Return whether the bare number of a name may be a height: u100 is wind at 100 m to ECMWF, at 100 hPa to others.
+
+    Geopotential has no height, and a file that names it, or levels that no mast reaches, names pressure levels.
+    """
+    if not spelling.bare or spelling.level > _MASTS or _is_geopotential(spelling):
+        return False
+    others = [spell(name) for name in names]
+    return not any(one.bare and (one.level >= _CERTAIN or _is_geopotential(one)) for one in others)
+
+
+def _is_geopotential(spelling: Spelling) -> bool:
+    return spelling.field is not None and spelling.field.name == "z"
+
+
+def hours_in_text(text: str) -> set[int]:
+    """Return the hours that a description of a sum names, e.g. "in the last 6 hours"."""
+    hours = set()
+    for number, _ in _IN_TEXT.findall(text):
+        hours.add(int(number or 1))
+    return hours - {0}
