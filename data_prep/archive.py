@@ -342,12 +342,13 @@ def open_archive(
 def _check_asked(catalogue: Catalogue, variables: Sequence[str]) -> None:
     """Raise a UserError where a variable that is asked for was left out for having no units."""
     present = {FIELDS[index].name for index in np.unique(catalogue.records["field"]).tolist()}
-    lacking = {name: theirs for name, theirs in catalogue.without_units.items() if name in variables}
-    lacking = {name: theirs for name, theirs in lacking.items() if name not in present}
+    asked = set(variables) - present
+    lacking = {theirs: ours for theirs, ours in catalogue.without_units.items() if ours in asked}
     if lacking:
-        shown, has = ", ".join(sorted(lacking.values())), "has" if len(lacking) == 1 else "have"
-        asked = ", ".join(sorted(lacking))
-        raise UserError(f"variables=[{asked}]: {catalogue.path}: {shown} {has} no units; {say_units(lacking)}")
+        shown, has = ", ".join(sorted(lacking)), "has" if len(lacking) == 1 else "have"
+        names = ", ".join(sorted(set(lacking.values())))
+        said = say_units(lacking.values())
+        raise UserError(f"variables=[{names}]: {catalogue.path}: {shown} {has} no units; {said}")
 
 
 def _warn_unstated_sums(source: ArchiveSource) -> None:

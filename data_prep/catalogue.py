@@ -49,7 +49,7 @@ from ensemble_ml.store.sources import PLACE
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 20  # names of what is left out, in a line
+_SHOWN = 30  # names of what is left out, in a line
 _UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # of a variable that is left out for no other reason, in GRIB and in NetCDF
 
 
@@ -65,7 +65,7 @@ A = TypeVar("A", bound=Aligned)
 
 class Catalogue:
     """The fields of an archive's files. `records` are sorted by their keys; `grid` is the one that all share.
-    `without_units` are variables that are left out for having none: our names and those of the files.
+    `without_units` are variables that are left out for having none: the files' names and ours.
 
     Raises:
         UserError: a file is damaged, grids differ, or no known field is left.
@@ -144,8 +144,8 @@ class Catalogue:
         records = self.records[made.rows()]
         one_ensemble = self.role == FORECAST
         fields = [None] if one_ensemble else np.unique(records["field"]).tolist()
-        for field in fields:
-            group = records if field is None else records[records["field"] == field]
+        for number in fields:
+            group = records if number is None else records[records["field"] == number]
             numbers, places = np.unique(group["origin"], return_index=True)
             for first, second in combinations(range(len(numbers)), 2):
                 a, b = self.origins[numbers[first]], self.origins[numbers[second]]
@@ -367,8 +367,8 @@ def _one_grid(readers: list[Reader]) -> Grid:
                 f"{first.grid.describe()}; an archive has one grid"
             )
     if first is None or first.grid is None:
-        skipped = sorted({name for reader in readers for name in reader.skipped})
-        seen = f"; it has {', '.join(skipped[:5])}" if skipped else ""
+        skipped = sorted({name for reader in readers for name in reader.skipped}, key=lambda name: " (" not in name)
+        seen = f"; it has {', '.join(skipped[:20])}" if skipped else ""
         raise UserError(f"{readers[0].path}: holds no field that the registry knows{seen}")
     return first.grid
 
@@ -382,13 +382,12 @@ def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
     """
     files = [reader for reader in readers if isinstance(reader, XarrayFile)]
     assumed = {name: units for file in files for name, units in file.assumed.items()}
-    lacking = {name: theirs for file in files for name, theirs in file.without_units.items()}
+    lacking = {name: ours for file in files for name, ours in file.without_units.items()}
     if lacking:
-        shown = ", ".join(sorted(lacking.values()))
-        has = "has" if len(lacking) == 1 else "have"
+        shown, has = ", ".join(sorted(lacking)), "has" if len(lacking) == 1 else "have"
         if not any(len(reader.records) for reader in readers):
-            raise UserError(f"{path}: {shown}: {has} no units; {say_units(lacking)}")
-        log.warning("%s: %s left out, for it %s no units; %s", path, shown, has, say_units(lacking))
+            raise UserError(f"{path}: {shown}: {has} no units; {say_units(lacking.values())}")
+        log.warning("%s: left out for having no units: %s; %s", path, shown, say_units(lacking.values()))
     if assumed:
         shown = ", ".join(f"{name} {units}" for name, units in sorted(assumed.items()))
         text = (
@@ -400,7 +399,7 @@ def _check_units(path: str, readers: list[Reader]) -> dict[str, str]:
 
 def say_units(names: Iterable[str]) -> str:
     """Return what to type, so that variables have units."""
-    said = ", ".join(f"{name}: {field(name).units}" for name in sorted(names))
+    said = ", ".join(f"{name}: {field(name).units}" for name in sorted(set(names)))
     return f"say them, as in 'units={{{said}}}'"
 
 
@@ -413,13 +412,19 @@ def _report_skipped(path: str, readers: list[Reader]) -> None:
     if known:
         text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
         log.warning(text, path, ", ".join(known))
-    others = [name for name in counts if name not in known]
-    # Variables that the registry knows stand first, with the reason why they are left out.
-    others.sort(key=lambda name: (re.fullmatch(_UNKNOWN, name) is not None, name))
+    # What is said against a variable of the registry stands behind its name, and may be of one that somebody misses.
+    reasons = [name for name in sorted(counts) if name not in known and not re.fullmatch(_UNKNOWN, name)]
+    if reasons:
+        log.info("%s: left out: %s", path, _first(reasons))
+    others = [name for name in sorted(counts) if name not in known and name not in reasons]
     if others:
-        more = f", and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        count, listed = sum(counts[name] for name in others), ", ".join(others[:_SHOWN]) + more
-        log.info("%s: %d fields that are no known variable of a run are left out: %s", path, count, listed)
+        text = "%s: %d fields of variables that the registry does not know are left out: %s"
+        log.info(text, path, sum(counts[name] for name in others), _first(others))
+
+
+def _first(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:

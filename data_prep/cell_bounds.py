@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, READ, ROUNDING, START, VALID, find_axis, to_hours
+from data_prep.axes import ALIASES, ROUNDING, START, VALID, to_hours
 from data_prep.records import OF_STEP_TYPE, other_step_type
 from data_prep.spelling import hours_in_text, spell
 from ensemble_ml.errors import UserError
@@ -37,25 +37,6 @@ def hours_of_sum(array: xr.DataArray) -> int:
         said = " and ".join(f"{one} h" for one in sorted(hours))
         raise UserError(f"{array.name}: name and long_name call it a sum over {said}; leave the right one in them")
     return next(iter(hours), 0)
-
-
-def other_sums(data: xr.Dataset) -> dict[str, str]:
-    """Variables that are sums of what another one of the file is, over other hours: name -> the one that is read.
-
-    That is the one that says no hours; else that over the hours between leads, or the shortest.
-    """
-    sums: dict[str, dict[int, str]] = {}
-    for name in sorted(map(str, data.data_vars)):
-        spelling = spell(name)
-        if spelling.field is not None and spelling.field.accumulated:
-            sums.setdefault(spelling.field.name, {}).setdefault(spelling.hours, name)
-    found: dict[str, str] = {}
-    for named in (named for named in sums.values() if len(named) > 1):
-        lead = find_axis(data[named[max(named)]], "lead")
-        apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
-        kept = named[0] if 0 in named else named[apart if apart in named else min(named)]
-        found |= {name: kept for name in named.values() if name != kept}
-    return found
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:

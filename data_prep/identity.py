@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import READ, OfSomethingElse, find_axis, lead_of_valid_time, understood
-from data_prep.cell_bounds import other_quantity
+from data_prep.cell_bounds import hours_of_sum, other_quantity
 from data_prep.no_field import (
     GROUND,
     described,
@@ -27,6 +27,7 @@ from data_prep.spelling import Spelling, may_be_height, spell
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
 
+_ALTITUDES = ("surface_altitude", "surface_geopotential")
 _TOP = re.compile(r"surface|orograph|terrain|topograph|altitude")
 _ALOFT = re.compile(r"isobar|pressure|hpa|\bmb\b|trop|level")
 
@@ -91,6 +92,35 @@ def variables_with_members(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES
     return found
 
 
+def other_sums(data: xr.Dataset, overrides: Overrides = NO_OVERRIDES) -> dict[str, str]:
+    """Variables that are sums of what another one of the file is, over other hours: name -> the one that is read.
+
+    That is the one that says no hours; else that over the hours between leads, or the shortest.
+    """
+    sums: dict[str, dict[int, str]] = {}
+    for name in sorted(map(str, data.data_vars)):
+        with understood(name):
+            field = identify(data, data[name], overrides).field
+            if field is not None and field.accumulated and _convertible(data[name], field):
+                sums.setdefault(field.name, {}).setdefault(hours_of_sum(data[name]), name)
+    found: dict[str, str] = {}
+    for named in (named for named in sums.values() if len(named) > 1):
+        lead = find_axis(data[named[max(named)]], "lead")
+        apart = int(np.diff(READ["lead"](lead)).min()) if lead is not None and lead.size > 1 else 0
+        kept = named[0] if 0 in named else named[apart if apart in named else min(named)]
+        found |= {name: kept for name in named.values() if name != kept}
+    return found
+
+
+def _convertible(array: xr.DataArray, field: Field) -> bool:
+    """Return whether a variable's units, where it states any, are those of a sum: a rate is read by nobody."""
+    try:
+        conversion(array, field, str(array.attrs.get("units", "")).strip())
+    except OfSomethingElse:
+        return False
+    return True
+
+
 def _of_the_ground(array: xr.DataArray) -> bool:
     """Return whether geopotential without pressure levels is that of the ground, which is one field.
 
@@ -143,6 +173,8 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
     field = stated or _named(array, spelling)
     if field is None:
         return Identity(None)
+    if field.name == "z" and array.attrs.get("standard_name") in _ALTITUDES:
+        field = FIELDS[FIELD_INDEX["orog"]]
     other = overrides.names.get(field.name)
     if other in data and other != array.name:
         return Identity(None, f" (names= says that {other} is {field.name})")

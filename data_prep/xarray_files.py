@@ -35,7 +35,7 @@ from data_prep.axes import (
     untangle,
     with_start,
 )
-from data_prep.cell_bounds import hours_of_sum, method, other_sums, over_intervals, widths
+from data_prep.cell_bounds import hours_of_sum, method, over_intervals, widths
 from data_prep.cf_missing import open_netcdf, open_zarr, valid_limits
 from data_prep.file_index import EMPTY, FILLED, UNKNOWN, FileIndex
 from data_prep.grib_io import Stamp
@@ -48,6 +48,7 @@ from data_prep.identity import (
     grib_type,
     identify,
     numbered,
+    other_sums,
     units_of,
     variables_with_members,
 )
@@ -100,7 +101,7 @@ class XarrayFile:
     """One NetCDF file or Zarr store (see `data_prep.records.Reader`).
 
     `names` are those of its variables. `assumed` are units that it does not state, and that the convention of a
-    name fixes, by our names; `without_units` are variables that were left out for having none: our names and its own.
+    name fixes, by our names; `without_units` are variables that were left out for having none: its names and ours.
     `found` are the variables of ours that are read.
 
     Args:
@@ -165,7 +166,7 @@ class XarrayFile:
         strange: list[OfSomethingElse] = []
         self.names = frozenset(map(str, data.data_vars))
         data = self._without_nothing(data)
-        others = other_sums(data)
+        others = other_sums(data, self._overrides)
         for name, kept in others.items():
             self._skip(f"{name} (beside {kept}, over other hours)")
         data = data.drop_vars(others)
@@ -181,7 +182,7 @@ class XarrayFile:
             except OfSomethingElse as error:
                 self._skip(f"{name} ({error.why})")
                 if isinstance(error, NoUnits):
-                    self.without_units[error.field.name] = error.name
+                    self.without_units[error.name] = error.field.name
                 else:
                     strange.append(error)
         if strange and not tables and not self.without_units:

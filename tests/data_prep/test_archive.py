@@ -213,7 +213,7 @@ class TestFiles:
         with caplog.at_level(logging.INFO, "data_prep"):
             open_archive(write(tmp_path / "a.grib", [message("t"), message(78), message(78, member=2)]))
         lines = [record.getMessage() for record in caplog.records]
-        assert len(lines) == 1 and "2 fields that are no known variable of a run are left out" in lines[0]
+        assert len(lines) == 1 and "2 fields of variables that the registry does not know" in lines[0]
 
     def test_fingerprint_follows_the_content(self, tmp_path):
         first = open_archive(ensemble(tmp_path / "x" / "a.grib")).fingerprint()
