@@ -28,6 +28,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
 
 _ALTITUDES = ("surface_altitude", "surface_geopotential")
+_ISOBARIC = ("isobaricInhPa", "isobaricInPa")
 _TOP = re.compile(r"surface|orograph|terrain|topograph|altitude")
 _ALOFT = re.compile(r"isobar|pressure|hpa|\bmb\b|trop|level")
 
@@ -157,6 +158,9 @@ def _by_parameter(array: xr.DataArray) -> tuple[int, Field | None]:
 def _named(array: xr.DataArray, spelling: Spelling) -> Field | None:
     """Return the registry's entry of a data variable by its name, its GRIB parameter, or its CF standard name."""
     number, of_number = _by_parameter(array)
+    if spelling.field is not None and of_number is not None and of_number.surface:
+        # A short name may be shared by several places, as "t" is; the parameter of 2 m temperature is not.
+        return of_number if _same_quantity(spelling.field, of_number) else spelling.field
     if spelling.field is not None or of_number is not None:
         return spelling.field or of_number
     if number or _of_soil(array):
@@ -216,16 +220,16 @@ def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spell
     upper = not (field.surface or field.static)
     if reason := other_place(array, field, upper=upper and axis is not None and axis.size > 1):
         return Identity(None, f" ({reason})")
-    if not upper:
-        return Identity(field)
+    kind = array.attrs.get("GRIB_typeOfLevel")
+    if not upper:  # one level of the air that was given the name of the surface's variable says so by its type
+        return Identity(None, f" (typeOfLevel {kind})") if kind in _ISOBARIC else Identity(field)
     if spelling.height is not None:
         near = spelling.height in heights_of(field)
         return _near_ground(field) if near else Identity(None, f" (at {spelling.height:g} m)")
     if spelling.level:
         return _on_named_level(data, field, spelling, axis)
-    kind = array.attrs.get("GRIB_typeOfLevel")
     if axis is not None:
-        other = kind not in (None, "isobaricInhPa", "isobaricInPa")
+        other = kind not in (None, *_ISOBARIC)
         return Identity(None, f" (typeOfLevel {kind})") if other else Identity(field)
     if field.name == "z" and _of_the_ground(array):
         return Identity(FIELDS[FIELD_INDEX["orog"]])

@@ -126,7 +126,13 @@ def check_overrides(config: Any) -> None:
     for key, example in (("names", "{t2m: temperature_2m}"), ("units", "{tp: mm}")):
         stated = getattr(config, key) or {}
         require(key, stated, isinstance(stated, dict) and all(stated.values()), f"give them by our names, {example}")
-        setattr(config, key, {resolve(str(ours)).name: str(theirs) for ours, theirs in stated.items()})
+        by_our_names = {}
+        for ours, theirs in stated.items():
+            try:
+                by_our_names[resolve(str(ours)).name] = str(theirs)
+            except UserError as error:
+                raise UserError(f"{key}={{{ours}: {theirs}}}: {error}") from error
+        setattr(config, key, by_our_names)
     for ours, units in config.units.items():
         try:
             unit_conversion(units, field(ours).units)

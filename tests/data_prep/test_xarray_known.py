@@ -311,3 +311,16 @@ def test_a_variable_that_cannot_be_placed_leaves_the_others(tmp_path):
     data["msl"] = xr.DataArray(np.ones((2, 3)), dims=("time", "colour"), attrs={"units": "Pa"})
     source, skipped = opened(data, tmp_path)
     assert set(source.layout.surface) == {"t2m", "skt"} and skipped == ["msl (no latitude and longitude axes)"]
+
+
+def test_a_level_of_the_air_under_the_name_of_the_surface(tmp_path):
+    about = {"GRIB_paramId": 130, "GRIB_typeOfLevel": "isobaricInhPa"}
+    source, skipped = opened(surface(**about), tmp_path)
+    assert source.layout.surface == ("skt",) and skipped == ["t2m (typeOfLevel isobaricInhPa)"]
+
+
+def test_the_parameter_of_the_surface_under_the_name_of_the_air(tmp_path):
+    """Beside a level that other variables of the file are on."""
+    data = surface("t", GRIB_paramId=167, GRIB_typeOfLevel="heightAboveGround").drop_vars("skt")
+    source, _ = opened(data.assign_coords(isobaricInhPa=500.0), tmp_path)
+    assert source.layout.surface == ("t2m",) and source.layout.levels == ()
