@@ -56,14 +56,14 @@ if " ".join([name, *level]) not in choices:
 # %% [markdown]
 # ## The forecasts
 #
-# One file a start date; its time axis is the valid time. Side by side they stand better on start date and lead time.
+# One file a start date, with axes of start date and lead time, so that files stand side by side.
 
 
 # %%
 def of_variable(data):
-    """This variable at this level, on `lead_time` instead of valid time."""
+    """This variable at this level, with the store's names of the axes."""
     held = data[[key for key in data.data_vars if key.startswith(f"{name}_") and key != f"{name}_member"]]
-    held = held.swap_dims(time="forecast_period").drop_vars("time").rename(forecast_period="lead_time")
+    held = held.drop_vars("time").rename(forecast_reference_time="init_time", forecast_period="lead_time")
     return held.sel(level=int(level[0]), drop=True) if level else held
 
 
@@ -81,8 +81,7 @@ if lacking := [f"{name}_{part}" for part in ("mean", "stddev", "location", "scal
     given = f"give forecasts of the distribution of {name} (a model trained with model.postprocess=true)"
     raise ValueError(f"{folder}: holds {holds}, no {', '.join(lacking)}; {given}")
 dates, made_from = zip(*map(read, files), strict=True)
-forecast = xr.concat(dates, "forecast_reference_time", coords="minimal", compat="override", join="outer")
-forecast = forecast.rename(forecast_reference_time="init_time")
+forecast = xr.concat(dates, "init_time", coords="minimal", compat="override", join="outer")
 print(forecast)
 
 # %% [markdown]

@@ -128,7 +128,7 @@ truth = truths.sel(init_time=case)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
     used = [int(number) for number in data.attrs["members_in"].split()]
     forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]]
-    forecast = forecast.isel(time=int(np.flatnonzero(data.forecast_period.values == lead)[0]))
+    forecast = forecast.sel(forecast_period=lead).isel(forecast_reference_time=0)
     forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()
 
 

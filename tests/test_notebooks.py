@@ -98,7 +98,7 @@ def test_leads_that_all_files_have_are_looked_at(run, monkeypatch, tmp_path, nam
     paths = sorted((run / "forecast").glob("*.nc"))
     for path in paths:
         with xr.open_dataset(path, decode_timedelta=False) as data:
-            data.isel(time=[0] if path is paths[which] else slice(None)).to_netcdf(tmp_path / path.name)
+            data.isel(forecast_period=[0] if path is paths[which] else slice(None)).to_netcdf(tmp_path / path.name)
     text, _ = executed(run, monkeypatch, name, forecast=tmp_path)
     assert "at 24 h has a CRPS" in text.splitlines()[-1] and "48 h" not in text
     assert name == "extreme_case" or "5 start dates" in text.splitlines()[-1]

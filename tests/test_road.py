@@ -12,6 +12,7 @@ import xarray as xr
 from fixtures_archive import tiny_archive  # noqa: F401
 
 from ensemble_ml import cli
+from ensemble_ml.inference.contents import TIME_AXES
 
 REAL = Path(os.environ.get("ENSEMBLE_ML_REAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
 ERA5 = REAL / "era5-levels-members.grib"
@@ -64,7 +65,7 @@ def test_forecasts_from_any_number_of_members(road):
         assert len(files) == 2
         with xr.open_dataset(files[0]) as forecast:
             assert forecast.attrs["members_in"].split() == [str(n + 1) for n in range(members)]
-            assert forecast["t_mean"].dims == ("time", "level", "latitude", "longitude")
+            assert forecast["t_mean"].dims == (*TIME_AXES, "level", "latitude", "longitude")
             for name in ("t_mean", "t_stddev", "t_ensemble_spread", "tp_mean", "q_scale"):
                 assert np.isfinite(forecast[name].values).all(), name
             assert (forecast["tp_mean"].values >= 0).all() and (forecast["t_stddev"].values > 0).all()

@@ -1,6 +1,7 @@
 """What a forecast file holds, and how CF-1.11 names it.
 
-Axes: T lead, Z level, Y latitude, X longitude, P point, M member, K quantile or threshold.
+Axes: T lead (behind an axis of the one start date in the file), Z level, Y latitude, X longitude, P point, M member,
+K quantile or threshold.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ensemble_ml.inference.select import Places
 # Metres above ground, which the standard names do not tell
 HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "ws10": 10, "fg10": 10}
 
+TIME_AXES = ("forecast_reference_time", "forecast_period")  # the start, of length one, and the leads
 
 _MAXIMUM = "fg10"
 
@@ -142,7 +144,7 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
     methods = [f"time: {method}{within}" if method else "", _METHODS.get(kind, "")]
     if any(methods):
         found["cell_methods"] = " ".join(filter(None, methods))
-    coordinates = ["forecast_reference_time", "forecast_period"]
+    coordinates = ["time"]
     if header.places.asked is not None:
         coordinates += ["latitude", "longitude", "requested_latitude", "requested_longitude"]
     if output.name in HEIGHTS:
@@ -152,14 +154,14 @@ def attributes(header: Header, output: Output) -> dict[str, str]:
 
 
 def dimensions(header: Header, output: Output) -> tuple[str, ...]:
-    """Names of the axes of a data variable: what CF has no letter for stands to the left of time."""
+    """Return the names of the axes of a data variable: what CF has no letter for stands to the left of the times."""
     extra = {
         Kind.QUANTILE: ("quantile",),
         Kind.PROBABILITY: (f"threshold_{output.name}",),
         Kind.MEMBER: ("realization",),
     }.get(output.kind, ())
     level = () if registered(output.name).surface else ("level",)
-    return (*extra, "time", *level, *header.places.dims)
+    return (*extra, *TIME_AXES, *level, *header.places.dims)
 
 
 def height_name(name: str) -> str:

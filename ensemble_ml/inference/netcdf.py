@@ -14,7 +14,15 @@ from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field as registered
 from ensemble_ml.folders import draft_of, give_name
-from ensemble_ml.inference.contents import HEIGHTS, Header, Output, attributes, dimensions, height_name
+from ensemble_ml.inference.contents import (
+    HEIGHTS,
+    TIME_AXES,
+    Header,
+    Output,
+    attributes,
+    dimensions,
+    height_name,
+)
 from ensemble_ml.inference.select import Places
 from ensemble_ml.training.checkpoint import sync
 
@@ -115,21 +123,29 @@ def _coordinates(data: netCDF4.Dataset, header: Header) -> None:
 
 
 def _times(data: netCDF4.Dataset, header: Header) -> None:
+    """Write the start as an axis of length one, and the lead times.
+
+    Files of several starts concatenate along the start, which is unlimited, as `ncrcat` wants it. Valid times belong to
+    both axes: as an axis of their own they would overlap between files, and whoever opens many files as one would get
+    the union of all valid times, most of it empty.
+    """
     start = int(header.init_time.astype("datetime64[s]").astype(np.int64))
     leads = np.asarray(header.leads, np.int64)
-    time = {"standard_name": "time", "long_name": "valid time", **_CLOCK, "axis": "T"}
+    reference = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast", **_CLOCK}
+    data.createDimension("forecast_reference_time", None)
+    _variable(data, "forecast_reference_time", TIME_AXES[:1], np.array([start]), {**reference, "axis": "T"})
+    # Without the attribute `dtype` xarray takes the hours for plain integers.
+    period = {"standard_name": "forecast_period", "long_name": "lead time", "units": "hours"}
+    _axis(data, "forecast_period", leads, {**period, "dtype": "timedelta64[ns]"})
+    time = {"standard_name": "time", "long_name": "valid time", **_CLOCK}
     bounds = header.shared_bounds
     if bounds:
         time["bounds"] = "time_bnds"
-    _axis(data, "time", start + 3600 * leads, time)
+    _variable(data, "time", TIME_AXES, start + 3600 * leads[None], time)
     if bounds:
         data.createDimension("bnds", 2)
-        data.createVariable("time_bnds", "i8", ("time", "bnds"))[:] = start + 3600 * np.asarray(bounds, np.int64)
-    reference = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast", **_CLOCK}
-    _variable(data, "forecast_reference_time", (), np.int64(start), reference)
-    # Without the attribute `dtype` xarray takes the hours for plain integers.
-    period = {"standard_name": "forecast_period", "long_name": "lead time", "units": "hours"}
-    _variable(data, "forecast_period", ("time",), leads, {**period, "dtype": "timedelta64[ns]"})
+        ends = start + 3600 * np.asarray(bounds, np.int64)
+        _variable(data, "time_bnds", (*TIME_AXES, "bnds"), ends[None], {})
 
 
 def _space(data: netCDF4.Dataset, places: Places) -> None:
@@ -149,11 +165,12 @@ def _space(data: netCDF4.Dataset, places: Places) -> None:
 
 
 def _data_variable(data: netCDF4.Dataset, header: Header, output: Output) -> None:
-    values = np.ascontiguousarray(output.values, np.float32)
+    dims = dimensions(header, output)
+    values = np.ascontiguousarray(np.expand_dims(output.values, dims.index(TIME_AXES[0])), np.float32)
     made = data.createVariable(
         f"{output.name}_{output.kind.value}",
         "f4",
-        dimensions(header, output),
+        dims,
         zlib=True,
         complevel=1,
         shuffle=True,
@@ -175,7 +192,8 @@ def _axis(data: netCDF4.Dataset, name: str, values: np.ndarray, attributes: Mapp
 def _variable(
     data: netCDF4.Dataset, name: str, dims: tuple[str, ...], values: Any, attributes: Mapping[str, Any]
 ) -> None:
-    made = data.createVariable(name, np.asarray(values).dtype, dims)
+    chunks = np.shape(values) or None  # the library's own along an unlimited axis are kilobytes for a number
+    made = data.createVariable(name, np.asarray(values).dtype, dims, chunksizes=chunks)
     made.setncatts(dict(attributes))
     made[...] = values
 

@@ -14,6 +14,7 @@ import numpy as np
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable
+from ensemble_ml.inference.contents import TIME_AXES
 from ensemble_ml.inference.netcdf import file_name, read_attributes
 from ensemble_ml.inference.outputs import Wanted
 from ensemble_ml.inference.starts import Start
@@ -33,6 +34,7 @@ def identity(config: PredictConfig, wanted: Wanted, meta: Mapping[str, Any], sou
         "precision": config.precision.value,
         "static": None if config.static is None else _digest(source.static()),
         "regrid": config.regrid,
+        "axes": TIME_AXES,  # files on other axes, as they once were, do not open as one with these
     }
     return {
         "checkpoint_sha256": meta["sha256"],

@@ -253,8 +253,10 @@ def open_file(path: Path) -> ForecastFile:
 
 
 def _with_our_axes(data: xr.Dataset) -> xr.Dataset:
-    """The same with axes under our names."""
+    """The same with axes under our names, and without an axis of a single start date."""
     made, along = data, {}
+    if made.sizes.get("forecast_reference_time") == 1:
+        made = made.isel(forecast_reference_time=0)
     for name, usual in AXIS_NAMES.items():
         if name in made.dims and name in made.coords:
             continue

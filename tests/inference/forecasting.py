@@ -149,6 +149,6 @@ def make_checkpoint(folder: Path, spec: ModelSpec, *, ranges: tuple[float, float
 
 
 def opened(path):
-    """A written forecast, read whole."""
+    """A written forecast of its one start date, read whole."""
     with xr.open_dataset(path, decode_timedelta=True) as data:
-        return data.load()
+        return data.isel(forecast_reference_time=0).load()

@@ -102,7 +102,7 @@ def test_cell_methods_and_bounds(written):
         assert data.t_mean.attrs["cell_methods"] == "time: point realization: mean"
         assert data.t_member.attrs["cell_methods"] == "time: point"
         hours = (data.time_bnds - data.forecast_reference_time) / np.timedelta64(1, "h")
-        assert hours.values.tolist() == [[0, 24], [0, 48]]
+        assert hours.values.tolist() == [[[0, 24], [0, 48]]]
     with xr.open_dataset(written["pressure"]) as data:
         assert (
             "time_bnds" not in data
@@ -160,17 +160,38 @@ def test_xarray_decodes_without_options_and_writes_again(written, tmp_path):
         assert again.identical(data)
 
 
-def test_many_files_open_as_one(config, source):
-    paths = predict(config(members_in=2), source)
-    with xr.open_mfdataset(
-        paths,
-        combine="nested",
-        concat_dim="forecast_reference_time",
-        join="outer",
-        coords="different",
-        compat="no_conflicts",
-    ) as data:
-        assert data.t_mean.sizes["forecast_reference_time"] == 3
+def one_by_one(paths):
+    """The data variables of files, each joined along the start dates by hand."""
+    single = [xr.load_dataset(path) for path in paths]
+    names = list(single[0].data_vars)
+    at = {name: single[0][name].dims.index("forecast_reference_time") for name in names}
+    return {name: np.concatenate([data[name].values for data in single], at[name]) for name in names}
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("how", [{}, {"combine": "nested", "concat_dim": "forecast_reference_time"}])
+@pytest.mark.parametrize(
+    "settings", [{"thresholds": {"t": [273.15]}}, {"points": [[47, 11]]}, {"region": [60, 0, 0, 90]}]
+)
+def test_many_files_open_as_one(config, source, how, settings):
+    paths = predict(config(members_in=2, members_out=True, **settings), source)
+    wanted = one_by_one(paths)
+    with xr.open_mfdataset(paths, **how) as data:
+        assert dict(data.sizes) == dict(xr.open_dataset(paths[0]).sizes) | {"forecast_reference_time": 3}
+        assert np.array_equal(data.forecast_reference_time, source.layout.init_time)
+        assert np.array_equal(data.time, data.forecast_reference_time + data.forecast_period)
+        assert set(wanted) == set(data.data_vars) and "time_bnds" in wanted and "t_member" in wanted
+        for name, values in wanted.items():
+            assert np.array_equal(data[name].values, values, equal_nan=True), name
+        assert np.isfinite(data.t_mean.values).all()
+
+
+def test_start_dates_are_an_axis_without_end(config, source):
+    """`ncrcat` joins files along such an axis alone."""
+    for path in predict(config(), source):
+        with netCDF4.Dataset(path) as data:
+            assert [name for name, axis in data.dimensions.items() if axis.isunlimited()] == ["forecast_reference_time"]
+            assert {variable.chunking()[0] for name, variable in data.variables.items() if name.endswith("time")} == {1}
 
 
 def header(places):

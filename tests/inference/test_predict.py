@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from forecasting import make_checkpoint, make_grid, make_source, make_spec, opened
 from scipy.stats import chisquare, gamma, norm, truncnorm
 
@@ -12,6 +13,7 @@ from ensemble_ml.config import ParallelConfig, Precision, PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import GAMMA_SHIFT
 from ensemble_ml.inference import predict
+from ensemble_ml.inference.contents import TIME_AXES
 from ensemble_ml.inference.outputs import order_of_equals
 from ensemble_ml.inference.predict import _place
 from ensemble_ml.models import Speed, ensemble_input
@@ -69,6 +71,15 @@ def test_members_are_let_go_where_nothing_asks_for_them(config, source, tmp_path
     assert ahead == [2, 2, 2, 1]
 
 
+def test_a_run_predicts_by_its_best_checkpoint(config, source, tmp_path):
+    best = tmp_path / "run" / "checkpoints" / "best"
+    best.symlink_to(make_checkpoint(best.parent, make_spec(source)).resolve().name)
+    (path,) = predict(config(checkpoint=str(tmp_path / "run"), dates=["2001-01-30"]), source)
+    data = opened(path)
+    assert f", {best} (step " in data.attrs["source"]
+    assert data.attrs["checkpoint_sha256"] == load_checkpoint(best).sha256
+
+
 def test_order_of_members_does_not_matter(config, source, tmp_path):
     first = opened(predict(config(members_in=[2, 5, 3]), source)[0])
     second = opened(predict(config(members_in=[5, 3, 2], output=str(tmp_path / "two")), source)[0])
@@ -77,15 +88,17 @@ def test_order_of_members_does_not_matter(config, source, tmp_path):
 
 
 def test_coordinates(config, source):
-    data = opened(predict(config(members_in=2), source)[0])
+    with xr.open_dataset(predict(config(members_in=2), source)[0], decode_timedelta=True) as opened_file:
+        data = opened_file.load()
     hour = np.timedelta64(1, "h")
     start = source.layout.init_time[0]
-    assert data.forecast_reference_time.values == start
+    assert data.forecast_reference_time.values == [start]
     assert data.forecast_period.values.tolist() == (np.array([24, 48]) * hour).astype("m8[ns]").tolist()
-    assert np.array_equal(data.time, start + np.array([24, 48]) * hour)
-    assert np.array_equal(data.time_bnds, start + np.array([[0, 24], [0, 48]]) * hour)
-    assert data.t_mean.dims == ("time", "level", "latitude", "longitude")
-    assert data.t2m_quantile.dims == ("quantile", "time", "latitude", "longitude")
+    assert np.array_equal(data.time, start + np.array([[24, 48]]) * hour)
+    assert np.array_equal(data.time_bnds, start + np.array([[[0, 24], [0, 48]]]) * hour)
+    assert data.time.dims == TIME_AXES and data.time_bnds.dims == (*TIME_AXES, "bnds")
+    assert data.t_mean.dims == (*TIME_AXES, "level", "latitude", "longitude")
+    assert data.t2m_quantile.dims == ("quantile", *TIME_AXES, "latitude", "longitude")
     assert data.level.values.tolist() == [500, 850] and data.level.attrs["positive"] == "down"
     assert np.array_equal(data.latitude, source.layout.grid.latitude)
     assert np.array_equal(data.longitude, source.layout.grid.longitude)
@@ -116,7 +129,7 @@ def test_moments_quantiles_and_probabilities_agree_with_scipy(config, source):
 def test_members_out_keep_places_and_take_the_predicted_moments(config, source):
     data = opened(predict(config(members_in=[1, 3, 4, 6], members_out=True), source)[0])
     assert data.realization.values.tolist() == [1, 3, 4, 6]
-    assert data.t_member.dims == ("realization", "time", "level", "latitude", "longitude")
+    assert data.t_member.dims == ("realization", "forecast_period", "level", "latitude", "longitude")
     np.testing.assert_allclose(data.t_member.mean("realization"), data.t_mean, rtol=1e-6)
     np.testing.assert_allclose(data.t_member.std("realization", ddof=1), data.t_stddev, rtol=1e-3)
     raw = source.pressure[0][[0, 2, 3, 5]][:, 1:, 0]
@@ -192,7 +205,7 @@ def test_a_part_equals_the_whole_bit_for_bit(config, source, tmp_path, where):
         assert part[name].size and np.array_equal(part[name].values, expected[name].values), name
     if "points" in where:
         assert part.requested_latitude.values.tolist() == [47.3, -33.9]
-        assert part.t_mean.dims == ("time", "level", "point")
+        assert part.t_mean.dims == ("forecast_period", "level", "point")
     else:
         assert part.longitude.values.tolist() == [-45, -22.5, 0, 22.5, 45]
 

@@ -36,6 +36,22 @@ def test_a_foreign_forecast_upside_down_with_moments_alone(store, forecast, tmp_
         assert theirs["value"] == pytest.approx(ours["value"], rel=1e-9)
 
 
+def test_files_whose_axis_is_the_valid_time_score_the_same(store, forecast, tmp_path, plain):
+    """As `predict` wrote them once, and as others may."""
+
+    def of_valid_time(data):
+        return data.isel(forecast_reference_time=0).swap_dims(forecast_period="time")
+
+    other = rewritten(forecast, tmp_path / "f", of_valid_time, ("mean", "stddev", "location", "scale"))
+    with xr.open_dataset(next(other.glob("*.nc"))) as data:
+        assert data.t_mean.dims == ("time", "level", "latitude", "longitude") and not data.forecast_reference_time.dims
+    evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
+    content = json.loads((tmp_path / "r" / "scores.json").read_text())
+    for name, level in (("t", 850), ("tp", None)):
+        ours, theirs = (entry(content, label, name, level)["crps"] for label in ("forecast", "f"))
+        assert ours["value"] == theirs["value"] > 0
+
+
 def test_a_foreign_forecast_with_axes_in_another_order(store, forecast, tmp_path, plain):
     other = rewritten(forecast, tmp_path / "f", lambda data: data.transpose("longitude", "latitude", ...))
     evaluate(settings([str(forecast), str(other)], store, tmp_path / "r"), store)
@@ -79,7 +95,7 @@ def test_a_packed_zero_is_no_scale_below_zero_or_above(store, forecast, tmp_path
     """16-bit integers bring a zero back as what rounding makes of it."""
 
     def dry(data):
-        data["tp_stddev"][:, :3] = 0.0
+        data["tp_stddev"][{"latitude": slice(3)}] = 0.0
         return data
 
     parts = ("mean", "stddev")
@@ -137,7 +153,7 @@ def test_files_cut_to_one_lead_keep_its_interval(store, tmp_path, plain, monkeyp
     (tmp_path / "cut").mkdir()
     for path in folder.glob("*.nc"):
         with xr.open_dataset(path, decode_timedelta=False) as data:
-            data.isel(time=[1]).to_netcdf(tmp_path / "cut" / path.name)
+            data.isel(forecast_period=[1]).to_netcdf(tmp_path / "cut" / path.name)
     monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [24, 48]]})
     evaluate(settings(tmp_path / "cut", store, tmp_path / "r"), store)
     monkeypatch.setattr(store, "lead_bounds", {"tp": [None, [0, 24], [42, 48]]})
@@ -237,7 +253,7 @@ def test_leads_that_some_files_lack_are_not_scored(store, tmp_path, plain):
         folder = write_forecasts(tmp_path / f"f{first}", store, FEW, corrected(), train=TRAIN)
         one = sorted(folder.glob("*.nc"))[first]
         with xr.open_dataset(one, decode_timedelta=False) as data:
-            short = data.isel(time=[0]).load()
+            short = data.isel(forecast_period=[0]).load()
         short.to_netcdf(one)
         content = content_of(str(folder), store, tmp_path / f"r{first}")
         assert {row["lead_hours"] for row in content["scores"]} == {24}

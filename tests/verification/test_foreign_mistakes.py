@@ -42,11 +42,9 @@ def test_times_of_no_date_are_refused(store, forecast, tmp_path, name, told, tex
     [
         (lambda data: data.expand_dims(realization=[3]), "t_mean: has a dimension realization; take one value of it"),
         (
-            lambda data: data.assign_coords(
-                forecast_reference_time=(
-                    "run",
-                    [data.forecast_reference_time.values, np.datetime64("2030-01-01", "ns")],
-                )
+            lambda data: xr.concat(
+                [data, data.assign_coords(forecast_reference_time=[np.datetime64("2030-01-01", "ns")])],
+                "forecast_reference_time",
             ),
             "forecast_reference_time holds 2 start dates; give a file for each start date",
         ),

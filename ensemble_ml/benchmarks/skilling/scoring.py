@@ -221,7 +221,7 @@ class _Scorer:
     def _read(self, file: netCDF4.Dataset, part: str) -> np.ndarray:
         """(Z, Y, X) float64 at the group's lead, levels in the group's order."""
         hours = np.atleast_1d(file.variables["forecast_period"][:]).astype(int).tolist()
-        found = file.variables[f"{self.group.variable}_{part}"][hours.index(self.group.lead_hours)]
+        found = file.variables[f"{self.group.variable}_{part}"][0, hours.index(self.group.lead_hours)]
         values = np.ma.filled(found, np.nan)
         if self.group.levels == (None,):
             return np.asarray(values, np.float64)[None]
