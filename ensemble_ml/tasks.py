@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,9 @@ def _predict(config: schema.PredictConfig) -> object:
     from data_prep import Overrides, open_pair
     from ensemble_ml.inference import predict
     from ensemble_ml.inference.starts import sum_cuts
-    from ensemble_ml.training.checkpoint import load_meta, load_spec
+    from ensemble_ml.training.checkpoint import find_checkpoint, load_meta, load_spec
 
+    config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     spec = load_spec(config.checkpoint)
     cuts = sum_cuts(spec, load_meta(config.checkpoint).get("lead_bounds"))
     grid = spec.grid if config.regrid else None

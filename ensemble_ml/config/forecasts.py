@@ -26,7 +26,7 @@ def _numbers(values: Any) -> bool:
 class PredictConfig:
     """Make CF NetCDF forecasts from an archive or a store."""
 
-    checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
+    checkpoint: str = opt(MISSING, "a run (its best checkpoint is taken), or the folder of a checkpoint, e.g. runs/NAME/checkpoints/last")
     input: Any = opt(MISSING, "archive (GRIB, NetCDF, Zarr) or tensor store with the reduced ensemble", paths=True)
     control: Control = opt(Control.apart, "control forecast of an archive: apart, or include as a member, as the store was prepared")
     names: Any = opt(None, NAMES)
@@ -65,7 +65,7 @@ class PredictConfig:
 class ExportConfig:
     """Make of a checkpoint a folder to hand on, with a model card beside the weights."""
 
-    checkpoint: str = opt(MISSING, "checkpoint folder, e.g. runs/NAME/checkpoints/best")
+    checkpoint: str = opt(MISSING, "a run (its best checkpoint is taken), or the folder of a checkpoint, e.g. runs/NAME/checkpoints/last")
     output: str = opt(MISSING, "new folder; predict takes it as checkpoint=")
     scores: str | None = opt(None, "scores.json of evaluate, whose figures the model card repeats")
     overwrite: bool = opt(False, "replace an existing folder")

@@ -66,7 +66,7 @@ class TrainConfig:
     average: float = opt(0.0, "decay of a running average of the weights that validation and checkpoints/best use; 0 turns it off")
     threads: int = opt(0, "CPU threads; 0 takes all cores, each rank its share of a host's. Resumed runs need the same number to be equal bit for bit")
     resume: Any = opt(False, "go on from checkpoints/last of the same run; auto does so where SLURM has requeued the job")
-    init_from: str | None = opt(None, "start from the weights of this checkpoint, with a new schedule")
+    init_from: str | None = opt(None, "start from the weights of this checkpoint, or of the best one of a run, with a new schedule")
     data: DataConfig = part(DataConfig, "dates, variables, levels, leads, members")
     model: ModelConfig = part(ModelConfig, "network")
     optim: OptimConfig = part(OptimConfig, "optimizer")

@@ -13,7 +13,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.folders import draft_of
 from ensemble_ml.inference.card import model_card
 from ensemble_ml.store.folder import exchange
-from ensemble_ml.training.checkpoint import META, MODEL, load_checkpoint, sync
+from ensemble_ml.training.checkpoint import META, MODEL, find_checkpoint, load_checkpoint, sync
 
 CARD = "MODEL_CARD.md"
 
@@ -34,7 +34,7 @@ def export(config: ExportConfig) -> Path:
     others = sorted({path.name for path in output.iterdir()} - {MODEL, META, CARD}) if folder else []
     if others:
         raise UserError(f"output={output}: holds {others[0]}, which no export writes; overwrite=true leaves it alone")
-    checkpoint = load_checkpoint(config.checkpoint)
+    checkpoint = load_checkpoint(find_checkpoint(config.checkpoint))
     scores = _scores(config.scores)
     if scores is not None:
         made = [one for one in scores["forecasts"] if checkpoint.sha256 in one.get("checkpoints", ())]

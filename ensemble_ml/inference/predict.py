@@ -44,7 +44,7 @@ from ensemble_ml.machine import cores
 from ensemble_ml.models import AnyModel, EnsembleModel, ModelSpec, Prediction, Speed
 from ensemble_ml.models.speed import candidates
 from ensemble_ml.store.source import Fields, Source, bounds_at
-from ensemble_ml.training.checkpoint import load_model
+from ensemble_ml.training.checkpoint import find_checkpoint, load_model
 
 T = TypeVar("T")
 
@@ -84,6 +84,7 @@ def predict(config: PredictConfig, source: Source) -> list[Path]:
             cannot be read, as where an input is NaN or infinite: the others have their forecasts (unless ranks share
             each date, when the first of these ends the run).
     """
+    config = replace(config, checkpoint=str(find_checkpoint(config.checkpoint)))
     with start(config.parallel) as session:
         return _predict(config, source, session)
 

@@ -30,7 +30,7 @@ from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store.source import bounds_at, hour_of_day
 from ensemble_ml.training import agreement, setup
 from ensemble_ml.training.bands import on_first
-from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_weights
+from ensemble_ml.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.exchanges import run_exchange
@@ -217,7 +217,7 @@ def _begin(
     exchange = run_exchange(config, session)  # settings that no rank can follow are refused before the long fits
     candidates(session.device, config.model.precision)
     first = batches_of(config, own, train, 0, 1, _share(session))
-    given = load_checkpoint(config.init_from) if config.init_from is not None else None
+    given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
     if given is not None:
         agreement.refuse_other_layout(reader.spec, given)
         earlier = agreement.earlier_dates(given)

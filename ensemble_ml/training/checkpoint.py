@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 FORMAT = 5  # raised whenever a reader of the older number would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
 PARTIAL, STEP = ".partial-", "step_"
+_NAMED = 8  # entries of a folder in a message
 
 
 @dataclass(eq=False)
@@ -105,6 +106,33 @@ def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
     state_dict = _read_tensors(path, folder / MODEL, meta)
     extra = _read_tensors(path, folder / TRAINING, meta) if training else {}
     return Checkpoint(folder, ModelSpec.from_json(meta["spec"]), state_dict, extra, meta)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """Return the folder of a checkpoint, which may be given by its run or by the run's folder of checkpoints.
+
+    Of these the best checkpoint is taken, and the log says so. A path of no folder is returned as it is, for
+    `load_checkpoint` to refuse.
+
+    Raises:
+        UserError: there is no best checkpoint; the message names what is there.
+    """
+    path = Path(path)
+    if (path / META).is_file() or not path.is_dir():
+        return path
+    steps = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    best = steps / "best"
+    if (best / META).is_file():
+        log.info("checkpoint %s: takes its best, %s (step %d)", path, best, _read_meta(best)["step"])
+        return best
+    others = sorted(entry.name for entry in steps.iterdir() if (entry / META).is_file())
+    if others:
+        chosen = "last" if "last" in others else others[-1]
+        raise UserError(f"checkpoint {path}: has no best, only {', '.join(others)}; give {steps / chosen}")
+    entries = sorted(entry.name for entry in path.iterdir())
+    more = f" and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    holds = f"holds no checkpoint, but {', '.join(entries[:_NAMED])}{more}" if entries else "is empty"
+    raise UserError(f"checkpoint {path}: {holds}; give a run like runs/NAME, or one like runs/NAME/checkpoints/last")
 
 
 def load_spec(path: str | Path) -> ModelSpec:

@@ -16,7 +16,15 @@ from ensemble_ml.models import Climate, EnsembleModel, ModelSpec
 from ensemble_ml.store.manifest import hash_file
 from ensemble_ml.training import checkpoint as module
 from ensemble_ml.training import train
-from ensemble_ml.training.checkpoint import clean, load_checkpoint, load_model, load_weights, mend_links, point
+from ensemble_ml.training.checkpoint import (
+    clean,
+    find_checkpoint,
+    load_checkpoint,
+    load_model,
+    load_weights,
+    mend_links,
+    point,
+)
 from ensemble_ml.training.keeper import Snapshot, save_checkpoint
 
 SPEC = ModelSpec(
@@ -51,6 +59,46 @@ def test_round_trip(folder):
     assert not model.training and meta["sha256"] == found.sha256
     assert all(torch.equal(v, found.state_dict[k]) for k, v in model.state_dict().items())
     assert load_checkpoint(folder / "last").training == {}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run whose best checkpoint is not its last."""
+    save(tmp_path / "first" / "checkpoints", step=3, seed=1)
+    save(tmp_path / "first" / "checkpoints", step=7, best=False)
+    (tmp_path / "first" / "config.yaml").write_text("")
+    return tmp_path / "first"
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints"])
+def test_a_run_stands_for_its_best_checkpoint(run, given, caplog):
+    caplog.set_level("INFO")
+    best = run / "checkpoints" / "best"
+    assert find_checkpoint(run / given) == best and load_checkpoint(best).meta["step"] == 3
+    assert caplog.messages == [f"checkpoint {run / given}: takes its best, {best} (step 3)"]
+
+
+@pytest.mark.parametrize("given", ["best", "last", "step_00000007"])
+def test_a_checkpoint_stands_for_itself(run, given, caplog):
+    caplog.set_level("INFO")
+    assert find_checkpoint(str(run / "checkpoints" / given)) == run / "checkpoints" / given and not caplog.messages
+
+
+def test_a_run_without_a_best_checkpoint_is_refused_and_names_what_is_there(run):
+    (run / "checkpoints" / "best").unlink()
+    for given in (run, run / "checkpoints"):
+        there = r"has no best, only last, step_0+3, step_0+7; give \S+first/checkpoints/last"
+        with pytest.raises(UserError, match=rf"checkpoint {given}: {there}$"):
+            find_checkpoint(given)
+
+
+def test_a_folder_without_a_checkpoint_is_refused_and_names_what_is_there(tmp_path):
+    with pytest.raises(UserError, match=rf"checkpoint {tmp_path}: is empty; give a run like runs/NAME"):
+        find_checkpoint(tmp_path)
+    for name in ("a.nc", "b.nc", *(f"c{number}" for number in range(9))):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"holds no checkpoint, but a.nc, b.nc, c0, .*c5 and 3 more; give a run"):
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped")

@@ -40,7 +40,7 @@ def test_dates_that_weights_have_seen_stay_known_through_chains_of_init_from(con
     dates = {"data__train": ["2001-01-01/2001-01-15"], "data__validation": ["2001-01-31"]}
     first = train(config_of(run="first", steps=1, **dates))
     assert "earlier_dates" not in weights(first).meta
-    begin = {"init_from": str(first / "checkpoints" / "last"), "data__train": ["2001-01-17/2001-01-30"]}
+    begin = {"init_from": str(first), "data__train": ["2001-01-17/2001-01-30"]}  # a run stands for its best checkpoint
     with monkeypatch.context() as patch:
         patch.setattr("ensemble_ml.training.assemble.kept_fit", lambda *_: pytest.fail("the fits began"))
         with pytest.raises(UserError, match="2 of its start dates, first 2001-01-13T00, trained the weights of init"):
