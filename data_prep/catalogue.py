@@ -64,8 +64,9 @@ A = TypeVar("A", bound=Aligned)
 
 
 class Catalogue:
-    """The fields of an archive's files. `records` are sorted by their keys; `grid` is the one that all share.
-    `without_units` are variables that are left out for having none: the files' names and ours.
+    """The fields of an archive's files. `records` are sorted by their keys; `grid` is the one that all share; `skipped`
+    counts the fields that are left out, by a label that says what they are and why. `without_units` are variables that
+    are left out for having none: the files' names and ours.
 
     Raises:
         UserError: a file is damaged, grids differ, or no known field is left.
@@ -81,14 +82,15 @@ class Catalogue:
         self.geometry = Geometry(self.grid, self.grid)
         self.role = role
         table, self.origins = _joined_tables(self.readers)
-        _report_skipped(self.path, self.readers)
+        self.skipped = _skipped(self.readers)
+        _report_skipped(self.path, self.skipped)
         if not len(table):
             raise UserError(f"{self.path}: holds no field that the registry knows")
         static = IS_STATIC[table["field"]]
         self.static_records = table[static]
         table = table[~static] if static.any() else table
         if role == FORECAST:  # a truth of several kinds is refused
-            table = _of_members(self.path, self.files, table)
+            table = _of_members(self.path, self.files, table, self.skipped)
         self.records = table[np.lexsort([table[name] for name in reversed(KEYS)])]  # whatever the order of files
 
     def onto(self, geometry: Geometry) -> None:
@@ -403,11 +405,16 @@ def say_units(names: Iterable[str]) -> str:
     return f"say them, as in 'units={{{said}}}'"
 
 
-def _report_skipped(path: str, readers: list[Reader]) -> None:
+def _skipped(readers: list[Reader]) -> dict[str, int]:
+    """Count what all readers leave out, by its label."""
     counts: dict[str, int] = {}
     for reader in readers:
         for name, count in reader.skipped.items():
             counts[name] = counts.get(name, 0) + count
+    return counts
+
+
+def _report_skipped(path: str, counts: dict[str, int]) -> None:
     known = sorted(name for name in counts if f"({OTHER_UNITS}" in name)
     if known:
         text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
@@ -427,9 +434,9 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:
+def _of_members(path: str, files: list[str], table: np.ndarray, skipped: dict[str, int]) -> np.ndarray:
     """`table` without records that state no member, where others do: a deterministic run beside its ensemble, what was
-    made of all members, or an analysis would be member 0, of which all else is missing.
+    made of all members, or an analysis would be member 0, of which all else is missing. They are counted in `skipped`.
 
     Beside a member that is numbered 0 and no other they stay: some files give a deterministic run that number.
     """
@@ -437,7 +444,10 @@ def _of_members(path: str, files: list[str], table: np.ndarray) -> np.ndarray:
     gone = ~table["numbered"] & others.any()
     if not gone.any():
         return table
-    names = ", ".join(FIELDS[index].name for index in np.unique(table["field"][gone]).tolist())
+    indices, counts = np.unique(table["field"][gone], return_counts=True)
+    names = ", ".join(FIELDS[index].name for index in indices.tolist())
+    for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
+        skipped[f"{FIELDS[index].name} (of no member, beside members)"] = count
     first = files[int(table["file"][gone.argmax()])]
     text = "%s: %d fields of no member, beside members, are left out: %s (%s)"
     log.warning(text, path, gone.sum(), names, first)

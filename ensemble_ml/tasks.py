@@ -7,6 +7,7 @@ none but its own task.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,9 +40,30 @@ def _prepare(config: schema.PrepareConfig) -> object:
 
 
 def _inspect(config: schema.InspectConfig) -> object:
-    from ensemble_ml.store.inspect import inspect
+    from ensemble_ml.store.contents import has_contents
 
-    return inspect(config)
+    paths = schema.as_list(config.store)
+    if len(paths) == 1 and has_contents(paths[0]):
+        from ensemble_ml.store.inspect import inspect
+
+        return inspect(replace(config, store=paths[0]))
+    schema.require("verify", "true", not config.verify, f"is for tensor stores, and {paths[0]} is none; leave it out")
+    found, text = _look_at(paths)
+    print(json.dumps(found, indent=1, allow_nan=False) if config.format is schema.OutputFormat.json else text(found))
+    return found
+
+
+def _look_at(paths: list[str]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], str]]:
+    """Return what a trained model or an archive is, and what makes a page of it."""
+    if len(paths) == 1 and Path(paths[0]).is_dir():  # only then, since it takes importing torch
+        from ensemble_ml.inference.inspect import checkpoint_text, describe_checkpoint, holds_checkpoint
+
+        if holds_checkpoint(paths[0]):
+            return describe_checkpoint(paths[0]), checkpoint_text
+    from data_prep.inspect import describe_archive
+    from ensemble_ml.store.inspect_text import archive_text
+
+    return describe_archive(paths), archive_text
 
 
 def _train(config: schema.TrainConfig) -> object:

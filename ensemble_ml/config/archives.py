@@ -222,11 +222,11 @@ class PrepareConfig:
 
 @dataclass
 class InspectConfig:
-    """Show what a tensor store holds: gaps, statistics, sizes, provenance, read speed."""
+    """Show what a tensor store holds, what prepare would take of an archive, or what a trained model is."""
 
-    store: str = opt(MISSING, "tensor store, finished or still being built; may be given without the key")
-    verify: bool = opt(False, "check the sha256 of every file; reads the whole store")
-    speed: bool = opt(True, "read the forecast of a start date drawn at random, and time it")
+    store: Any = opt(MISSING, "tensor store, finished or still being built; or an archive (files, a folder, a glob), a run or a checkpoint; may be given without the key", paths=True)
+    verify: bool = opt(False, "of a tensor store: check the sha256 of every file; reads the whole store")
+    speed: bool = opt(True, "of a tensor store: read the forecast of a start date drawn at random, and time it")
     format: OutputFormat = opt(OutputFormat.text, "text | json: a page to read, or one JSON object")
 
 

@@ -69,12 +69,25 @@ def contents_of(path: str) -> Contents:
     """
     if is_store(Path(path)):
         return _of_store(open_store(path))
-    for work in (building_folder(Path(path)), Path(path)):
-        if (work / "plan.json").is_file() and (work / "entries").is_dir():  # a plan of training bears that name, too
-            return _of_build(path, work)
+    work = _half_built(path)
+    if work is not None:
+        return _of_build(path, work)
     if Path(path).exists():
         raise UserError(f"store={path}: is no tensor store, nor one that is being built; give a folder made by prepare")
     raise UserError(f"store={path}: no such folder; give a folder made by prepare")
+
+
+def has_contents(path: str) -> bool:
+    """Whether a store stands at `path`, or is being built there."""
+    return is_store(Path(path)) or _half_built(path) is not None
+
+
+def _half_built(path: str) -> Path | None:
+    """Return the folder in which the store at `path` is being built."""
+    for work in (building_folder(Path(path)), Path(path)):
+        if (work / "plan.json").is_file() and (work / "entries").is_dir():  # a plan of training bears that name, too
+            return work
+    return None
 
 
 def _of_store(store: TensorStore) -> Contents:

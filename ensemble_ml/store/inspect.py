@@ -29,12 +29,12 @@ _GAPS_LISTED = 20
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
-    """Print what stands at `config.store`, as text or JSON, and return it.
+    """Print what the tensor store at `config.store` holds, as text or JSON, and return it.
 
     Raises:
         UserError: there is no store, or it is damaged (with `verify`, as far as any byte of it).
     """
-    contents = contents_of(config.store)
+    contents = contents_of(str(config.store))
     found = describe(contents)
     if config.verify:
         contents.verify()

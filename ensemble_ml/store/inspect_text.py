@@ -1,4 +1,4 @@
-"""The page that `ensemble-ml inspect` prints of what `inspect` found."""
+"""The pages that `ensemble-ml inspect` prints: of a tensor store, and of an archive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ensemble_ml.fields import field
 from ensemble_ml.wording import shortened
 
 _LONGEST = 400  # letters of one line; JSON holds all
-_STARTS = 10  # of those that a regular series lacks
+_STARTS = 10  # of those that a regular series lacks, or other lines of one kind
 
 _PROVENANCE = {"fingerprint": "archive's fingerprint"}  # the store has one of its own
 
@@ -19,22 +19,87 @@ def as_text(found: dict[str, Any]) -> str:
     return "\n".join(_lines(found))
 
 
+def archive_text(found: dict[str, Any]) -> str:
+    """Headings, tables and lines for a person, of what `data_prep.inspect` found in an archive."""
+    return "\n".join(_archive_lines(found))
+
+
+def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
+    files, gaps = found["files"], found["gaps"]
+    size = sum(one["bytes"] for one in files) / 1e6
+    yield f"{_list(found['archive'], 4)}: archive, {_count(len(files), 'file')}, {size:.2f} MB"
+    yield ""
+    yield f"What prepare takes: {_count(found['fields'], 'field')}"
+    yield from _pairs(
+        _axes(found)
+        | {"control": "kept apart (control=include makes it a member)" if found["control"] else "none"}
+        | {"intervals": _intervals(found["lead_bounds"])}
+    )
+    yield from (f"  {name}: {spans}; the intervals between are at leads that are left out"
+                for name, spans in found["cut"].items())  # fmt: skip
+    yield ""
+    if gaps["fields"]:
+        policy = "prepare needs gaps=skip or gaps=mask, or the rest of the archive"
+        where = f"{_count(gaps['fields'], 'field')} on {_count(gaps['dates'], 'start date')}"
+        yield f"Gaps: {where}; {policy}"
+        yield from _some(gaps["all"])
+    else:
+        yield "Gaps: none"
+    yield from _left_out(found["left_out"])
+    yield from _archive_files(files, found["other_files"])
+
+
+def _left_out(counts: dict[str, int]) -> Iterator[str]:
+    if not counts:
+        yield from ("", "Left out: nothing")
+        return
+    rows = [("left out", "fields"), *((label, str(count)) for label, count in sorted(counts.items()))]
+    yield from _table(f"Left out: {_count(sum(counts.values()), 'field')}", rows)
+
+
+def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[str]:
+    lists = {
+        "Files that fields are taken from": [one["path"] for one in files if one["fields"]],
+        "Files that nothing is taken from": [one["path"] for one in files if not one["fields"]],
+        "Beside them, no files of the archive": others,
+    }
+    for title, paths in lists.items():
+        if paths:
+            yield ""
+            yield f"{title}: {len(paths)}"
+            yield from _some(paths)
+
+
+def _some(lines: list[str]) -> Iterator[str]:
+    yield from (f"  {line}" for line in lines[:_STARTS])
+    if len(lines) > _STARTS:
+        yield f"  and {len(lines) - _STARTS} more (format=json lists all)"
+
+
+def _axes(found: dict[str, Any]) -> dict[str, str]:
+    """Return the coordinates of a store or an archive, as its page shows them."""
+    dates = found["dates"]
+    years = ", ".join(f"{year} ({count})" for year, count in dates["by_year"].items()) or "none"
+    return {
+        "start dates": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
+        "members": f"{len(found['members'])}: {_list(found['members'])}",
+        "leads": f"{_list(found['lead_hours'])} h",
+        "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
+        "surface": _list(found["surface"]),
+        "static": _list(found["static"]),
+        "grid": found["grid"],
+    }
+
+
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     dates = found["dates"]
     state = "complete" if found["complete"] else f"half-built: {dates['done']} of {dates['count']} start dates are done"
     yield f"{found['store']}: tensor store, format {found['format']}, {state}"
     yield ""
-    years = ", ".join(f"{year} ({count})" for year, count in dates["by_year"].items()) or "none"
     yield from _pairs(
-        {
-            "start dates": f"{dates['count']}, {dates['first']} to {dates['last']}; by year {years}",
-            "members": f"{len(found['members'])}: {_list(found['members'])}",
-            "leads": f"{_list(found['lead_hours'])} h",
+        _axes(found)
+        | {
             "intervals": _intervals(found["lead_bounds"]),
-            "pressure levels": f"{_list(found['variables'])} at {_list(found['levels'])} hPa",
-            "surface": _list(found["surface"]),
-            "static": _list(found["static"]),
-            "grid": found["grid"],
             "parts": _list(found["parts"]),
             "packing": found["packing"],
             "model climate": _climate(found["climate"]),

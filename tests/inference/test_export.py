@@ -7,6 +7,7 @@ import pytest
 import xarray as xr
 from synthetic import make_store
 
+from ensemble_ml import cli
 from ensemble_ml.config import DataConfig, ExportConfig, ModelConfig, PredictConfig, TrackingConfig, TrainConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.inference import export, predict
@@ -27,6 +28,32 @@ def trained(tmp_path_factory):
     )  # fmt: skip
     train(config)
     return folder / "tiny" / "checkpoints" / "last", store
+
+
+def test_inspect_shows_the_card_of_a_run(trained, capsys):
+    checkpoint, store = trained
+    best = checkpoint.parent / "best"
+    assert cli.main(["inspect", str(checkpoint.parent.parent)]) == 0
+    text, loaded = capsys.readouterr().out, load_checkpoint(best)
+    step, scores = loaded.meta["step"], loaded.meta["scores"]
+    assert text.startswith(
+        f"{best}: checkpoint of step {step}; on 4 validation dates: crps_ratio {scores['crps_ratio']:.4g}"
+    )
+    assert text.rstrip().endswith(model_card(loaded.spec, loaded.meta, None).rstrip())
+    assert cli.main(["inspect", str(best), "format=json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sha256"] == loaded.sha256 and found["validation"] == scores and found["members"] == [3]
+    assert found["variables"] == ["t"] and found["levels"] == [850] and found["surface"] == ["tp"]
+    assert found["lead_hours"] == list(loaded.spec.leads_out) and found["grid"] == store.layout.grid.describe()
+    dates = loaded.meta["training_dates"]
+    assert found["training_dates"] == {"count": len(dates), "first": dates[0], "last": dates[-1]}
+
+
+def test_inspect_shows_the_card_that_an_export_has(trained, tmp_path, capsys):
+    folder = export(ExportConfig(str(trained[0].parent.parent), str(tmp_path / "model")))
+    (folder / "MODEL_CARD.md").write_text("# With scores\n")
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("\n\n# With scores\n")
 
 
 SCORES = {

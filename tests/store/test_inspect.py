@@ -97,7 +97,7 @@ def test_damage_is_found_by_verify(tmp_path, capsys):
 
 
 def test_what_is_no_store_is_refused_in_one_line(tmp_path, capsys):
-    for path, said in ((tmp_path, "is no tensor store"), (tmp_path / "none", "no such folder")):
+    for path, said in ((tmp_path, "holds no archive file"), (tmp_path / "none", "no such file or folder")):
         assert cli.main(["inspect", str(path)]) == 2
         assert said in capsys.readouterr().err
     assert cli.main(["inspect"]) == 2
