@@ -2,7 +2,8 @@
 
 Hydra composes the files of `conf/` and the overrides over the schema in `config`, `OmegaConf.to_object` turns the
 result into dataclasses, and the task runs. This is the only file that knows Hydra. A user's mistake ends in one line
-and status 2; `-m` hands a sweep to Hydra's own launcher.
+and status 2; `-m` hands a sweep to Hydra's own launcher. Options that show something (`--cfg`, `--info`, shell
+completion) are Hydra's own, too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,9 +33,25 @@ from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
 from ensemble_ml.signals import ignored, note
 from ensemble_ml.tasks import TASKS
 
+log = logging.getLogger(__name__)
+
 STATUS_USER = 2
 STATUS_INTERRUPTED = 130
-_SWEEP = ("--multirun", "-m")
+_SHOWS = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+_WITH_A_VALUE = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")
+_OPTIONS = (*_SHOWS, *_WITH_A_VALUE, "--multirun", "-m", "--resolve", "--run", "-r")
+_CHOICES = {  # what an option takes; the first where it stands alone
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
+_LONG = {
+    "-c": "--cfg",
+    "-i": "--info",
+    "-p": "--package",
+    "-cd": "--config-dir",
+    "-sc": "--shell-completion",
+    "-m": "--multirun",
+}
 _EXTRAS = {
     "eccodes": "grib",
     "cfgrib": "grib",
@@ -59,8 +77,13 @@ def register_schemas() -> None:
         store.store(name=f"{name}_schema", node=task.config)
 
 
-def compose_config(task: str, overrides: list[str]) -> DictConfig:
+def compose_config(task: str, overrides: list[str], more: str | None = None) -> DictConfig:
     """Compose the configuration of a task from `conf/` and the command line.
+
+    Args:
+        task: word of the command line.
+        overrides: settings as the command line gives them.
+        more: another folder of configuration files, before `conf/`.
 
     Raises:
         UserError: a key, a group or a value that does not exist or does not fit.
@@ -69,7 +92,8 @@ def compose_config(task: str, overrides: list[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-            return compose(config_name=task, overrides=[_as_text(task, item) for item in overrides])
+            path = [] if more is None else [f"hydra.searchpath=[{_quoted(str(Path(more).absolute()))}]"]
+            return compose(config_name=task, overrides=[*path, *(_as_text(task, item) for item in overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_hydras(task, error)) from error
 
@@ -79,11 +103,24 @@ _ELEMENT = re.compile(
 )  # of a list or a sweep; quoted or bare
 
 
+_OPENING = ("[", "{", "'", '"')  # first letters of lists, tables and what is quoted already
+
+
 def _as_text(task: str, argument: str) -> str:
-    """An argument for a text or a path, with quotes around what Hydra would take for a number or a truth value, and
-    write otherwise: 20240101_00 as 2024010100, 1.10 as 1.1."""
+    """Put quotes where Hydra would not take an argument for the text or the path that it is.
+
+    Hydra takes some texts for numbers and truth values, and writes these otherwise: 20240101_00 as 2024010100, 1.10 as
+    1.1. Others have no form in its grammar, as a path with brackets in it, which a shell's pattern has.
+    """
     key, equals, value = argument.partition("=")
-    if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config) or set("({") & set(value):
+    if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config):
+        return argument
+    if not _readable(argument):
+        if value.startswith(_OPENING):
+            return argument
+        _refuse_braces(key, value)
+        return f"{key}={_quoted(value)}"
+    if set("({") & set(value):
         return argument
 
     def quoted(found: re.Match[str]) -> str:
@@ -97,6 +134,23 @@ def _as_text(task: str, argument: str) -> str:
         return _quoted(text)
 
     return f"{key}={_ELEMENT.sub(quoted, value)}"
+
+
+def _refuse_braces(key: str, value: str) -> None:
+    """Raise a UserError where a path holds braces that a shell would have expanded, had they not been quoted."""
+    braces = re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", value)
+    if braces and not Path(value).exists():
+        paths = ",".join(f"{braces[1]}{part}{braces[3]}" for part in braces[2].split(","))
+        raise UserError(f"{key}={value}: braces are not expanded here; write a list, '{key}=[{paths}]'")
+
+
+def _readable(argument: str) -> bool:
+    """Whether an argument has a form in Hydra's grammar."""
+    try:
+        OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return False
+    return True
 
 
 def _hydras(task: str, error: Exception) -> str:
@@ -152,6 +206,8 @@ def _unreadable(argument: str) -> str:
         return text
     if "{" not in value and "[" not in value:  # a path, say
         return f"{text}, and a value that holds ( ) = , or the like in two pairs of quotes: '{key}=\"{value}\"'"
+    if re.fullmatch(r"\[.*[][{}()].*\]", value):
+        return f"{text}, and each part of a list that holds brackets in quotes of its own: \"{key}=['first','second']\""
     example = "{name: ...}" if "{" in value else "[first, second]"
     return f"{text}, and quote what holds blanks, braces or brackets, or the shell takes it apart: '{key}={example}'"
 
@@ -212,18 +268,11 @@ def run_task(task: str, composed: DictConfig) -> int:
     return 0
 
 
-def _sweep(task: str, arguments: list[str]) -> int:
+def _sweep(task: str, options: dict[str, str], arguments: list[str]) -> int:
     """Hand a multi-run to Hydra, which calls us once for each combination."""
-    import hydra
-
-    register_schemas()
-    settings = [_as_text(task, argument) for argument in arguments if argument not in _SWEEP]
-    sys.argv = [f"ensemble-ml {task}", _SWEEP[0], *settings]  # Hydra takes no flag between settings
-
     failed: list[str] = []
     begun = False
 
-    @hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)
     def job(composed: DictConfig) -> int | None:
         nonlocal begun
         begun = True
@@ -245,12 +294,8 @@ def _sweep(task: str, arguments: list[str]) -> int:
             traceback.print_exception(error)
             raise SystemExit(1) from error
 
-    # Hydra would tell of errors in settings itself, in many lines and with another status.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
-        job()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_hydras(task, error)) from error
+        _by_hydra(task, options, arguments, job)
     except OSError as error:
         if begun:
             raise
@@ -259,6 +304,31 @@ def _sweep(task: str, arguments: list[str]) -> int:
     if failed:
         raise UserError(f"{len(failed)} of the sweep's runs could not be made; the last: {failed[-1]}")
     return 0
+
+
+def _by_hydra(
+    task: str, options: dict[str, str], arguments: list[str], job: Callable[[DictConfig], int | None]
+) -> None:
+    """Let Hydra's own command line run, with the configuration of a task.
+
+    Raises:
+        UserError: a setting does not exist or does not fit, or options do not go together.
+    """
+    import hydra
+
+    register_schemas()
+    GlobalHydra.instance().clear()
+    flags = [word for name, value in options.items() for word in (name, value) if word]
+    settings = [_as_text(task, argument) for argument in arguments]
+    # Hydra takes no flag between settings.
+    name = "ensemble-ml" if "--shell-completion" in options else f"ensemble-ml {task}"
+    sys.argv = [name, *flags, *settings]
+    # Hydra would tell of errors in settings itself, in many lines and with another status.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=task)(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_hydras(task, error)) from error
 
 
 def _goes_on() -> bool:
@@ -296,7 +366,7 @@ def help_page(task: str) -> str:
     if shown:
         lines += ["", "Groups (files of conf/, chosen by name):", *shown]
     sweep = "; -m runs a Hydra sweep, e.g. seed=0,1,2 run='seed${seed}'" if task == "train" else ""
-    lines += ["", f"Also: --cfg prints the composed configuration{sweep}."]
+    lines += ["", f"Also: --cfg prints the composed configuration, --info how it came about{sweep}."]
     return "\n".join(lines)
 
 
@@ -315,7 +385,7 @@ def overview() -> str:
             *rows,
             "",
             "ensemble-ml TASK --help explains a task; in a checkout, scripts/quickstart.sh runs simulate to evaluate.",
-            "ensemble-ml --version says which one this is.",
+            'ensemble-ml --version says which one this is; eval "$(ensemble-ml -sc install=bash)" completes by Tab.',
         ]
     )
 
@@ -332,6 +402,8 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] == "--version":
         print(f"ensemble-ml {__version__}")
         return 0
+    if arguments[0] in ("--shell-completion", "-sc"):
+        return _complete(arguments[1:])
     task, rest = arguments[0], arguments[1:]
     if task not in TASKS:
         near = difflib.get_close_matches(task, TASKS, n=1)
@@ -341,27 +413,125 @@ def _dispatch(arguments: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(help_page(task))
         return 0
-    path = bool(rest) and ("=" not in rest[0] or Path(rest[0]).exists())
-    if task == "inspect" and path and not rest[0].startswith("-"):
-        rest[0] = f"store={_quoted(rest[0])}"
-    size = next((item for item in rest if re.match(r"[+]*size=", item)), None)
+    options, settings = _parted(rest)
+    if task == "inspect":
+        settings = _with_store(settings)
+    size = next((item for item in settings if re.match(r"[+]*size=", item)), None)
     if task == "simulate" and size is not None:
         raise UserError(f"{size}: names what was chosen, and chooses nothing; say simulate={size.partition('=')[2]}")
-    if set(_SWEEP) & set(rest):
-        if "--cfg" in rest:
-            raise UserError("--cfg: shows one configuration; leave out -m, and give each setting one value")
-        return _sweep(task, rest)
-    of_hydra = next((item for item in rest if re.match(r"[+~]*hydra[/.]", item)), None)
+    options.pop("--run", options.pop("-r", None))  # which is what happens without it
+    shows = sorted(options.keys() & set(_SHOWS))
+    if shows and "--multirun" in options:
+        raise UserError(f"{shows[0]}: shows one configuration; leave out -m, and give each setting one value")
+    if len(shows) > 1:
+        raise UserError(f"{shows[0]} and {shows[1]}: each shows something of its own; leave one of them out")
+    if shows:
+        return _show(task, options, settings)
+    alone = next((name for name in ("--resolve", "--package") if name in options), None)
+    if alone is not None:
+        raise UserError(f"{alone}: belongs to --cfg; say ensemble-ml {task} --cfg job {alone}")
+    if "--multirun" in options:
+        return _sweep(task, options, settings)
+    of_hydra = next((item for item in settings if re.match(r"[+~]*hydra[/.]", item)), None)
     if of_hydra is not None:
         raise UserError(f"{of_hydra}: belongs to a sweep; add -m")
-    option = next((item for item in rest if item.startswith("-") and item != "--cfg"), None)
-    if option is not None:
-        raise UserError(f"{option}: no such option; settings are given as key=value, options are --help, --cfg and -m")
-    composed = compose_config(task, [item for item in rest if item != "--cfg"])
-    if "--cfg" in rest:
-        print(OmegaConf.to_yaml(composed), end="")
-        return 0
-    return run_task(task, composed)
+    _warn_twice(settings)
+    return run_task(task, compose_config(task, settings, options.get("--config-dir")))
+
+
+def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Part Hydra's options, under their long names and with their values, from settings.
+
+    Raises:
+        UserError: there is no such option, or it lacks its value.
+    """
+    options: dict[str, str] = {}
+    settings: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        if name not in _OPTIONS:
+            raise UserError(_no_option(name))
+        name = _LONG.get(name, name)
+        choices = _CHOICES.get(name, ())
+        if choices and not equals:
+            follows = bool(waiting) and "=" not in waiting[0] and not waiting[0].startswith("-")
+            value = waiting.pop(0) if follows else choices[0]
+        elif name in _WITH_A_VALUE and not equals:
+            if not waiting:
+                raise UserError(f"{name}: needs a value, as in {name} {_EXAMPLES[name]}")
+            value = waiting.pop(0)
+        if choices and value not in choices:
+            raise UserError(f"{name} {value}: {', '.join(choices)} are allowed")
+        options[name] = value
+    folder = options.get("--config-dir")
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(
+            f"--config-dir {folder}: no such folder; give one that holds files like conf/experiment/NAME.yaml"
+        )
+    return options, settings
+
+
+_EXAMPLES = {"--package": "model", "--config-dir": "FOLDER"}
+
+
+def _no_option(name: str) -> str:
+    if name in ("--config-name", "-cn", "--config-path", "-cp"):
+        more = "the task has its own; give files of yours with --config-dir FOLDER, as in experiment=NAME"
+        return f"{name}: cannot be chosen: {more}"
+    return f"{name}: no such option; settings are given as key=value, options are --help, --cfg, --info and -m"
+
+
+def _with_store(settings: list[str]) -> list[str]:
+    """Put `store=` before paths that `inspect` is given without it, as a shell's pattern gives them."""
+    paths = [item for item in settings if "=" not in item or Path(item).exists()]
+    if not paths:
+        return settings
+    quoted = [_quoted(path) for path in paths]
+    store = f"store={quoted[0]}" if len(paths) == 1 else f"store=[{','.join(quoted)}]"
+    return [store, *(item for item in settings if item not in paths)]
+
+
+def _show(task: str, options: dict[str, str], settings: list[str]) -> int:
+    """Print what one of Hydra's options asks for, and run nothing."""
+    if "--shell-completion" in options and not re.match(r"((un)?install|query)=(bash|fish|zsh)\b", " ".join(settings)):
+        raise UserError(
+            '--shell-completion: say for which shell: eval "$(ensemble-ml -sc install=bash)", or zsh or fish'
+        )
+    logging.getLogger().handlers.clear()  # Hydra has its own, and each line would come twice
+    try:
+        _by_hydra(task, options, [] if "--hydra-help" in options else settings, lambda _: None)
+    except SystemExit as ended:  # as it ends its own help page, and where there is no such package
+        return int(ended.code or 0)
+    return 0
+
+
+def _warn_twice(settings: list[str]) -> None:
+    """Warn of settings that are given again, with another value: braces that the shell expands come so."""
+    last: dict[str, str] = {}
+    for item in settings:
+        key, _, value = item.partition("=")
+        if last.setdefault(key, value) != value:
+            log.warning("%s: is given more than once, and only the last counts, %s", key, item)
+        last[key] = value
+
+
+def _complete(arguments: list[str]) -> int:
+    """Complete the command line for the shell, or print what makes the shell ask for that."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if not any(item.startswith("query=") for item in arguments):
+        return _show(next(iter(TASKS)), {"--shell-completion": ""}, arguments)
+    if len(words) < 2 or (len(words) == 2 and not line.endswith(" ")):
+        print(" ".join(name for name in TASKS if name.startswith(words[1] if len(words) > 1 else "")))
+    elif words[1] in TASKS:
+        os.environ["COMP_LINE"] = re.sub(r"^\s*\S+\s+\S+\s*", "ensemble-ml ", line)
+        return _show(words[1], {"--shell-completion": ""}, arguments)
+    return 0
 
 
 def _on_sigterm(*_: object) -> None:

@@ -1,5 +1,6 @@
 """The command line: pages, errors in one line, statuses."""
 
+import logging
 import os
 import signal
 
@@ -85,7 +86,7 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         (["benchmark", "benchmark=nothing"], "benchmark=nothing: known are"),
         (["prepare", "input=a", "output=b", "dates=[]"], "dates=[]: chooses nothing; null keeps all"),
         (["benchmark", "benchmark=verification", "only=[foo]"], "only=foo: this benchmark has no sections"),
-        (["inspect", "--info"], "--info: no such option; settings are given as key=value"),
+        (["inspect", "--verbose"], "--verbose: no such option; settings are given as key=value"),
         (["prepare", "input=a", "output=b", "-v"], "-v: no such option"),
         (
             ["predict", "checkpoint=a", "input=b", "output=c", "+member_in=5"],
@@ -109,9 +110,30 @@ def test_help_shows_the_defaults_that_conf_puts_in_force(capsys, task, key, valu
         ),
         (["prepare", "input", "=", "a"], "input: cannot be read; write key=value, with no blank around ="),
         (
-            ["prepare", "output=s(1).zarr"],
-            "output=s(1).zarr: cannot be read; write key=value, with no blank around =, and a value that holds ( ) =",
+            ["evaluate", "regions=a(1)"],
+            "regions=a(1): cannot be read; write key=value, with no blank around =, and a value that holds ( ) =",
         ),
+        (
+            ["prepare", "input=data/{a,b}.grib", "output=c"],
+            "input=data/{a,b}.grib: braces are not expanded here; write a list, 'input=[data/a.grib,data/b.grib]'",
+        ),
+        (
+            ["prepare", "input=[a.grib,b[1].grib]", "output=c"],
+            "input=[a.grib,b[1].grib]: cannot be read; write key=value, with no blank around =, and each part of a"
+            " list that holds brackets in quotes of its own: \"input=['first','second']\"",
+        ),
+        (["train", "--cfg", "jab"], "--cfg jab: job, hydra, all are allowed"),
+        (["train", "--cfg", "job", "--info"], "--cfg and --info: each shows something of its own; leave one of them"),
+        (["train", "--package"], "--package: needs a value, as in --package model"),
+        (["train", "--package", "optim"], "--package: belongs to --cfg; say ensemble-ml train --cfg job --package"),
+        (["train", "--resolve", "-m"], "--resolve: belongs to --cfg; say ensemble-ml train --cfg job --resolve"),
+        (["train", "--config-dir", "nowhere"], "--config-dir nowhere: no such folder; give one that holds files like"),
+        (
+            ["train", "--config-name", "mine"],
+            "--config-name: cannot be chosen: the task has its own; give files of yours",
+        ),
+        (["-sc", "install=tcsh"], "--shell-completion: say for which shell: eval"),
+        (["train", "-sc"], "--shell-completion: say for which shell: eval"),
         (
             ["evaluate", "forecast=a", "ensemble=b", "output=c", "members_in=[1,2]"],
             "members_in=[1, 2]: give a number, of first members of the raw ensemble",
@@ -243,13 +265,99 @@ def test_inspect_takes_any_name(capsys, tmp_path, monkeypatch):
     (tmp_path / "q 1=5.zarr" / "plan.json").write_text("{}")
     status, _, err = run(capsys, "inspect", "q 1=5.zarr")
     assert status == cli.STATUS_USER
-    assert err.startswith("ensemble-ml: store=q 1=5.zarr: is no tensor store, nor one that is being built"), err
+    assert err.startswith("ensemble-ml: q 1=5.zarr: holds no archive file (.grib, "), err
 
 
-def test_cfg_prints_what_would_run(capsys):
-    status, out, _ = run(capsys, "train", "--cfg", "experiment=quickstart", "data.store=x")
-    assert status == 0
+def test_inspect_takes_what_a_pattern_of_the_shell_gives(capsys, tmp_path, monkeypatch):
+    seen, task = [], TASKS["inspect"]
+    monkeypatch.setitem(TASKS, "inspect", Task(task.config, lambda config: seen.append(config), "", ""))
+    assert run(capsys, "inspect", "a b.grib", "c[1].grib", "format=json")[0] == 0
+    assert run(capsys, "inspect", "store=d.zarr")[0] == 0
+    assert [one.store for one in seen] == [["a b.grib", "c[1].grib"], "d.zarr"] and seen[0].format.value == "json"
+
+
+@pytest.fixture
+def _own_logging(monkeypatch):
+    """Hydra's options take away the handlers of the whole process."""
+    monkeypatch.setattr("sys.argv", ["ensemble-ml"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    handlers = logging.getLogger().handlers[:]
+    yield
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("_own_logging")
+@pytest.mark.parametrize("cfg", [["--cfg"], ["--cfg", "job"], ["-c", "job"], ["--cfg=job"]])
+def test_cfg_prints_what_would_run(capsys, cfg):
+    status, out, _ = run(capsys, "train", *cfg, "experiment=quickstart", "data.store=x")
+    composed = cli.compose_config("train", ["experiment=quickstart", "data.store=x"])
+    assert status == 0 and out == cli.OmegaConf.to_yaml(composed)
     assert "store: x" in out and "run: quickstart" in out
+
+
+@pytest.mark.usefixtures("_own_logging")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--cfg", "job", "--package", "optim"], "# @package optim\nname: adamw\n"),
+        (["--cfg", "job", "-p", "optim.lr", "optim.lr=0.5"], "0.5\n"),
+        (["--cfg", "job", "run=a${seed}", "seed=3", "--resolve", "--package", "run"], "a3\n"),
+        (["--cfg", "hydra", "--package", "hydra.job.name"], "cli\n"),
+        (["--info", "defaults"], "| experiment/quickstart "),
+        (["-i", "searchpath", "--config-dir", "CONF"], "| command-line | file://CONF "),
+        (["--cfg", "--config-dir", "CONF", "experiment=mine"], "seed: 77\n"),
+        (["--hydra-help"], "--multirun,-m : Run multiple jobs"),
+    ],
+)
+def test_options_of_hydra_show_what_they_show_elsewhere(capsys, tmp_path, arguments, text):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 77\n")
+    given = [item.replace("CONF", str(tmp_path)) for item in arguments]
+    status, out, err = run(capsys, "train", "experiment=quickstart", *given)
+    lines = out + err
+    assert status == 0 and text.replace("CONF", str(tmp_path)) in lines
+    assert lines.count(text.replace("CONF", str(tmp_path))) == 1
+
+
+def test_a_folder_of_ones_own_files_is_looked_through_first(capsys, tmp_path, monkeypatch):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 77\n")
+    seen, task = [], TASKS["train"]
+    monkeypatch.setitem(TASKS, "train", Task(task.config, lambda config: seen.append(config.seed), "", ""))
+    given = ["train", "--config-dir", str(tmp_path), "experiment=mine", "run=a", "data.store=b"]
+    assert run(capsys, *given)[0] == 0 and run(capsys, *given, "--run")[0] == 0 and seen == [77, 77]
+
+
+@pytest.mark.usefixtures("_own_logging")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ensemble-ml ", set(TASKS)),
+        ("ensemble-ml pre", {"prepare", "predict"}),
+        ("ensemble-ml train model=e", {"model=emos", "model=ens10_unet"}),
+        ("ensemble-ml train run=a data.sto", {"data.store="}),
+        ("/usr/bin/ensemble-ml predict checkpo", {"checkpoint="}),
+        ("ensemble-ml nothing a", set()),
+    ],
+)
+def test_the_shell_completes_tasks_and_settings(capsys, monkeypatch, line, words):
+    monkeypatch.setenv("COMP_LINE", line)
+    status, out, _ = run(capsys, "-sc", "query=bash")
+    assert status == 0 and set(out.split()) == words
+
+
+@pytest.mark.usefixtures("_own_logging")
+@pytest.mark.parametrize("before", [[], ["train"]])
+def test_completion_is_installed_for_the_program(capsys, before):
+    status, out, _ = run(capsys, *before, "-sc", "install=bash")
+    assert status == 0 and out.rstrip().endswith("-F hydra_bash_completion ensemble-ml")
+
+
+def test_what_is_given_twice_is_told(caplog, capsys):
+    """As the shell makes it of input={a,b}.grib."""
+    run(capsys, "prepare", "input=a.grib", "input=b.grib", "output=o", "output=o")
+    told = [line for line in caplog.messages if "more than once" in line]
+    assert told == ["input: is given more than once, and only the last counts, input=b.grib"]
 
 
 def test_tables_of_settings_take_keys():
@@ -273,6 +381,10 @@ def test_tables_of_settings_take_keys():
         ("predict", "members_in=1_0", "members_in", 10),
         ("evaluate", "forecast=[20240101_00,fc]", "forecast", ["20240101_00", "fc"]),
         ("evaluate", "truth=null", "truth", None),
+        ("prepare", "input=data/[ab]*.grib", "input", "data/[ab]*.grib"),
+        ("prepare", "input=['data/[ab]*.grib',c.grib]", "input", ["data/[ab]*.grib", "c.grib"]),
+        ("prepare", "input='data/[ab]*.grib'", "input", "data/[ab]*.grib"),
+        ("prepare", "output=it's (1)=.zarr", "output", "it's (1)=.zarr"),
         ("prepare", "output=1_0", "output", "1_0"),
         ("prepare", "regrid=1.50", "regrid", 1.5),
         ("train", "run=1.10", "run", "1.10"),
