@@ -18,7 +18,7 @@ from data_prep.geometry import Geometry, GridChange
 from data_prep.identity import NO_OVERRIDES, Overrides
 from data_prep.records import FIELD_INDEX
 from data_prep.selecting import places
-from data_prep.truth import ArchiveTruth, check_grid
+from data_prep.truth import ArchiveTruth, check_grid, period
 from data_prep.xarray_files import XarrayFile
 from ensemble_ml.config import Control, as_list
 from ensemble_ml.errors import UserError
@@ -92,6 +92,13 @@ class StoreTruth:
                 what = "the store has none of it" if name not in own.names else f"none of {', '.join(lacking)}"
                 found[name] = f"truth {self.path}: {name} stays without truth: {what}"
         return found
+
+    def apart(self) -> str:
+        """Return the periods of forecast and truth in words, where no start date is in both; else nothing."""
+        if (np.asarray(self._date) >= 0).any():
+            return ""
+        ours, theirs = (period(source.layout.init_time) for source in (self, self.store))
+        return f"the forecast starts {ours}, and the store's truth is of starts {theirs}"
 
     def fingerprint(self) -> str:
         """That of the store."""
@@ -254,7 +261,9 @@ def pair(
     if not as_list(truth):
         return Pair(source, None, fields)
     if store is not None:
-        return Pair(source, StoreTruth(store, source.layout, getattr(source, "lead_bounds", {})), fields)
+        of_store = StoreTruth(store, source.layout, getattr(source, "lead_bounds", {}))
+        _check_times(of_store)
+        return Pair(source, of_store, fields)
     catalogue = catalogues[-1]
     _bring(catalogue, f"truth {catalogue.path}", source, regrid)
     wanted, bounds = _wanted(source), getattr(source, "lead_bounds", {})
@@ -262,7 +271,15 @@ def pair(
     if isinstance(source, ArchiveSource):
         methods = {name: source.catalogue.methods(name) for name in source.layout.names}
     aligned = catalogue.without_empty(lambda: ArchiveTruth(catalogue, source.layout, wanted, bounds, methods), index)
+    _check_times(aligned)
     return Pair(source, aligned, fields)
+
+
+def _check_times(truth: ArchiveTruth | StoreTruth) -> None:
+    """Raise a UserError where a truth has no time in common with the forecast; the message holds both periods."""
+    periods = truth.apart()
+    if periods:
+        raise UserError(f"truth {truth.path}: {periods}; give the truth of those times, or none (truth=null)")
 
 
 def open_static(

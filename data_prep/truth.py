@@ -25,7 +25,8 @@ from data_prep.selecting import narrow, translation
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GUST, field
 from ensemble_ml.grid import Grid
-from ensemble_ml.store.source import Fields, Layout, Selection
+from ensemble_ml.store.source import Fields, Layout, Selection, hour_of_day
+from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +255,18 @@ class ArchiveTruth:
         """Which fields are there on some date: bool (1, T, V, Z) and (1, T, S)."""
         return [np.any([both[surface] for both in self.presence], axis=0) for surface in (False, True)]
 
+    def apart(self) -> str:
+        """Return the periods of forecast and truth in words, where they have no valid time in common; else nothing."""
+        ours = np.unique(
+            self.layout.init_time[:, None].astype("datetime64[s]") + np.array(self.layout.lead_hours) * _HOUR
+        )
+        theirs = np.unique(self._records["init"] + self._records["lead"] * _HOUR)
+        over_intervals = (self._records["lead_start"] < self._records["lead"]).any()  # which others tell more of
+        overlap = len(ours) > 0 and ours.min() <= theirs.max() and theirs.min() <= ours.max()
+        if len(np.intersect1d(ours, theirs)) or (overlap and over_intervals):
+            return ""
+        return f"the forecast is valid {period(ours)}, the truth {period(theirs)}"
+
     def unmatched(self) -> dict[str, str]:
         """Why variables of the forecast cannot be verified at any date: name -> reason.
 
@@ -315,6 +328,14 @@ class ArchiveTruth:
                 "start are needed; GRIB states it, and bounds of the time in NetCDF (README, ENS-10 and ERA5)"
             )
         return f"its intervals do not fill {needed} after the start; give sums over these, or over parts of them"
+
+
+def period(times: np.ndarray) -> str:
+    """Return the first and the last of times as a message shows them, and their hours of the day."""
+    if not len(times):
+        return "never"
+    hours = [f"{hour:02}" for hour in np.unique(hour_of_day(times)).tolist()]
+    return f"{str(times.min())[:10]} to {str(times.max())[:10]} ({shortened(hours, 4)} UTC)"
 
 
 def check_grid(grid: Grid, path: str, wanted: Grid) -> None:

@@ -180,6 +180,17 @@ class TestRefusals:
 
     def test_truth_at_other_times(self, archive):
         write(archive / "truth" / "all.grib", [message("t", date=19900101, member=None)])
+        periods = r"the forecast is valid 2001-01-01 to 2001-01-04 \(00 UTC\), the truth 1990-01-01 to 1990-01-01"
+        self.refused(config(archive), rf"truth .*: {periods} \(00 UTC\); give the truth of those times, or none")
+
+    def test_truth_at_other_hours(self, archive):
+        made = [message("t", date=20010100 + d, time=600, member=None) for d in range(1, 5)]
+        write(archive / "truth" / "all.grib", made)
+        self.refused(config(archive), r"2001-01-04 \(00 UTC\), the truth 2001-01-01 to 2001-01-04 \(06 UTC\); give")
+
+    def test_truth_of_other_variables(self, archive):
+        made = [message("q", date=20010100 + d, member=None) for d in range(1, 5)]
+        write(archive / "truth" / "all.grib", made)
         self.refused(config(archive), "truth .*: has no field at any valid time of the forecast")
 
     def test_a_variable_without_truth_is_masked_and_said(self, archive, caplog):

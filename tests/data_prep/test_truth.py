@@ -7,9 +7,10 @@ from gribfiles import GLOBE, REGION, dataset, decoded, ensemble, message, noise,
 
 from data_prep import open_pair, prepare
 from data_prep.file_index import FileIndex
-from ensemble_ml.config import PrepareConfig
+from ensemble_ml.config import EvaluateConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, Selection
+from ensemble_ml.tasks import TASKS
 
 SHAPE = len(GLOBE[0]), len(GLOBE[1])
 
@@ -316,3 +317,25 @@ def test_starts_that_nanoseconds_do_not_reach_are_refused(tmp_path):
     path = write(tmp_path / "a.grib", [message("t", date=23000101, member=m, seed=m) for m in (1, 2)])
     with pytest.raises(UserError, match="start date 2300-01-01T00: only those from 1678 to 2261 can be kept"):
         open_pair(path)
+
+
+def test_the_truth_of_other_years_is_refused_with_both_periods(tmp_path):
+    """By evaluate, too, whether it is an archive or a store."""
+    ensemble(tmp_path / "ens.grib", dates=(20010101, 20010103))
+    made = [message("t", date=20030100 + d, time=hour, member=None) for d in (1, 2) for hour in range(0, 2400, 300)]
+    write(tmp_path / "truth.grib", made)
+    periods = (
+        r"2001-01-01 to 2001-01-04 \(00 UTC\), the truth 2003-01-01 to 2003-01-02 \(00, 03, 06, 09 and 4 more UTC\)"
+    )
+    with pytest.raises(UserError, match=rf"truth \S+truth.grib: the forecast is valid {periods}; give the truth of"):
+        open_pair(tmp_path / "ens.grib", tmp_path / "truth.grib")
+    ensemble(tmp_path / "later.grib", dates=(20030101, 20030102), steps=(0,), levels=(500,))
+    given = {"input": str(tmp_path / "later.grib"), "truth": str(tmp_path / "truth.grib")}
+    store = prepare(PrepareConfig(output=str(tmp_path / "s.zarr"), **given))
+    starts = (
+        r"the forecast starts 2001-01-01 to 2001-01-03 \(00 UTC\), and the store's truth is of starts 2003-01-01 to"
+    )
+    with pytest.raises(UserError, match=rf"truth \S+s.zarr: {starts} 2003-01-02 \(00 UTC\); give the truth"):
+        open_pair(tmp_path / "ens.grib", store)
+    with pytest.raises(UserError, match="the forecast is valid"):
+        TASKS["evaluate"].run(EvaluateConfig(ensemble=str(tmp_path / "ens.grib"), truth=str(tmp_path / "truth.grib")))
