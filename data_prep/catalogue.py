@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import combinations, pairwise
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 30  # names of what is left out, in a line
 _UNKNOWN = r"\d+ \([^()]*\)|[^ ()]+"  # of a variable that is left out for no other reason, in GRIB and in NetCDF
+_LINE_EVERY = 10.0  # seconds between lines on long work
 
 
 class Aligned(Protocol):
@@ -163,7 +165,12 @@ class Catalogue:
         """Leave out those of `rows` whose fields are all NaN; whether there were any."""
         records = self.records[rows]
         empty = np.zeros(len(rows), bool)
-        for file in np.unique(records["file"]).tolist():
+        files, said = np.unique(records["file"]).tolist(), time.monotonic()
+        for number, file in enumerate(files):
+            if time.monotonic() - said > _LINE_EVERY:
+                text = "%s: looking for fields that are all NaN: %d of %d files are looked through"
+                log.info(text, self.path, number, len(files))
+                said = time.monotonic()
             mine = records["file"] == file
             empty[mine] = self.readers[file].empty(records[mine], index)
         if empty.any():

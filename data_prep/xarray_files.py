@@ -7,7 +7,6 @@ coordinate, or nothing, stands for an axis of length one.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
 import warnings
@@ -70,8 +69,6 @@ from data_prep.zarr_chunks import Written
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Field
 from ensemble_ml.grid import Grid, canonical
-
-log = logging.getLogger(__name__)
 
 _LEADING = ("init", "member", "lead", "level")
 _UNWRITTEN = 9.9e36  # what NetCDF puts where nothing was written is just above, whether or not an attribute says so
@@ -336,8 +333,6 @@ class XarrayFile:
         places = [
             (int(record["offset"]), *self._place(record)) for record in records[found[records["offset"]] == UNKNOWN]
         ]
-        if places:
-            log.info("%s: looking through %d fields for those that are all NaN", self.path, len(places))
 
         def together(place: tuple[int, _Variable, tuple[int, ...]]) -> tuple[int, ...]:  # as a build reads
             _, variable, (date, _, lead, _) = place

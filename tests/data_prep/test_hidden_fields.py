@@ -111,3 +111,17 @@ def test_two_axes_along_one_dimension_are_refused(tmp_path):
     data.assign_coords(time=("number", starts)).to_netcdf(tmp_path / "a.nc")
     with pytest.raises(UserError, match="dimension number carries both init and member; give each its own"):
         open_archive(tmp_path / "a.nc")
+
+
+def test_looking_through_many_files_is_told_by_the_clock_and_not_by_the_file(tmp_path, caplog, monkeypatch):
+    for number in range(4):
+        data = dataset().isel(time=[0])
+        data.assign_coords(time=data.time.values + np.timedelta64(number, "D")).to_netcdf(tmp_path / f"{number}.nc")
+    caplog.set_level("INFO")
+    settings = {"input": str(tmp_path / "*.nc"), "gaps": Gaps.mask, "index": None}
+    prepare(PrepareConfig(output=str(tmp_path / "a.zarr"), **settings))
+    assert not [line for line in caplog.messages if "all NaN" in line or "0.nc" in line or "1.nc" in line]
+    monkeypatch.setattr("data_prep.catalogue._LINE_EVERY", -1.0)
+    prepare(PrepareConfig(output=str(tmp_path / "b.zarr"), **settings))
+    told = [line.split(": ", 2)[2] for line in caplog.messages if "all NaN" in line]
+    assert told == [f"{number} of 4 files are looked through" for number in range(4)]
