@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def _inspect(config: schema.InspectConfig) -> object:
         from ensemble_ml.store.inspect import inspect
 
         return inspect(replace(config, store=paths[0]))
+    there = len(paths) > 1 or Path(paths[0]).exists() or has_magic(paths[0])
+    kinds = "a tensor store, an archive (a file, a folder or a glob), a run or a checkpoint"
+    schema.require("store", paths[0], there, f"no such file or folder; give {kinds}")
     schema.require("verify", "true", not config.verify, f"is for tensor stores, and {paths[0]} is none; leave it out")
     found, text = _look_at(paths)
     print(json.dumps(found, indent=1, allow_nan=False) if config.format is schema.OutputFormat.json else text(found))

@@ -116,7 +116,7 @@ def test_a_job_of_a_sweep_that_fails_says_so(tmp_path):
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode != 0
-    assert done.stderr.count("ensemble-ml: store=nothing: no such folder") == 1
+    assert done.stderr.count("ensemble-ml: store=nothing: no such file or folder") == 1
     assert "has not produced any output" in done.stderr  # submitit's word for a process that failed
     assert len(list((tmp_path / "sweep" / ".submitit").glob("*/*_result.pkl"))) == 1
 
