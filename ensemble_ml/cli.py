@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ensemble_ml.config as schema
 from ensemble_ml import __version__
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped, UserError
+from ensemble_ml.machine import let_waiting_threads_sleep
 from ensemble_ml.signals import ignored, note
 from ensemble_ml.tasks import TASKS
 
@@ -551,6 +552,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
+    let_waiting_threads_sleep()  # before a task loads torch
     signal.signal(signal.SIGTERM, _on_sigterm)
     if not ignored(signal.SIGHUP):
         signal.signal(signal.SIGHUP, _on_sigterm)

@@ -53,11 +53,12 @@ def test_file_composes_and_builds(path):
 
 
 def builds(config: TrainConfig) -> None:
-    columns = 2 ** (config.model.depth + 1)
+    columns = 2 ** (config.model.usual_depth + 1)
     spec = ModelSpec(
         config.model, ("t", "z"), (500, 850), ("t2m",), (0, 48), (48,),
         latitude=tuple(np.linspace(90, -90, 17)), longitude=tuple(np.arange(columns) * 360 / columns),
     )  # fmt: skip
+    assert spec.config.depth == config.model.usual_depth
     model = build_model(spec, Climate.default(spec))
     optimizer, rate = build(config.optim, model.parameters(), config.steps)
     assert optimizer.param_groups and 0 < rate(config.optim.warmup) <= config.optim.lr

@@ -50,7 +50,7 @@ class ModelConfig:
     name: str = opt("unet3d", "unet3d | emos | drn | ens10_unet | poet: our network, or a published rival")
     hidden: int = opt(32, "channels of the finest level, doubled at each pooling up to max_hidden; drn: of every layer")
     max_hidden: int = opt(128, "most channels of a level")
-    depth: int = opt(3, "number of poolings L; latitude is processed in blocks of 2^L rows; drn: hidden layers")
+    depth: Any = opt("auto", "number of poolings L; latitude is processed in blocks of 2^L rows; auto takes the most that the grid allows, up to 3 (ens10_unet: 2); drn: hidden layers, auto: 2")
     blocks: int = opt(1, "residual blocks a level")
     vertical: Vertical = opt(Vertical.affine, "shared | affine | separable | full: how weights act across pressure levels")
     pole: Pole = opt(Pole.cross, "cross | replicate | zero: what a convolution sees beyond a pole")
@@ -68,7 +68,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require("model.name", self.name, self.name in NETWORKS, f"{', '.join(NETWORKS)} are allowed")
-        require("model.depth", self.depth, 0 <= self.depth <= 6, "0 to 6 poolings are allowed")
+        depth = self.depth == "auto" or (type(self.depth) is int and 0 <= self.depth <= 6)
+        require("model.depth", self.depth, depth, "0 to 6 poolings are allowed, or auto")
         require("model.hidden", self.hidden, self.hidden >= 4 and self.hidden % 4 == 0, "a positive multiple of 4 is needed")
         at_least(self, 4, "max_hidden", group="model.")
         heads = self.name != "poet" or self.max_hidden % 4 == 0
@@ -83,6 +84,11 @@ class ModelConfig:
         for name, family in (self.families or {}).items():
             require(f"model.families.{field(name).name}", family, family in known, f"{', '.join(known)} are allowed")
         require("model", "heads", self.spread or self.postprocess, "turn on model.spread or model.postprocess")
+
+    @property
+    def usual_depth(self) -> int:
+        """The depth of `auto`, where the grid allows it."""
+        return 2 if self.name in ("ens10_unet", "drn") else 3
 
     @property
     def pools(self) -> bool:

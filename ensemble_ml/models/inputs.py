@@ -20,6 +20,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import Family, Field, field
 from ensemble_ml.grid import Grid
 from ensemble_ml.models.distributions import widen
+from ensemble_ml.models.padding import deepest
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class ModelSpec:
 
     `levels` hPa ascending, `leads_in` and `leads_out` hours ascending, `latitude` (Y,) degrees north descending,
     `longitude` (X,) degrees east ascending, `static` names of the static fields that the model is given, `masked` those
-    of the variables that have points without a value (sea surface temperature on land).
+    of the variables that have points without a value (sea surface temperature on land). Where the depth of `config` is
+    auto, the spec has the number that the grid allows.
 
     Raises:
         UserError: a lead that is predicted is no input, or nothing is predicted, or the grid is not regular.
@@ -53,6 +55,14 @@ class ModelSpec:
         for name in ("latitude", "longitude"):
             object.__setattr__(self, name, tuple(float(v) for v in np.asarray(getattr(self, name), np.float64)))
         _check_spec(self)
+        if self.config.depth == "auto":
+            object.__setattr__(self, "config", replace(self.config, depth=self._depth()))
+
+    def _depth(self) -> int:
+        """Return the depth that auto stands for."""
+        usual = self.config.usual_depth
+        limit = deepest(self.grid, self.config.pole) if self.config.pools else None
+        return usual if limit is None else min(usual, limit)
 
     @property
     def grid(self) -> Grid:

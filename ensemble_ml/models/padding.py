@@ -101,23 +101,36 @@ def _edge_rule(edge: Edge, pole: Pole, positions: np.ndarray, pole_at: float, sp
     return EdgeRule(Beyond.MIRROR, skip)
 
 
-def _check_longitudes(grid: Grid, pole: Pole, depth: int) -> None:
-    columns = grid.shape[1]
+def deepest(grid: Grid, pole: Pole) -> int | None:
+    """Return how many poolings by two the longitudes allow; None where they allow any number."""
     if not grid.wraps:
+        return None
+    columns = grid.shape[1]
+    twos = (columns & -columns).bit_length() - 1
+    return max(0, twos - 1) if _crosses(grid, pole) else twos
+
+
+def _crosses(grid: Grid, pole: Pole) -> bool:
+    """Return whether fields are continued beyond a pole with the row on its other side."""
+    return pole is Pole.cross and (grid.north is not Edge.OPEN or grid.south is not Edge.OPEN)
+
+
+def _check_longitudes(grid: Grid, pole: Pole, depth: int) -> None:
+    columns, crosses, fits = grid.shape[1], _crosses(grid, pole), deepest(grid, pole)
+    if fits is None:
         return
-    crosses = pole is Pole.cross and (grid.north is not Edge.OPEN or grid.south is not Edge.OPEN)
     if crosses and columns % 2:
         raise UserError(
             f"model.pole=cross: {columns} longitudes are an odd number, so no point lies opposite another;"
             " use model.pole=replicate or zero"
         )
-    twos = (columns & -columns).bit_length() - 1
-    fits = twos - 1 if crosses else twos
     if depth > fits:
         need = f"a multiple of 2^depth={2**depth} is needed"
         if crosses:
             need = f"model.pole=cross needs a multiple of 2^(depth+1)={2 ** (depth + 1)}"
-        raise UserError(f"model.depth={depth}: {columns} longitudes wrap, and {need}; use model.depth={fits} or less")
+        raise UserError(
+            f"model.depth={depth}: {columns} longitudes wrap, and {need}; use model.depth={fits} or less, or auto"
+        )
 
 
 class Padder(nn.Module):

@@ -46,6 +46,8 @@ def common_settings(config: TrainConfig) -> dict[str, Any]:
 def refuse_other_settings(config: TrainConfig, checkpoint: Checkpoint, *, also: Sequence[str] = ()) -> None:
     """Raise a UserError where a run was begun with other settings than may differ when it goes on; nor may `also`."""
     ours, theirs = flat(plain_config(config)), flat(checkpoint.meta["config"])
+    if ours["model.depth"] == "auto":  # the number was settled when the run began
+        ours["model.depth"] = theirs["model.depth"]
     averaged = config.optim.votes and theirs.get("optim.momentum_kept") == MomentumKept.mean.value
     if averaged:  # where checkpoints are
         also = (*also, "checkpoint_every", "validate_every")

@@ -36,6 +36,7 @@ from ensemble_ml.training.emos_fit import fit_emos_model
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.fit_cache import kept_fit
 from ensemble_ml.training.losses import Loss
+from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.recorded import cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import Average, State
@@ -90,18 +91,24 @@ class Run:
 
 
 def assemble(
-    config: TrainConfig, reader: Reader, checkpoint: Checkpoint | None, threads: int, session: Session | None = None
+    config: TrainConfig,
+    reader: Reader,
+    checkpoint: Checkpoint | None,
+    threads: int,
+    session: Session | None = None,
+    progress: Progress | None = None,
 ) -> Run:
     """Make the run of `config` over the reader's store, going on from `checkpoint` where there is one.
 
     Args:
         reader: of the whole grid; the run reads this rank's part of it.
         session: of the job; one rank where it is None.
+        progress: of the fits, which rank 0 makes for all: it is told how far they are, and bounds them.
 
     Raises:
         UserError: settings, store and ranks do not go together.
     """
-    session = session or solo()
+    session, progress = session or solo(), progress or Progress()
     if (parts := session.topology.data) > config.batch_size:
         idle = "batch_size=%d: parallel.data=%d share it, so %d compute nothing; give batch_size=%d or more"
         log.warning(idle, config.batch_size, parts, parts - config.batch_size, parts)
@@ -111,7 +118,7 @@ def assemble(
     shard = _shard(reader.spec, session)
     own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:
-        state, found = _begin(config, reader, own, train, validation, session, shard)
+        state, found = _begin(config, reader, own, train, validation, session, shard, progress)
     else:
         agreement.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, session)
@@ -212,7 +219,7 @@ def whole_dates(
 
 def _begin(
     config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
-    shard: Shard | None,
+    shard: Shard | None, progress: Progress,
 ) -> tuple[State, dict[str, Any]]:  # fmt: skip
     exchange = run_exchange(config, session)  # settings that no rank can follow are refused before the long fits
     candidates(session.device, config.model.precision)
@@ -222,14 +229,17 @@ def _begin(
         agreement.refuse_other_layout(reader.spec, given)
         earlier = agreement.earlier_dates(given)
         agreement.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
-    members = config.data.validation_members
+    members, sizes = config.data.validation_members, config.data.members
     fit = on_first(
         session, shard, reader,
-        lambda whole: kept_fit(config.output, whole, train, validation, members, config.data.members, config.seed),
+        lambda whole: kept_fit(config.output, whole, train, validation, members, sizes, config.seed, progress),
     )  # fmt: skip
+    progress.doing("fits are done; the model is put together, and a step of each arithmetic is timed")
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)
     found: dict[str, Any] = {"input_range": ranges(reader.spec, fit.input_range), "fit_seconds": round(fit.seconds, 1)}
+    if progress.cut:
+        found["fits_cut"] = progress.cut
     if given is not None:
         if config.model.precision is Precision.float64:
             model.double()  # before its weights come, which would lose their last bits
@@ -240,7 +250,7 @@ def _begin(
     steps = config.steps
     if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
         steps = 0
-        found["emos"] = fit_emos_model(model, reader, train, validation, members, config.data.members)
+        found["emos"] = fit_emos_model(model, reader, train, validation, members, sizes, progress)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
     if given is not None:  # until validation dates say otherwise, sigma is as wide as before
         state.widths = given.meta.get("widths")
@@ -272,7 +282,7 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
         config, model.to(session.device), checkpoint.meta["steps"], checkpoint.training["spread_error"],
         run_exchange(config, session),
     )  # fmt: skip
-    kept = "precision", "input_range", "emos", "fit_seconds", "earlier_dates", "unwritten"
+    kept = "precision", "input_range", "emos", "fit_seconds", "fits_cut", "earlier_dates", "unwritten"
     return state, {k: checkpoint.meta[k] for k in kept if k in checkpoint.meta}
 
 

@@ -22,6 +22,7 @@ from ensemble_ml.loading.reader import Reader, day_of_year
 from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
+from ensemble_ml.training.progress import Progress
 
 _KEPT = 256 << 20  # bytes of a date's members
 _STRETCH = 10  # dates for each stretch that is held out, of five at most
@@ -69,10 +70,11 @@ class _Latest:
 
 class Dates:
     """Reads single start dates of a store; `members` is M, the number of first members of a `Sample`; `seed` of what
-    fits draw by chance."""
+    fits draw by chance; `progress` is told how far each fit is, and says when it has to end."""
 
-    def __init__(self, reader: Reader, members: int, seed: int = 0):
+    def __init__(self, reader: Reader, members: int, seed: int = 0, progress: Progress | None = None):
         self.reader, self.spec, self.seed = reader, reader.spec, seed
+        self.progress = progress or Progress()
         self.members = min(members, reader.full_size)
         self._latest = _Latest(reader)
 
@@ -144,7 +146,8 @@ class Dates:
         total = Moments.nothing((self.shape[1],))
         chosen, members = spaced(dates, most_dates(self.spec)), self.reader.full_size
         each = max(1, min(members, _SINGLE_MEMBERS // max(1, len(chosen))))
-        for (place, date), turn in product(enumerate(chosen), range(each)):
+        turns = list(product(enumerate(chosen), range(each)))
+        for (place, date), turn in self.progress.over("moments of the inputs", turns):
             member = (place * each + turn) % members if each < members else turn
             fields = self.reader.forecast(int(date), np.array([member]), strict=False)
             for lead, variable in self.reader.zeros:

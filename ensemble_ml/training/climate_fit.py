@@ -43,6 +43,7 @@ from ensemble_ml.store.las import local_statistics
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, Dates, kept_apart, most_dates, spaced, split
 from ensemble_ml.training.linear_fit import Linear, fit_linear, mean_state, refuse_unfittable, telling
 from ensemble_ml.training.point_fit import Correction
+from ensemble_ml.training.progress import CALLED, Progress
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread, fit_climatology, fit_spread, spread_errors
 from ensemble_ml.training.surroundings_fit import fit_surroundings
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_DATES = 24  # enough for one number a field
 _DRY_DATES = 10  # enough for how much it rains after all: each has many dry points
+_WIDTH, _WIDTH_AGAIN = "width of sigma", "width of sigma with the error network"  # stages
 
 
 @dataclass(eq=False)
@@ -76,6 +78,7 @@ def fit_climate(
     members: int,
     sizes: Sequence[int] = (),
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> Fit:
     """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty, the shares of the
     small networks and the width of sigma on `validation`.
@@ -86,6 +89,7 @@ def fit_climate(
         members: M, the number of first members at which spread and residuals are compared.
         sizes: numbers of members that the training will show.
         seed: of the small networks and of the points that they are fitted to.
+        progress: that is told how far the fits are, and bounds them.
 
     Raises:
         UserError: a field is missing on all training dates, none has `members` whole ones, or the linear correction's
@@ -93,7 +97,8 @@ def fit_climate(
     """
     refuse_unfittable(reader.spec)
     began = time.monotonic()
-    dates, scales = Dates(reader, members, seed), Scales(reader.spec.grid)
+    dates, scales = Dates(reader, members, seed, progress), Scales(reader.spec.grid)
+    dates.progress.begin(_stages(reader.spec))
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), most_dates(reader.spec))
     if not any(len(reader.available(int(date))) >= dates.members for date in chosen):
         raise UserError(
@@ -127,6 +132,23 @@ def fit_climate(
     extremes = np.stack([moments.minimum, moments.maximum], -1)
     errors = spread_errors(dates, sample, spread, scales, sizes).numpy()
     return Fit(climate, errors, extremes, time.monotonic() - began)
+
+
+def _stages(spec: ModelSpec) -> list[str]:
+    """Return the names of the stages of the fits, in order."""
+    stages = ["moments of the inputs", "climatological spread", "terms of the spread"]
+    networks = surroundings_shapes(spec)
+    if spec.config.postprocess:
+        stages += ["bias"]
+    if spec.linear:
+        stages += ["mean state", "linear correction: sums", "linear correction: penalties"]
+    if networks["surroundings_first"][0]:
+        stages += [f"{CALLED['surroundings']}{part}" for part in (": points", "", ": shares")]
+    if spec.config.postprocess:
+        stages += ["shrinkage of the spread", "inflation", _WIDTH]
+    if networks["residuals_first"][0]:
+        stages += [f"{CALLED['residuals']}{part}" for part in (": points", "", ": shares")] + [_WIDTH_AGAIN]
+    return [*stages, "errors of the spread"]
 
 
 def _correction(
@@ -205,11 +227,11 @@ def _truth_terms(
     spread.shrink = truth.likeliest_shrink(sample)
     chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
     unseen = spaced(chosen_by, _SAMPLE_DATES)
-    inflation, error = _widened(truth, truth.inflation(), unseen, sample)
+    inflation, error = _widened(truth, truth.inflation(), unseen, sample, _WIDTH)
     some = spaced(unseen, _DRY_DATES)
     truth.learn_dry(inflation, some)
     if truth.learn_residuals(inflation, train, validation, sizes):
-        inflation, error = _widened(truth, inflation, unseen, sample)
+        inflation, error = _widened(truth, inflation, unseen, sample, _WIDTH_AGAIN)
         truth.learn_dry(inflation, some)  # other points are dry now
     dry_share, dry_mean = truth.dry
     return {
@@ -221,15 +243,17 @@ def _truth_terms(
     }
 
 
-def _widened(truth: Truth, inflation: Tensor, unseen: np.ndarray, sample: np.ndarray) -> tuple[Tensor, Tensor]:
+def _widened(
+    truth: Truth, inflation: Tensor, unseen: np.ndarray, sample: np.ndarray, stage: str
+) -> tuple[Tensor, Tensor]:
     """Inflation at which the CRPS is smallest, and that CRPS (T, F).
 
     What was fitted to training dates is too sure of them, so dates to choose by say it; of a field that few of them
     have, training dates.
     """
-    factor, error, count = truth.best_factor(unseen, inflation)
+    factor, error, count = truth.best_factor(unseen, inflation, stage)
     few = count < FEWEST_TO_WIDEN
     if bool(few.any()):
-        other, known, _ = truth.best_factor(sample, inflation)
+        other, known, _ = truth.best_factor(sample, inflation, stage)
         factor, error = torch.where(few, other, factor), torch.where(few, known, error)
     return inflation + factor[..., None, None], error

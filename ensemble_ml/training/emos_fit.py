@@ -28,6 +28,7 @@ from ensemble_ml.models.rivals.emos import merged
 from ensemble_ml.models.rivals.emos_model import COEFFICIENTS, EmosModel, rows_for
 from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, families, field_names, most_dates, spaced
+from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.validation import NOTHING, typical_spreads
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,9 @@ class _Samples:
 
 
 def fit_emos_model(
-    model: EmosModel, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int]
-) -> dict[str, object]:
+    model: EmosModel, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
+    progress: Progress | None = None,
+) -> dict[str, object]:  # fmt: skip
     """Give `model` its coefficients; returns the validation scores of all forms and the form taken.
 
     Where a field's truth is known on too few dates for a point's own coefficients, the point has the global ones.
@@ -88,10 +90,13 @@ def fit_emos_model(
         train, validation: indices of start dates.
         members: M at which the forms are compared.
         sizes: of ensembles to fit for, beside M, as far as the model has rows for them.
+        progress: that is told how far the fit is.
     """
+    progress = progress or Progress()
+    progress.begin(["EMOS: its forms", "EMOS: all points"])
     train = spaced(np.asarray(train), _dates_that_fit(reader, len(train)))
     samples = _Samples.read(reader, train, members)
-    fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec))
+    fit = _Fit(samples, torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec), progress)
     scores: dict[str, float] = {}
     if len(validation):
         seen = _Samples.read(reader, np.asarray(validation), members, fit.some_points)
@@ -120,8 +125,8 @@ def fit_emos_model(
 
 
 class _Fit:
-    def __init__(self, samples: _Samples, area: Tensor, laws: Sequence[Family]):
-        self.samples, self.area, self.laws = samples, area, laws
+    def __init__(self, samples: _Samples, area: Tensor, laws: Sequence[Family], progress: Progress):
+        self.samples, self.area, self.laws, self.progress = samples, area, laws, progress
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -137,7 +142,7 @@ class _Fit:
                 it is on training dates, there is nothing to predict, and the field counts for nothing.
         """
         logs: dict[str, list[float]] = {}
-        for lead, field in self.columns:
+        for lead, field in self.progress.over("EMOS: its forms", self.columns):
             known = validation.field(lead, field, _EVERY)
             raw = self._raw(known, validation.members)
             before = self._raw(self.samples.field(lead, field, self.some_points), self.samples.members)
@@ -151,7 +156,8 @@ class _Fit:
 
     def all_points(self, form: str, first: dict[tuple[int, int], Emos] | None) -> dict[tuple[int, int], Emos]:
         """Coefficients at every point, by lead and field; `first` of another size to start from."""
-        return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in self.columns}
+        each = self.progress.over("EMOS: all points", self.columns)
+        return {at: self._at_all_points(form, *at, None if first is None else first[at]) for at in each}
 
     def tell_of_few(self, spec: ModelSpec) -> None:
         """Log the fields that have no coefficients of each point."""

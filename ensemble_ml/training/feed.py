@@ -17,7 +17,6 @@ from ensemble_ml.loading.device import Device
 from ensemble_ml.loading.explain import explain
 from ensemble_ml.loading.run_loader import Lane, PlannedLoader, RunLoader, TorchLoader, make_plan
 from ensemble_ml.loading.schedule import Schedule
-from ensemble_ml.store import TensorStore
 from ensemble_ml.training import setup
 from ensemble_ml.training.assemble import Run, batches_of, whole_dates
 
@@ -76,12 +75,27 @@ def lane_of(session: Session) -> Lane:
     return Lane(place.data, place.lon, topology.data, topology.lon, gather, local, topology.rank)
 
 
+def checked_dates(config: TrainConfig, whole: Reader) -> tuple[np.ndarray, np.ndarray]:
+    """Return the training and the validation dates of a run.
+
+    Args:
+        whole: a reader of the whole grid.
+
+    Raises:
+        UserError: settings that do not fit the store.
+    """
+    return whole_dates(config, whole, *setup.split_dates(config.data, whole.source.layout.init_time))
+
+
 def describe(
-    config: TrainConfig, store: TensorStore, topology: Topology = ONE, step: float | None = None, on_host: int = 0
-) -> str:
+    config: TrainConfig, whole: Reader, dates: tuple[np.ndarray, np.ndarray], topology: Topology = ONE,
+    step: float | None = None, on_host: int = 0,
+) -> str:  # fmt: skip
     """Lines that tell what loading a run will read, from where, in what time: see `ensemble_ml.loading.explain`.
 
     Args:
+        whole: a reader of the whole grid.
+        dates: of `checked_dates`.
         topology: of the ranks that it is planned for; seen from the first band of rows.
         step: seconds that a training step computes, where they are known.
         on_host: ranks that share the memory of a host; all of them if 0.
@@ -91,15 +105,12 @@ def describe(
     """
     if config.loading.name is LoaderName.torch:
         return "Loading by torch's DataLoader: nothing is planned; every batch is read when its turn has come"
-    spec = setup.build_spec(config, store)
-    train, validation = setup.split_dates(config.data, store.layout.init_time)
-    whole = Reader(store, spec)
-    train, validation = whole_dates(config, whole, train, validation)
+    train, validation = dates
     window = None
     if topology.spatial > 1:
-        shard = shard_of(spec, topology)
+        shard = shard_of(whole.spec, topology)
         window = shard.own_rows, shard.own_columns
-    reader = Reader(store, spec, window=window)
+    reader = Reader(whole.source, whole.spec, window=window)
     schedule = Schedule(
         batches_of(config, reader, train, 0, config.steps),
         _validation_draws(config, reader, validation, topology.data),

@@ -32,6 +32,8 @@ from ensemble_ml.models import Climate
 from ensemble_ml.models.speed import has_bfloat16
 from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.training.climate_fit import Fit, fit_climate
+from ensemble_ml.training.progress import Progress
+from ensemble_ml.training.progress import log as progress_log
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +48,11 @@ _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_
 
 def kept_fit(
     output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
-    seed: int,
+    seed: int, progress: Progress | None = None,
 ) -> Fit:  # fmt: skip
     """What `fit_climate` finds, from `output`/.fits where it has been found before, and then says once more.
+
+    A fit that was cut short for lack of time is not kept, for the next run may have time.
 
     Args:
         output: folder of the runs; other arguments as of `fit_climate`.
@@ -63,10 +67,11 @@ def kept_fit(
     told, package = _Told(), logging.getLogger(_PACKAGE)
     package.addHandler(told)
     try:
-        fit = fit_climate(reader, train, validation, members, sizes, seed)
+        fit = fit_climate(reader, train, validation, members, sizes, seed, progress)
     finally:
         package.removeHandler(told)
-    _write(path, fit, told.lines)
+    if progress is None or not progress.cut:
+        _write(path, fit, told.lines)
     return fit
 
 
@@ -78,7 +83,8 @@ class _Told(logging.Handler):
         self.lines: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((record.levelno, record.getMessage()))
+        if record.name != progress_log.name:  # how far a fit was is nothing of the next run
+            self.lines.append((record.levelno, record.getMessage()))
 
 
 def _key(

@@ -123,7 +123,7 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
     """
     total = torch.zeros(*dates.shape, *dates.spec.grid.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
-    for date in chosen:
+    for date in dates.progress.over("mean state", chosen):
         values = dates.target(Part.MEAN, int(date))
         there = torch.isfinite(values)
         total += torch.where(there, values, 0.0)
@@ -155,7 +155,8 @@ def fit_linear(
     found = torch.zeros(count, TERMS * predictors, outputs)
     to_choose_by = spaced(validation, _VALIDATION_DATES)
     levels = nested_bands(dates.spec.grid.latitude)
-    errors = [_refine(found, rows, sums, groups, to_choose_by, centre) for groups in levels]
+    each = dates.progress.over("linear correction: penalties", levels)
+    errors = [_refine(found, rows, sums, groups, to_choose_by, centre) for groups in each]
     before, left = errors[0][:, 0].sum(0), errors[-1].amin(1).sum(0)
     for band, (first, second) in enumerate(found.unflatten(1, (TERMS, -1))):
         weight = torch.stack([first - centre * second, second]).unflatten(1, (-1, 3, 3)).permute(0, 4, 1, 2, 3)

@@ -140,7 +140,8 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
     apart = predictors if masked else 1
     absent = torch.zeros(len(sizes), count, apart, outputs, dtype=torch.float64)
     seen = torch.zeros(len(sizes), count, apart, dtype=torch.float64)
-    for date, (place, size) in product(train, enumerate(sizes)):
+    pairs = list(product(train, enumerate(sizes)))
+    for date, (place, size) in rows.dates.progress.over("linear correction: sums", pairs):
         choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
         for turn in range(choices):
             chosen = rows.dates.drawn(int(date), size, draw) if turn else None

@@ -30,12 +30,13 @@ from ensemble_ml.distributed.partition import shard_of
 from ensemble_ml.distributed.planner import Candidate, candidates, check_any, pick, reasons, table, to_json
 from ensemble_ml.errors import UserError
 from ensemble_ml.folders import check_writable, write_whole
+from ensemble_ml.loading import Reader
 from ensemble_ml.machine import cores
 from ensemble_ml.models import ModelSpec, Speed
 from ensemble_ml.models.speed import candidates as candidate_speeds
 from ensemble_ml.store import open_store
 from ensemble_ml.training import scaling, setup
-from ensemble_ml.training.feed import describe
+from ensemble_ml.training.feed import checked_dates, describe
 from ensemble_ml.training.probing import Found, Job, Shape, cache_folder, measured_here, probe
 from ensemble_ml.training.rehearsal import Tracing, trace
 
@@ -190,27 +191,35 @@ class Planner:
         settings = self.settings
         shapes = tuple(Shape(c.busiest(self.shard), c.samples) for c in fitting)
         given: Links = {(): Link(settings.alpha or 0.0, settings.beta or 0.0)}
-        ask = settings.alpha is None and self.ranks > 1
+        ask = self._asks
         job = Job(self.config, self.spec, shapes, settings.seconds, cache_folder(settings.cache), settings.gflops, ask)
-        if settings.simulate and settings.alpha is None and not ask:
-            raise UserError(
-                "plan.simulate=true: one rank has no link to time, and links that cost nothing would be assumed;"
-                " give seconds a message and seconds a byte (plan.alpha=2e-5 plan.beta=1e-9), or plan.ranks=2 or more"
-            )
         everywhere = dict.fromkeys(range(len(fitting)), given)
         if settings.gflops and not ask:
             return Found({}, everywhere)
-        if ask and self.session.world.size == 1 and self.busy == 1:
-            raise UserError(
-                f"plan.alpha, plan.beta: one process measures here for {self.ranks} ranks, so there is no link to time;"
-                " give seconds a message and seconds a byte of the links (plan.alpha=2e-5 plan.beta=1e-9), or start"
-                " two ranks or more"
-            )
         if self.session.world.size > 1 or self.busy == 1:
             found = probe(job, self.session)
         else:
             found = measured_here(job, self.busy, max(1, cores() // self.busy))
         return Found(found.pieces, found.links or everywhere)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether links have to be timed."""
+        return self.settings.alpha is None and self.ranks > 1
+
+    def refuse_no_link(self) -> None:
+        """Raise a UserError where a link would have to be timed, and there is none."""
+        if self.settings.simulate and self.settings.alpha is None and not self._asks:
+            raise UserError(
+                "plan.simulate=true: one rank has no link to time, and links that cost nothing would be assumed;"
+                " give seconds a message and seconds a byte (plan.alpha=2e-5 plan.beta=1e-9), or plan.ranks=2 or more"
+            )
+        if self._asks and self.session.world.size == 1 and self.busy == 1:
+            raise UserError(
+                f"plan.alpha, plan.beta: one process measures here for {self.ranks} ranks, so there is no link to time;"
+                " give seconds a message and seconds a byte of the links (plan.alpha=2e-5 plan.beta=1e-9), or start"
+                " two ranks or more"
+            )
 
     @property
     def _on_node(self) -> int:
@@ -254,15 +263,20 @@ def plan(config: PlanConfig) -> Path:
     Raises:
         UserError: no store, no partition that fits the ranks, or too little memory.
     """
-    check_writable(config.output)
+    check_writable(str(Path(config.output) / config.run))
     # The degrees that are given are those of the run that is planned, not of the ranks that measure.
     with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
         setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = setup.build_spec(config, source)
+        config = setup.with_depth(config, spec)
+        # What would be refused after the measurements, which take a minute, is refused before.
+        reader = Reader(source, spec)
+        dates = checked_dates(config, reader) if config.data.train else None
         here = torch.cuda.device_count() or cores()
         ranks = config.plan.ranks or (session.world.size if session.world.size > 1 else here)
         planner = Planner(config, spec, config.plan, session, ranks)
+        planner.refuse_no_link()
         found = planner.candidates()
         best = pick(found)
         folder = Path(config.output) / config.run
@@ -271,9 +285,9 @@ def plan(config: PlanConfig) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _tell(config, found, best)
         assert best.cost is not None
-        if config.data.train:
+        if dates is not None:
             told = _with_memory(config, best, session)
-            print(describe(told, source, best.topology, best.cost.seconds, config.plan.ranks_per_node))
+            print(describe(told, reader, dates, best.topology, best.cost.seconds, config.plan.ranks_per_node))
         else:
             print("What loading reads, and when, is told where data.train names the start dates.")
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}

@@ -26,6 +26,7 @@ from ensemble_ml.models.surroundings import Surroundings, apply_networks, inputs
 from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear
 from ensemble_ml.training.linear_sums import Targets, neighbourhoods
+from ensemble_ml.training.progress import CALLED, Pace
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,9 @@ def gather(
         torch.empty(rows, fields),
     )
     draw = np.random.default_rng(2 * dates.seed + stream)
-    for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw)):
+    drawn = enumerate(choices_of(dates, train, sizes, choices, draw))
+    stage = f"{CALLED[name]}: points"
+    for row, (date, chosen) in dates.progress.over(stage, drawn, total=len(train) * choices):
         sample, members = dates.sample(date, chosen), len(chosen)
         at = torch.from_numpy(np.sort(draw.choice(cells, each, replace=False)))  # as `at_points` has them soonest
         values, given = take(date, sample, members, at)
@@ -178,6 +181,13 @@ def choices_of(
             yield int(date), dates.drawn(int(date), size, draw)
 
 
+def _batches(rows: int, batch: int, passes: int) -> Iterator[Tensor]:
+    """Yield rows of a pool in random order, `batch` at once; what is left over at the end of a pass is left out."""
+    for _ in range(passes):
+        order = torch.randperm(rows)
+        yield from order[: rows // batch * batch].split(batch)
+
+
 class _Dropout(nn.Module):
     """Dropout that draws a byte, not a float, for each unit: torch's takes as long as both layers on a processor."""
 
@@ -192,10 +202,14 @@ class _Dropout(nn.Module):
         return hidden * (drawn >= self.least).to(hidden.dtype).mul_(256 / (256 - self.least))
 
 
-def learn(network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> None:
+def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> None:
     """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them.
 
+    Where the time for this fit is too short for all steps, the schedule of rates is run through in fewer of them: the
+    rate still falls to nothing by the end, so what is kept is the best state that the time allowed.
+
     Args:
+        name, network: of what is fitted.
         loss: of outputs (P, U) in `unit`s (U,).
         dates: that the pool is from, told every few seconds that the fit goes on; their seed is that of the weights.
     """
@@ -217,17 +231,18 @@ def learn(network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Da
         batch = min(_BATCH, max(256, len(pool.inputs) // 64), len(pool.inputs))
         a_pass = len(pool.inputs) // batch
         passes = max(_PASSES, -(-_LEAST_STEPS // a_pass))
+        total = passes * a_pass
         optimizer = torch.optim.AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, _RATE, total_steps=passes * a_pass + 1, pct_start=_WARM
-        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=total + 1, pct_start=_WARM)
         share, due = pool.weight.mean(), 0.0
-        for _ in range(passes):
-            order = torch.randperm(len(pool.inputs))
-            for chosen in order[: a_pass * batch].split(batch):
+        pace, done = Pace(total, dates.progress.deadline(name)), 0
+        with dates.progress.stage(CALLED[name], total) as tick:
+            for chosen in _batches(len(pool.inputs), batch, passes):
                 if time.monotonic() > due:
                     dates.beat()
                     due = time.monotonic() + _BEAT
+                if (stride := pace.stride(done)) == 0:
+                    break
                 inputs = (pool.inputs[chosen].float() - middle) / spread
                 with torch.autocast("cpu", torch.bfloat16, enabled=low):
                     found = layers(inputs)
@@ -235,7 +250,12 @@ def learn(network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Da
                 optimizer.zero_grad()
                 (costs.mean() / share).backward()
                 optimizer.step()
-                schedule.step()
+                for _ in range(stride):
+                    schedule.step()
+                done += stride
+                tick(stride)
+        if pace.steps < total:
+            dates.progress.note_cut(name, f"{pace.steps} of {total} steps")
     finally:
         torch.set_rng_state(state)
     with torch.no_grad():

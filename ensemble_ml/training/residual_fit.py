@@ -63,6 +63,8 @@ def fit_residuals(
     """
     network = correction.residuals
     assert network is not None
+    if dates.progress.late("residuals"):
+        return False
     if len(train) < FEWEST_DATES:
         log.info("residuals: %d dates are too few, so nothing is added", len(train))
         return False
@@ -77,7 +79,7 @@ def fit_residuals(
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
         return score(found, [values[chosen] for values in pool.given]) / typical
 
-    learn(network, pool, cost, torch.ones(len(network.second)), dates)
+    learn("residuals", network, pool, cost, torch.ones(len(network.second)), dates)
     log.info("residuals: fitted to %d points", len(pool.inputs))
     return True
 

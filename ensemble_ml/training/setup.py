@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from ensemble_ml.training.agreement import refuse_other_settings
 from ensemble_ml.training.checkpoint import Checkpoint, clean, load_checkpoint, mend_links, point, refuse_unread
 
 log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=TrainConfig)
 
 _TRACES = "config.yaml", "log.jsonl", "checkpoints"  # what a run leaves first
 _PATIENCE = 15.0  # seconds that a run which goes on waits for the job before it to end
@@ -125,8 +127,19 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
     if spec.local:
         check_window(spec.grid)
     if model.pools:
-        geometries(spec.grid, model.pole, model.depth)  # refuses a depth that the grid cannot have
+        geometries(spec.grid, model.pole, spec.config.depth)  # refuses a depth that the grid cannot have
+        if model.depth == "auto":
+            rows, columns = spec.grid.shape
+            text = "model.depth=auto: %d poolings on %d x %d points%s"
+            fewer = spec.config.depth < model.usual_depth
+            why = f", the most that the longitudes allow (usually {model.usual_depth})" if fewer else ""
+            log.info(text, spec.config.depth, rows, columns, why)
     return spec
+
+
+def with_depth(config: C, spec: ModelSpec) -> C:
+    """Return `config` with the depth of `spec`, where it said auto."""
+    return replace(config, model=replace(config.model, depth=spec.config.depth))
 
 
 def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:

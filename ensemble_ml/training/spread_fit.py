@@ -78,7 +78,7 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
     """s_clim (T, F, Y, X); `std` (F,) of the values themselves."""
     total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
     counts = torch.zeros_like(total)
-    for date in chosen:
+    for date in dates.progress.over("climatological spread", chosen):
         square = dates.target(Part.SPREAD, date) ** 2
         valid = torch.isfinite(square)
         total += torch.where(valid, square, 0.0)
@@ -105,7 +105,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
     spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
     full, few, apart, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(4))
     everywhere = scales.mean(climatology)
-    for date in sample:
+    for date in dates.progress.over("terms of the spread", sample):
         found = dates.sample(int(date))
         there = torch.isfinite(found.full_spread) & torch.isfinite(found.spread)
         valid = there.any(-1).any(-1)
@@ -152,7 +152,8 @@ def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
     """Mean squared error of s1 as a forecast of S, a row for each number of members: (N + 1, T, F) float32."""
     full = dates.reader.full_size
     rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)
-    for size in {size for size in sizes if size <= full} - {dates.members}:
+    others = {size for size in sizes if size <= full} - {dates.members}
+    for size in dates.progress.over("errors of the spread", others):
         other = replace(spread, members=size)
         rows[size] = _spread_error(dates.of(size), chosen, other, scales)
     return rows

@@ -44,6 +44,8 @@ def fit_surroundings(
     """
     network = correction.surroundings
     assert network is not None
+    if dates.progress.late("surroundings"):
+        return
     asked = telling(dates, targets, validation)
     train, validation = kept_apart(train, asked)
     if len(train) + len(validation) < FEWEST_DATES:
@@ -59,7 +61,7 @@ def fit_surroundings(
     if pool is None:
         return
     (wanted,), unit = pool.given, _sizes(pool)
-    learn(network, pool, lambda found, chosen: (found - wanted[chosen] / unit) ** 2, unit, dates)
+    learn("surroundings", network, pool, lambda found, chosen: (found - wanted[chosen] / unit) ** 2, unit, dates)
     shares, gain = _shares(points, spaced(validation, _VALIDATION_DATES))
     network.second *= shares[:, None]
     told = "surroundings: fitted to %d points; RMSE of the spread on %s %.1f %% lower"
@@ -80,7 +82,7 @@ def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
     correction = points.correction
     linear, network = correction.linear, correction.surroundings
     assert network is not None
-    for date in validation:
+    for date in points.dates.progress.over("spread network: shares", validation):
         sample, members = points.dates.sample(int(date)), points.dates.members
         padded = linear.padded(sample.mean, sample.spread, members)
         errors = points.wanted(int(date), sample, members)

@@ -38,6 +38,7 @@ from ensemble_ml.training.assemble import Run, assemble
 from ensemble_ml.training.exchanges import run_exchange
 from ensemble_ml.training.feed import open_loader, validation_size
 from ensemble_ml.training.keeper import Keeper, Snapshot
+from ensemble_ml.training.progress import SHARE_OF_FITS, Progress, Pulse
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import State
 from ensemble_ml.training.stepper import OTHERWISE, NotFinite, Stepper
@@ -76,23 +77,30 @@ def _train(config: TrainConfig, session: Session) -> Path:
     # Each looks for itself: a rank that sees another folder would begin anew while the others go on.
     found = {"checkpoint to go on from": checkpoint.meta["sha256"][:16] if checkpoint else "none"}
     session.agree(found, f"let output={config.output} be one folder for all ranks")
-    with StopRequest(kept=checkpoint is not None, first=session.first) as stop:
+    with StopRequest(kept=checkpoint is not None, first=session.first) as stop, ExitStack() as stack:
         was = checkpoint.meta["threads"] if checkpoint and session.first else None  # those of rank 0
         threads = setup.use_threads(config, was, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         session.agree({"contents of data.store": source.fingerprint()})  # its path may differ
         spec = checkpoint.spec if checkpoint else setup.build_spec(config, source)
+        config = setup.with_depth(config, spec)
         if config.parallel.planned:
             from ensemble_ml.training.plan import shared_out  # brings a second of imports
 
             config = shared_out(config, spec, session, checkpoint.meta["config"] if checkpoint else None)
-        reader = Reader(source, spec)
-        trainer = Trainer(assemble(config, reader, checkpoint, threads, session), folder)
+        reader, left = Reader(source, spec), 60 * config.max_minutes - (time.perf_counter() - began)
+        progress = Progress(SHARE_OF_FITS * left if config.max_minutes else None)
+        if session.first:
+            stack.enter_context(Pulse(progress.text))
+        trainer = Trainer(assemble(config, reader, checkpoint, threads, session, progress), folder)
         if checkpoint is None and config.max_minutes and trainer.state.steps:
+            progress.doing("validation and steps are timed, for max_minutes")
             trainer.plan_steps(60 * config.max_minutes - (time.perf_counter() - began))
         elif checkpoint and session.first and config.max_minutes not in (0, checkpoint.meta["config"]["max_minutes"]):
             text = "max_minutes=%g: the steps were settled when the run began: %d, of which %d are done"
             log.warning(text, config.max_minutes, trainer.state.steps, trainer.state.step)
+        state = trainer.state
+        progress.doing(lambda: f"at work: {state.step} of {state.steps} steps are done")
         try:
             trainer.run(stop, resumed=checkpoint is not None)
         finally:
@@ -114,6 +122,7 @@ class Trainer:
         self.kept = False  # whether a checkpoint of the run has come to disk, in this process or before
         self._kept: int | None = None  # the step of checkpoints/last
         self._sized: int | None = None  # the step at which widths were measured by the number of members
+        self._until = math.inf  # by `time.perf_counter`: when the last step has to be done
         self.area = run.loss.area
         self.loader: RunLoader | None = None  # before there is one, batches are read as they are asked for
 
@@ -154,7 +163,8 @@ class Trainer:
         )  # fmt: skip
 
     def plan_steps(self, seconds: float) -> None:
-        """Shorten the run to what fits into `seconds`; what is measured happens to a copy of the model."""
+        """Shorten the run to what fits into `seconds`, and let it end with the first step that is done too late for
+        another, should steps take longer then; what is measured happens to a copy of the model."""
         start = time.perf_counter()
         self._scores()
         self._measure_widths_by_size()  # as after a validation that is the best so far
@@ -165,6 +175,7 @@ class Trainer:
         steps = self.session.once(lambda: max(1, min(self.config.steps, fitting)))
         if fitting < 1:
             log.warning("max_minutes=%g: the fits before the first step took all of it", self.config.max_minutes)
+        self._until = start + seconds - per_validation
         log.info("max_minutes=%g: %.3g s a step, so %d steps", self.config.max_minutes, per_step, steps)
         self.state.steps = steps
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
@@ -205,12 +216,15 @@ class Trainer:
             except NotFinite as error:
                 raise self._given_up(tracker, error.where) from error
             samples, stopped, due = (losses.pop(name) for name in ("samples", "stop", "due"))
+            late = losses.pop("late", 0.0)
             self.keeper.follow(losses.pop("written") == self.session.mesh.model.size)
             lr = state.optimizer.param_groups[0]["lr"]
             tracker.step(
                 state.step, samples=int(samples), waited=waited, lr=lr, loss=losses,
                 sent=self.stepper.bytes_sent - sent, exchanged=self.stepper.waited, skipped=self.stepper.skipped > 0,
             )  # fmt: skip
+            if late and state.step < state.steps:
+                self._end_here(tracker)
             if self.stepper.noted:
                 tracker.note(state.step, self.stepper.noted)
             self._keep(tracker, due=bool(due))
@@ -225,12 +239,23 @@ class Trainer:
                 tracker.say(f"{who}: stopped after step {state.step}; go on with resume=true")
                 raise Stopped(requeue=stop.requeue(stopped), first=self.session.first)
 
+    def _end_here(self, tracker: Tracker | Silent) -> None:
+        """Let the step that is done be the last one; all ranks call this."""
+        text = "max_minutes=%g: steps took longer than was planned, so step %d of %d is the last"
+        tracker.say(text % (self.config.max_minutes, self.state.step, self.state.steps))
+        self.state.steps = self.state.step
+        self.loader = None  # its plan has no validation after this step
+
     def _step(self, batch: Batch, stop: StopRequest | None = None) -> dict[str, float]:
-        """One step; of what ranks say: who asks to stop, has written its part of a checkpoint, finds one due."""
+        """One step; of what ranks say: who asks to stop, has written its part of a checkpoint, finds one due; and
+        where the time is bounded, whether rank 0 finds it over."""
 
         def says() -> dict[str, float]:
             written, due = float(self.keeper.done), float(self.keeper.due)
-            return {"stop": stop.vote if stop else 0.0, "written": written, "due": due}
+            own = {"stop": stop.vote if stop else 0.0, "written": written, "due": due}
+            if self._until == math.inf:
+                return own
+            return own | {"late": float(self.session.first and time.perf_counter() > self._until)}
 
         return self.stepper(batch, says)
 
@@ -339,7 +364,14 @@ class Trainer:
             why = "the best checkpoint is gone" if self.state.scores else why
             tracker.say(f"done: {why}, so {self.folder}/checkpoints/last is the model")
         else:
-            tracker.say(f"done: best at step {best['step']}, score {best['score']:.4f}: {self.folder}/checkpoints/best")
+            where, score = f"{self.folder}/checkpoints/best", f"{best['score']:.4f}"
+            if best["step"]:
+                tracker.say(f"done: best at step {best['step']}, score {score}: {where}")
+            else:
+                tracker.say(
+                    f"done: no validation after a step was better than that of the start, score {score}, so the best"
+                    f" model is the start, the fits to the training dates without any step: {where}"
+                )
 
 
 def _told(widths: list[list[float]] | None, before: list[list[float]] | None) -> list[list[float]] | None:

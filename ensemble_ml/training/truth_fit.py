@@ -6,7 +6,7 @@ Axes: T lead, F field (variables and levels, then surface variables), Y latitude
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,11 +88,16 @@ class Truth:
     def _bias(self) -> Estimate:
         """Mean error of the mean of all members, in units of s_clim."""
         mean = MapMean(self.scales, self.dates.shape)
-        for date, follows in zip(self.chosen, self.follows, strict=True):
+        for date, follows in self._each("bias"):
             error = self._error(date)
             mean.add(self.scales.filled(error), present(error), follows=bool(follows))
         self.dates.refuse_empty(mean.count, Part.TRUTH)
         return mean.estimate()
+
+    def _each(self, stage: str) -> Iterator[tuple[int, bool]]:
+        """Yield the dates that are fitted to, and whether each follows the one before it."""
+        pairs = zip(self.chosen, self.follows, strict=True)
+        return self.dates.progress.over(stage, pairs, total=len(self.chosen))
 
     def tell_of_zeros(self, sample: np.ndarray) -> None:
         """Warn of variables whose truth is often zero, and whose law has no mass there: none of them is calibrated."""
@@ -158,7 +163,7 @@ class Truth:
             return self.spread.shrink
         ratios, logs = (torch.zeros(len(SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
-        for date in chosen:
+        for date in self.dates.progress.over("shrinkage of the spread", chosen):
             truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
             there = torch.isfinite(truth - centre) & torch.isfinite(followed)
             valid = there.any(-1).any(-1)
@@ -185,7 +190,7 @@ class Truth:
         """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean; zero for
         fields without residuals (there are none, or truth and members never vary)."""
         ratios = MapMean(self.scales, self.dates.shape)
-        for date, follows in zip(self.chosen, self.follows, strict=True):
+        for date, follows in self._each("inflation"):
             truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
             ratio = ((truth - centre) / self.spread.s0(followed)) ** 2
             # Where s0 is far too small (members that hardly differ), all ratios are large, and none of them is chance.
@@ -240,7 +245,8 @@ class Truth:
         second, linear = correction.residuals.second, correction.linear
         seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
-        costs = torch.stack([self._cost(*seen, pair) for pair in tried])
+        each = self.dates.progress.over("error network: shares", tried)
+        costs = torch.stack([self._cost(*seen, pair) for pair in each])
         known = costs.amax(0) > costs.amin(0)  # the validation dates may lack a field
         best = costs.argmin(0)
         usual = best[known].mode().values if known.any() else torch.tensor(len(tried) // 2)
@@ -274,7 +280,7 @@ class Truth:
         least = torch.stack(found).amin(0)
         return torch.where(least > 0, least, 1.0)
 
-    def best_factor(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def best_factor(self, chosen: np.ndarray, inflation: Tensor, stage: str) -> tuple[Tensor, Tensor, Tensor]:
         """Logarithm of the factor of sigma at which the CRPS is smallest, that CRPS, and on how many of the `chosen`
         dates there is one, all (T, F).
 
@@ -283,7 +289,7 @@ class Truth:
         """
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
-        for date in chosen:
+        for date in self.dates.progress.over(stage, chosen):
             truth, centre, s0, more = self._uninformed(int(date))
             found = []
             for factor in _FACTORS.log():

@@ -68,7 +68,7 @@ from ensemble_ml.verification.statistics import Key, Statistic
 from ensemble_ml.verification.strata import calibration_rows, strata_rows
 from ensemble_ml.verification.values import CLIMATOLOGY, settle_families
 from ensemble_ml.verification.vectors import Known, score_vectors
-from ensemble_ml.wording import hour_text, shortened
+from ensemble_ml.wording import duration, hour_text, shortened
 
 log = logging.getLogger(__name__)
 
@@ -213,8 +213,8 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
         if len(known) == done + 1 and left:
             seconds = time.monotonic() - started
             text = "%s at %d h scored in %s; the other %d fields take about %s"
-            about = _duration(seconds * left / len(group.levels))
-            log.info(text, group.variable, group.lead_hours, _duration(seconds), left, about)
+            about = duration(seconds * left / len(group.levels))
+            log.info(text, group.variable, group.lead_hours, duration(seconds), left, about)
     some = [(group, one) for group, one in known if one is not None]
     for lead in sorted({group.lead_hours for group in plan.groups}):
         if (found := kept.load(f"members_{lead}")) is None:
@@ -226,13 +226,6 @@ def _score(setting: Setting, plan: Plan, regions: tuple[str, ...], blocks: np.nd
 
 def _name(group: Group) -> str:
     return f"{group.variable}_{group.lead_hours}"
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 _PREFERRED = ("t850", "z500", "t2m", "msl")

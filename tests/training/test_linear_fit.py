@@ -17,6 +17,7 @@ from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.linear_fit import Linear, fit_linear, refuse_unfittable
 from ensemble_ml.training.linear_sums import sums_of
+from ensemble_ml.training.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,8 @@ class Masked:
     def __init__(self, masked):
         predictors, outputs = 9, 2  # one channel a predictor; the first two are the variables
         self.linear = SimpleNamespace(module=SimpleNamespace(weight=torch.zeros(1, 1, outputs, predictors // 9, 3, 3)))
-        self.dates = SimpleNamespace(spec=SimpleNamespace(masked=masked), reader=SimpleNamespace(full_size=9))
+        spec, reader = SimpleNamespace(masked=masked), SimpleNamespace(full_size=9)
+        self.dates = SimpleNamespace(spec=spec, reader=reader, progress=Progress())
 
     def __call__(self, date, members, chosen):
         draw = torch.Generator().manual_seed(int(date))

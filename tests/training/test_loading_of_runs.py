@@ -19,7 +19,8 @@ from ensemble_ml.loading.run_loader import Lane, PlannedLoader
 from ensemble_ml.store import Part
 from ensemble_ml.store.schema import array_specs
 from ensemble_ml.training import train
-from ensemble_ml.training.feed import describe
+from ensemble_ml.training.feed import checked_dates, describe
+from ensemble_ml.training.setup import build_spec
 from ensemble_ml.training.tracking import read_log
 
 
@@ -76,7 +77,9 @@ def test_sizes_in_words():
 
 def test_what_the_plan_says_is_what_is_read(config_of, store, monkeypatch):
     config = config_of(loading__ram="20MB", loading__bandwidth=100.0, steps=16)
-    text = describe(config, store)
+    whole = Reader(store, build_spec(config, store))
+    dates = checked_dates(config, whole)
+    text = describe(config, whole, dates)
     told = {line.split()[1]: line for line in text.splitlines() if line.strip().startswith("from")}
     seen = []
     close = run_loader.PlannedLoader.close
@@ -87,7 +90,7 @@ def test_what_the_plan_says_is_what_is_read(config_of, store, monkeypatch):
     for name, word in (("storage", "slow"), ("ram", "memory")):
         assert f" {seen[0][name] / 1e6:,.1f} MB" in told[word]
     assert "slow storage at 100 MB/s (given)" in text and "limit: " in text
-    two = describe(config, store, Topology(data=2), 0.1)
+    two = describe(config, whole, dates, Topology(data=2), 0.1)
     assert "over 2 ranks" in two and "s compute" in two
 
 

@@ -1,0 +1,183 @@
+"""What a run does before its first step and between its steps: shown as it goes on, and bounded by `max_minutes`.
+
+    Progress    the stages of the fits, how much of the present one is done, and by when the fits have to end
+    Pace        how a small network gets through its schedule in the time that it has
+    Pulse       a line of the log whenever there was none for a while
+
+The small networks are the long fits, and can stop at any time; all others are sums over dates that end by themselves.
+So a bound on the fits is a deadline for each network, which leaves time for what comes after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from ensemble_ml.wording import duration
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALLED = {"surroundings": "spread network", "residuals": "error network"}
+SHARE_OF_FITS = 0.6  # of `max_minutes`, at most; what is measured, validated and stepped takes the rest
+# Of the time for the fits, when a network has to end: sums over dates follow each of them.
+_UNTIL = {"surroundings": 0.5, "residuals": 0.85}
+_WARM = 10  # steps of a network before its pace is known
+_EVERY = 20.0  # seconds without a line after which there is one
+
+
+class Progress:
+    """The stages of the fits: which of them is under way, how far it is, and what was cut short for lack of time.
+
+    Args:
+        seconds: that the fits may take from now on; None where they may take any time.
+    """
+
+    def __init__(self, seconds: float | None = None):
+        self.cut: list[str] = []  # names of the networks that ended before their time
+        self._began, self._seconds = time.monotonic(), seconds
+        self._stages: list[str] = []
+        self._doing: Callable[[], str] = lambda: "getting ready"
+
+    def text(self) -> str:
+        """Return one line that says what is under way."""
+        return self._doing()
+
+    def doing(self, text: str | Callable[[], str]) -> None:
+        """Note what is under way from now on; a function is asked whenever this is to be told."""
+        self._doing = text if callable(text) else lambda: text
+
+    def begin(self, stages: Sequence[str]) -> None:
+        """Note the stages to come, in order."""
+        self._stages = list(stages)
+        if self._seconds is not None:
+            log.info("fits: %d stages before the first step, in %s at most", len(stages), duration(self._seconds))
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[[int], object]]:
+        """Show a stage of `total` steps while the context is open; it gives a function that counts steps as done."""
+        number = self._stages.index(name) + 1 if name in self._stages else 0
+        title = f"fit {number} of {len(self._stages)}, {name}"
+        began, done = time.monotonic(), 0
+
+        def tick(steps: int) -> None:
+            nonlocal done
+            done += steps
+            bar.update(steps)
+
+        def text() -> str:
+            if not done:
+                return f"{title}: begun"
+            left = (time.monotonic() - began) * (total - done) / done
+            return f"{title}: {done / total:.0%} done, about {duration(left)} left"
+
+        self._doing = text
+        # A fit outside a run has no stages to be counted among.
+        shown = number > 0 and sys.stderr.isatty()
+        with tqdm(total=total, desc=title, leave=False, disable=not shown, dynamic_ncols=True) as bar:
+            yield tick
+
+    def over(self, stage: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
+        """Yield `items` as the steps of a stage.
+
+        Args:
+            total: how many there are, where `items` has no length.
+        """
+        with self.stage(stage, len(items) if total is None else total) as tick:  # type: ignore[arg-type]
+            for item in items:
+                yield item
+                tick(1)
+
+    def deadline(self, network: str) -> float | None:
+        """Return when a network has to end, by `time.monotonic`; None where it may take any time."""
+        return None if self._seconds is None else self._began + _UNTIL[network] * self._seconds
+
+    def late(self, network: str) -> bool:
+        """Return whether no time is left for a network, and note that it is cut where this is so."""
+        until = self.deadline(network)
+        if until is None or time.monotonic() < until:
+            return False
+        self.note_cut(network, "none of its steps")
+        return True
+
+    def note_cut(self, network: str, steps: str) -> None:
+        """Note and log that a network got only so many `steps`."""
+        self.cut.append(network)
+        log.warning("%s: max_minutes left time for %s; give more minutes for the whole fit", CALLED[network], steps)
+
+
+class Pace:
+    """How many steps of its schedule a fit advances with each step that it takes, so that both end by a deadline.
+
+    Args:
+        total: steps of the schedule.
+        until: the deadline by `time.monotonic`; None where there is none, and each step advances by one.
+    """
+
+    def __init__(self, total: int, until: float | None):
+        self._total, self._until = total, until
+        self._began = time.monotonic()
+        self.steps = 0  # taken
+
+    def stride(self, done: int) -> int:
+        """Return how far the next step advances from `done`; zero where the schedule or the time is at its end."""
+        left, stride = self._total - done, min(1, self._total - done)
+        if self._until is not None and left:
+            now = time.monotonic()
+            if now >= self._until:
+                return 0
+            if self.steps >= _WARM:
+                seconds = (now - self._began) / self.steps
+                # Where all that is left fits the stride is one, so a run that has time is the same as one without end.
+                stride = min(left, max(1, math.ceil(left * seconds / (self._until - now))))
+        self.steps += stride > 0
+        return stride
+
+
+class Pulse(logging.Handler):
+    """A watch on the log, used as a context: whenever nothing was logged for a while, it logs `text`.
+
+    On a terminal bars show what goes on; there it only keeps lines of the log from breaking them.
+    """
+
+    def __init__(self, text: Callable[[], str], every: float = _EVERY):
+        super().__init__(logging.INFO)
+        self._text, self._every = text, every
+        self._last = time.monotonic()
+        self._over = threading.Event()
+        self._stack = ExitStack()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note that something was logged."""
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            self._stack.enter_context(logging_redirect_tqdm())
+            return self
+        logging.getLogger().addHandler(self)
+        self._stack.callback(logging.getLogger().removeHandler, self)
+        thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
+        thread.start()
+        self._stack.callback(thread.join)
+        self._stack.callback(self._over.set)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _watch(self) -> None:
+        while not self._over.wait(max(0.0, self._last + self._every - time.monotonic())):
+            if time.monotonic() - self._last >= self._every:
+                log.info("%s", self._text())

@@ -1,0 +1,173 @@
+"""How the fits before the first step are shown and bounded, and a run that max_minutes ends."""
+
+import logging
+import re
+import time
+
+import pytest
+import torch
+from running import weights
+
+from ensemble_ml.training import point_fit, progress, train, trainer
+from ensemble_ml.training.climate_data import Dates
+from ensemble_ml.training.progress import Pace, Progress, Pulse
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def strides_of(clock, total, until, seconds):
+    """Take steps of `seconds` each until the pace says that there are no more."""
+    pace, done, strides = Pace(total, until), 0, []
+    while stride := pace.stride(done):
+        clock.now += seconds[min(len(strides), len(seconds) - 1)]
+        strides.append(stride)
+        done += stride
+    assert pace.steps == len(strides)
+    return strides
+
+
+@pytest.mark.parametrize("until", [None, 1101.0])
+def test_a_fit_that_has_time_takes_each_step_of_its_schedule(clock, until):
+    assert strides_of(clock, 100, until, [1.0]) == [1] * 100
+
+
+@pytest.mark.parametrize("seconds", [[1.0], [0.5] * 20 + [2.0], [4.0] * 12 + [0.5], [0.1, 1.3]])
+def test_a_fit_that_lacks_time_runs_through_its_schedule_by_the_deadline(clock, seconds):
+    strides = strides_of(clock, 200, clock.now + 60, seconds)
+    assert 0.85 * 60 <= clock.now - 1000 <= 60 + max(seconds)
+    assert sum(strides) == 200 or clock.now >= 1060  # the whole schedule, unless steps grew longer at the last moment
+    assert strides[-1] <= 40
+
+
+def test_nothing_is_stepped_after_the_deadline(clock):
+    assert strides_of(clock, 100, clock.now - 1, [1.0]) == []
+
+
+def test_a_stage_says_which_it_is_and_how_much_is_left(clock):
+    told = Progress()
+    told.begin(["bias", "inflation", "spread network"])
+    for _ in told.over("inflation", [1, 2, 3, 4]):
+        if clock.now > 1000:
+            break
+        clock.now += 30
+    assert told.text() == "fit 2 of 3, inflation: 25% done, about 90 s left"
+    told.doing("steps")
+    assert told.text() == "steps"
+
+
+def test_only_a_bound_makes_a_fit_late(clock):
+    assert not Progress().late("surroundings")
+    bounded = Progress(100.0)
+    clock.now += 49
+    assert not bounded.late("surroundings") and not bounded.cut
+    clock.now += 2
+    assert bounded.late("surroundings") and bounded.cut == ["surroundings"]
+
+
+def test_silence_ends_with_a_line(caplog):
+    caplog.set_level(logging.INFO)
+    with Pulse(lambda: "fit 3 of 9", every=0.2):
+        until = time.monotonic() + 0.6
+        while time.monotonic() < until:  # others write lines
+            logging.getLogger("ensemble_ml.other").info("a line")
+            time.sleep(0.01)
+        assert "fit 3 of 9" not in caplog.text
+        time.sleep(1.0)
+        assert 2 <= caplog.text.count("fit 3 of 9") <= 5
+    caplog.clear()
+    time.sleep(0.5)
+    assert not caplog.records
+
+
+def test_a_run_says_where_its_fits_are(config_of, own_fits, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(Pulse.__init__, "__defaults__", (0.05,))
+    train(config_of(steps=1, data__members=[3]))
+    stages = {record.message.split(":")[0] for record in caplog.records if record.message.startswith("fit ")}
+    assert {"fit 9 of 18, spread network", "fit 15 of 18, error network"} <= stages
+    assert re.search(r"fit 15 of 18, error network: \d+% done, about \d+ s left", caplog.text)
+    assert re.search(r"at work: [01] of 1 steps are done", caplog.text)
+
+
+def slowed(monkeypatch, clock, seconds_a_step=0.3):
+    """Let the clock go on by what is done: a step of a small network, a date that is read, a validation, a step."""
+
+    def slow(owner, name, seconds):
+        real = getattr(owner, name)
+
+        def later(self, *given, **named):
+            clock.now += seconds
+            return real(self, *given, **named)
+
+        monkeypatch.setattr(owner, name, later)
+
+    monkeypatch.setattr(trainer, "time", clock)
+    slow(point_fit._Dropout, "forward", 0.1)
+    slow(Dates, "sample", 0.001)
+    slow(trainer.Trainer, "_scores", 0.5)
+    slow(trainer.Trainer, "_step", seconds_a_step)
+
+
+def test_fits_are_cut_to_the_time_and_are_not_kept(config_of, own_fits, monkeypatch, clock, caplog):
+    """Two networks of 500 steps take 100 s by this clock; a run of half a minute gives them some of it, and keeps to
+    its time. What was cut is not taken by a run that has time."""
+    caplog.set_level(logging.INFO)
+    with monkeypatch.context() as patch:
+        slowed(patch, clock)
+        cut = weights(train(config_of(run="cut", steps=500, max_minutes=0.5)))
+    assert 0.8 * 30 <= clock.now - 1000 <= 1.1 * 30
+    assert cut.meta["fits_cut"] == ["surroundings", "residuals"] and 1 <= cut.meta["step"] == cut.meta["steps"] < 100
+    for network in ("spread", "error"):
+        steps, total = re.search(rf"{network} network: max_minutes left time for (\d+) of (\d+)", caplog.text).groups()
+        assert 40 <= int(steps) < int(total)
+    caplog.clear()
+    whole = weights(train(config_of(run="whole", steps=1)))
+    assert "as fitted before" not in caplog.text and "fits_cut" not in whole.meta
+    kept = weights(train(config_of(run="kept", steps=1, max_minutes=9)))
+    assert "as fitted before" in caplog.text and "fits_cut" not in kept.meta
+    assert not torch.equal(cut.state_dict["residuals.first"], whole.state_dict["residuals.first"])
+    assert torch.equal(kept.state_dict["residuals.first"], whole.state_dict["residuals.first"])
+
+
+def test_fits_without_any_time_leave_one_step(config_of, own_fits, monkeypatch, clock, caplog):
+    slowed(monkeypatch, clock)
+    found = weights(train(config_of(steps=500, max_minutes=1e-3)))
+    assert found.meta["step"] == found.meta["steps"] == 1
+    assert "error network: max_minutes left time for none of its steps" in caplog.text
+    assert not found.state_dict["residuals.second"].any() and not found.state_dict["surroundings.second"].any()
+    assert found.state_dict["linear.weight"].any()  # which takes no long time, and is whole
+
+
+def test_steps_that_grow_slower_than_planned_end_with_the_time(config_of, monkeypatch, clock, caplog):
+    caplog.set_level(logging.INFO)
+    slowed(monkeypatch, clock, seconds_a_step=0.5)
+    monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: 0.01)
+    run = train(config_of(max_minutes=0.5, steps=5000, validate_every=5000, model__linear=False, data__members=[3]))
+    assert 0.9 * 30 <= clock.now - 1000 <= 1.1 * 30
+    last = weights(run).meta
+    assert 40 <= last["step"] == last["steps"] < 70 and last["validated_step"] == last["step"]
+    assert f"steps took longer than was planned, so step {last['step']} of" in caplog.text
+
+
+def test_a_start_that_no_step_bettered_is_called_the_start(config_of, caplog):
+    caplog.set_level(logging.INFO)
+    run = train(config_of(steps=2, validate_every=2, optim__lr=10.0, model__linear=False))
+    assert weights(run, "best").meta["step"] == 0
+    assert "so the best model is the start, the fits to the training dates without any step" in caplog.text
+    assert f"{run}/checkpoints/best" in caplog.text and "best at step" not in caplog.text
