@@ -1,10 +1,32 @@
 """Limits of memory are those of the job's own control group, wherever it lies."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from ensemble_ml import machine
 
 GB = 10**9
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(monkeypatch, given):
+    monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_WAIT_POLICY": given})
+    machine.let_waiting_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
+
+
+def test_the_command_says_so_before_a_task_loads_torch():
+    code = (
+        "import os, sys; from ensemble_ml import cli;"
+        "cli._dispatch = lambda _: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules);"
+        "cli.main(['train'])"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["PASSIVE", "False"]
 
 
 def group(folder, names, limit, used, cached):

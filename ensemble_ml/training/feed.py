@@ -84,7 +84,9 @@ def checked_dates(config: TrainConfig, whole: Reader) -> tuple[np.ndarray, np.nd
     Raises:
         UserError: settings that do not fit the store.
     """
-    return whole_dates(config, whole, *setup.split_dates(config.data, whole.source.layout.init_time))
+    train, validation = whole_dates(config, whole, *setup.split_dates(config.data, whole.source.layout.init_time))
+    batches_of(config, whole, train, 0, 1)  # refuses numbers of members that no date has
+    return train, validation
 
 
 def describe(

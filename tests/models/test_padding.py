@@ -7,9 +7,10 @@ import pytest
 import torch
 from small_models import make_climate, make_spec
 
-from ensemble_ml.config import Pole
+from ensemble_ml.config import ModelConfig, Pole
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
+from ensemble_ml.models import ModelSpec
 from ensemble_ml.models.features import Features
 from ensemble_ml.models.padding import Beyond, Padder, geometries
 
@@ -155,3 +156,35 @@ def test_longitudes_that_do_not_fit_are_refused():
         geometries(global_grid(13, 15), Pole.replicate, 1)
     assert [g.columns for g in geometries(region(7, 9), Pole.cross, 3)] == [9, 5, 3, 2]
     assert geometries(region(), Pole.cross, 0)[0].north.beyond is Beyond.REPLICATE
+
+
+@pytest.mark.parametrize(
+    ("grid", "name", "depth"),
+    [
+        (global_grid(181, 360), "unet3d", 2),
+        (global_grid(180, 360, False), "unet3d", 2),
+        (global_grid(91, 180), "unet3d", 1),
+        (global_grid(61, 120), "unet3d", 2),
+        (global_grid(37, 72), "unet3d", 2),
+        (global_grid(36, 72, False), "unet3d", 2),
+        (global_grid(33, 64), "unet3d", 3),
+        (global_grid(33, 64), "poet", 3),
+        (global_grid(33, 64), "ens10_unet", 2),
+        (global_grid(91, 180), "ens10_unet", 1),
+        (region(33, 45), "unet3d", 3),
+        (global_grid(91, 180), "drn", 2),  # which pools nothing
+    ],
+)
+def test_auto_takes_the_most_poolings_that_a_grid_allows(grid, name, depth):
+    def spec_of(config):
+        return ModelSpec(config, (), (), ("t2m",), (0,), (0,), tuple(grid.latitude), tuple(grid.longitude))
+
+    config = ModelConfig(name=name, spread=name == "unet3d", hidden=4, max_hidden=4)
+    spec = spec_of(config)
+    assert spec.config.depth == depth and config.depth == "auto"
+    assert ModelSpec.from_json(spec.to_json()).config.depth == depth
+    if config.pools:
+        geometries(grid, Pole.cross, depth)
+        if grid.wraps and depth < config.usual_depth:
+            with pytest.raises(UserError, match=rf"use model.depth={depth} or less, or auto"):
+                geometries(grid, Pole.cross, depth + 1)

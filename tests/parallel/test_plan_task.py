@@ -21,6 +21,7 @@ from ensemble_ml.config import (
 from ensemble_ml.distributed.costs import Piece
 from ensemble_ml.errors import UserError
 from ensemble_ml.training import probing, trainer
+from ensemble_ml.training.plan import Planner
 from ensemble_ml.training.probing import _keep, _load, cache_folder
 from ensemble_ml.training.tracking import read_log
 
@@ -100,6 +101,24 @@ def test_bad_input_ends_in_one_line(store, tmp_path, capsys, monkeypatch, more, 
     assert plan(store, tmp_path, *more) == 2
     text = capsys.readouterr().err.strip()
     assert message in text and len([line for line in text.splitlines() if line.startswith("ensemble-ml:")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["data.validation=[1999]"], "data.validation 1999: no start date"),
+        (["data.members=[9]"], "data.members=[9]"),
+        (["model.depth=4"], "use model.depth=3 or less"),
+        (["plan.ranks=1", "plan.simulate=true", "plan.alpha=null", "plan.beta=null"], "one rank has no link to time"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_followed_or_measured(
+    store, tmp_path, capsys, monkeypatch, more, message
+):
+    monkeypatch.setattr(Planner, "candidates", lambda _: pytest.fail("began to work"))
+    assert plan(store, tmp_path, *more) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "plan").exists()
 
 
 def train_on(session, config):

@@ -74,7 +74,7 @@ def test_a_stage_says_which_it_is_and_how_much_is_left(clock):
 def test_only_a_bound_makes_a_fit_late(clock):
     assert not Progress().late("surroundings")
     bounded = Progress(100.0)
-    clock.now += 49
+    clock.now += 59
     assert not bounded.late("surroundings") and not bounded.cut
     clock.now += 2
     assert bounded.late("surroundings") and bounded.cut == ["surroundings"]

@@ -293,3 +293,18 @@ def test_a_copy_of_the_last_checkpoint_alone_looks_for_the_best_again(config_of,
     run = train(config_of(**plan, resume=True))
     assert "is not there, so the next validation begins to look for the best again" in caplog.text
     assert load_checkpoint(run / "checkpoints" / "best").meta["step"] == 60
+
+
+def test_a_depth_that_was_chosen_is_recorded_and_stays(config_of, caplog):
+    """On 9 x 16 points: 16 longitudes that cross the poles allow three poolings."""
+    caplog.set_level(logging.INFO)
+    config = config_of(steps=2, validate_every=2, model__depth="auto", model__linear=False)
+    run = train(config)
+    assert "model.depth=auto: 3 poolings on 9 x 16 points" in caplog.text
+    meta = load_checkpoint(run / "checkpoints" / "last").meta
+    assert meta["spec"]["config"]["depth"] == meta["config"]["model"]["depth"] == 3
+    assert "depth: 3" in (run / "config.yaml").read_text()
+    for depth in ("auto", 3):
+        train(replace(config, resume=True, model=replace(config.model, depth=depth)))
+    with pytest.raises(UserError, match=r"model.depth=2 \(was 3\)"):
+        train(replace(config, resume=True, model=replace(config.model, depth=2)))
