@@ -61,7 +61,7 @@ class TrainConfig:
     validate_every: int = opt(100, "steps between validations")
     checkpoint_every: int = opt(100, "steps between writings of checkpoints/last")
     checkpoint_minutes: float = opt(15.0, "longest time between writings of checkpoints/last; 0 has no limit")
-    max_minutes: float = opt(0.0, "time for the whole run: the fits before the first step may take 65 % of it, and their two networks end sooner where that is too little; `steps` is scaled down to what fits into the rest, to one at least; 0 has no limit and keeps `steps`")
+    max_minutes: float = opt(0.0, "time for the whole run: the fits before the first step may take 70 % of it, and their two networks end sooner where that is too little; `steps` is scaled down to what fits into the rest, to one at least; 0 has no limit and keeps `steps`")
     spread_weight: float = opt(1.0, "weight of the spread loss beside the CRPS")
     average: float = opt(0.0, "decay of a running average of the weights that validation and checkpoints/best use; 0 turns it off")
     threads: int = opt(0, "CPU threads; 0 takes all cores, each rank its share of a host's. Resumed runs need the same number to be equal bit for bit")

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLED = {"surroundings": "spread network", "residuals": "error network"}
-SHARE_OF_FITS = 0.65  # of `max_minutes`, at most; what is measured, validated and stepped takes the rest
+SHARE_OF_FITS = 0.7  # of `max_minutes`, at most; what is measured, validated and stepped takes the rest
 # Of the time for the fits, when a network has to end: sums over dates follow each of them.
-_UNTIL = {"surroundings": 0.6, "residuals": 0.88}
+_UNTIL = {"surroundings": 0.58, "residuals": 0.88}
 _WARM = 10  # steps of a network before its pace is known
 _EVERY = 20.0  # seconds without a line after which there is one
 

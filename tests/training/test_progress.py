@@ -1,7 +1,10 @@
 """How the fits before the first step are shown and bounded, and a run that max_minutes ends."""
 
+import io
 import logging
 import re
+import sys
+import threading
 import time
 
 import pytest
@@ -71,10 +74,22 @@ def test_a_stage_says_which_it_is_and_how_much_is_left(clock):
     assert told.text() == "steps"
 
 
+def test_on_a_terminal_a_stage_is_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    told = Progress()
+    told.begin(["bias", "inflation"])
+    assert list(told.over("inflation", [1, 2, 3, 4])) == [1, 2, 3, 4]
+    assert "fit 2 of 2, inflation" in terminal.getvalue() and "4" in terminal.getvalue()
+    with Pulse(told.text):
+        assert "pulse" not in {thread.name for thread in threading.enumerate()}  # no lines between bars
+
+
 def test_only_a_bound_makes_a_fit_late(clock):
     assert not Progress().late("surroundings")
     bounded = Progress(100.0)
-    clock.now += 59
+    clock.now += 57
     assert not bounded.late("surroundings") and not bounded.cut
     clock.now += 2
     assert bounded.late("surroundings") and bounded.cut == ["surroundings"]
