@@ -122,8 +122,8 @@ def gather(
     name: str, network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take,
     arrays: int, stream: int,
 ) -> Pool | None:  # fmt: skip
-    """Random points of all dates, each as a few random choices of members see it; none where memory holds too few,
-    which is told.
+    """Random points of all dates, each as a few random choices of members see it; none where memory holds too few, or
+    the time for this fit ends before they are read, which is told.
 
     Args:
         name, network: of what will be fitted.
@@ -153,6 +153,8 @@ def gather(
     drawn = enumerate(choices_of(dates, train, sizes, choices, draw))
     stage = f"{CALLED[name]}: points"
     for row, (date, chosen) in dates.progress.over(stage, drawn, total=len(train) * choices):
+        if dates.progress.late(name):
+            return None
         sample, members = dates.sample(date, chosen), len(chosen)
         at = torch.from_numpy(np.sort(draw.choice(cells, each, replace=False)))  # as `at_points` has them soonest
         values, given = take(date, sample, members, at)
@@ -202,8 +204,9 @@ class _Dropout(nn.Module):
         return hidden * (drawn >= self.least).to(hidden.dtype).mul_(256 / (256 - self.least))
 
 
-def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> None:
-    """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them.
+def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> bool:
+    """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them; say whether any step was
+    taken.
 
     Where the time for this fit is too short for all steps, the schedule of rates is run through in fewer of them: the
     rate still falls to nothing by the end, so what is kept is the best state that the time allowed.
@@ -254,11 +257,15 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
                     schedule.step()
                 done += stride
                 tick(stride)
-        if pace.steps < total:
+        if 0 < pace.steps < total:
             dates.progress.note_cut(name, f"{pace.steps} of {total} steps")
     finally:
         torch.set_rng_state(state)
+    if not pace.steps:
+        dates.progress.note_cut(name, "none of its steps")
+        return False
     with torch.no_grad():
         slopes = first.weight / spread
         network.first.copy_(torch.cat([slopes, (first.bias - slopes @ middle)[:, None]], 1))
         network.second.copy_(torch.cat([second.weight, second.bias[:, None]], 1) * unit[:, None])
+    return True

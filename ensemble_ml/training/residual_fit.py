@@ -79,7 +79,8 @@ def fit_residuals(
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
         return score(found, [values[chosen] for values in pool.given]) / typical
 
-    learn("residuals", network, pool, cost, torch.ones(len(network.second)), dates)
+    if not learn("residuals", network, pool, cost, torch.ones(len(network.second)), dates):
+        return False
     log.info("residuals: fitted to %d points", len(pool.inputs))
     return True
 

@@ -61,7 +61,10 @@ def fit_surroundings(
     if pool is None:
         return
     (wanted,), unit = pool.given, _sizes(pool)
-    learn("surroundings", network, pool, lambda found, chosen: (found - wanted[chosen] / unit) ** 2, unit, dates)
+    if not learn(
+        "surroundings", network, pool, lambda found, chosen: (found - wanted[chosen] / unit) ** 2, unit, dates
+    ):
+        return
     shares, gain = _shares(points, spaced(validation, _VALIDATION_DATES))
     network.second *= shares[:, None]
     told = "surroundings: fitted to %d points; RMSE of the spread on %s %.1f %% lower"

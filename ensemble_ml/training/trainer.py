@@ -49,6 +49,7 @@ from ensemble_ml.training.widths import widths_by_size
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
+_LEAST_LEFT = 0.15  # of `max_minutes` after the fits: with less, there is no time to measure in
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
 
 
@@ -164,8 +165,13 @@ class Trainer:
 
     def plan_steps(self, seconds: float) -> None:
         """Shorten the run to what fits into `seconds`, and let it end with the first step that is done too late for
-        another, should steps take longer then; what is measured happens to a copy of the model."""
-        start = time.perf_counter()
+        another, should steps take longer then; what is measured happens to a copy of the model. Where the fits have
+        left next to no time it is one step, and nothing is measured."""
+        start, whole = time.perf_counter(), 60 * self.config.max_minutes
+        if self.session.once(lambda: seconds < _LEAST_LEFT * whole):
+            log.warning("max_minutes=%g: the fits before the first step took nearly all of it", self.config.max_minutes)
+            self._settle(1)
+            return
         self._scores()
         self._measure_widths_by_size()  # as after a validation that is the best so far
         per_validation = time.perf_counter() - start if len(self.setup.validation_dates) else 0.0
@@ -177,6 +183,10 @@ class Trainer:
             log.warning("max_minutes=%g: the fits before the first step took all of it", self.config.max_minutes)
         self._until = start + seconds - per_validation
         log.info("max_minutes=%g: %.3g s a step, so %d steps", self.config.max_minutes, per_step, steps)
+        self._settle(steps)
+
+    def _settle(self, steps: int) -> None:
+        """Let the run have so many steps."""
         self.state.steps = steps
         self.state.schedule = build(self.config.optim, self.state.model.param_groups(), steps)[1]
 
