@@ -184,7 +184,7 @@ def _open_reader(path: str, index: FileIndex | None, overrides: Overrides) -> Re
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     if head.startswith(b"CDF"):
         check_whole(path)
-    if _format(head) == "NetCDF":
+    if _format(head) == "NetCDF" or head.startswith(b"CDF"):  # the library says what an unknown version is
         return XarrayFile(path, overrides)
     if _format(head) == "GRIB" or not head:  # an empty file is refused by name there
         return GribFile(path, index)

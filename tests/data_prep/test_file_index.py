@@ -179,13 +179,13 @@ class TestFilesThatChange:
             source.read(Part.FORECAST, 0)
 
     def changed_while_indexed(self, path, monkeypatch, change):
-        real = grib.header
+        real = grib.headers
 
         def changing(*arguments):
             change()
             return real(*arguments)
 
-        monkeypatch.setattr(grib, "header", changing)
+        monkeypatch.setattr(grib, "headers", changing)
         with pytest.raises(UserError, match=r"a.grib: changed while it was read"):
             GribFile(str(path))
 

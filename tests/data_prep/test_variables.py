@@ -46,7 +46,8 @@ def encoded(parameter, edition, upper, values, step=24, **keys):
 @pytest.mark.parametrize(("name", "short", "parameter", "units"), [*PRESSURE, *SURFACE])
 def test_ens10_in_grib(tmp_path, name, short, parameter, units, edition):
     upper = any(short == row[1] for row in PRESSURE)
-    values = np.abs(noise(mean=1.0, std=0.2))
+    mean = {"K": 280.0, "Pa": 1e5, "kg kg-1": 5e-3, "1": 0.5}.get(units, 1.0)
+    values = np.abs(noise(mean=mean, std=0.05 * mean))
     path = write(tmp_path / "a.grib", [encoded(parameter, edition, upper, values, member=m) for m in (1, 2)])
     source = open_archive(path)
     assert source.layout.names == (short,) and resolve(name).name == short
@@ -109,7 +110,10 @@ def test_geopotential_of_its_height_in_netcdf(tmp_path, units, name, about):
 
 def test_pressure_at_sea_level_as_others_reduce_it(tmp_path):
     """GFS and GEFS have a parameter of their own."""
-    made = encoded(260074, 2, False, noise(mean=1e5, std=500.0))
+    handle = eccodes.codes_new_from_message(encoded(260074, 2, False, noise(mean=1e5, std=500.0)))
+    eccodes.codes_set(handle, "typeOfLevel", "meanSea")
+    made = eccodes.codes_get_message(handle)
+    eccodes.codes_release(handle)
     assert open_archive(write(tmp_path / "a.grib", [made])).layout.surface == ("msl",)
 
 

@@ -295,15 +295,27 @@ def test_valid_times_that_contradict_start_and_lead(tmp_path, shift, one):
 
 @pytest.mark.parametrize(
     ("attributes", "whole", "origin"),
-    [({}, {}, ""), ({}, {"GRIB_centre": "ecmf", "institution": "ECMWF"}, "centre ecmf"),
-     ({"GRIB_experimentVersionNumber": "0001"}, {"GRIB_centre": "ecmf"}, "centre ecmf, experiment 0001"),
+    [({}, {}, "no centre that is stated"), ({}, {"GRIB_centre": "ecmf"}, "centre ecmf"),
+     ({"GRIB_experimentVersionNumber": "1"}, {"GRIB_centre": "ecmf"}, "centre ecmf, experiment 0001"),
      ({}, {"institution": "Met Office"}, "institution Met Office")],
 )  # fmt: skip
 def test_who_made_a_variable(tmp_path, attributes, whole, origin):
-    data = surface(**attributes)
+    data = surface(**attributes)[["t2m"]]
     data.attrs = whole
     source, _ = opened(data, tmp_path)
-    assert source.catalogue.readers[0].origins["t2m"] == origin
+    assert [str(one) for one in source.catalogue.origins] == [origin]
+
+
+def test_members_of_two_institutions_are_refused_by_name(tmp_path):
+    (tmp_path / "in").mkdir()
+    for number, whole in enumerate(({"institution": "ECMWF"}, {"institution": "ecmwf"}, {"institution": "NCEP"})):
+        data = surface().isel(number=[number]).assign_coords(number=[number])
+        data.attrs = whole
+        data.to_netcdf(tmp_path / "in" / f"{number}.nc")
+    with pytest.raises(UserError, match=r"holds fields of institution \w+ .* and of institution NCEP \(.*2.nc\)"):
+        open_archive(tmp_path / "in")
+    (tmp_path / "in" / "2.nc").unlink()
+    assert open_archive(tmp_path / "in").layout.realization == (0, 1)
 
 
 def test_a_variable_that_cannot_be_placed_leaves_the_others(tmp_path):
