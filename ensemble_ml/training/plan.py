@@ -263,7 +263,7 @@ def plan(config: PlanConfig) -> Path:
     Raises:
         UserError: no store, no partition that fits the ranks, or too little memory.
     """
-    check_writable(str(Path(config.output) / config.run))
+    check_writable(config.output)
     # The degrees that are given are those of the run that is planned, not of the ranks that measure.
     with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
         setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))
