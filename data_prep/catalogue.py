@@ -31,6 +31,7 @@ from data_prep.records import (
     IS_STATIC,
     KEYS,
     MEMBER,
+    NO_MESSAGE,
     OTHER_UNITS,
     RECORD,
     Origin,
@@ -199,7 +200,7 @@ class Catalogue:
                     if raw.nothing and covers(rows, reader.grid):
                         what = f"all {raw.values.size} points are without a value"
                         raise UserError(f"{reader.path}: {describe(record)}: {what}; {IF_ABSENT}")
-                    if wrong := implausible(field_of(record), raw, int(record["bits"])):
+                    if wrong := implausible(field_of(record), int(record["level"]), raw, int(record["bits"])):
                         raise UserError(f"{reader.path}: {describe(record)}: {wrong}; mend it, or leave the field out")
                     yield raw
 
@@ -426,6 +427,9 @@ def _report_skipped(path: str, counts: dict[str, int]) -> None:
     if known:
         text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
         log.warning(text, path, ", ".join(known))
+    if gaps := sorted(name for name in counts if NO_MESSAGE in name):
+        log.warning("%s: files hold %s: a message may be damaged there; fetch them again", path, _first(gaps))
+        known += gaps
     # What is said against a variable of the registry stands behind its name, and may be of one that somebody misses.
     reasons = [name for name in sorted(counts) if name not in known and not re.fullmatch(_UNKNOWN, name)]
     if reasons:

@@ -34,8 +34,10 @@ _NETCDF = (b"CDF\x01", b"CDF\x02", b"CDF\x05", b"\x89HDF")  # first letters of i
 _GRIB = re.compile(rb"GRIB...[\x01\x02]", re.DOTALL)  # a word alone may stand in any text; here its edition follows
 _COMPRESSED = {  # first letters of files that are to be unpacked first -> what does it
     b"BZh": "bunzip2", b"\x1f\x8b": "gunzip", b"\xfd7zXZ\0": "unxz", b"\x28\xb5\x2f\xfd": "unzstd",
-    b"\x04\x22\x4d\x18": "unlz4", b"PK\x03\x04": "unzip", b"\x1f\x9d": "uncompress",
+    b"\x04\x22\x4d\x18": "unlz4", b"PK\x03\x04": "unzip", b"\x1f\x9d": "uncompress", b"7z\xbc\xaf": "7z x",
+    b"Rar!": "unrar x", b"\x5d\0\0": "unlzma",
 }  # fmt: skip
+_TAR = slice(257, 262)  # where an archive of tar says "ustar"
 _ZARR_MARKS = ("zarr.json", ".zgroup", ".zmetadata")
 
 
@@ -86,6 +88,7 @@ def _folder(folder: Path, role: str) -> list[str]:
     names: list[str] = []
     zarrs: list[str] = []
     packed: dict[str, str] = {}  # compressed files -> what unpacks them
+    foreign: list[str] = []
     seen = {os.path.realpath(folder)}
     for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         paths = {name: os.path.join(root, name) for name in folders}
@@ -100,15 +103,20 @@ def _folder(folder: Path, role: str) -> list[str]:
         folders[:] = kept
         zarrs += [paths[name] for name in whole]
         for path in (os.path.join(root, name) for name in sorted(files) if not name.startswith(".")):
-            if path.lower().endswith(_SUFFIXES) or _format(head := _head(path)):
-                names.append(path)
-            elif unpack := _unpacked_by(head):
+            head = b"" if path.lower().endswith(_SUFFIXES) else _head(path)
+            if unpack := _unpacked_by(head):
                 packed[path] = unpack
+            elif path.lower().endswith(_SUFFIXES) or _format(head):
+                names.append(path)
             elif not head.strip(b"\0"):  # what a download that was broken off leaves
                 log.warning("%s: is empty or begins with zeros, and is left out", path)
+            else:
+                foreign.append(path)
     if packed:
         text = "%s: %d compressed files are left out, unpack them first (%s): %s"
         log.warning(text, folder, len(packed), ", ".join(sorted(set(packed.values()))), ", ".join(sorted(packed)))
+    if foreign:
+        log.info("%s: %d files of other kinds are left out (first %s)", folder, len(foreign), min(foreign))
     names += _without_stores(str(folder), zarrs)
     if not names:
         raise UserError(f"{folder}: holds no archive file ({', '.join(_SUFFIXES)})")
@@ -144,6 +152,8 @@ def _head(path: str) -> bytes:
 
 def _unpacked_by(head: bytes) -> str:
     """Return the program that unpacks a file with these first bytes; empty where it is not compressed."""
+    if head[_TAR] == b"ustar":
+        return "tar xf"
     return next((program for magic, program in _COMPRESSED.items() if head.startswith(magic)), "")
 
 
@@ -182,12 +192,12 @@ def _open_reader(path: str, index: FileIndex | None, overrides: Overrides) -> Re
             head = file.read(_HEAD)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    if unpack := _unpacked_by(head):
+        raise UserError(f"{path}: is compressed; unpack it first ({unpack})")
     if head.startswith(b"CDF"):
         check_whole(path)
     if _format(head) == "NetCDF" or head.startswith(b"CDF"):  # the library says what an unknown version is
         return XarrayFile(path, overrides)
     if _format(head) == "GRIB" or not head:  # an empty file is refused by name there
         return GribFile(path, index)
-    if unpack := _unpacked_by(head):
-        raise UserError(f"{path}: is compressed; unpack it first ({unpack})")
     raise UserError(f"{path}: neither GRIB nor NetCDF nor Zarr (it begins with {head[:8]!r})")

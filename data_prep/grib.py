@@ -18,7 +18,7 @@ from data_prep.grib_io import Scratch, Stamp, Windows, descriptors, read_into
 from data_prep.grib_keys import Kind, Place, Scan, ask, eccodes_module, opened, place_of
 from data_prep.grib_sections import Header, frames, headers, single_field, without_values
 from data_prep.grib_unpack import bitmap, packed_size, unpack
-from data_prep.records import IS_STATIC, IS_SURFACE, RECORD, Origin, RawField, field_of
+from data_prep.records import IS_STATIC, IS_SURFACE, NO_MESSAGE, RECORD, Origin, RawField, field_of
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS
 from ensemble_ml.grid import Grid
@@ -27,6 +27,7 @@ from ensemble_ml.store.packing import grib_factors
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
 _scratch = Scratch()
 _HOLE = -1e30  # what ecCodes is to give for a point without a value
+_HEADING = 256  # bytes: lines of a bulletin, or what fills up a record, between two messages
 _LARGEST = float(np.finfo(np.float32).max)
 _NO_FINITE = "its packing constants give no finite values; the file is damaged, fetch it again"
 _SCALES = ("bitsPerValue", "binaryScaleFactor", "decimalScaleFactor")
@@ -228,12 +229,14 @@ class _Indexer:
 
     def table(self) -> Table:
         """The table of the file's messages."""
-        rows = []
+        rows, end = [], 0
         with descriptors.opened(self.path) as descriptor:
             self.stamp.check(self.path, Stamp.of(descriptor))
             content = Windows(descriptor, self.path)
             try:
                 for number, (offset, length) in enumerate(frames(self.path, content), 1):
+                    self._note_gap(end, offset)
+                    end = offset + length
                     try:
                         for head in headers(content, offset, length):
                             row = self._row(content, offset, length, head)
@@ -241,6 +244,8 @@ class _Indexer:
                                 rows.append((*row, offset, length))
                     except UserError as error:
                         raise UserError(f"{self.path}: message {number} at byte {offset}: {error}") from error
+                if content[end:].strip(b"\0"):  # zeros behind the last message fill up a block
+                    self._note_gap(end, len(content))
             finally:  # a file that is being written looks damaged: say what it is
                 self.stamp.check(self.path, Stamp.of(descriptor))
         try:
@@ -250,6 +255,11 @@ class _Indexer:
             raise UserError(
                 f"{self.path}: a header states a number out of range ({error}); fetch the file anew"
             ) from error
+
+    def _note_gap(self, end: int, start: int) -> None:
+        """Note bytes between messages that are more than the heading of a bulletin: a message may be damaged there."""
+        if start - end > _HEADING:
+            self.skipped[f"{start - end} bytes from byte {end} on {NO_MESSAGE}"] = 1
 
     def _row(self, content: Windows, offset: int, length: int, head: Header) -> tuple[Kind, Header] | None:
         kind = _kinds.get(head.key)

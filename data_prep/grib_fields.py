@@ -23,7 +23,8 @@ PRODUCT_TEMPLATES = {  # edition 2, code table 4.0: a deterministic run, or one 
     60: "member of an ensemble of reforecasts at a point in time",
     61: "member of an ensemble of reforecasts over an interval of time",
 }
-PROCESSED_DATA = ("an", "fc", "af", "cf", "pf", "cp")  # edition 2, code table 1.4, and `unknown` where it is missing
+PROCESSED_DATA = ("an", "fc", "af", "cf", "pf", "cp")  # edition 2, code table 1.4, codes 0 to 5
+_MISSING = 255  # of any code of one octet
 GENERATING_PROCESSES = (0, 1, 2, 3, 4, 11, 12, 13, 14, 15, *range(192, 256))  # code table 4.3: analyses and forecasts
 REFERENCE_TIMES = (0, 1)  # code table 1.2: an analysis, the start of a forecast; others are no start
 TIME_INCREMENTS = (2, 255)  # code table 4.11: one run's successive times; others are made of several runs
@@ -67,14 +68,28 @@ def on_its_level(field: Field, kind: str, level: int) -> bool:
 def why_left_out(get: Get, field: Field) -> str:
     """Return why a message that bears the parameter of `field` is no field of a run; empty where it is one."""
     kind, stream = get("dataType"), get("stream")
-    if kind == "unknown" and get("typeOfProcessedData") == 255:  # the message does not say
-        kind = None
-    if kind not in (None, *MEMBER_TYPES, *(PROCESSED_DATA if get("edition") == 2 else ())):
+    if kind not in (None, *MEMBER_TYPES) and not _processed(get):
         return f"of type {kind}"
     if stream is not None and stream not in STREAMS:
         return f"of stream {stream}"
     other = _other_product(get) if get("edition") == 2 else _other_definition(get)
     return other or other_step_type(str(get("stepType", "")), field)
+
+
+def is_control(get: Get) -> bool:
+    """Return whether a message is the unperturbed member of an ensemble."""
+    if get("dataType") == "cf":
+        return True
+    return _processed(get) and get("typeOfProcessedData", kind=int) == PROCESSED_DATA.index("cf")
+
+
+def _processed(get: Get) -> bool:
+    """Return whether a message of edition 2 that no centre labelled says by its code that it is of a run, or does not
+    say it. The names that ecCodes gives these codes differ from one version of the tables to the next."""
+    if get("edition") != 2 or get("marsType") is not None:
+        return False
+    code = get("typeOfProcessedData", kind=int)
+    return code == _MISSING or code in range(len(PROCESSED_DATA))
 
 
 def _other_product(get: Get) -> str:
@@ -86,9 +101,11 @@ def _other_product(get: Get) -> str:
         return f"of generating process {get('typeOfGeneratingProcess')}"
     if get("significanceOfReferenceTime") not in REFERENCE_TIMES:
         return f"of reference time {get('significanceOfReferenceTime')}, which is no start"
+    if get("perturbationNumber", 0) == _MISSING:
+        return "of a member without a number"
     if get("numberOfTimeRange", 1) != 1:
         return f"statistics of {get('numberOfTimeRange')} nested time ranges"
-    if get("typeOfTimeIncrement", 255) not in TIME_INCREMENTS:
+    if get("typeOfTimeIncrement", _MISSING) not in TIME_INCREMENTS:
         return f"of time increment {get('typeOfTimeIncrement')}, over several runs"
     return ""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.grib_fields import Get, method_of, on_its_level, why_left_out
+from data_prep.grib_fields import Get, is_control, method_of, on_its_level, why_left_out
 from data_prep.grib_sections import Header
 from data_prep.grib_unpack import MOST_BITS
 from data_prep.records import CONTROL, FIELD_INDEX, MEMBER, Origin
@@ -231,6 +231,8 @@ def _kind(get: Get) -> Kind:
         )
     factor, shift = _conversion(index, get("units"), get("paramId"))
     start, end, bounded = _steps(str(get("stepRange", kind=str)))
+    if other := _other_end(get, end):
+        return Kind(None, None, f"{name}, {other}")
     scan, bits, packing = _scan(get), get("bitsPerValue"), get("packingType")
     points = scan.latitude[2] * scan.longitude[2]
     bitmap = bool(get("bitmapPresent"))
@@ -241,7 +243,7 @@ def _kind(get: Get) -> Kind:
     row = {
         "field": index,
         "level": level,
-        "kind": CONTROL if get("dataType") == "cf" else MEMBER,
+        "kind": CONTROL if is_control(get) else MEMBER,
         "member": 0 if member is None else member,
         "numbered": _numbered(get, member),
         "lead_start": start,
@@ -257,6 +259,16 @@ def _kind(get: Get) -> Kind:
             f"{get('shortName')}: its header lacks {', '.join(absent)}; the file is damaged, fetch it again"
         )
     return Kind(row, scan, name, get("decimalScaleFactor", 0), factor, shift, method_of(get), _origin(get))
+
+
+def _other_end(get: Get, end: int) -> str:
+    """Return how the end of an interval, which edition 2 states as a date too, contradicts start and lead; empty where
+    it does not, or is not stated."""
+    if get("yearOfEndOfOverallTimeInterval", 0) in (0, 0xFFFF):
+        return ""
+    wanted = _init(get("dataDate"), get("dataTime")) + np.timedelta64(end, "h")
+    stated = _init(get("validityDate"), get("validityTime"))
+    return "" if stated == wanted else f"over an interval that ends at {stated} by its date, at {wanted} by its length"
 
 
 def _origin(get: Get) -> Origin:

@@ -240,7 +240,7 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
             if _integer(section, 12, 2) == 0 and columns != _MISSING and columns * rows != points:
                 raise UserError(f"damaged sections ({points} points on a grid of {rows} x {columns})")
         elif number == 4:
-            section, level, member, steps = _product2(section)
+            section, level, member, steps = _product2(section, init)
         elif number == 5:
             count = _integer(section, 5, 4)
             section = section[:5] + bytes([count == points]) + section[9:]
@@ -259,7 +259,7 @@ def _header2(content: Content, start: int, sections: Sections) -> Header:
     )  # fmt: skip
 
 
-def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
+def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, int | None, tuple[int, int] | None]:
     """Section 4 without what is understood of it; and level (hPa), member, and first and last hour, or None."""
     template = _integer(section, 7, 2)
     if template not in _TAILS or len(section) < 34:
@@ -276,9 +276,9 @@ def _product2(section: bytes) -> tuple[bytes, int | None, int | None, tuple[int,
         if template in (0, 1, 60):
             steps, out[18:22] = (first, first), b"STEP"
         elif len(section) > tail + 19 and (section[tail + 7], section[tail + 14]) == (1, 1):
-            steps, out[18:22] = (first, first + _integer(section, tail + 15, 4)), b"STEP"
-    if template in (8, 11, 61) and len(section) > tail + 19:
-        out[tail : tail + 7] = bytes(7)  # the end of the interval as a date: the length of it says the same
+            end = first + _integer(section, tail + 15, 4)
+            if section[tail : tail + 7] == _octets_of(init + np.timedelta64(end, "h")):  # else ecCodes is asked
+                steps, out[18:22], out[tail : tail + 7] = (first, end), b"STEP", bytes(7)
     return bytes(out), level, member, steps
 
 
@@ -357,6 +357,13 @@ def _ibm(four: bytes) -> float:
     """A System/360 single: sign, exponent of 16 with excess 64, 24-bit fraction; exact in double precision."""
     sign, exponent = (-1.0 if four[0] & 0x80 else 1.0), four[0] & 0x7F
     return sign * int.from_bytes(four[1:], "big") * 16.0 ** (exponent - 70)
+
+
+@lru_cache(4096)
+def _octets_of(time: np.datetime64) -> bytes:
+    """Return a time as section 4 writes the end of an interval: two octets of the year, then month to second."""
+    moment = time.astype(datetime)
+    return moment.year.to_bytes(2, "big") + bytes((*moment.timetuple()[1:6],))
 
 
 @lru_cache(1024)

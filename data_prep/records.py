@@ -29,6 +29,7 @@ IF_ABSENT = (
     "if it is absent, prepare with gaps=mask or gaps=skip, which look for such fields beforehand (with restart=true,"
     " where start dates are built already); where an archive or a static file is read in place, leave the field out"
 )
+NO_MESSAGE = "that are no GRIB message"  # of bytes of a file: a message may be damaged there
 OTHER_UNITS = "units "  # after a variable's name, why it is left out
 MEMBER_TYPES = ("an", "fc", "cf", "pf")  # MARS types of a field of one run; all others are made of several, or no field
 OF_STEP_TYPE = {"avg": "mean", "max": "maximum", "min": "minimum"}  # ecCodes' stepType -> CF's cell method

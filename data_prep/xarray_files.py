@@ -380,7 +380,7 @@ class XarrayFile:
 
     def _checked(self, record: np.void, values: np.ndarray) -> RawField:
         units = field_of(record).units
-        low, high = plausible(field_of(record), self._place(record)[0].step)
+        low, high = plausible(field_of(record), self._place(record)[0].step, int(record["level"]))
         bad = ~((values > low) & (values < high))
         if not bad.any():
             return RawField(values, step=self._place(record)[0].step)

@@ -11,6 +11,8 @@ import eccodes
 import numpy as np
 import xarray as xr
 
+from data_prep.limits import standard_height
+
 PARAM_ID = {
     "t": 130, "z": 129, "q": 133, "t2m": 167, "msl": 151, "tp": 228, "fg10": 228028, "tcc": 164, "sst": 34,
     "orog": 228002, "lsm": 172,
@@ -55,7 +57,9 @@ def message(
     settings |= {"stepRange": str(step)} | ({} if member is None else {"number": member})
     settings |= {"packingType": packing, "bitsPerValue": bits} | keys
     if values is None:
-        values = noise(grid, seed, *TYPICAL.get(name, ()))
+        values = noise(
+            grid, seed, *((9.80665 * standard_height(level), 500.0) if name == "z" else TYPICAL.get(name, ()))
+        )
     handle = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if name in UPPER else 'sfc'}_grib{edition}")
     for key, value in settings.items():
         eccodes.codes_set(handle, key, value)

@@ -12,7 +12,7 @@ from gribfiles import decoded, ensemble, message, noise, write
 from data_prep import open_archive, prepare
 from data_prep.grib import GribFile
 from data_prep.grib_fields import PRODUCT_TEMPLATES, STREAMS
-from data_prep.records import MEMBER_TYPES
+from data_prep.records import CONTROL, MEMBER, MEMBER_TYPES
 from ensemble_ml.config import PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part
@@ -71,6 +71,65 @@ def test_statistics_of_statistics_are_left_out(tmp_path):
     daily = changed(made, numberOfTimeRange=2, typeOfStatisticalProcessing=1)
     file = GribFile(str(write(tmp_path / "a.grib", [message("tp", edition=2, member=1, step="0-24"), daily])))
     assert file.records["member"].tolist() == [1] and sum(file.skipped.values()) == 1
+
+
+@pytest.mark.parametrize("version", [0, 4, 15, 34])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(1, MEMBER), (3, CONTROL), (4, MEMBER), (255, MEMBER), (6, None), (8, None), (192, None)]
+)
+def test_codes_of_processed_data_are_the_same_in_all_tables(tmp_path, version, code, kind):
+    """ecCodes names them otherwise from one version of the tables to the next, and the missing one not at all."""
+    made = changed(message("t", edition=2, member=2, step=24), tablesVersion=version)
+    file = GribFile(str(write(tmp_path / "a.grib", [changed(made, typeOfProcessedData=code)])))
+    assert file.records["kind"].tolist() == ([] if kind is None else [kind])
+
+
+def test_an_interval_that_ends_elsewhere_by_its_date_is_left_out(tmp_path):
+    keys = {"edition": 2, "step": "0-24"}
+    made = [message("tp", member=m, **keys) for m in (1, 2, 3)]
+    made[1] = changed(made[1], dayOfEndOfOverallTimeInterval=5)
+    file = GribFile(str(write(tmp_path / "a.grib", made)))
+    assert file.records["member"].tolist() == [1, 3]
+    (said,) = file.skipped
+    assert "ends at 2001-01-05T00:00:00 by its date, at 2001-01-02T00:00:00 by its length" in said
+
+
+def test_a_member_without_a_number_is_none(tmp_path):
+    made = [message("t", edition=2, member=m, step=24) for m in (1, 2)]
+    made[1] = changed(made[1], perturbationNumber=255)
+    file = GribFile(str(write(tmp_path / "a.grib", made)))
+    assert file.records["member"].tolist() == [1] and "of a member without a number" in next(iter(file.skipped))
+
+
+@pytest.mark.parametrize("how", ["zeros", "half", "page"])
+def test_bytes_between_messages_are_named(tmp_path, caplog, how):
+    first, second, third = (message("t", member=m) for m in (1, 2, 3))
+    made = {
+        "zeros": [first, bytes(len(second)), third],
+        "half": [first, third, second[len(second) // 2 :] + second],
+        "page": [first, third, b"<html>" + b"x" * 300],
+    }[how]
+    source = open_archive(write(tmp_path / "a.grib", made))
+    assert {1, 3} <= set(source.layout.realization)
+    assert any(
+        "a message may be damaged there" in line and "that are no GRIB message" in line for line in caplog.messages
+    )
+    caplog.clear()
+    heading = b"\x01\r\r\n001\r\r\nHEFS50 ECMF 010000\r\r\n"
+    open_archive(write(tmp_path / "b.grib", [heading + first, heading + second + bytes(4000)]))
+    assert not any("damaged" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("value", "fits"), [(9999.0, False), (0.0, False), (-9999.0, False), (5700.0, True)])
+def test_heights_of_a_level_lie_near_those_of_the_standard_atmosphere(tmp_path, value, fits):
+    values = noise(mean=5500.0, std=50.0)
+    values[2, 2] = value
+    source = open_archive(write(tmp_path / "a.grib", [message("z", 9.80665 * values, bits=24)]))
+    if fits:
+        source.read(Part.FORECAST, 0)
+        return
+    with pytest.raises(UserError, match=r"z at 500 hPa, .*: 1 of 84 values are not between 29584 and 79"):
+        source.read(Part.FORECAST, 0)
 
 
 def test_local_sections_of_edition_1(tmp_path):

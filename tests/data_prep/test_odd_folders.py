@@ -2,8 +2,11 @@
 
 import bz2
 import gzip
+import io
 import lzma
 import os
+import tarfile
+import zipfile
 
 import numpy as np
 import pytest
@@ -119,7 +122,26 @@ def test_a_share_that_is_to_finish_says_what_is_missing(tmp_path):
         prepare(config(given, tmp_path / "s.zarr", parts="1/2", finalise=True))
 
 
-COMPRESSED = {"m34.grib2.bz2": bz2.compress, "m34.grib2.gz": gzip.compress, "m34.grib2.xz": lzma.compress}
+def tarred(content):
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        about = tarfile.TarInfo("m34.grib")
+        about.size = len(content)
+        archive.addfile(about, io.BytesIO(content))
+    return made.getvalue()
+
+
+def stored(content):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("m34.grib", content)
+    return made.getvalue()
+
+
+COMPRESSED = {
+    "m34.grib2.bz2": bz2.compress, "m34.grib2.gz": gzip.compress, "m34.grib2.xz": lzma.compress, "m34.tar": tarred,
+    "m34.zip": stored,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
