@@ -11,8 +11,8 @@ import math
 from data_prep.records import RawField
 from ensemble_ml.fields import GRAVITY, Field
 
-# By units, beyond any weather, in deserts and at 1 hPa, and any sums over weeks. 9999, -9999 and -32767 are outside, as is
-# most of what has other units than it says.
+# By units, beyond any weather, in deserts and at 1 hPa, and any sums over weeks. 9999, -9999 and -32767 are outside,
+# and so is most of what has other units than it says.
 _LIMITS = {
     "K": (100.0, 400.0),
     "Pa": (3e4, 1.2e5),  # at sea level, and of the air on the highest mountains
