@@ -101,6 +101,9 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         raise UserError(f"store {source.path}: holds one member; two or more are needed to train")
     upper = _chosen("data.variables", data.variables, layout.variables)
     flat = _chosen("data.surface", data.surface, layout.surface)
+    if model.postprocess:
+        by_default = (*(upper if data.variables is None else ()), *(flat if data.surface is None else ()))
+        upper, flat = _verified(source, by_default, upper, flat)
     if absent := [name for name in model.families or () if name not in (*upper, *flat)]:
         has = ", ".join((*upper, *flat)) or "none"
         raise UserError(f"model.families={absent}: no variable of this run, which has {has}; leave it out")
@@ -149,6 +152,35 @@ def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
     if missing:
         raise UserError(f"{key}={missing}: not available; there are {', '.join(map(str, there)) or 'none'}")
     return tuple(dict.fromkeys(wanted))
+
+
+def _verified(
+    source: Source, by_default: Sequence[str], upper: Sequence[str], flat: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return variables without those that have no truth on any start date, and warn of these.
+
+    Analyses have no rain, so a store of one often has such a variable. One that the user has asked for by name stays,
+    and is refused when its truth is read.
+
+    Args:
+        source: what the model learns from.
+        by_default: the variables that may be left out.
+        upper: all variables on pressure levels.
+        flat: all surface variables.
+    """
+    unverified = list(by_default)
+    for date in range(len(source.layout.init_time)):
+        if not unverified:
+            break
+        pressure, surface = source.present(Part.TRUTH, date)  # (M, T, V, Z) and (M, T, S)
+        of_date = (*pressure.any((0, 1, 3)), *surface.any((0, 1)))
+        there = dict(zip(source.layout.names, of_date, strict=True))
+        unverified = [name for name in unverified if not there[name]]
+    if unverified:
+        text = "store %s: holds no truth of %s, so the model leaves it out; prepare the store with a truth that has it"
+        log.warning(text, source.path, ", ".join(unverified))
+    kept = [tuple(name for name in names if name not in unverified) for names in (upper, flat)]
+    return kept[0], kept[1]
 
 
 @contextmanager

@@ -82,6 +82,21 @@ def test_only_masked_variables_add_channels(settings, stores):
     assert other[1] - one[1] == len(masked.leads_in)
 
 
+def test_variables_that_no_date_has_a_truth_of_are_left_out_unless_they_are_named(config_of, tmp_path, caplog):
+    """Analyses have no rain. A truth that some dates have is enough; of what is asked for by name nothing is said."""
+    lacking = [(Part.TRUTH, date, 0, name) for date in range(4) for name in ("z", "tp")]
+    more = {"dates": 4, "members": 3, "shape": SHAPE, "variables": ("t", "z"), "surface": ("t2m", "tp")}
+    store = make_store(tmp_path / "s.zarr", absent=[*lacking, (Part.TRUTH, 0, 0, "t2m")], **more)
+    spec = build_spec(config_of(data__store=store.path), store)
+    assert (spec.variables, spec.surface) == (("t",), ("t2m",))
+    assert f"store {store.path}: holds no truth of z, tp, so the model leaves it out" in caplog.text
+    caplog.clear()
+    spec = build_spec(config_of(data__store=store.path, data__variables=["t"], data__surface=["tp"]), store)
+    assert (spec.variables, spec.surface) == (("t",), ("tp",)) and "leaves it out" not in caplog.text
+    spec = build_spec(config_of(data__store=store.path, model__postprocess=False), store)
+    assert (spec.variables, spec.surface) == (("t", "z"), ("t2m", "tp"))
+
+
 def test_masked_points_weigh_nothing_in_the_loss(settings, stores):
     """Against sums over the sea by hand; the loss of what is on land cannot be seen from it."""
     reader = reader_of(settings, stores, "masked")
