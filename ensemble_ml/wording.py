@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
+
+SHORT_TEXT = 500  # characters of `dates_text` that an attribute or a page shows, since tools print these in full
+_SERIES = re.compile(r"R(\d+)/([^/]+)/PT(\d+)([HMS])")  # ISO 8601: repetitions, start, duration
+_UNITS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9}  # ns
+_SHORTEST = 3  # dates of a series; two by themselves are as short and easier to read
+_REACH = 16  # following dates that are tried as the second of a series, since several series may take turns
 
 
 def hour_text(time: np.datetime64) -> str:
     """A start or valid time, e.g. 2001-01-31T12."""
     return str(time.astype("datetime64[h]"))
+
+
+def dates_text(dates: Iterable[np.datetime64 | str]) -> str:
+    """Return a set of dates as a short text, from which `dates_of` reads exactly the same set.
+
+    Regular series stand as repeating intervals of ISO 8601, other dates by themselves, all joined by spaces:
+    `R60/2001-01-07T00/PT48H 2001-06-01T12` is 60 dates, every other day from 7 January 2001, and one more.
+    """
+    every = np.unique(np.array(list(dates), "datetime64[ns]")).astype(np.int64).tolist()
+    # A long series with a few holes is shortest as the pieces between these, series that take turns (Mondays and
+    # Thursdays) one by one. Only the first way never looks beyond the next date, so both are tried.
+    return min((" ".join(_parts(every, reach)) for reach in (1, _REACH)), key=len)
+
+
+def dates_of(text: str) -> np.ndarray:
+    """Return the dates of a text by `dates_text`, or of a plain list of ISO dates: datetime64[ns], sorted, each once.
+
+    Raises:
+        ValueError: a word of the text is neither a series nor a date.
+    """
+    found: list[int] = []
+    for word in text.split():
+        series = _SERIES.fullmatch(word)
+        start, count, step = (series[2], int(series[1]), int(series[3]) * _UNITS[series[4]]) if series else (word, 1, 1)
+        first = int(np.datetime64(start, "ns").astype(np.int64))
+        if first + step * count > np.iinfo(np.int64).max:
+            raise ValueError(f"{word} goes on for too long")
+        found += (first + step * number for number in range(count))
+    return np.unique(np.array(found, np.int64)).astype("datetime64[ns]")
+
+
+def _parts(dates: Sequence[int], reach: int) -> list[str]:
+    """Return texts of series and of single dates; each of `dates` (ns, sorted) is in one of them."""
+    left, parts = set(dates), []
+    for place, first in enumerate(dates):
+        if first in left:
+            after = (dates[later] for later in range(place + 1, len(dates)) if dates[later] in left)
+            series = max((_series(first, second, left) for second in islice(after, reach)), key=len, default=[first])
+            if len(series) < _SHORTEST:
+                series = [first]
+            parts.append(_series_text(series))
+            left.difference_update(series)
+    return parts
+
+
+def _series(first: int, second: int, dates: Container[int]) -> list[int]:
+    """Return the dates that go on as the first two do, in steps of whole seconds."""
+    step, series = second - first, [first]
+    while step % _UNITS["S"] == 0 and series[-1] + step in dates:
+        series.append(series[-1] + step)
+    return series
+
+
+def _series_text(series: Sequence[int]) -> str:
+    if len(series) == 1:
+        return _date_text(series[0])
+    step = series[1] - series[0]
+    unit = next(unit for unit, size in _UNITS.items() if step % size == 0)
+    return f"R{len(series)}/{_date_text(series[0])}/PT{step // _UNITS[unit]}{unit}"
+
+
+def _date_text(date: int) -> str:
+    """Return a date (ns) as ISO 8601 writes it, as short as is exact."""
+    unit = next((unit.lower() for unit, size in _UNITS.items() if date % size == 0), "ns")
+    return str(np.datetime64(date, "ns").astype(f"datetime64[{unit}]"))
 
 
 def shortened(values: Sequence[object], most: int = 6) -> str:
