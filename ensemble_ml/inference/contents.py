@@ -6,7 +6,7 @@ K quantile or threshold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,6 +15,7 @@ import numpy as np
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 from ensemble_ml.fields import field as registered
 from ensemble_ml.inference.select import Places
+from ensemble_ml.wording import SHORT_TEXT, dates_of, dates_text
 
 # Metres above ground, which the standard names do not tell
 HEIGHTS = {"t2m": 2, "u10": 10, "v10": 10, "ws10": 10, "fg10": 10}
@@ -75,13 +76,25 @@ class Output:
     values: np.ndarray
 
 
+class Dates:
+    """Start dates with a part in training (datetime64[ns], sorted), and their short text for an attribute.
+
+    The text is empty where the dates are too irregular for a short one, or where there are none.
+    """
+
+    def __init__(self, dates: Iterable[str]):
+        text = dates_text(dates)
+        self.values = dates_of(text)
+        self.text = text if len(text) <= SHORT_TEXT else ""
+
+
 @dataclass(frozen=True, eq=False)
 class Header:
     """Coordinates and global attributes of a file.
 
     `leads` hours; `levels` hPa; `members` numbers of the members written (empty for none); `thresholds` in the units of
     their variable; `lead_bounds` of a variable over intervals: first and last hour for each of `leads`, or None;
-    `families` of variables that differ from the registry's.
+    `families` of variables that differ from the registry's; `dates`: start dates with a part in training, by name.
     """
 
     init_time: np.datetime64
@@ -94,6 +107,7 @@ class Header:
     lead_bounds: Mapping[str, Sequence[Sequence[int] | None]] = field(default_factory=dict)
     families: Mapping[str, Family] = field(default_factory=dict)
     attributes: Mapping[str, str] = field(default_factory=dict)
+    dates: Mapping[str, Dates] = field(default_factory=dict)
 
     @property
     def shared_bounds(self) -> tuple[tuple[int, int], ...] | None:

@@ -97,8 +97,14 @@ def _access(path: Path) -> Iterator[None]:
 
 
 def _coordinates(data: netCDF4.Dataset, header: Header) -> None:
-    about = {"Conventions": "CF-1.11", **header.attributes}
+    short = {name: dates.text for name, dates in header.dates.items()}
+    about = {"Conventions": "CF-1.11", **header.attributes, **short}
     data.setncatts({key: value for key, value in about.items() if value})
+    for name, dates in header.dates.items():
+        if len(dates.values) and not dates.text:
+            # A coordinate of its own: a data variable would be repeated for each start where files are concatenated.
+            seconds = dates.values.astype("datetime64[s]").astype(np.int64)
+            _axis(data, name, seconds, {"long_name": name.replace("_", " "), **_CLOCK})
     _times(data, header)
     _space(data, header.places)
     if len(header.levels):

@@ -15,6 +15,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +33,7 @@ from ensemble_ml.distributed.overlap import Overlap
 from ensemble_ml.distributed.partition import partition_model
 from ensemble_ml.distributed.shard import Shard, make_shard
 from ensemble_ml.errors import UserError
-from ensemble_ml.inference.contents import Header
+from ensemble_ml.inference.contents import Dates, Header
 from ensemble_ml.inference.inputs import Sample, Samples, collate, replace_static
 from ensemble_ml.inference.netcdf import write_forecast
 from ensemble_ml.inference.outputs import Wanted, outputs, tell_of_far_thresholds, wanted_outputs
@@ -53,7 +55,7 @@ log = logging.getLogger(__name__)
 _LARGEST_BATCH = 8  # start dates
 _BATCH_VALUES = 4_000_000  # grid values of a batch's mean fields: beyond that a larger batch is no faster, only larger
 _READ_AHEAD = 2  # batches; one where a batch is a single date, which is large then
-_NAMED = 10  # start dates in a message
+_NAMED = 10  # start dates in a message, values of a setting in a file's history
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,13 @@ class _Job:
     session: Session
     shard: Shard
     same: Mapping[str, str]
+
+    @cached_property
+    def dates(self) -> dict[str, Dates]:
+        """Start dates that the weights have seen, by the names that they have in a file."""
+        earlier = chain.from_iterable(self.meta.get("earlier_dates", {}).values())
+        own = {name: self.meta.get(name, ()) for name in ("training_dates", "validation_dates")}
+        return {name: Dates(dates) for name, dates in {**own, "earlier_dates": earlier}.items()}
 
 
 def predict(config: PredictConfig, source: Source) -> list[Path]:
@@ -279,6 +288,7 @@ def _header(job: _Job, sample: Sample) -> Header:
         lead_bounds=bounds_at(job.source, (*spec.variables, *spec.surface), spec.leads_out),
         families={name: spec.family(name) for name in (*spec.variables, *spec.surface)},
         attributes=_attributes(job, sample),
+        dates=job.dates,
     )
 
 
@@ -294,9 +304,6 @@ def _attributes(job: _Job, sample: Sample) -> dict[str, str]:
         "history": f"{now:%Y-%m-%dT%H:%M:%SZ}: ensemble-ml predict {_asked(config)}",
         "comment": "; ".join(filter(None, (sample.start.missing, sample.start.unlike, *sample.remarks))),
         **of_start(job.same, sample.start, job.source),
-        "training_dates": " ".join(meta.get("training_dates", ())),
-        "validation_dates": " ".join(meta.get("validation_dates", ())),
-        "earlier_dates": " ".join(sorted({date for part in meta.get("earlier_dates", {}).values() for date in part})),
         "training_data_fingerprint": str(meta.get("data_fingerprint", "")),
         "ensemble_ml_version": __version__,
     }
@@ -307,7 +314,14 @@ def _asked(config: PredictConfig) -> str:
     usual, elsewhere = PredictConfig(), ("output", "overwrite", "resume", "threads", "parallel")
     names = (part.name for part in fields(config) if part.name not in elsewhere)
     given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(usual, name)}
-    return " ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in given.items())
+    return " ".join(f"{name}={_shown(value)}" for name, value in given.items())
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting as a file's history shows it: of a long list the first and the last value, and how many."""
+    if isinstance(value, list) and len(value) > _NAMED:
+        return f"[{value[0]}, ..., {value[-1]}] ({len(value)} in all)"
+    return value.value if isinstance(value, Enum) else value
 
 
 def _place(model: AnyModel, meta: Mapping[str, Any], config: PredictConfig, device: torch.device) -> torch.device:

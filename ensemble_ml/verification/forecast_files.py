@@ -19,6 +19,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.fields import AXIS_NAMES, FIELDS, HECTOPASCAL, LOWEST_PASCAL, PASCAL, Family, unit_conversion
 from ensemble_ml.fields import field as registered
 from ensemble_ml.grid import Grid, canonical
+from ensemble_ml.wording import dates_of
 
 PARTS = ("location", "scale", "mean", "stddev", "ensemble_spread")
 READ = tuple(f"_{part}" for part in (*PARTS, "member"))  # endings of the names of variables that are read
@@ -151,12 +152,15 @@ class ForecastFile:
         return self.data.attrs.get("checkpoint_sha256")
 
     def dates(self, name: str) -> np.ndarray:
-        """Dates of an attribute; none where it is absent."""
-        text = str(self.data.attrs.get(name, ""))
+        """Return the dates of an attribute, or of a variable where they are too many for one; none without either."""
+        if name in self.data.variables:
+            return self._times(name)
         try:
-            return np.array(text.split(), "datetime64[ns]")
+            return dates_of(str(self.data.attrs.get(name, "")))
         except ValueError as error:
-            raise self._wanting(f"{name} is no list of ISO dates ({error}); give fit=[...]") from error
+            raise self._wanting(
+                f"{name} is no list of ISO dates or of series of them ({error}); give fit=[...]"
+            ) from error
 
     def family(self, name: str, usual: Family) -> Family:
         """The family that a variable names, or `usual`."""

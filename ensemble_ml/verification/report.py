@@ -14,6 +14,7 @@ from ensemble_ml.verification.case import Case
 from ensemble_ml.verification.page import number, page, table
 from ensemble_ml.verification.scores import Scores
 from ensemble_ml.verification.scoring import Tables
+from ensemble_ml.wording import SHORT_TEXT, dates_text
 
 
 def write_report(
@@ -83,10 +84,13 @@ def _background(content: dict[str, Any]) -> str:
     found = content["definitions"].items()
     words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in found)
     dates = content["dates"]
-    dropped = "; ".join(f"{d['date']} ({d['reason']})" for d in dates["dropped"]) or "none"
+    reasons: dict[str, list[str]] = {}
+    for one in dates["dropped"]:
+        reasons.setdefault(one["reason"], []).append(one["date"])
+    dropped = "; ".join(f"{_dates(some)} ({reason})" for reason, some in reasons.items()) or "none"
     listed = (
-        f"<p><b>Test dates</b> {escape(', '.join(dates['test']))}</p>"
-        f"<p><b>Fit dates</b> {escape(', '.join(dates['fit']))}</p>"
+        f"<p><b>Test dates</b> {_dates(dates['test'])}</p>"
+        f"<p><b>Fit dates</b> {_dates(dates['fit'])}</p>"
         f"<p><b>Not scored</b> {escape(dropped)}</p>"
     )
     settings = table(["setting", "value"], [[escape(str(k)), escape(str(v))] for k, v in content["settings"].items()])
@@ -97,3 +101,12 @@ def _background(content: dict[str, Any]) -> str:
         f"<h2>Definitions</h2><dl>{words}</dl><h2>Dates, masks and settings</h2><details><summary>Show</summary>"
         f"{listed}{masks}{settings}</details>"
     )
+
+
+def _dates(dates: list[str]) -> str:
+    """Return how many dates there are, the first and the last, and all of them where their series make a short text."""
+    if not dates:
+        return "none"
+    text = dates_text(dates)
+    every = text if len(text) <= SHORT_TEXT else "all in scores.json"
+    return f"{len(dates)}, {min(dates)} to {max(dates)}: {every}"

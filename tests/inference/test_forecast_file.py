@@ -31,6 +31,11 @@ for path in sys.argv[1:]:
 print("RESULT" + json.dumps(found))
 """
 
+# Start dates as checkpoints have them: every other day, and on days that no few series hold.
+_DAYS = np.datetime64("1980-01-01T00:00", "m") + np.arange(8000) * np.timedelta64(1, "D")
+EVEN = [str(date) for date in _DAYS[:4000:2]]
+UNEVEN = [str(date) for date in np.sort(np.random.default_rng(1).choice(_DAYS, 2000, replace=False))]
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
@@ -59,16 +64,20 @@ def written(tmp_path_factory):
         "means": (means, {}),
         "regional": (make("t2m", grid=make_regional()), {}),
     }
-    return {name: forecast(folder / name, source, settings) for name, (source, settings) in sources.items()}
+    seen = {"training_dates": UNEVEN, "validation_dates": EVEN}
+    return {
+        **{name: forecast(folder / name, source, settings) for name, (source, settings) in sources.items()},
+        "many_dates": forecast(folder / "many_dates", make("t2m"), {}, **seen),
+    }
 
 
 def make_regional():
     return Grid(np.arange(56.0, 47, -1), np.arange(-8.0, 8))
 
 
-def forecast(folder, source, settings):
+def forecast(folder, source, settings, **meta):
     leads = [lead for lead in source.layout.lead_hours if lead] or list(source.layout.lead_hours)
-    checkpoint = make_checkpoint(folder / "checkpoints", make_spec(source, leads_out=tuple(leads)))
+    checkpoint = make_checkpoint(folder / "checkpoints", make_spec(source, leads_out=tuple(leads)), **meta)
     given = PredictConfig(checkpoint=str(checkpoint), input="memory", output=str(folder), members_in=3, **settings)
     return predict(given, source)[0]
 
@@ -83,6 +92,23 @@ def test_compliance_checker_finds_no_error(written):
     for name, path in written.items():
         assert found[str(path)]["checks"] > 30
         assert not found[str(path)]["errors"] and not found[str(path)]["crashes"], name
+
+
+def test_thousands_of_dates_are_short_or_a_variable_and_read_exactly(written, tmp_path):
+    path = written["many_dates"]
+    with netCDF4.Dataset(path) as data:
+        assert data.validation_dates == "R2000/1980-01-01T00/PT48H"
+        assert "training_dates" not in data.ncattrs() and data["training_dates"].dimensions == ("training_dates",)
+        assert max(len(str(data.getncattr(name))) for name in data.ncattrs()) < 500
+    (held,) = open_forecasts([str(path.parent)])
+    assert held.training_dates.astype("datetime64[m]").astype(str).tolist() == UNEVEN
+    assert held.validation_dates.astype("datetime64[m]").astype(str).tolist() == EVEN
+    assert not len(held.earlier_dates) and not held.untold_dates
+    source = make_source(dates=2, variables=("t",), surface=("t2m",))
+    forecast(tmp_path, source, {}, training_dates=UNEVEN)
+    with xr.open_mfdataset(sorted(tmp_path.glob("*.nc")), decode_timedelta=True) as data:  # not once for each start
+        assert data["training_dates"].dims == ("training_dates",) and data.sizes["training_dates"] == len(UNEVEN)
+        assert data.sizes["forecast_reference_time"] == 2
 
 
 def test_storage(written):

@@ -299,7 +299,7 @@ def test_attributes(config, source, checkpoint):
     attrs = opened(predict(config(members_in=5), source)[0]).attrs
     _, meta = load_model(checkpoint)
     assert attrs["Conventions"] == "CF-1.11" and attrs["checkpoint_sha256"] == meta["sha256"]
-    assert attrs["training_dates"] == "2000-01-01T12:00 2000-01-02T12:00"
+    assert attrs["training_dates"] == "2000-01-01T12 2000-01-02T12"
     assert attrs["data_fingerprint"] == source.fingerprint()
     assert attrs["training_data_fingerprint"] == "feedfeedfeedfeed"
     assert attrs["title"] == "Post-processed ensemble forecast from 2001-01-30 12 UTC"
@@ -312,11 +312,17 @@ def test_the_history_has_all_settings_that_are_not_the_usual_ones(config, source
     assert "members_in=[1, 3] quantiles=[0.5] region=[60.0, 0.0, 10.0, 180.0]" in found.attrs["history"]
 
 
+def test_the_history_shortens_long_lists(config, source):
+    dates = ["2001-01-30", *["2001-01"] * 98, "2001-02"]
+    found = opened(predict(config(dates=dates), source)[0])
+    assert "dates=[2001-01-30, ..., 2001-02] (100 in all)" in found.attrs["history"]
+
+
 def test_dates_that_weights_had_seen_before_are_attributes(config, source, tmp_path):
     earlier = {"training": ["1999-01-02T12:00", "1999-01-04T12:00"], "validation": ["1999-01-03T12:00"]}
     given = make_checkpoint(tmp_path / "checkpoints", make_spec(source), earlier_dates=earlier)
     attrs = opened(predict(config(checkpoint=str(given)), source)[0]).attrs
-    assert attrs["earlier_dates"] == "1999-01-02T12:00 1999-01-03T12:00 1999-01-04T12:00"
+    assert attrs["earlier_dates"] == "R3/1999-01-02T12/PT24H" and "validation_dates" not in attrs
 
 
 def test_fewer_members_than_any_that_were_trained_with_are_told(config, source, tmp_path, caplog):

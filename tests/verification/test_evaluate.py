@@ -15,6 +15,7 @@ from synthetic import make_store
 from ensemble_ml.inference import Kind
 from ensemble_ml.store import Fields, Part
 from ensemble_ml.verification import evaluate
+from ensemble_ml.verification.report import _background
 from ensemble_ml.verification.vectors import Known
 
 
@@ -203,15 +204,45 @@ def test_all_members_given_are_not_compared_with_what_knows_the_answer(store, tm
     assert all(abs(claim["value"]) < 1e3 for claim in content["claims"])
 
 
-def test_validation_dates_are_not_scored(store, tmp_path, plain):
+def as_list(data, dates):
+    """Write dates as files had them before there were series."""
+    data.validation_dates = " ".join(f"{date}T00:00" for date in dates)
+
+
+def as_series(data, dates):
+    data.validation_dates = (
+        f"R{len(dates)}/{dates[0]}T00/PT{24 * int(np.diff(np.array(dates, 'M8[D]'))[0].astype(int))}H"
+    )
+
+
+def as_variable(data, dates):
+    data.createDimension("validation_dates", len(dates))
+    made = data.createVariable("validation_dates", "i8", ("validation_dates",))
+    made.units = "hours since 1970-01-01"
+    made[:] = np.array(dates, "M8[h]").astype(int)
+
+
+@pytest.mark.parametrize("form", [as_list, as_series, as_variable])
+def test_validation_dates_are_not_scored(store, tmp_path, plain, form):
     folder = write_forecasts(tmp_path / "f", store, TEST, corrected(), train=TRAIN)
     for path in folder.glob("*.nc"):
         with netCDF4.Dataset(path, "a") as data:
-            data.validation_dates = " ".join(f"{DATES[d]}T00" for d in TEST[:2])
+            form(data, [DATES[d] for d in TEST[:2]])
     evaluate(settings(folder, store, tmp_path / "r"), store)
     content = json.loads((tmp_path / "r" / "scores.json").read_text())
     assert content["dates"]["test"] == [f"{DATES[d]}T00" for d in TEST[2:]]
     assert [d["reason"] for d in content["dates"]["dropped"]] == ["chose the checkpoint"] * 2
+
+
+def test_the_report_shows_dates_as_series():
+    days = [f"{day}T00" for day in np.datetime64("2003-01-01") + np.arange(0, 2000, 2)]
+    uneven = [days[place] for place in sorted(np.random.default_rng(0).choice(1000, 300, replace=False))]
+    dropped = [{"date": day, "reason": "seen in training"} for day in days[:3]]
+    dates = {"test": days, "fit": uneven, "dropped": [*dropped, {"date": days[9], "reason": "chose the checkpoint"}]}
+    html = _background({"definitions": {}, "dates": dates, "settings": {}, "left_out": []})
+    assert f"<b>Test dates</b> 1000, 2003-01-01T00 to {days[-1]}: R1000/2003-01-01T00/PT48H<" in html
+    assert f"<b>Fit dates</b> 300, {uneven[0]} to {uneven[-1]}: all in scores.json<" in html
+    assert "3, 2003-01-01T00 to 2003-01-05T00: R3/2003-01-01T00/PT48H (seen in training); 1, " in html
 
 
 def test_dates_that_weights_had_seen_before_training_began_are_not_scored(store, tmp_path, plain):
