@@ -16,7 +16,7 @@ import numpy as np
 from data_prep.archive import ArchiveSource, open_archive
 from data_prep.catalogue import Catalogue
 from data_prep.file_index import FileIndex
-from data_prep.gaps import Gap, by_date, holes, settle
+from data_prep.gaps import Gap, holes, kept_gaps, settle
 from data_prep.geometry import GridChange, as_change
 from data_prep.identity import Overrides
 from data_prep.pairs import Pair, pair
@@ -176,7 +176,7 @@ def _provenance(config: PrepareConfig, both: Pair, gaps: list[Gap]) -> dict[str,
     skipped = {gap.start for gap in gaps} if config.gaps is Gaps.skip else set()
     starts = [start for date in holes(both.layout.init_time) if (start := hour_text(date)) not in skipped]
     if gaps or starts:
-        kept["gaps"] = {"policy": config.gaps.value, "dates": by_date(gaps)} | ({"starts": starts} if starts else {})
+        kept["gaps"] = kept_gaps(gaps, config.gaps, starts)
     return {
         "input": as_list(config.input),
         "truth": as_list(config.truth),

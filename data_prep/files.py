@@ -21,6 +21,7 @@ from ensemble_ml.config import as_list
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import is_store
 from ensemble_ml.store.folder import is_building
+from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def _folder(folder: Path, role: str) -> list[str]:
                 foreign.append(path)
     if packed:
         text = "%s: %d compressed files are left out, unpack them first (%s): %s"
-        log.warning(text, folder, len(packed), ", ".join(sorted(set(packed.values()))), ", ".join(sorted(packed)))
+        log.warning(text, folder, len(packed), ", ".join(sorted(set(packed.values()))), shortened(sorted(packed)))
     if foreign:
         log.info("%s: %d files of other kinds are left out (first %s)", folder, len(foreign), min(foreign))
     names += _without_stores(str(folder), zarrs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ensemble_ml.config import Gaps
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import field
 from ensemble_ml.store.source import Layout, Part
-from ensemble_ml.wording import hour_text
+from ensemble_ml.wording import dates_text, hour_text
 
 _SHOWN = 10
 _USUAL = 0.75  # share of the steps between start dates that makes a series regular
@@ -133,12 +134,21 @@ def settle(both: Pair, policy: Gaps) -> tuple[Pair, list[Gap]]:
     return both.without(dates), gaps
 
 
-def by_date(gaps: Sequence[Gap]) -> dict[str, list[str]]:
-    """Gaps as provenance keeps them: start date -> phrases."""
-    found: dict[str, list[str]] = {}
-    for gap in gaps:
-        found.setdefault(gap.start, []).append(str(gap))
-    return found
+def kept_gaps(gaps: Sequence[Gap], policy: Gaps, starts: Sequence[str]) -> dict[str, Any]:
+    """Return what provenance keeps of gaps: all their dates, as series, but phrases of the first few alone.
+
+    Args:
+        gaps: what `settle` returned.
+        policy: what it did with them.
+        starts: start dates that a regular series lacks.
+    """
+    return {
+        "policy": policy.value,
+        "dates": dates_text(gap.start for gap in gaps),
+        "fields": sum(gap.count for gap in gaps),
+        "first": [str(gap) for gap in gaps[:_SHOWN]],
+        **({"starts": dates_text(starts)} if starts else {}),
+    }
 
 
 def holes(init_time: np.ndarray) -> list[np.datetime64]:

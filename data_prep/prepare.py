@@ -19,6 +19,7 @@ from ensemble_ml.fields import field
 from ensemble_ml.store import is_store, open_store
 from ensemble_ml.store.build import Build
 from ensemble_ml.store.metadata import plan_digest
+from ensemble_ml.wording import dates_of, hour_text, shortened
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +96,9 @@ def _log_gaps(job: Job) -> None:
     if job.gaps:
         done = "these start dates are left out" if job.config.gaps is Gaps.skip else "these fields are absent"
         log.warning("%s: %s; %s (gaps=%s)", job.source.path, listed(job.gaps), done, job.config.gaps.value)
-    missing = job.plan.provenance.get("gaps", {}).get("starts", [])
-    if missing:
-        shown = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
+    missing = dates_of(job.plan.provenance.get("gaps", {}).get("starts", ""))
+    if len(missing):
+        shown = shortened([hour_text(start) for start in missing])
         log.warning("%s: a regular series but for %d start dates: %s", job.source.path, len(missing), shown)
 
 

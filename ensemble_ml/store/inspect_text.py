@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ensemble_ml.fields import field
-from ensemble_ml.wording import shortened
+from ensemble_ml.wording import dates_of, hour_text, shortened
 
 _LONGEST = 400  # letters of one line; JSON holds all
 _STARTS = 10  # of those that a regular series lacks, or other lines of one kind
@@ -134,7 +134,9 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
         if gap["dates"] > len(gap["first"]):
             yield f"  and {gap['dates'] - len(gap['first'])} more start dates"
     if starts := found["provenance"].get("gaps", {}).get("starts"):
-        yield f"A regular series but for {_count(len(starts), 'start date')}: {shortened(starts, _STARTS)}"
+        # Stores of before have a list of dates.
+        dates = [hour_text(start) for start in dates_of(starts if isinstance(starts, str) else " ".join(starts))]
+        yield f"A regular series but for {_count(len(dates), 'start date')}: {shortened(dates, _STARTS)}"
     for name, share in found["masked"].items():
         yield f"Masked: {name} has no value at {100 * share:.1f} % of the forecast's points"
 

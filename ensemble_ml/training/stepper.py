@@ -20,6 +20,7 @@ from ensemble_ml.optim import Outcome
 from ensemble_ml.training.assemble import Run
 from ensemble_ml.training.recorded import Pass, Recorded, cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
+from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +143,10 @@ class Stepper:
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
         if self.session.topology.size > 1 and outcome.culprits:
             what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
-        dates = f"on start dates {', '.join(batch.init_time)}"
+        dates = f"on start dates {shortened(batch.init_time)}"
         if outcome.culprits and self.session.topology.rank not in outcome.culprits:  # this rank's dates are others
             [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
-            dates = f"on start dates among {', '.join(iso(self.setup.reader.time(draw.date)) for draw in every)}"
+            dates = f"on start dates among {shortened([iso(self.setup.reader.time(draw.date)) for draw in every])}"
         where = f"step {self.state.step + 1}: {what}, {dates}"
         if self.config.optim.nonfinite is Nonfinite.stop or self.skipped > _MOST_SKIPPED:
             raise NotFinite(where)

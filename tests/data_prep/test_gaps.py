@@ -13,7 +13,7 @@ from gribfiles import dataset, ensemble, message, write
 
 from data_prep import open_pair, prepare, xarray_files
 from data_prep.file_index import FileIndex
-from data_prep.gaps import find_gaps, find_truth_gaps, holes, listed
+from data_prep.gaps import Gap, find_gaps, find_truth_gaps, holes, kept_gaps, listed
 from ensemble_ml.config import Executor, Gaps, InspectConfig, PrepareConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part, open_store
@@ -67,8 +67,9 @@ def test_dates_with_gaps_are_left_out(tmp_path, caplog):
         )
         assert store.present(Part.FORECAST, date)[0].all()
     kept = store.provenance["gaps"]
-    assert kept["policy"] == "skip" and sorted(kept["dates"]) == ["2001-01-02T00", "2001-01-03T00"]
-    assert kept["dates"]["2001-01-03T00"] == ["member 3 at 2001-01-03T00 lacks t at 500 hPa, lead 0 h (4 fields)"]
+    assert kept["policy"] == "skip" and kept["dates"] == "2001-01-02T00 2001-01-03T00"
+    assert kept["first"][-1] == "member 3 at 2001-01-03T00 lacks t at 500 hPa, lead 0 h (4 fields)"
+    assert kept["fields"] == 5
     assert any("these start dates are left out (gaps=skip)" in record.getMessage() for record in caplog.records)
 
 
@@ -121,10 +122,23 @@ def test_a_regular_series_without_a_date(tmp_path, caplog):
         "regular series but for 1 start dates: 2001-01-07T00" in record.getMessage() for record in caplog.records
     )
     store = open_store(tmp_path / "s.zarr")
-    assert store.provenance["gaps"] == {"policy": "error", "dates": {}, "starts": ["2001-01-07T00"]}
-    assert "A regular series but for 1 start date: 2001-01-07T00" in as_text(
-        inspect(InspectConfig(store=store.path, speed=False))
-    )
+    kept = {"policy": "error", "dates": "", "fields": 0, "first": [], "starts": "2001-01-07T00"}
+    assert store.provenance["gaps"] == kept
+    looked = inspect(InspectConfig(store=store.path, speed=False))
+    for starts in ("2001-01-07T00", ["2001-01-07T00"]):  # as stores had them before
+        looked["provenance"]["gaps"]["starts"] = starts
+        assert "A regular series but for 1 start date: 2001-01-07T00" in as_text(looked)
+    looked["provenance"]["gaps"]["starts"] = "R40/2001-01-07T00/PT24H"
+    assert "for 40 start dates: 2001-01-07T00, 2001-01-08T00" in as_text(looked)
+
+
+def test_provenance_of_thousands_of_gaps_is_short():
+    days = np.datetime64("1990-01-01T00", "h") + np.arange(3000) * np.timedelta64(24, "h")
+    gaps = [Gap(at, str(day), f"member 3 at {day} lacks t at 500 hPa, lead 24 h", 2) for at, day in enumerate(days)]
+    kept = kept_gaps(gaps, Gaps.skip, [])
+    assert kept["dates"] == "R3000/1990-01-01T00/PT24H" and kept["fields"] == 6000 and len(kept["first"]) == 10
+    assert kept["first"][0] == "member 3 at 1990-01-01T00 lacks t at 500 hPa, lead 24 h (2 fields)"
+    assert len(str(kept)) < 1500 and "starts" not in kept
 
 
 def test_twice_a_week_and_years_apart_are_no_holes():
@@ -178,9 +192,8 @@ class TestHypercubes:
             found = store.read(Part.FORECAST, date).pressure[:, :, 0]
             assert np.isnan(found[~there[date]]).all()
             np.testing.assert_allclose(found[there[date]], values[date][there[date]], atol=1e-3)
-        assert store.provenance["gaps"]["dates"]["2001-01-01T00"] == [
-            "member 2 at 2001-01-01T00 lacks t at 500 hPa, lead 0 h (4 fields)"
-        ]
+        phrase = "member 2 at 2001-01-01T00 lacks t at 500 hPa, lead 0 h (4 fields)"
+        assert store.provenance["gaps"]["first"][0] == phrase
         told = [record.getMessage() for record in caplog.records]
         assert sum("5 of 24 fields are all NaN" in text and "member 2, 2001-01-01T00" in text for text in told) == 1
 

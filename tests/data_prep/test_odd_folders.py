@@ -157,6 +157,16 @@ def test_compressed_files_are_named(tmp_path, caplog, name):
         open_archive(tmp_path / "in" / name)
 
 
+def test_of_many_compressed_files_a_few_are_named(tmp_path, caplog):
+    whole = ensemble(tmp_path / "in" / "a.grib", members=(1, 2))
+    packed = gzip.compress(whole.read_bytes())
+    for number in range(100):
+        (tmp_path / "in" / f"m{number:03}.grib.gz").write_bytes(packed)
+    open_archive(tmp_path / "in")
+    (line,) = (line for line in caplog.messages if "compressed" in line)
+    assert "100 compressed files" in line and "m005.grib.gz and 94 more" in line and "m006" not in line
+
+
 def test_a_bulletin_is_known_by_the_same_look_alone_and_in_a_folder(tmp_path):
     """Lines of a bulletin before the first message, and no suffix; a text that tells of GRIB is none."""
     (tmp_path / "in").mkdir()
