@@ -97,6 +97,9 @@ def _work(config: SimulateConfig, cores: list[int], tasks, events, parent: int) 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # before jax sizes its pool of threads
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # On a busy machine XLA takes minutes to compile a model, and asks in the terminal for a bug report. It has no other
+    # switch for that; errors that end a run are raised as exceptions all the same.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     def progress(text: str, finished: bool) -> None:
         if os.getppid() != parent:  # the parent was killed; the state is as the last cycle wrote it

@@ -29,6 +29,32 @@ from data_prep.simulate.synthesis import Synthesis, regular_grid
 from data_prep.simulate.workers import _follow, _Progress
 from ensemble_ml.errors import UserError
 
+# A worker that compiles one function. XLA cannot write where it is told to, and logs that as an error, as it logs slow
+# compilations.
+NOISY_WORKER = """
+import os, queue
+from data_prep.simulate import workers
+
+def compile_one(*_):
+    import jax
+    jax.jit(lambda x: x + 1)(1)
+
+workers._run_tasks = compile_one
+events = queue.SimpleQueue()
+workers._work(None, sorted(os.sched_getaffinity(0)), None, events, os.getppid())
+print(events.get())
+"""
+
+
+def test_what_xla_logs_of_compiling_does_not_reach_the_user():
+    about = {"XLA_FLAGS": "--xla_dump_to=/proc/nowhere"}
+    plain = {key: value for key, value in os.environ.items() if key != "TF_CPP_MIN_LOG_LEVEL"}
+    ran = subprocess.run([sys.executable, "-c", NOISY_WORKER], env=plain | about, capture_output=True, text=True)
+    assert "done" in ran.stdout and ran.stderr == ""
+    told = plain | about | {"TF_CPP_MIN_LOG_LEVEL": "0"}  # whoever asks for it has it
+    ran = subprocess.run([sys.executable, "-c", NOISY_WORKER], env=told, capture_output=True, text=True)
+    assert "done" in ran.stdout and "Could not create directory" in ran.stderr
+
 
 @pytest.fixture(scope="module")
 def facts() -> ModelFacts:
