@@ -29,7 +29,7 @@ def test_no_command_shows_warnings_of_libraries(tmp_path):
     assert not foreign_lines(tmp_path, "train", "data.store=store.zarr", "run=first", *split, *QUICK)
     tested = ["input=store.zarr", "dates=['2001-03-16/2001-03-28']", "members_in=3", "output=forecast"]
     assert not foreign_lines(tmp_path, "predict", "checkpoint=runs/first", *tested)
-    given = ["ensemble=store.zarr", "truth=store.zarr", "members_in=3", "bootstrap=50"]
+    given = ["ensemble=store.zarr", "truth=store.zarr", "members_in=3", "bootstrap=100"]
     assert not foreign_lines(tmp_path, "evaluate", "forecast=forecast", *given, "output=scores")
 
 
