@@ -27,7 +27,7 @@ from ensemble_ml.store.packing import grib_factors
 _kinds: dict[bytes, Kind] = {}  # shared by all files of a process: an archive repeats its headers in every file
 _scratch = Scratch()
 _HOLE = -1e30  # what ecCodes is to give for a point without a value
-_HEADING = 256  # bytes: lines of a bulletin, or what fills up a record, between two messages
+_HEADING = 100  # bytes: lines of a bulletin, or what fills up a record, between two messages
 _LARGEST = float(np.finfo(np.float32).max)
 _NO_FINITE = "its packing constants give no finite values; the file is damaged, fetch it again"
 _SCALES = ("bitsPerValue", "binaryScaleFactor", "decimalScaleFactor")

@@ -124,7 +124,7 @@ def test_values_that_no_variable_has_are_named(tmp_path):
         ("t", "K", 9999.0, "not between 100 and 400 K"),
         ("w", "Pa s-1", 9999.0, "not between -5000 and 5000 Pa s-1"),
         ("z", "m2 s-2", -32767.0, r"not between -20000 and 2e\+06 m2 s-2"),
-        ("tp", "m", 9999.0, "not between -0.00015 and 50 m"),
+        ("tp", "m", 9999.0, "not between -0.00015 and 9.5 m"),
         ("tcwv", "kg m-2", 9999.0, "not between -1 and 500 kg m-2"),
         ("tcc", "1", 9999.0, "not between -0.01 and 1.01 1"),
         ("msl", "Pa", 9999.0, r"not between 30000 and 120000 Pa"),

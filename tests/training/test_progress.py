@@ -15,6 +15,8 @@ from ensemble_ml.training import point_fit, progress, train, trainer
 from ensemble_ml.training.climate_data import Dates
 from ensemble_ml.training.progress import Pace, Progress, Pulse
 
+pytestmark = pytest.mark.usefixtures("whole_fits")
+
 
 class Clock:
     """A clock that a test sets."""

@@ -22,6 +22,7 @@ from ensemble_ml.store import Part, open_store
 from ensemble_ml.training import emos_fit, load_checkpoint, load_model, train
 from ensemble_ml.training.climate_data import families
 from ensemble_ml.training.climate_fit import fit_climate
+from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.setup import build_spec
 from ensemble_ml.training.tracking import Tracker, read_log
 from ensemble_ml.training.trainer import Trainer
@@ -165,7 +166,7 @@ def test_one_point_with_few_dates_leaves_the_others_their_coefficients(config_of
     source = open_store(store.path)
     reader = Reader(source, build_spec(config_of(), source))
     area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
-    fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws)
+    fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws, Progress())
     before = fit.all_points("local", None)[0, 0]
     fit.samples.truth[3:, 0, 0, 7], fit.samples.truth[:, 0, 0, 8] = torch.nan, torch.nan
     found, whole = fit.all_points("local", None)[0, 0], fit._global(0, 0)
@@ -192,7 +193,7 @@ def test_the_global_emos_is_of_all_dates(config_of, store, monkeypatch):
     source = open_store(store.path)
     reader = Reader(source, build_spec(config_of(), source))
     area, laws = torch.from_numpy(reader.spec.grid.area_weights()).flatten(), families(reader.spec)
-    fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws)
+    fit = emos_fit._Fit(emos_fit._Samples.read(reader, np.arange(16), 3), area, laws, Progress())
     before = fit._global(0, 0)
     for date in range(16):
         fit.samples.truth[date] += 1

@@ -50,9 +50,9 @@ CLOSED_FORM = ("emos",)  # one fit: no trials, no seeds
 NETS: dict[str, dict[str, Any]] = {
     "unet3d": {"hidden": 16, "max_hidden": 64, "depth": 3, "residuals": 2048},
     "emos": {"spread": False},
-    "drn": {"spread": False, "hidden": 128, "depth": 2},
-    "ens10_unet": {"spread": False, "hidden": 32, "max_hidden": 128, "depth": 2},
-    "poet": {"spread": False, "hidden": 16, "max_hidden": 64, "depth": 3},
+    "drn": {"spread": False, "hidden": 128},
+    "ens10_unet": {"spread": False, "hidden": 32, "max_hidden": 128},
+    "poet": {"spread": False, "hidden": 16, "max_hidden": 64},
 }
 TRIALS: tuple[dict[str, Any], ...] = (
     {"lr": 1e-3, "weight_decay": 0.05},
