@@ -173,7 +173,7 @@ def _verified(
         if not unverified:
             break
         pressure, surface = source.present(Part.TRUTH, date)  # (M, T, V, Z) and (M, T, S)
-        of_date = pressure.any((0, 1, 3)).tolist() + surface.any((0, 1)).tolist()
+        of_date = np.concatenate([pressure.any((0, 1, 3)), surface.any((0, 1))])
         there = dict(zip(source.layout.names, of_date, strict=True))
         unverified = [name for name in unverified if not there[name]]
     if unverified:
