@@ -48,6 +48,7 @@ _DEGREES = {
     for role, way in (("latitude", "north"), ("longitude", "east"))
 }
 _FEW = 3  # rows that may lie within a degree and a half of the equator, and whose units nobody states
+SHARES = ("percentile", "quantile", "threshold", "probability")  # of what a variable beside them is
 ROUNDING = 1e-3  # hours: days of some weeks in float32 are off by a ten-thousandth
 _HOURS = {
     "hour": 1.0, "h": 1.0, "hr": 1.0, "day": 24.0, "d": 24.0,
@@ -90,10 +91,22 @@ def _in_pressure(array: xr.DataArray, level: xr.DataArray) -> xr.DataArray:
 
 
 def with_start(data: xr.Dataset) -> xr.Dataset:
-    """Let starts that stand beside the fields of a file, but not among their `coordinates`, be some of these."""
+    """Let starts, valid times and percentiles that stand beside the fields of a file, but not among their
+    `coordinates`, be some of these."""
+    beside = [name for name, array in data.data_vars.items() if _tells_time(array) or _tells_share(array)]
+    data = data.set_coords(beside) if beside else data
     starts = {name: a for name, a in data.data_vars.items() if a.attrs.get("standard_name") == START}
     alone = {name: a.squeeze(drop=True) if a.size == 1 else a for name, a in starts.items()}
     return data.assign(alone).set_coords(list(alone)) if alone else data
+
+
+def _tells_time(array: xr.DataArray) -> bool:
+    named = array.name == "valid_time" or array.attrs.get("standard_name") == "time"
+    return named and np.issubdtype(array.dtype, np.datetime64)
+
+
+def _tells_share(array: xr.DataArray) -> bool:
+    return array.name in SHARES and array.ndim <= 1
 
 
 def lead_of_valid_time(array: xr.DataArray, axes: dict[str, xr.DataArray | None]) -> None:
@@ -204,8 +217,6 @@ def check_valid_times(array: xr.DataArray, axes: dict[str, xr.DataArray | None])
     for axis in array.coords.values():
         of_valid_time = axis.name == "valid_time" or axis.attrs.get("standard_name") == "time"
         if not of_valid_time or axis.name == init.name or not np.issubdtype(axis.dtype, np.datetime64):
-            continue
-        if not set(axis.dims) <= set(expected.dims):
             continue
         times, wanted = xr.broadcast(xr.DataArray(axis.values, dims=axis.dims), expected)
         apart = np.abs((times - wanted).values)
