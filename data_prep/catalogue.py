@@ -86,7 +86,8 @@ class Catalogue:
         self.role = role
         table, self.origins = _joined_tables(self.readers)
         self.skipped = _skipped(self.readers)
-        _report_skipped(self.path, self.skipped)
+        elsewhere = {name for reader in self.readers if isinstance(reader, XarrayFile) for name in reader.elsewhere}
+        _report_skipped(self.path, self.skipped, elsewhere)
         if not len(table):
             raise UserError(f"{self.path}: holds no field that the registry knows")
         static = IS_STATIC[table["field"]]
@@ -422,7 +423,7 @@ def _skipped(readers: list[Reader]) -> dict[str, int]:
     return counts
 
 
-def _report_skipped(path: str, counts: dict[str, int]) -> None:
+def _report_skipped(path: str, counts: dict[str, int], elsewhere: set[str]) -> None:
     known = sorted(name for name in counts if f"({OTHER_UNITS}" in name)
     if known:
         text = "%s: left out, though the registry knows the variables: %s; convert these, or say their units as CF does"
@@ -430,6 +431,13 @@ def _report_skipped(path: str, counts: dict[str, int]) -> None:
     if gaps := sorted(name for name in counts if NO_MESSAGE in name):
         log.warning("%s: files hold %s: a message may be damaged there; fetch them again", path, _first(gaps))
         known += gaps
+    if elsewhere:
+        text = (
+            "%s: left out for a coordinate that makes another quantity of them: %s; drop it if it belongs to others of"
+            " the file"
+        )
+        log.warning(text, path, _first(sorted(elsewhere)))
+        known += elsewhere
     # What is said against a variable of the registry stands behind its name, and may be of one that somebody misses.
     reasons = [name for name in sorted(counts) if name not in known and not re.fullmatch(_UNKNOWN, name)]
     if reasons:

@@ -24,6 +24,12 @@ _METHOD = re.compile(r"((?:\w+\s*:\s*)+)(\w+)((?:\s+(?:where|within|over)\s+\w+)
 _MASKED = {"sst": ("sea", "ocean", "ice_free_sea"), "lsm": ("land",)}  # area types that a variable is of by nature
 
 
+_STEP_TYPES = {  # other spellings -> ecCodes'
+    "instantaneous": "instant", "accumulated": "accum", "accumulation": "accum", "sum": "accum",
+    "mean": "avg", "average": "avg", "maximum": "max", "minimum": "min",
+}  # fmt: skip
+
+
 def hours_of_sum(array: xr.DataArray) -> int:
     """Return the hours that a sum is over, by its name or its description; 0 where neither states them.
 
@@ -83,8 +89,9 @@ def other_quantity(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
         return f" ({of_kind})"
     if field.standard_name == GUST and (of_gust := set(said) | {OF_STEP_TYPE.get(kind, "maximum")}) != {"maximum"}:
         return f" (the {sorted(of_gust - {'maximum'})[0]} over time and not the maximum)"
+    named = "GRIB_stepType" if "GRIB_stepType" in array.attrs else "step_type"
     if kind in OF_STEP_TYPE and not over_intervals(array, field):
-        return f" (GRIB_stepType {kind}, over no interval that is said)"
+        return f" ({named} {kind}, over no interval that is said)"
     if (
         not said
         or field.accumulated
@@ -136,7 +143,9 @@ def _methods(array: xr.DataArray, *roles: str) -> set[str]:
 
 
 def _step_type(array: xr.DataArray) -> str:
-    return str(array.attrs.get("GRIB_stepType", ""))
+    """Return ecCodes' stepType of a variable, as cfgrib or others write it."""
+    said = str(array.attrs.get("GRIB_stepType", array.attrs.get("step_type", "")))
+    return _STEP_TYPES.get(said, said)
 
 
 def _bounds(axis: xr.DataArray) -> str:

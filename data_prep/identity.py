@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from data_prep.axes import READ, OfSomethingElse, find_axis, lead_of_valid_time, understood
-from data_prep.cell_bounds import hours_of_sum, other_quantity
+from data_prep.cell_bounds import hours_of_sum, method, other_quantity
 from data_prep.no_field import (
     GROUND,
     described,
@@ -19,10 +19,16 @@ from data_prep.no_field import (
     has_modifier,
     heights_of,
     is_height,
+    is_placed,
+    other_description,
+    other_kind_of_level,
+    other_members,
+    other_message,
     other_place,
     other_standard_name,
+    other_word,
 )
-from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, MEMBER_TYPES, OTHER_UNITS
+from data_prep.records import FIELD_INDEX, GEOPOTENTIAL_UNITS, OTHER_UNITS
 from data_prep.spelling import Spelling, may_be_height, spell
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import FIELDS, GRAVITY, Field, by_param_id, resolve, unit_conversion
@@ -60,12 +66,14 @@ NO_OVERRIDES = Overrides()
 class Identity:
     """What a data variable is. Without a `field` it is left out, and `reason` stands behind its name then.
 
-    `level` is the pressure level that its name states, in hPa; 0 where it has an axis of levels, or none.
+    `level` is the pressure level that its name states, in hPa; 0 where it has an axis of levels, or none. `elsewhere`
+    says that it would be a variable of the registry, but for a coordinate that all variables of the file may share.
     """
 
     field: Field | None
     reason: str = ""
     level: int = 0
+    elsewhere: bool = False
 
 
 def grib_type(array: xr.DataArray) -> str:
@@ -182,7 +190,7 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
     other = overrides.names.get(field.name)
     if other in data and other != array.name:
         return Identity(None, f" (names= says that {other} is {field.name})")
-    if reason := _no_field(data, array, field) or ("" if stated else _contradicted(array, field)):
+    if reason := _no_field(data, array, field) or ("" if stated else _contradicted(array, field, spelling)):
         return Identity(None, f" ({reason})")
     if reason := other_quantity(data, array, field):
         return Identity(None, reason)
@@ -191,9 +199,8 @@ def identify(data: xr.Dataset, array: xr.DataArray, overrides: Overrides = NO_OV
 
 def _no_field(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     """Return why values are no field of one run, whatever they are called; empty where they may be one."""
-    kind = str(array.attrs.get("GRIB_dataType", ""))
-    if kind not in ("", *MEMBER_TYPES):
-        return f"of type {kind}"
+    if reason := other_message(array) or other_members(find_axis(array, "member")):
+        return reason
     if array.name in described(data):
         return "describes another variable"
     if flags(array, field):
@@ -201,12 +208,19 @@ def _no_field(data: xr.Dataset, array: xr.DataArray, field: Field) -> str:
     return f"standard_name {array.attrs['standard_name']}" if has_modifier(array) else ""
 
 
-def _contradicted(array: xr.DataArray, field: Field) -> str:
+def _contradicted(array: xr.DataArray, field: Field, spelling: Spelling) -> str:
     """Return which of a variable's attributes says that it is not `field`; empty where none does."""
     number, of_number = _by_parameter(array)
     if number and (of_number is None or not _same_quantity(of_number, field)):
         return f"GRIB_paramId {number}"
-    return other_standard_name(array, field)
+    if reason := other_standard_name(array, field):
+        return reason
+    if spelling.field is None:  # and what the registry knows of it is less than what the name says
+        for key, text in (("name", str(array.name)), ("short_name", str(array.attrs.get("short_name", "")))):
+            if word := other_word(text, field):
+                return f"{word} by its {key}"
+    known = spelling.field is not None and bool(method(array))  # means and extremes are looked at with their intervals
+    return other_description(array, field, over_time=known)
 
 
 def _same_quantity(one: Field, other: Field) -> bool:
@@ -218,29 +232,36 @@ def _placed(data: xr.Dataset, array: xr.DataArray, field: Field, spelling: Spell
     """Return the identity of `field` where it lies: on levels, on the level of its name, or near the ground."""
     axis = find_axis(array, "level")
     upper = not (field.surface or field.static)
-    if reason := other_place(array, field, upper=upper and axis is not None and axis.size > 1):
-        return Identity(None, f" ({reason})")
+    on_levels, placed = upper and axis is not None and axis.size > 1, is_placed(array, field, spelling.field)
+    if reason := other_place(array, field, upper=on_levels, placed=placed):
+        return Identity(None, f" ({reason})", elsewhere=True)
     kind = array.attrs.get("GRIB_typeOfLevel")
     if not upper:  # one level of the air that was given the name of the surface's variable says so by its type
-        return Identity(None, f" (typeOfLevel {kind})") if kind in _ISOBARIC else Identity(field)
+        return _at_surface(array, field)
     if spelling.height is not None:
         near = spelling.height in heights_of(field)
-        return _near_ground(field) if near else Identity(None, f" (at {spelling.height:g} m)")
+        return _near_ground(array, field) if near else Identity(None, f" (at {spelling.height:g} m)")
     if spelling.level:
         return _on_named_level(data, field, spelling, axis)
     if axis is not None:
         other = kind not in (None, *_ISOBARIC)
         return Identity(None, f" (typeOfLevel {kind})") if other else Identity(field)
     if field.name == "z" and _of_the_ground(array):
-        return Identity(FIELDS[FIELD_INDEX["orog"]])
-    placed = [one for one in array.coords.values() if one.size == 1 and (one.name in GROUND or is_height(one))]
-    return _near_ground(field) if placed else Identity(None, " (no pressure level)")
+        return _at_surface(array, FIELDS[FIELD_INDEX["orog"]])
+    grounds = [one for one in array.coords.values() if one.size == 1 and (one.name in GROUND or is_height(one))]
+    return _near_ground(array, field) if grounds else Identity(None, " (no pressure level)")
 
 
-def _near_ground(field: Field) -> Identity:
+def _at_surface(array: xr.DataArray, field: Field) -> Identity:
+    """Return the identity of a surface variable, if the kind of level of its GRIB message is one of its own."""
+    other = other_kind_of_level(array, field)
+    return Identity(None, f" ({other})") if other else Identity(field)
+
+
+def _near_ground(array: xr.DataArray, field: Field) -> Identity:
     """Return the surface variable of a quantity, as air temperature at 2 m, where there is one."""
     surface = [one for one in FIELDS if one.surface and one.standard_name == field.standard_name]
-    return Identity(surface[0]) if len(surface) == 1 else Identity(None, " (no pressure level)")
+    return _at_surface(array, surface[0]) if len(surface) == 1 else Identity(None, " (no pressure level)")
 
 
 def _on_named_level(data: xr.Dataset, field: Field, spelling: Spelling, axis: xr.DataArray | None) -> Identity:

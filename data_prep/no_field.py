@@ -12,8 +12,9 @@ from typing import Any
 
 import xarray as xr
 
-from data_prep.axes import ALIASES, VALID, OfSomethingElse
-from ensemble_ml.fields import FIELDS, Field
+from data_prep.axes import ALIASES, SHARES, VALID, OfSomethingElse
+from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
+from ensemble_ml.fields import FIELDS, GUST, Field
 
 HEIGHTS = ("height", "heightAboveGround", "height_above_ground", "height_agl")  # coordinates of one value, in m
 GROUND = ("surface", "meanSea")
@@ -31,6 +32,38 @@ _FLAGS = ("flag_values", "flag_masks", "flag_meanings")
 _MEASURES = ("ancillary_variables", "cell_measures")  # attributes that name variables which describe others
 _GEOGRAPHIC = "latitude_longitude"
 _NAMELESS = ("", "unknown", "none")  # cfgrib and WeatherBench 2 write "unknown"
+_OVER_TIME = {"max", "maximum", "min", "minimum", "mean", "avg", "average", "averaged"}
+_OTHER = {  # words of names that make a statistic of a variable, or another quantity with its units
+    *_OVER_TIME, "median", "spread", "std", "stdev", "stddev", "sd", "deviation", "variance", "var", "range",
+    "anomaly", "anomalies", "anom", "bias", "clim", "climate", "climatology", "climatological", "diff", "difference",
+    "error", "err", "rmse", "uncertainty", "increment", "tendency", "trend", "apparent", "feels", "chill", "perceived",
+    "wet", "dew", "dewpoint", "potential", "virtual", "index", "soil",
+}  # fmt: skip
+_SHARES = (*SHARES, "prob")
+_JOINED = re.compile(r"p\d{1,2}|(?:ens|t|tas|ts|t2m|2t)(?:max|min|mean|std|avg|spread)")  # as `p90`, `tmax`, `ensmean`
+_STATISTICS = ("units_metadata", "statistic", "ensemble_statistic", "cell_method")  # attributes that say one
+_UNSAID = ("", "unknown", "missing", "255", "65535")  # what ecCodes and cfgrib write where a message does not say
+_CODES = tuple(map(str, range(len(PROCESSED_DATA))))  # of PROCESSED_DATA in code table 1.4
+_GRIB = {  # cfgrib's names of keys that tell a field of one run from others: what may stand there
+    **dict.fromkeys(("dataType", "marsType", "type"), ("of type", PROCESSED_DATA)),
+    "typeOfProcessedData": ("of type", (*PROCESSED_DATA, *_CODES)),
+    **dict.fromkeys(("stream", "marsStream"), ("of stream", STREAMS)),
+    "productDefinitionTemplateNumber": ("of product template", tuple(map(str, PRODUCT_TEMPLATES))),
+    **dict.fromkeys(("percentileValue", "derivedForecast", "probabilityType"), ("", ())),
+}
+_OF_MESSAGES = {  # kinds of level of ecCodes, under which cfgrib leaves a scalar coordinate to all variables of a file
+    *HEIGHTS, *GROUND, *_COLUMN, "isobaricInPa", "isobaricLayer", "heightAboveGroundLayer", "heightAboveSea",
+    "heightAboveSeaLayer", "depthBelowLand", "depthBelowLandLayer", "depthBelowSea", "depthBelowSeaLayer", "nominalTop",
+    "soil", "soilLayer", "snow", "snowLayer", "seaIce", "seaIceLayer", "oceanSurface", "entireOcean", "entireLake",
+    "hybrid", "hybridLayer", "sigma", "sigmaLayer", "eta", "theta", "potentialVorticity", "pressureFromGround",
+    "pressureFromGroundLayer", "tropopause", "maxWind", "isothermZero", "isothermal", "adiabaticCondensation",
+    "mostUnstableParcel", "mixedLayerParcel", "mixingLayer", "cloudBase", "cloudTop", "lowCloudLayer",
+    "middleCloudLayer", "mediumCloudLayer", "highCloudLayer", "lowCloudBottom", "lowCloudTop", "middleCloudBottom",
+    "middleCloudTop", "highCloudBottom", "highCloudTop", "boundaryLayerCloudLayer", "convectiveCloudLayer",
+    "convectiveCloudBottom", "convectiveCloudTop", "generalVertical", "generalVerticalLayer", "unknown",
+}  # fmt: skip
+_PLACED = ("t2m", "u10", "v10", "msl", "sp", "tp")  # names that say where the variable lies
+_COUNTS = ("", "1", "-", "none", "unitless", "dimensionless", "count")  # units of an axis of members
 _OF_GROUND = ("geopotential_height", "geopotential", "height")  # ecCodes calls the orography of others by the first
 
 
@@ -70,6 +103,70 @@ def other_standard_name(array: xr.DataArray, field: Field) -> str:
     return "" if _letters(text) in {*names, *_NAMELESS} else f"standard_name {text}"
 
 
+def other_word(text: str, field: Field, *, over_time: bool = False) -> str:
+    """Return the first word of a name or description that makes another quantity of `field`; empty where none does.
+
+    Words that the registry itself has for a variable say nothing against it: `mean` of mean sea level pressure.
+
+    Args:
+        text: the name or description.
+        field: what it is taken for.
+        over_time: whether means and extremes over time are looked at elsewhere.
+    """
+    letters = f"_{_letters(re.sub('(?<=[a-z0-9])(?=[A-Z])', '_', text))}_"
+    usual = {"mean_sea"}
+    for other in FIELDS:
+        usual |= _names(other) if other.standard_name == field.standard_name else set()
+    for name in sorted(usual, key=len, reverse=True):
+        letters = letters.replace(f"_{name}_", "_")
+    allowed = _OVER_TIME if over_time else {"max", "maximum"} if field.standard_name == GUST else set()
+    for word in letters.split("_"):
+        if word not in allowed and (word.rstrip("s") in _SHARES or word in _OTHER or _JOINED.fullmatch(word)):
+            return word
+    return ""
+
+
+def other_description(array: xr.DataArray, field: Field, *, over_time: bool) -> str:
+    """Return which attribute describes another quantity than `field`, as a percentile or spread of it; empty where none
+    does (see `other_word`)."""
+    for key in ("long_name", *_STATISTICS):
+        text = str(array.attrs.get(key, ""))
+        if other_word(text, field, over_time=over_time and key == "long_name"):
+            return f"{key} {text!r}"
+    return ""
+
+
+def other_message(array: xr.DataArray) -> str:
+    """Return which of cfgrib's attributes says that values are no field of one run; empty where none does."""
+    for key, (what, known) in _GRIB.items():
+        said = str(array.attrs.get(f"GRIB_{key}", ""))
+        if said not in (*_UNSAID, *known):
+            return f"{what or f'GRIB_{key}'} {said}"
+    return ""
+
+
+def other_members(axis: xr.DataArray | None) -> str:
+    """Return why the axis that is taken for members has something else, as percentiles; empty where it may be one."""
+    if axis is None:
+        return ""
+    units = str(axis.attrs.get("units", "")).strip()
+    if units.lower() not in _COUNTS:
+        return f"{axis.name} in {units}"
+    words = _letters(f"{axis.name} {axis.attrs.get('long_name', '')} {axis.attrs.get('standard_name', '')}").split("_")
+    share = next((word for word in words if word.rstrip("s") in _SHARES), "")
+    return f"{axis.name} is a {share}" if share else ""
+
+
+def other_kind_of_level(array: xr.DataArray, field: Field) -> str:
+    """Return the kind of level that a surface variable is on by its GRIB message, if not one of its own; else nothing.
+
+    Its height is looked at elsewhere.
+    """
+    kind = str(array.attrs.get("GRIB_typeOfLevel", ""))
+    known = {one.split()[0] for one in levels_of(field)}
+    return "" if kind in ("", *known) else f"typeOfLevel {kind}"
+
+
 def has_modifier(array: xr.DataArray) -> bool:
     """Return whether a standard name has one of CF's modifiers behind it."""
     modifiers = ("detection_minimum", "number_of_observations", "standard_error", "status_flag")
@@ -90,7 +187,7 @@ def heights_of(field: Field) -> set[float]:
     return heights | ({_SCREEN} if 2.0 in heights else set())
 
 
-def other_place(array: xr.DataArray, field: Field, *, upper: bool) -> str:
+def other_place(array: xr.DataArray, field: Field, *, upper: bool, placed: bool) -> str:
     """Return the coordinate of one value that puts `field` elsewhere, or makes another quantity of it; empty where
     none does.
 
@@ -98,20 +195,56 @@ def other_place(array: xr.DataArray, field: Field, *, upper: bool) -> str:
         array: the data variable.
         field: what it is by its names.
         upper: whether it has an axis of pressure levels, and heights are those of other variables of the file.
+        placed: whether its name or GRIB parameter says where it lies, and other kinds of level are those of others.
     """
     sized = [dim for dim in array.dims if array.sizes[dim] > 1]
     for name, axis in array.coords.items():
+        if axis.ndim == 1 and name not in axis.dims and (reason := _other_along(name, axis, field, upper=upper)):
+            return reason
         if axis.size != 1 or set(axis.dims) & set(sized) or _is_plain(array, name, axis, field):
             continue
-        if is_height(axis) and str(axis.attrs.get("units", "")) in _METRES:
-            near = heights_of(field) or _NEAR
-            if upper or axis.values.item() in near:
-                continue
+        shared = placed and not axis.dims
+        if is_height(axis) and (upper or _is_near(axis, _NEAR if shared else heights_of(field) or _NEAR)):
+            continue
+        if shared and name in _OF_MESSAGES - set(HEIGHTS):
+            continue
         return f"{name} {axis.values.item():g}" if axis.dtype.kind in "iuf" else f"{name} {axis.values.ravel()[0]}"
     for dim in array.dims:
         if dim not in array.coords and array.sizes[dim] == 1 and dim not in _PLAIN | set(HEIGHTS):
             return f"axis {dim}"
     return ""
+
+
+def _is_near(axis: xr.DataArray, heights: set[float]) -> bool:
+    return str(axis.attrs.get("units", "")) in _METRES and set(axis.values.ravel().tolist()) <= heights
+
+
+def _other_along(name: Hashable, axis: xr.DataArray, field: Field, *, upper: bool) -> str:
+    """Return what a coordinate along another one makes of `field`: percentiles along time, other heights; else nothing.
+
+    Most say something of the axis that they lie along, as its months do.
+    """
+    words = _letters(f"{name} {axis.attrs.get('standard_name', '')}").split("_")
+    of_height = is_height(axis) and not (upper or _is_near(axis, heights_of(field) or _NEAR))
+    if of_height or "depth" in words or any(word.rstrip("s") in _SHARES for word in words):
+        shown = ", ".join(f"{value:g}" if axis.dtype.kind in "iuf" else str(value) for value in axis.values[:3])
+        return f"{name} {shown}"
+    return ""
+
+
+def is_placed(array: xr.DataArray, field: Field, named: Field | None) -> bool:
+    """Return whether a surface variable says where it lies, by its GRIB parameter or a name of the registry.
+
+    Args:
+        array: the data variable.
+        field: what it is.
+        named: what its name alone is; None where the registry does not have it.
+    """
+    if not field.surface or other_kind_of_level(array, field):
+        return False
+    if named is not None and named.name in _PLACED:
+        return True
+    return "GRIB_typeOfLevel" in array.attrs and int(array.attrs.get("GRIB_paramId", 0)) in field.param_ids
 
 
 def _is_plain(array: xr.DataArray, name: Hashable, axis: xr.DataArray, field: Field) -> bool:

@@ -99,7 +99,8 @@ class XarrayFile:
 
     `names` are those of its variables. `assumed` are units that it does not state, and that the convention of a
     name fixes, by our names; `without_units` are variables that were left out for having none: its names and ours.
-    `found` are the variables of ours that are read.
+    `elsewhere` are labels of `skipped`, of variables that a scalar coordinate leaves out. `found` are the variables of
+    ours that are read.
 
     Args:
         path: where it lies.
@@ -117,6 +118,7 @@ class XarrayFile:
         self.names: frozenset[str] = frozenset()
         self.assumed: dict[str, str] = {}
         self.without_units: dict[str, str] = {}
+        self.elsewhere: set[str] = set()
         self.found: set[str] = set()
         self._overrides = overrides
         self.skipped: dict[str, int] = {}
@@ -199,6 +201,8 @@ class XarrayFile:
         field = identity.field
         if field is None:
             self._skip(f"{array.name}{identity.reason}")
+            if identity.elsewhere:
+                self.elsewhere.add(f"{array.name}{identity.reason}")
             return []
         if find_axis(array, "member") is None and grib_type(array) != "cf" and field.name in with_members:
             self._skip(f"{array.name} (of no member, beside {with_members[field.name]}, which has them)")

@@ -96,7 +96,7 @@ def test_a_climatology_is_no_field(tmp_path):
 @pytest.mark.parametrize(
     ("axis", "value", "known"),
     [("percentile", 50.0, False), ("threshold", 273.15, False), ("depth", 0.05, False), ("height", 80.0, False),
-     ("heightAboveGround", 10.0, False), ("month", 1, False), ("season", "DJF", False), ("height", 1.5, True),
+     ("heightAboveGround", 80.0, False), ("month", 1, False), ("season", "DJF", False), ("height", 1.5, True),
      ("height", 2.0, True), ("surface", 0.0, True), ("expver", "0001", True), ("spatial_ref", 0, True)],
 )  # fmt: skip
 def test_coordinates_of_one_value(tmp_path, axis, value, known, dimension):
