@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 import xarray as xr
 
-from data_prep.axes import ALIASES, ROUNDING, START, VALID, to_hours
+from data_prep.axes import ALIASES, ROUNDING, START, VALID, OfSomethingElse, find_axis, to_hours
 from data_prep.records import OF_STEP_TYPE, other_step_type
 from data_prep.spelling import hours_in_text, spell
 from ensemble_ml.errors import UserError
@@ -31,18 +31,36 @@ _STEP_TYPES = {  # other spellings -> ecCodes'
 
 
 def hours_of_sum(array: xr.DataArray) -> int:
-    """Return the hours that a sum is over, by its name or its description; 0 where neither states them.
+    """Return the hours that a sum is over, by its name or its attributes; 0 where neither states them.
 
     Raises:
-        UserError: name and description state several.
+        UserError: they state several.
     """
-    hours = {spell(array.name).hours} - {0}
-    for attribute in ("long_name", "GRIB_name"):
-        hours |= hours_in_text(str(array.attrs.get(attribute, "")))
+    stated = {"name": {spell(array.name).hours}, "GRIB_stepRange": _hours_of_range(array)}
+    for attribute in ("long_name", "GRIB_name", "description", "comment"):
+        remark = attribute in ("description", "comment")
+        stated[attribute] = hours_in_text(str(array.attrs.get(attribute, "")), remark=remark)
+    hours = set().union(*stated.values()) - {0}
     if len(hours) > 1:
         said = " and ".join(f"{one} h" for one in sorted(hours))
-        raise UserError(f"{array.name}: name and long_name call it a sum over {said}; leave the right one in them")
+        places = " and ".join(place for place, some in stated.items() if some - {0})
+        verb = "call" if " and " in places else "calls"
+        raise UserError(f"{array.name}: {places} {verb} it a sum over {said}; leave the right one in them")
     return next(iter(hours), 0)
+
+
+def _hours_of_range(array: xr.DataArray) -> set[int]:
+    """Return the hours of the range of steps that cfgrib copies from a GRIB message, where there is one lead: of files
+    that were joined, it is that of the first."""
+    lead = find_axis(array, "lead")
+    if lead is None or lead.size != 1:
+        return set()
+    end = float(np.ravel(to_hours(lead.values, lead))[0])
+    if parts := re.fullmatch(r"(\d+)-(\d+)", str(array.attrs.get("GRIB_stepRange", ""))):
+        return {int(parts[2]) - int(parts[1])} if int(parts[2]) == end else set()
+    length = str(array.attrs.get("GRIB_lengthOfTimeRange", ""))
+    units = str(array.attrs.get("GRIB_indicatorOfUnitForTimeRange", "h"))
+    return {int(length)} if length.isdigit() and units in ("1", "h") else set()
 
 
 def over_intervals(array: xr.DataArray, field: Field) -> bool:
@@ -161,14 +179,17 @@ def widths(
         places: dimension -> position along it of each of the N fields.
 
     Raises:
+        OfSomethingElse: it is a sum, and the file lacks the bounds that it names.
         UserError: an interval does not end at its coordinate, bounds are not a pair for each of its values, or the
             variable's name states other hours.
     """
     named = hours_of_sum(array) if field.accumulated else 0
+    absent = ""
     along = np.zeros(next(iter(places.values())).shape if places else 1, np.int32)
     for axis in _times(array):
         name = _bounds(axis)
         if name not in data:
+            absent = absent or name
             continue
         bounds = data[name].values
         if bounds.shape != (*axis.shape, 2):
@@ -191,6 +212,9 @@ def widths(
                 f" {axis.name}; mend one of them"
             )
         return hours[tuple(places.get(dim, along) for dim in axis.dims)] + along
+    if absent and field.accumulated and not named:
+        text = f"{array.name}: a sum whose time has the bounds {absent}, which the file lacks; add them"
+        raise OfSomethingElse(text, f"its bounds {absent} are not in the file")
     return np.int32(named) + along if named else None
 
 

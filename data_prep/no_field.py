@@ -12,7 +12,7 @@ from typing import Any
 
 import xarray as xr
 
-from data_prep.axes import ALIASES, SHARES, VALID, OfSomethingElse
+from data_prep.axes import ALIASES, SHARES, VALID, OfSomethingElse, find_axis
 from data_prep.grib_fields import PROCESSED_DATA, PRODUCT_TEMPLATES, STREAMS, levels_of
 from ensemble_ml.fields import FIELDS, GUST, Field
 
@@ -275,19 +275,46 @@ def check_mapping(data: xr.Dataset, array: xr.DataArray) -> None:
         every = [_mapping(data, name) for name, one in data.variables.items() if "grid_mapping_name" in one.attrs]
         kinds = [] if _GEOGRAPHIC in every else every
     else:
-        kinds = [_mapping(data, name) for name in names]
+        kinds = [_mapping(data, name, of_degrees=_in_degrees(array)) for name in names]
     for kind in kinds:
         if kind != _GEOGRAPHIC:
             text = f"{array.name}: is on the grid mapping {kind}; only fields on latitudes and longitudes are read"
             raise OfSomethingElse(text, f"grid mapping {kind}")
 
 
-def _mapping(data: xr.Dataset, name: Hashable) -> str:
+def _in_degrees(array: xr.DataArray) -> bool:
+    """Return whether axes of one dimension are latitude and longitude by CF's names or units, not those of a rotated
+    pole."""
+    for role, unit in (("latitude", "n"), ("longitude", "e")):
+        axis = find_axis(array, role)
+        if axis is None or axis.ndim != 1:
+            return False
+        said = axis.attrs.get("standard_name", role), _letters(axis.attrs.get("units", ""))
+        if said[0] != role or (
+            not re.fullmatch(rf"deg(ree)?s?_?{unit}\w*", said[1]) and "standard_name" not in axis.attrs
+        ):
+            return False
+    return True
+
+
+def _mapping(data: xr.Dataset, name: Hashable, *, of_degrees: bool = False) -> str:
+    """Return the kind of a grid mapping; its own name where nobody knows it.
+
+    Args:
+        data: the file.
+        name: the variable that describes the mapping.
+        of_degrees: whether axes say that they are geographic, and a mapping that says nothing does not matter.
+    """
     if name not in data.variables:  # a choice of variables may have left it behind
-        return _GEOGRAPHIC if name in _PLAIN else str(name)
+        return _GEOGRAPHIC if name in _PLAIN or of_degrees else str(name)
     about = data.variables[name].attrs
     text = str(about.get("crs_wkt", about.get("spatial_ref", ""))).strip().upper()
     if "grid_mapping_name" in about:
-        return str(about["grid_mapping_name"])
+        return str(about["grid_mapping_name"]).lower()
+    short = " ".join(str(about.get(key, "")) for key in ("epsg_code", "epsg", "proj4", "proj4text", "spatial_ref"))
+    if re.fullmatch(r"(EPSG:|\+INIT=EPSG:)?4326|\+PROJ=(LONGLAT|LATLONG)\b(?!.*O_PROJ).*", short.strip().upper()):
+        return _GEOGRAPHIC
+    if of_degrees and not (text or short.strip()):
+        return _GEOGRAPHIC
     geographic = text.startswith(("GEOGCS", "GEOGCRS", "GEOGRAPHICCRS")) and "DERIVINGCONVERSION" not in text
     return _GEOGRAPHIC if geographic or (not text and name == _GEOGRAPHIC) else str(name)

@@ -22,6 +22,17 @@ _NUMBER = re.compile(r"([A-Za-z_]+?)_?(\d{2,4})")
 _LEVELS = {50, 70, 100, 125, 150, 175, *range(200, 451, 50), *range(500, 751, 50), *range(775, 1001, 25)}
 _MASTS = 300  # m: below it a bare number may as well be a height
 _CERTAIN = 600  # hPa: above it no mast reaches
+_WORDS = {
+    "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
+    "eighteen": 18, "twenty four": 24, "twenty-four": 24, "thirty six": 36, "forty eight": 48, "seventy two": 72,
+}  # fmt: skip
+_SUM = r"(?:\w+\s+)?(?:sums?|totals?|accum\w*|precip\w*|rain\w*)\b"
+_AGO = r"\b(?:last|previous|past|preceding)\s+"
+# Of days a description may say much else, as how far a forecast reaches: these are of a sum.
+_DAYS = re.compile(rf"(?:(\d{{1,2}})[\s-]*days?|\b(?:daily))[\s-]+{_SUM}|{_AGO}(?:(\d{{1,2}})\s+)?days?\b", re.I)
+_OF_SUM = re.compile(
+    rf"(\d{{1,3}})[\s-]*(?:hours?|hourly|hrs?|h)[\s-]+{_SUM}|{_AGO}(\d{{1,3}})[\s-]*(?:hours?|hrs?|h)\b", re.I
+)
 _IN_TEXT = re.compile(r"(\d{1,3})[\s-]*(?:hours?|hourly|hrs?|h)\b|\b(hourly|last hour|previous hour|past hour)\b", re.I)
 
 
@@ -83,9 +94,18 @@ def _is_geopotential(spelling: Spelling) -> bool:
     return spelling.field is not None and spelling.field.name == "z"
 
 
-def hours_in_text(text: str) -> set[int]:
-    """Return the hours that a description of a sum names, e.g. "in the last 6 hours"."""
+def hours_in_text(text: str, *, remark: bool = False) -> set[int]:
+    """Return the hours that a description of a sum names, e.g. "in the last six hours", "daily total".
+
+    Args:
+        text: the description.
+        remark: whether it may be of other things, and only hours that it calls those of a sum count.
+    """
+    for word, number in _WORDS.items():
+        text = re.sub(rf"\b{word}(?=[\s-]*(?:hour|day))", str(number), text, flags=re.I)
     hours = set()
-    for number, _ in _IN_TEXT.findall(text):
-        hours.add(int(number or 1))
+    for numbers in (_OF_SUM if remark else _IN_TEXT).findall(text):
+        hours.add(int(next(filter(str.isdigit, numbers), 1)))
+    for numbers in _DAYS.findall(text):
+        hours.add(24 * int(next(filter(str.isdigit, numbers), 1)))
     return hours - {0}

@@ -225,3 +225,61 @@ class TestValidTimes:
         data = data.rename(time="forecast_reference_time")
         data["valid_time"] = "forecast_reference_time", data.forecast_reference_time.values + np.timedelta64(36, "h")
         assert opened(data, tmp_path)[0].layout.lead_hours == (36,)
+
+
+class TestMappings:
+    """Grid mappings that are absent, or say in other words that the axes are latitude and longitude."""
+
+    @pytest.mark.parametrize(
+        ("mapping", "degrees", "good"),
+        [(None, True, True), (None, False, False), ({}, True, True), ({"epsg_code": "EPSG:4326"}, False, True),
+         ({"proj4": "+proj=longlat +datum=WGS84"}, False, True), ({"spatial_ref": "EPSG:4326"}, False, True),
+         ({"grid_mapping_name": "Latitude_Longitude"}, False, True), ({"epsg_code": "EPSG:3035"}, True, False),
+         ({"proj4": "+proj=ob_tran +o_proj=longlat"}, True, False)],
+    )  # fmt: skip
+    def test_what_a_mapping_says(self, tmp_path, mapping, degrees, good):
+        data = surface(grid_mapping="LatLon_Projection")
+        if mapping is not None:
+            data["LatLon_Projection"] = (), 0, mapping
+        if degrees:
+            data.latitude.attrs["units"], data.longitude.attrs["units"] = "degrees_north", "degrees_east"
+        source, skipped = opened(data, tmp_path)
+        assert skipped == ([] if good else ["t2m (grid mapping LatLon_Projection)"])
+        assert ("t2m" in source.layout.surface) == good
+
+
+class TestHoursOfSums:
+    """Intervals of sums in words and in keys of GRIB messages."""
+
+    def rain(self, **attributes):
+        data = dataset(t="tp").isel(isobaricInhPa=0, drop=True).isel(step=[1])
+        data["tp"] = (abs(data["tp"]) / 1e5).assign_attrs({"units": "m"} | attributes)
+        return data.assign_coords(step=np.array([120], "timedelta64[h]").astype("timedelta64[ns]"))
+
+    @pytest.mark.parametrize(
+        ("key", "text", "hours"),
+        [("long_name", "Total precipitation in the last six hours", 6), ("long_name", "Daily total precipitation", 24),
+         ("long_name", "Total precipitation, 1-day sum", 24), ("long_name", "Rain of the previous day", 24),
+         ("description", "sum over the last 6 hours", 6), ("comment", "6 h accumulation", 6),
+         ("comment", "15-day forecast, written every 6 hours", 120), ("GRIB_stepRange", "114-120", 6),
+         ("GRIB_stepRange", "18-24", 120), ("GRIB_lengthOfTimeRange", 6, 6)],
+    )  # fmt: skip
+    def test_where_hours_are_said(self, tmp_path, key, text, hours):
+        source, _ = opened(self.rain(**{key: text}), tmp_path)
+        assert source.lead_bounds == {"tp": [[120 - hours, 120]]}
+
+    def test_a_range_of_steps_is_that_of_one_lead(self, tmp_path):
+        data = xr.concat([self.rain(GRIB_stepRange="114-120")] * 2, "step")
+        data = data.assign_coords(step=np.array([114, 120], "timedelta64[h]").astype("timedelta64[ns]"))
+        source, _ = opened(data, tmp_path)
+        assert source.lead_bounds == {"tp": [[0, 114], [114, 120]]}
+
+    def test_hours_that_contradict_each_other(self, tmp_path):
+        with pytest.raises(UserError, match="tp: long_name and comment call it a sum over 6 h and 24 h"):
+            opened(self.rain(long_name="rain in 6 hours", comment="24 h accumulation"), tmp_path)
+
+    def test_bounds_that_the_file_lacks(self, tmp_path):
+        data = self.rain()
+        data = data.assign_coords(step=("step", [120.0], {"units": "hours", "bounds": "step_bnds"}))
+        with pytest.raises(UserError, match="tp: a sum whose time has the bounds step_bnds, which the file lacks"):
+            opened(data, tmp_path)
