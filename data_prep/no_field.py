@@ -34,7 +34,7 @@ _GEOGRAPHIC = "latitude_longitude"
 _NAMELESS = ("", "unknown", "none")  # cfgrib and WeatherBench 2 write "unknown"
 _OVER_TIME = {"max", "maximum", "min", "minimum", "mean", "avg", "average", "averaged"}
 _OTHER = {  # words of names that make a statistic of a variable, or another quantity with its units
-    *_OVER_TIME, "median", "spread", "std", "stdev", "stddev", "sd", "deviation", "variance", "var", "range",
+    *_OVER_TIME, "median", "spread", "std", "stdev", "stddev", "sd", "deviation", "variance", "range",
     "anomaly", "anomalies", "anom", "bias", "clim", "climate", "climatology", "climatological", "diff", "difference",
     "error", "err", "rmse", "uncertainty", "increment", "tendency", "trend", "apparent", "feels", "chill", "perceived",
     "wet", "dew", "dewpoint", "potential", "virtual", "index", "soil",
@@ -289,10 +289,8 @@ def _in_degrees(array: xr.DataArray) -> bool:
         axis = find_axis(array, role)
         if axis is None or axis.ndim != 1:
             return False
-        said = axis.attrs.get("standard_name", role), _letters(axis.attrs.get("units", ""))
-        if said[0] != role or (
-            not re.fullmatch(rf"deg(ree)?s?_?{unit}\w*", said[1]) and "standard_name" not in axis.attrs
-        ):
+        by_units = re.fullmatch(rf"deg(ree)?s?_?{unit}\w*", _letters(axis.attrs.get("units", ""))) is not None
+        if axis.attrs.get("standard_name", role if by_units else "") != role:
             return False
     return True
 
