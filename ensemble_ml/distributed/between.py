@@ -20,8 +20,9 @@ from ensemble_ml.distributed.follow import follow, name_of
 from ensemble_ml.distributed.views import Axes, TogetherError, tensors
 from ensemble_ml.errors import UserError
 
-# A function's name, the tensors that it made, whether these are fields, and the numbers among its arguments.
-Seen = Callable[[str, list[tuple[Tensor, bool]], list[float]], None]
+# A function's name, the tensors that it made and those among its arguments, whether these are fields, and the numbers
+# among its arguments.
+Seen = Callable[[str, list[tuple[Tensor, bool]], list[tuple[Tensor, bool]], list[float]], None]
 
 
 def watch_first_pass(
@@ -133,9 +134,9 @@ class _Between(TorchFunctionMode):
                     self.known[one] = axes
         if self.seen is not None and not self.inside:
             made = [(one, self.at(one) is not None) for one in tensors(found)]
-            self.seen(
-                name_of(function), made, [one for one in (*args, *given.values()) if isinstance(one, int | float)]
-            )
+            used = [(one, self.at(one) is not None) for one in tensors((args, given))]
+            numbers = [one for one in (*args, *given.values()) if isinstance(one, int | float)]
+            self.seen(name_of(function), made, used, numbers)
         return found
 
     def turned(self, axes: Axes | None) -> bool:

@@ -12,7 +12,8 @@ from layer to layer. A large field is tried in small, and in its own size on fak
 each pass must take the same way, with the same numbers.
 
 Nothing may hide behind the values. So parameters that the forward itself uses, the record and the field have no zeros
-(behind a gate whose weight is zero at first, anything would pass) and no two numbers alike.
+(behind a gate whose weight is zero at first, anything would pass) and no two numbers alike, and small parameters grow.
+What differs, as positions do, must not meet a field at all, however small the factor before it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ensemble_ml.distributed.between import watch_first_pass
 from ensemble_ml.distributed.follow import works_by_point
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _POINTS = 2**15  # of a whole field that is tried as it is; larger ones are tried in small
 _ROWS = 4  # at least, of a small part at its coarsest
+_LARGEST = 0.1  # at least, of the numbers of a free parameter: weights of Linear have about that
+_CASTS = frozenset({"to", "type_as"})  # a field among their arguments lends its kind alone
 Way = list[tuple[str, list[float]]]  # functions and the numbers among their arguments
 # For latitude and longitude, the lengths in a part and in the whole of the trial by the length here.
 Lengths = tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
@@ -218,8 +222,16 @@ def _template(model: nn.Module, layout: Layout) -> nn.Module:
             continue
         for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if id(one) not in shared:
-                one.data = _generic(one.data, numbers)
+                one.data = _generic(_enlarged(one.data), numbers)
     return template
+
+
+def _enlarged(x: Tensor) -> Tensor:
+    """Return `x` by a factor where all its numbers are small: a gate of 1e-5 would hide what it is a factor of."""
+    if not (x.is_floating_point() and x.numel()):
+        return x
+    largest = x.abs().nan_to_num(0, 0, 0).amax().item()
+    return x * (_LARGEST / largest) if 0 < largest < _LARGEST else x
 
 
 def _shared(model: nn.Module, layout: Layout) -> dict[int, Any]:
@@ -331,8 +343,12 @@ def _part(whole: Tensor, shape: Sequence[int], end: bool) -> Tensor:
     return whole
 
 
-def _same(whole: Tensor, part: Tensor, end: bool) -> bool:
-    """Return whether a part is what the whole has there, but for rounding; of fake tensors, whether shapes fit."""
+def _same(whole: Tensor, part: Tensor, end: bool, exact: bool = False) -> bool:
+    """Return whether a part is what the whole has there, but for rounding; of fake tensors, whether shapes fit.
+
+    Args:
+        exact: whether rounding is that of one function of single numbers, and not of sums over channels.
+    """
     if whole.ndim != part.ndim or whole.dtype != part.dtype:
         return False
     whole = _part(whole, part.shape, end)
@@ -341,7 +357,8 @@ def _same(whole: Tensor, part: Tensor, end: bool) -> bool:
     if not (whole.is_floating_point() or whole.is_complex()):
         return torch.equal(whole, part)
     largest = whole.abs().nan_to_num(0, 0, 0).amax().item() if whole.numel() else 0.0
-    rounding = min(1000 * torch.finfo(whole.dtype).eps, 0.05)  # sums over channels, whose order may differ
+    eps = torch.finfo(whole.dtype).eps
+    rounding = 2 * eps if exact else min(1000 * eps, 0.05)  # the order of sums over channels may differ
     return torch.allclose(part, whole, rtol=0, atol=rounding * largest, equal_nan=True)
 
 
@@ -369,7 +386,7 @@ def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.G
         record.layers.append((name, next(tensors((args, named))).clone(), output.clone()))
         return output
 
-    def seen(name: str, made: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
+    def seen(name: str, made: list[tuple[Tensor, bool]], _: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
         _fill(name, made)
         record.made.append((name, [one.clone() for one, _ in made], numbers))
 
@@ -395,6 +412,7 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
     layers, made = iter(record.layers), iter(record.made)
     first = ""  # function of which the values differ, of a field or not
     aligned = True
+    differing: Any = WeakTensorKeyDictionary()  # its keys are tensors that are no fields
 
     def play(name: str, layer: nn.Module, *args: Any, **named: Any) -> Tensor:
         recorded, before, after = next(layers, (None, None, None))
@@ -407,7 +425,9 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
                 after = after.narrow(axis, start, (after.shape[axis] if end else stop) - start)
         return after.clone()
 
-    def seen(name: str, results: list[tuple[Tensor, bool]], numbers: list[float]) -> None:
+    def seen(
+        name: str, results: list[tuple[Tensor, bool]], used: list[tuple[Tensor, bool]], numbers: list[float]
+    ) -> None:
         nonlocal first, aligned
         _fill(name, results)
         own.made.append((name, [], numbers))
@@ -415,11 +435,17 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
         aligned = aligned and recorded == name and len(wholes) == len(results)
         if not aligned:  # another way was taken, which may lead to the same
             return
+        differs = any(one in differing for one, _ in used)
+        if differs and name not in _CASTS and any(is_field for _, is_field in used):
+            raise _refusal(f"{first}() between the layers of the model")
         for whole, (one, is_field) in zip(wholes, results, strict=True):
-            if not _same(whole, one, end):
+            differing.pop(one, None)
+            # What was made of positions is the same only where hardly a digit differs: 1 + 1e-5 * position is not.
+            if not _same(whole, one, end, exact=differs):
                 first = first or name
                 if is_field:
                     raise _refusal(f"{first}() between the layers of the model")
+                differing[one] = True
 
     for name, layer in layout.played(net):
         layer.forward = partial(play, name, layer)

@@ -257,6 +257,40 @@ def test_large_fields_are_tried_in_small_and_without_values(text):
         lone(Large(LARGE[text]))(torch.randn(1, 2, 88, 360))
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [*[(torch.float32, f) for f in (1e-6, 1e-5, 1e-4)], *[(torch.bfloat16, f) for f in (0.02, 0.03)]],
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: x + net.gate * spaced(x)[:, None],
+        lambda net, x: x * (1 + net.gate * spaced(x)[:, None]),
+        lambda net, x: x + net.mlp(net.gate * mesh_of(x).movedim(0, -1)).movedim(-1, 0),
+        lambda net, x: torch.addcmul(x, net.gate, spaced(x)[:, None].to(x)),
+        lambda net, x: x + net.gate.item() * spaced(x)[:, None],
+    ],
+)
+def test_a_small_factor_hides_no_positions(kind, factor, function):
+    net = net_of(function)
+    net.gate.data.fill_(factor)
+    with pytest.raises(UserError, match=r"partition: (linspace|arange)\(\) between the layers"):
+        lone(net.to(kind))(part_of().to(kind))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_small_factors_and_numbers_that_are_the_same_everywhere_are_let_pass(kind, caplog):
+    def function(net, x):
+        alternating = (torch.arange(x.shape[2]).to(x) % 2)[:, None]
+        rows = torch.tensor(float(x.shape[2])).to(x)
+        return x * net.gate + alternating * net.gate + rows / rows
+
+    net = net_of(function).to(kind)
+    net.gate.data.fill_(1e-6)
+    assert lone(net)(part_of().to(kind)).isfinite().all()
+    assert not caplog.records
+
+
 def test_large_networks_that_are_right_are_let_pass(caplog):
     net = lone(Large(lambda net, x: x * net.columns + x.new_zeros(x.shape)))
     assert net(torch.randn(1, 2, 88, 360)).shape == (1, 2, 44, 180)
