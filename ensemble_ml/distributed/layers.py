@@ -12,6 +12,7 @@ Parts must start at multiples of every stride and scale on the way, as `shard.ma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -52,7 +53,8 @@ def partition(
     function between the layers that is not known to work point by point is refused. Before that pass copies of the
     model run on a field of this process and on its first and last part; a model whose parts differ from the whole is
     refused, as where its forward makes coordinates, weights, divisors or random numbers of the shape at hand. A model
-    that cannot be tried so, since it cannot be copied for one, is let pass with a warning.
+    that cannot be tried so, since it cannot be copied for one, is let pass with a warning. Copies have none of the hooks
+    of the model's modules.
 
     Args:
         mesh: of the job. Where no ranks share a sample, norms over the batch change, if ranks share that, and dropout,
@@ -84,7 +86,9 @@ def partition(
 
         def before(given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if trial and model not in layers:
-                try_parts(model, given, named, layout)
+                # Under torch.compile a trial would be compiled for minutes. Else its import alone would take seconds.
+                compiles = "torch._dynamo" in sys.modules
+                (torch.compiler.disable(try_parts) if compiles else try_parts)(model, given, named, layout)
 
         watch_first_pass(model, axes, layers, last, before=before)
     return model

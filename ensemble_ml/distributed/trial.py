@@ -22,6 +22,7 @@ import copy
 import logging
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 _POINTS = 2**15  # of a whole field that is tried as it is; larger ones are tried in small
 _ROWS = 4  # at least, of a small part at its coarsest
 _LARGEST = 0.1  # at least, of the numbers of a free parameter: weights of Linear have about that
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CASTS = frozenset({"to", "type_as"})  # a field among their arguments lends its kind alone
 Way = list[tuple[str, list[float]]]  # functions and the numbers among their arguments
 # For latitude and longitude, the lengths in a part and in the whole of the trial by the length here.
@@ -130,7 +132,10 @@ def _why_unknown(
     steps = _steps(model, layout)
     failure = None
     for small in (_Small.both, _Small.split) if large else (_Small.none,):
-        failure = _attempt(trial, _lengths(fields, layout, steps, small))
+        try:
+            failure = _attempt(trial, _lengths(fields, layout, steps, small))
+        except _UnknownError as error:
+            failure = error
         if failure is None:
             break
     if large:
@@ -194,15 +199,25 @@ def _steps(model: nn.Module, layout: Layout) -> list[int]:
 
 
 def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], small: _Small) -> Lengths:
-    """Choose the lengths of a trial; fields of several sizes keep theirs, since nobody knows how they go together."""
+    """Choose the lengths of a trial.
+
+    Raises:
+        _UnknownError: fields of several sizes would have to be shorter, and nobody knows how these go together.
+    """
     chosen = []
     for axis, ranks, step in zip(layout.axes, layout.ranks, steps, strict=True):
         here = {one.shape[axis] for one in fields}
         here = here - {1} or here
-        shrinks = len(here) == 1 and (small is _Small.both or (small is _Small.split and ranks > 1))
+        shortest = min(here)
+        shrinks = small is _Small.both or (small is _Small.split and ranks > 1)
         parts = {n: n if ranks == 1 else n - n % step or n for n in here}
         if shrinks:  # as odd as they are: what alternates from row to row must not fit by chance, or fail by chance
-            parts = {n: min(part, (_ROWS + part // step % _ROWS) * step) for n, part in parts.items()}
+            if any(n % shortest for n in here):
+                raise _UnknownError(
+                    f"fields of {' and '.join(map(str, sorted(here)))} points along an axis cannot be made smaller together"
+                )
+            part = min(parts[shortest], (_ROWS + parts[shortest] // step % _ROWS) * step)
+            parts = {n: n // shortest * part for n in here}
         count = min(ranks, 2) if shrinks else ranks
         # Where some fields have one point and others more, that one is for all.
         chosen.append({1: (1, 1)} | {n: (part, part * count) for n, part in parts.items()})
@@ -212,7 +227,7 @@ def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], sma
 def _template(model: nn.Module, layout: Layout) -> nn.Module:
     """Return a copy with weights that hide nothing; those of layers that are played stay the same tensors."""
     shared = _shared(model, layout)
-    template = copy.deepcopy(model, dict(shared))
+    template = copy.deepcopy(model, {**shared, **_instead(model)})
     numbers = torch.Generator().manual_seed(0)
     played = {id(layer) for _, layer in layout.played(template)}
     for module in template.modules():
@@ -222,16 +237,40 @@ def _template(model: nn.Module, layout: Layout) -> nn.Module:
             continue
         for one in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if id(one) not in shared:
-                one.data = _generic(_enlarged(one.data), numbers)
+                one.data = one.data.contiguous()
+                _reveal(one.data, numbers)
     return template
 
 
-def _enlarged(x: Tensor) -> Tensor:
-    """Return `x` by a factor where all its numbers are small: a gate of 1e-5 would hide what it is a factor of."""
+def _instead(model: nn.Module) -> dict[int, Any]:
+    """Return what a copy of the model has in the place of what cannot or must not be copied, by identity.
+
+    Hooks are left out, since they would be called with made-up values, but for those of torch that make a weight.
+    Activations that a module has kept belong to a graph, which cannot be copied.
+    """
+    instead: dict[int, Any] = {}
+    for module in model.modules():
+        for kind in _HOOKS:
+            hooks = vars(module)[kind]
+            instead[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if _makes_weight(hook))
+        activations = [one for one in tensors(list(vars(module).values())) if not one.is_leaf]
+        instead |= {id(one): one.detach().clone() for one in activations}
+    return instead
+
+
+def _makes_weight(hook: Any) -> bool:
+    return any(kind.__module__.startswith("torch.nn.utils.") for kind in type(hook).__mro__)
+
+
+def _reveal(x: Tensor, numbers: torch.Generator) -> None:
+    """Change free weights in place so that they hide nothing: a gate of 1e-5 would hide what it is a factor of."""
     if not (x.is_floating_point() and x.numel()):
-        return x
-    largest = x.abs().nan_to_num(0, 0, 0).amax().item()
-    return x * (_LARGEST / largest) if 0 < largest < _LARGEST else x
+        return
+    largest = torch.linalg.vector_norm(x, math.inf).item()
+    if 0 < largest < _LARGEST:
+        x.mul_(_LARGEST / largest)
+    for some in x.view(-1).split(_POINTS):  # not all at once, which would take several times the memory
+        some.copy_(_generic(some, numbers))
 
 
 def _shared(model: nn.Module, layout: Layout) -> dict[int, Any]:
@@ -260,8 +299,10 @@ class _Trial:
 
     def compare(self, sizes: _Sizes, fake: FakeTensorMode | None) -> None:
         """Raise a UserError where the first or the last part is not what the whole has there."""
-        # Each pass has a copy of its own: running means, or a grid that is made once and kept, stay with it.
-        nets = [copy.deepcopy(self.template, dict(_shared(self.template, self.layout))) for _ in range(3)]
+        # Each pass has a copy of its own: running means, or a grid that is made once and kept, stay with it. Weights,
+        # which no pass without gradients changes, are the template's.
+        shared = _shared(self.template, self.layout) | {id(p): p for p in self.template.parameters()}
+        nets = [copy.deepcopy(self.template, dict(shared)) for _ in range(3)]
         numbers = torch.Generator().manual_seed(1)
         record = _Record()
         with fake or nullcontext():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from parallel.ranks import run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -297,6 +298,58 @@ def test_large_networks_that_are_right_are_let_pass(caplog):
     assert not caplog.records
 
 
+class TwoGrids(nn.Module):
+    """A network of a fine field and a coarse one, which keeps the sizes of the fields that it really computes."""
+
+    def __init__(self, function, ratio):
+        super().__init__()
+        self.function, self.ratio, self.sizes = function, ratio, []
+        self.fine, self.coarse = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.up, self.down = nn.Upsample(scale_factor=2), nn.MaxPool2d(2)
+
+    def forward(self, x, y):
+        y = self.coarse(y)
+        if not isinstance(x, FakeTensor):
+            self.sizes.append(x[0, 0].numel())
+        if self.ratio == 2:
+            return self.down(self.function(self.fine(x) + self.up(y)))
+        return self.function(self.fine(x)), y
+
+
+def test_fields_of_two_resolutions_are_tried_in_small(caplog):
+    x, y = torch.randn(1, 2, 96, 192), torch.randn(1, 2, 48, 96)
+    sizes = []
+    net = TwoGrids(torch.relu, 2)
+    net.__dict__["sizes"] = Shared(sizes)
+    assert lone(net)(x, y).shape == (1, 2, 48, 96)
+    assert not caplog.records
+    assert len(sizes) == 4 and max(sizes[:-1]) < 1000  # three passes of the trial, and the job's
+    with pytest.raises(UserError, match=r"partition: linspace\(\) "):
+        lone(TwoGrids(lambda x: x * spaced(x)[:, None], 2))(x, y)
+
+
+class Shared:
+    """A list that copies of a module have in common."""
+
+    def __init__(self, ones):
+        self.append = ones.append
+
+    def __deepcopy__(self, _):
+        return self
+
+
+def test_large_fields_whose_sizes_have_no_ratio_are_tried_without_values(caplog):
+    x, y = torch.randn(1, 2, 96, 192), torch.randn(1, 2, 60, 192)
+    sizes = []
+    net = TwoGrids(torch.relu, None)
+    net.__dict__["sizes"] = Shared(sizes)
+    lone(net)(x, y)
+    assert sizes == [96 * 192]
+    assert "(fields of 60 and 96 points along an axis cannot be made smaller together)" in caplog.text
+    with pytest.raises(UserError, match=r"partition: mul\(\) "):
+        lone(TwoGrids(lambda x: x * x.shape[2], None))(x, y)
+
+
 class Mixed(nn.Module):
     """A network of many layers and functions, none of which needs a place."""
 
@@ -344,6 +397,50 @@ def test_the_trial_leaves_no_trace():
     assert random_states[1] == random_states[2]
     assert net.norm.num_batches_tracked == 2
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+def test_copies_share_their_weights():
+    places = []
+    net = net_of(lambda net, x: [places.append(net.map.data_ptr()), x + net.mlp.weight.sum()][-1])
+    lone(net)(part_of())
+    assert len(places) == 4 and len(set(places[:3])) == 1 and places[3] == net.map.data_ptr() != places[0]
+
+
+def test_a_trial_is_not_compiled():
+    compiling = []
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), Applied(lambda x: [compiling.append(torch.compiler.is_compiling()), x][1]))
+    torch.compile(lone(net), backend="eager")(part_of().float())
+    assert compiling[:3] == [False] * 3
+
+
+def test_hooks_see_no_trial():
+    net, calls = net_of(lambda net, x: net.norm(x)), []
+    for name in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+        getattr(net.norm, f"register_{name}_hook")(lambda *_, name=name: calls.append(name))
+    net.register_forward_pre_hook(lambda *_: calls.append("model"))
+    lone(net)(part_of()).sum().backward()
+    assert calls == ["model", "forward_pre", "forward", "full_backward_pre", "full_backward"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_hooks_make_are_made_in_a_trial(caplog):
+    net = net_of(lambda net, x: x + net.mlp(torch.ones(2, dtype=x.dtype))[:, None, None])
+    nn.utils.weight_norm(net.mlp)
+    assert lone(net)(part_of()).shape == (2, 3, 8, 24)
+    assert not caplog.records
+
+
+def test_activations_that_a_model_keeps_are_no_obstacle(caplog):
+    def function(net, x):
+        net.last = [x * 2]
+        return net.last[0] if net.training else x * spaced(x)[:, None]
+
+    net = lone(net_of(function))
+    net(part_of()).sum().backward()
+    kept = net.last[0]
+    with pytest.raises(UserError, match=r"partition: linspace\(\) "):
+        net.eval()(part_of())
+    assert net.last[0] is kept and not caplog.records
 
 
 def test_weights_of_a_layer_that_the_forward_uses_too_stay_as_they_were():
