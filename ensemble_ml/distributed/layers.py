@@ -53,8 +53,8 @@ def partition(
     function between the layers that is not known to work point by point is refused. Before that pass copies of the
     model run on a field of this process and on its first and last part; a model whose parts differ from the whole is
     refused, as where its forward makes coordinates, weights, divisors or random numbers of the shape at hand. A model
-    that cannot be tried so, since it cannot be copied for one, is let pass with a warning. Copies have none of the hooks
-    of the model's modules.
+    that cannot be tried so, since it cannot be copied for one, is let pass with a warning, as is one with large
+    fields of two sizes of which neither is a multiple of the other. Copies call no hook of the model or its layers.
 
     Args:
         mesh: of the job. Where no ranks share a sample, norms over the batch change, if ranks share that, and dropout,

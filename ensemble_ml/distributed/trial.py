@@ -213,9 +213,8 @@ def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], sma
         parts = {n: n if ranks == 1 else n - n % step or n for n in here}
         if shrinks:  # as odd as they are: what alternates from row to row must not fit by chance, or fail by chance
             if any(n % shortest for n in here):
-                raise _UnknownError(
-                    f"fields of {' and '.join(map(str, sorted(here)))} points along an axis cannot be made smaller together"
-                )
+                sizes = " and ".join(map(str, sorted(here)))
+                raise _UnknownError(f"fields of {sizes} points along an axis cannot be made smaller together")
             part = min(parts[shortest], (_ROWS + parts[shortest] // step % _ROWS) * step)
             parts = {n: n // shortest * part for n in here}
         count = min(ranks, 2) if shrinks else ranks
