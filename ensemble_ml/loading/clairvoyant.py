@@ -323,7 +323,8 @@ class Engine:
         self._spare: list[Buffers] = []  # nobody uses them
         self._filled: dict[int, Buffers] = {}  # number of a batch -> where it is decoded to
         self._lent: dict[int, tuple[Buffers, list[weakref.ref]]] = {}  # number of a batch that is handed out -> its own
-        self._returned: deque[int] = deque()  # numbers of these that nobody holds any more
+        self._returned: deque[int] = deque()  # number of a batch, once for each of its arrays that nobody holds any more
+        self._let_go: Counter[int] = Counter()  # number of a batch -> how many of its arrays that is
         self._missing: dict[int, int] = {}  # number of a batch -> samples that are not decoded yet
         self._made: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self._ended, self._stopped = False, False
@@ -400,19 +401,25 @@ class Engine:
         # what autograd has saved, `tensor.numpy()`. The tensor itself may be gone by then, so the array is watched.
         buffers, (step, positions, samples) = self._filled.pop(number), self._made.popleft()
         arrays = {name: array[: len(samples)] for name, array in buffers.items()}
-        held, returned = list(arrays), self._returned
+        returned = self._returned
 
-        def let_go(_: weakref.ref) -> None:  # called wherever the last holder ends, so it takes no lock
-            held.pop()
-            if not held:
-                returned.append(number)
+        # It is called wherever the last holder ends, in any thread and in the midst of anything, so it takes no lock
+        # and does one thing that cannot be interrupted; `_unused` counts.
+        def let_go(_: weakref.ref) -> None:
+            returned.append(number)
 
         self._lent[number] = buffers, [weakref.ref(array, let_go) for array in arrays.values()]
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, step, positions, samples)
 
     def _unused(self) -> list[Buffers]:
         """Return the buffers of batches that nobody holds any more, or of all with `reuse_buffers`."""
-        numbers = list(self._lent) if self._reuse else [self._returned.popleft() for _ in range(len(self._returned))]
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        self._let_go.update(returned)
+        numbers = list(self._lent)
+        if not self._reuse:
+            numbers = [number for number in set(returned) if self._let_go[number] == len(self._lent[number][1])]
+        for number in numbers:
+            del self._let_go[number]
         return [self._lent.pop(number)[0] for number in numbers]
 
     def _wait_for(self, number: int) -> bool:

@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import sys
+import threading
 import weakref
 
 import numpy as np
@@ -211,3 +213,43 @@ def test_settings_that_are_no_whole_numbers_are_refused(key, value):
 def test_numbers_of_numpy_are_whole_numbers():
     with ClairvoyantLoader(Numbers(), np.int64(BATCH), np.int32(1), np.uint8(0), ram=0) as one:
         assert sum(len(batch.samples) for batch in one) == F
+
+
+def test_two_threads_may_let_go_of_a_batch_at_once():
+    """One is stopped after the first line of what is called when an array goes; the other array goes meanwhile."""
+    stopped, on = threading.Event(), threading.Event()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_name != "let_go":
+            return None
+        events = []
+
+        def within(frame, event, argument):
+            events.append(event)
+            if len(events) == 2:
+                stopped.set()
+                on.wait(10)
+            return within
+
+        return within
+
+    def drop(holder):
+        sys.settrace(trace)
+        holder.clear()
+        sys.settrace(None)
+
+    steps = []
+    with loader() as batches:
+        for batch in batches:
+            np.testing.assert_array_equal(batch["x"], rows(batch.samples))
+            steps.append(batch.step)
+            if batch.step == 1:
+                holder, other = [batch.pop("x")], [batch.pop("i")]
+                thread = threading.Thread(target=drop, args=(holder,))
+                thread.start()
+                assert stopped.wait(10)
+                other.clear()
+                on.set()
+                thread.join()
+            del batch
+    assert steps == list(range(STEPS))
