@@ -101,7 +101,9 @@ def weighted_mean(
         ValueError: both `reduce_dims` and `preserve_dims` are given, or a dimension that is not there; weights are
             negative, or the mask holds anything but True and False (or 1 and 0).
     """
-    weights, mask = _checked(check_weights, weights), _checked(_check_mask, mask)
+    if weights is not None:
+        weights = _checked(check_weights, weights, abs(weights).max())
+    mask = _checked(_check_mask, mask)
     for other in (weights, mask):
         more = [] if other is None else [dim for dim in other.dims if dim not in values.dims]
         if more:
@@ -353,16 +355,16 @@ def _law(family: Family | str) -> Family:
         raise UserError(f"family={family}: {', '.join(one.value for one in Family)} are allowed") from None
 
 
-def _checked(check: Callable[[np.ndarray], None], data: xr.DataArray | None) -> xr.DataArray | None:
-    """Return `data`, which is checked now, or as it is computed where it is lazy."""
+def _checked(check: Callable[..., None], data: xr.DataArray | None, *scalars: xr.DataArray) -> xr.DataArray | None:
+    """Return `data`, which is checked now, or as it is computed where it is lazy; `scalars` go to each check."""
     if data is None or data.dtype == bool:
         return data
 
-    def passed(values: np.ndarray) -> np.ndarray:
-        check(values)
+    def passed(values: np.ndarray, *more: np.ndarray) -> np.ndarray:
+        check(values, *more)
         return values
 
-    return xr.apply_ufunc(passed, data, dask="parallelized", output_dtypes=[data.dtype], keep_attrs=True)
+    return xr.apply_ufunc(passed, data, *scalars, dask="parallelized", output_dtypes=[data.dtype], keep_attrs=True)
 
 
 def _check_mask(values: np.ndarray) -> None:

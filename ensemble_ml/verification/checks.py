@@ -12,7 +12,8 @@ import numpy as np
 from ensemble_ml.errors import UserError
 from ensemble_ml.fields import same_units
 
-ROUNDING = 1e-6  # of one: what a share in float32 may be off by, after sums
+ROUNDING = 1e-4  # of one: what a share may be off by that was packed into 16 bits; sums in float32 are nearer
+WEIGHT_ROUNDING = 1e-6  # of the largest weight: in float32 the cosine of a pole's latitude is -4e-8
 
 
 def check_all(name: str, values: np.ndarray, wrong: np.ndarray, allowed: str) -> None:
@@ -37,7 +38,8 @@ def check_event(name: str, values: np.ndarray) -> None:
     """Refuse what is neither 0 nor 1, False nor True."""
     values = np.asarray(values)
     if values.dtype != bool:
-        wrong = (values != 0) & (values != 1) & ~np.isnan(values)
+        # Only NaN differs from itself; np.isnan takes no objects, which truth values become where some are missing.
+        wrong = (values != 0) & (values != 1) & (values == values)
         check_all(name, values, wrong, "an event is 0 or 1; make it by comparing, as in truth > threshold")
 
 
@@ -57,10 +59,12 @@ def check_uniform(values: np.ndarray | None) -> None:
         check_all("uniform", values, (values < 0) | (values >= 1), "random numbers in [0, 1) are needed")
 
 
-def check_weights(values: np.ndarray) -> None:
-    """Refuse negative weights."""
+def check_weights(values: np.ndarray, whole: np.ndarray | None = None) -> None:
+    """Refuse negative weights; rounding is let pass, by the largest of the `whole` that the values are a part of."""
     values = np.asarray(values)
-    check_all("weights", values, values < 0, "must be 0 or more; use mask, or 0, to leave points out")
+    largest = np.fmax.reduce(np.abs(values if whole is None else whole), axis=None, initial=0)
+    wrong = values < -WEIGHT_ROUNDING * largest
+    check_all("weights", values, wrong, "must be 0 or more; use mask, or 0, to leave points out")
 
 
 def check_level(level: float) -> None:

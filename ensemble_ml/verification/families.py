@@ -105,6 +105,7 @@ def quantile(family: Family, location: np.ndarray, scale: np.ndarray, level: np.
     location, scale, p = (np.asarray(a, np.float64) for a in (location, scale, level))
     check_scale("scale", scale)
     check_between("level", p, 0, 1, "a level is a probability, 0.9 and not 90")
+    p = np.clip(p, 0, 1)  # as rounding is let pass
     certain = scale == 0
     if certain.any():
         point = np.clip(location, *family.bounds)

@@ -119,7 +119,7 @@ class Reliability:
         p, o = np.asarray(probability, np.float64)[mask], np.asarray(event, np.float64)[mask]
         w = np.broadcast_to(weights, mask.shape)[mask]
         check_event("event", o)
-        check_weights(w)
+        check_weights(w, weights)
         where = bin_of(p, len(self.weight))
         terms = (w, np.ones_like(w), w * p, w * o, w * p * p, w * p * o)
         for table, values in zip(self._tables(), terms, strict=True):

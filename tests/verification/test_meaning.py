@@ -249,6 +249,44 @@ def test_rounding_of_single_precision_is_let_pass():
     assert float(api.eecrps(points(np.float32(-1.0000001)), points(2.0))) == pytest.approx(2)
 
 
+def test_probabilities_packed_into_16_bits_are_let_pass():
+    """With a scale that is not a divisor of one, what was 1 decodes to 1.00001."""
+    scale = 1.00001 / 32767
+    p = np.round(np.array([1.0, 0.0]) / scale).astype(np.int16) * scale
+    assert p[0] > 1 + 5e-6
+    np.testing.assert_allclose(api.brier_score(points(*p), points(1, 1), preserve_dims="all"), [1e-10, 1], atol=1e-12)
+    assert probability.bin_of(p, 10).tolist() == [9, 0]
+    assert families.quantile(Family.NORMAL, np.zeros(1), np.ones(1), p[:1]) == np.inf
+
+
+@pytest.mark.parametrize("chunks", [None, {"point": 1}, {"point": 3}], ids=str)
+def test_cosines_of_the_poles_are_weights(chunks):
+    """In float32 those of the poles are -4e-8; a chunk may hold no other."""
+    weights = points(*np.cos(np.deg2rad(np.array([90, 30, -30, -90], np.float32))))
+    assert weights[0] < 0 and weights[3] < 0
+    values = points(5.0, 1.0, 3.0, 7.0)
+    if chunks:
+        weights, values = weights.chunk(chunks), values.chunk(chunks)
+    assert float(api.weighted_mean(values, weights=weights)) == pytest.approx(2, abs=1e-6)
+    table = probability.Reliability.zeros()
+    p, first = np.array([0.5, 0.5, 0.5, 0.5]), np.array([True, False, False, False])
+    table.record(p, np.ones(4), weights.values, first)
+    assert table.count.sum() == 1
+    with pytest.raises(UserError, match="^weights: holds -0.001; "):
+        api.weighted_mean(values, weights=weights.where(weights > 0, -1e-3)).compute()
+
+
+def test_events_that_were_shifted_are_events_and_missing_ones():
+    """Truth values become objects where some are missing."""
+    truth = xr.DataArray([1.0, -1.0, 2.0], dims="time")
+    event, p = (truth > 0).shift(time=1), xr.DataArray([0.5, 0.8, 0.3], dims="time")
+    assert event.dtype == object
+    np.testing.assert_allclose(api.brier_score(p, event, preserve_dims="all"), [np.nan, 0.04, 0.09], rtol=1e-12)
+    assert float(api.brier_score(p, event, mask=event.notnull())) == pytest.approx(0.065)
+    with pytest.raises(UserError, match=EVENT.format(2)):
+        api.brier_score(p, event.where(event.isnull(), 2))
+
+
 @pytest.mark.parametrize("kind", [bool, np.int8, np.float32])
 def test_events_of_any_type_have_the_score_of_scores(kind):
     p, event = points(0.2, 0.9, 0.5, 1.0), points(0, 1, 1, 0).astype(kind)
@@ -290,6 +328,32 @@ def test_quantiles_of_a_climate_may_be_packed():
     equal = CLIMATE.copy()
     equal[5] = equal[4]
     assert float(abs(api.efi(X, climate) - api.efi(X, equal)).max()) < 0.2  # as much as equal quantiles may
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_whether_quantiles_fall_is_of_each_point(chunk):
+    """One point of a large range beside others takes nothing from them."""
+    climate, x = CLIMATE.copy(), X.isel(variable=0)
+    climate[:, 3] *= 1e4
+    span = float(climate[-1, 0] - climate[0, 0])
+    for fall, refused in ((1e-3 * span, False), (0.05 * span, True)):
+        climate[5, 0] = climate[4, 0] - fall
+        lazy = api.efi(x.chunk(point=chunk), climate.chunk(point=chunk))
+        if refused:
+            with pytest.raises(UserError, match="quantiles fall along"):
+                lazy.compute()
+        else:
+            assert lazy.compute().notnull().all()
+
+
+def test_many_quantiles_that_fall_by_little_fall():
+    levels = np.linspace(0, 1, 1001)
+    with pytest.raises(UserError, match="quantiles fall along"):
+        extremes.efi(np.zeros((2, 1)), 1 - levels[:, None], levels)
+
+
+def test_an_empty_selection_has_an_empty_index():
+    assert api.efi(X.isel(point=[]), CLIMATE.isel(point=[])).shape == (3, 0)
 
 
 LAZY = {
