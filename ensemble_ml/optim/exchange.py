@@ -121,5 +121,11 @@ class Exchange:
 
 def total_norm(params: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of all gradients together, where the parameters are."""
-    found = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+    grads = [dense_values(p.grad) for p in params if p.grad is not None]
+    found = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
     return found.to(params[0].device) if params else found
+
+
+def dense_values(grad: Tensor) -> Tensor:
+    """Return a gradient, or the values that a sparse one holds, summed where it names an element twice."""
+    return grad.coalesce().values() if grad.is_sparse else grad

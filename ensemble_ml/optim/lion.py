@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ensemble_ml.errors import UserError
-from ensemble_ml.optim.exchange import Exchange, total_norm
+from ensemble_ml.optim.exchange import Exchange, dense_values, total_norm
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -126,7 +126,8 @@ class Lion(Optimizer):
         # The largest magnitude is not finite exactly where one gradient is not; a sum of squares might overflow.
         if math.isfinite(float(total_norm(params, math.inf))):
             return
-        bad = next(i for i, p in enumerate(params) if p.grad is not None and not p.grad.isfinite().all())
+        grads = ((i, p.grad) for i, p in enumerate(params) if p.grad is not None)
+        bad = next(i for i, grad in grads if not dense_values(grad).isfinite().all())
         raise UserError(
             f"Lion: the gradient of parameter {bad}, of shape {tuple(params[bad].shape)}, is not finite; no weight was"
             " changed: leave the step out, or take a lower lr or clip the gradients"
@@ -159,8 +160,8 @@ class Lion(Optimizer):
 
 
 def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-    if not (lr > 0 and math.isfinite(lr)):
-        raise UserError(f"lr={lr}: must be above 0, and finite")
+    if not (lr >= 0 and math.isfinite(lr)):
+        raise UserError(f"lr={lr}: must be 0 or more, and finite")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"betas={betas}: must be two numbers in [0, 1)")
     if not (weight_decay >= 0 and math.isfinite(weight_decay)):

@@ -87,7 +87,6 @@ def test_closure_sees_gradients():
 
 
 OUTSIDE = [
-    {"lr": 0.0},
     {"lr": -1.0},
     {"lr": float("nan")},
     {"lr": float("inf")},
@@ -110,6 +109,55 @@ def test_refuses_settings_outside_their_range(setting):
     optimizer = Lion([torch.nn.Parameter(torch.ones(1))])
     with pytest.raises(UserError, match=f"^{name}=.*: must be"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], **setting})
+
+
+def test_a_group_of_no_learning_rate_stands_still():
+    """As with torch's optimizers; a schedule may raise the rate later."""
+    still, moving = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Lion([moving], lr=0.5, weight_decay=0.1)
+    optimizer.add_param_group({"params": [still], "lr": 0.0})
+    still.grad = moving.grad = torch.ones(2)
+    optimizer.step()
+    assert still.tolist() == [1, 1] and moving.tolist() == pytest.approx([0.45, 0.45])
+    assert optimizer.momentum(still).tolist() == pytest.approx([0.01, 0.01])
+    all_still = Lion([still], lr=0.0)
+    all_still.step()
+    assert still.tolist() == [1, 1]
+    all_still.param_groups[0]["lr"] = 0.5
+    all_still.step()
+    assert still.tolist() == pytest.approx([0.45, 0.45])
+
+
+def test_a_parameter_without_elements():
+    p, empty = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(0, 3))
+    optimizer = Lion([empty, p], lr=0.5, weight_decay=0.0)
+    for _ in range(2):
+        (p.sum() + empty.sum()).backward()
+        optimizer.step()
+    assert empty.grad is not None and p.tolist() == [0, 0]
+    alone = Lion([empty])
+    alone.step()
+    assert alone.steps == 1
+
+
+def test_sparse_gradients_step_as_dense_ones():
+    """Of an embedding whose rows are named twice: what is finite is each sum, not each part."""
+    tables = [torch.nn.Embedding(5, 3, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    optimizers = [Lion(table.parameters(), lr=0.1) for table in tables]
+    factor = torch.tensor([[1.0], [-2.0], [3.0]])
+    for rows in ([1, 4, 1], [0, 1, 1]):
+        for table, optimizer in zip(tables, optimizers, strict=True):
+            optimizer.zero_grad()
+            (factor * table(torch.tensor(rows)) ** 2).sum().backward()
+            optimizer.step()
+    assert tables[0].weight.grad.is_sparse
+    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=0)
+    before = tables[0].weight.detach().clone()
+    (torch.inf * tables[0](torch.tensor([2]))).sum().backward()
+    with pytest.raises(UserError, match="the gradient of parameter 0, of shape .* is not finite"):
+        optimizers[0].step()
+    assert torch.equal(tables[0].weight, before)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
