@@ -84,7 +84,7 @@ def compose_config(task: str, overrides: list[str], more: str | None = None) -> 
     Args:
         task: word of the command line.
         overrides: settings as the command line gives them.
-        more: another folder of configuration files, before `conf/`.
+        more: another folder of configuration files, looked through after `conf/`.
 
     Raises:
         UserError: a key, a group or a value that does not exist or does not fit.
@@ -474,7 +474,17 @@ def _parted(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
         raise UserError(
             f"--config-dir {folder}: no such folder; give one that holds files like conf/experiment/NAME.yaml"
         )
+    if folder is not None:
+        _refuse_names_of_conf(Path(folder))
     return options, settings
+
+
+def _refuse_names_of_conf(folder: Path) -> None:
+    """Raise a UserError where a file has the name of one in `conf/`, in the place of which it would not be taken."""
+    for shipped in sorted(conf_folder().rglob("*.yaml")):
+        name = shipped.relative_to(conf_folder())
+        if (folder / name).is_file() and (folder / name).read_bytes() != shipped.read_bytes():
+            raise UserError(f"--config-dir {folder}: {name} has the name of a file in conf, which wins; rename yours")
 
 
 _EXAMPLES = {"--package": "model", "--config-dir": "FOLDER"}

@@ -319,7 +319,7 @@ def test_options_of_hydra_show_what_they_show_elsewhere(capsys, tmp_path, argume
     assert lines.count(text.replace("CONF", str(tmp_path))) == 1
 
 
-def test_a_folder_of_ones_own_files_is_looked_through_first(capsys, tmp_path, monkeypatch):
+def test_a_folder_of_ones_own_files_is_looked_through(capsys, tmp_path, monkeypatch):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 77\n")
     seen, task = [], TASKS["train"]
@@ -358,6 +358,24 @@ def test_what_is_given_twice_is_told(caplog, capsys):
     run(capsys, "prepare", "input=a.grib", "input=b.grib", "output=o", "output=o")
     told = [line for line in caplog.messages if "more than once" in line]
     assert told == ["input: is given more than once, and only the last counts, input=b.grib"]
+
+
+def test_ones_own_files_do_not_have_the_names_of_others(capsys, tmp_path):
+    """They would not be taken, in silence; a copy that is the same does no harm."""
+    shipped = cli.conf_folder() / "experiment" / "quickstart.yaml"
+    own = tmp_path / "experiment" / "quickstart.yaml"
+    own.parent.mkdir()
+    own.write_bytes(shipped.read_bytes())
+    given = ["train", "--config-dir", str(tmp_path), "run=a", "data.store=missing"]
+    assert "missing" in run(capsys, *given)[2]
+    own.write_text("# @package _global_\nseed: 77\n")
+    for more in ([], ["-m"], ["--cfg", "job"]):
+        status, _, err = run(capsys, *given, *more)
+        assert status == cli.STATUS_USER
+        assert err.strip() == (
+            f"ensemble-ml: --config-dir {tmp_path}: experiment/quickstart.yaml has the name of a file in conf, which"
+            " wins; rename yours"
+        )
 
 
 def test_tables_of_settings_take_keys():
