@@ -105,6 +105,7 @@ _ELEMENT = re.compile(
 
 
 _OPENING = ("[", "{", "'", '"')  # first letters of lists, tables and what is quoted already
+_PATTERN = re.compile(r"(\[[^\[\]]*\]|\{[^{}]*\}).+")  # a path or glob that begins as a list or table, and goes on
 
 
 def _as_text(task: str, argument: str) -> str:
@@ -117,7 +118,7 @@ def _as_text(task: str, argument: str) -> str:
     if not equals or key.lstrip("+") not in schema.text_settings(TASKS[task].config):
         return argument
     if not _readable(argument):
-        if value.startswith(_OPENING):
+        if value.startswith(_OPENING) and not _PATTERN.fullmatch(value):
             return argument
         _refuse_braces(key, value)
         return f"{key}={_quoted(value)}"
@@ -140,7 +141,7 @@ def _as_text(task: str, argument: str) -> str:
 def _refuse_braces(key: str, value: str) -> None:
     """Raise a UserError where a path holds braces that a shell would have expanded, had they not been quoted."""
     braces = re.fullmatch(r"(.*)\{([^{}]*,[^{}]*)\}(.*)", value)
-    if braces and not Path(value).exists():
+    if braces and not os.path.exists(value):  # unlike that of Path, it takes texts that are too long for a path
         paths = ",".join(f"{braces[1]}{part}{braces[3]}" for part in braces[2].split(","))
         raise UserError(f"{key}={value}: braces are not expanded here; write a list, '{key}=[{paths}]'")
 
@@ -499,7 +500,7 @@ def _no_option(name: str) -> str:
 
 def _with_store(settings: list[str]) -> list[str]:
     """Put `store=` before paths that `inspect` is given without it, as a shell's pattern gives them."""
-    paths = [item for item in settings if "=" not in item or Path(item).exists()]
+    paths = [item for item in settings if "=" not in item or os.path.exists(item)]
     if not paths:
         return settings
     quoted = [_quoted(path) for path in paths]

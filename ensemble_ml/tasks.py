@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from glob import has_magic
@@ -44,12 +45,13 @@ def _inspect(config: schema.InspectConfig) -> object:
     from ensemble_ml.store.contents import has_contents
 
     paths = schema.as_list(config.store)
+    kinds = "a tensor store, an archive (a file, a folder or a glob), a run or a checkpoint"
+    schema.require("store", "null" if config.store is None else "[]", bool(paths), f"names nothing; give {kinds}")
     if len(paths) == 1 and has_contents(paths[0]):
         from ensemble_ml.store.inspect import inspect
 
         return inspect(replace(config, store=paths[0]))
-    there = len(paths) > 1 or Path(paths[0]).exists() or has_magic(paths[0])
-    kinds = "a tensor store, an archive (a file, a folder or a glob), a run or a checkpoint"
+    there = len(paths) > 1 or os.path.exists(paths[0]) or has_magic(paths[0])
     schema.require("store", paths[0], there, f"no such file or folder; give {kinds}")
     schema.require("verify", "true", not config.verify, f"is for tensor stores, and {paths[0]} is none; leave it out")
     found, text = _look_at(paths)

@@ -276,6 +276,24 @@ def test_inspect_takes_what_a_pattern_of_the_shell_gives(capsys, tmp_path, monke
     assert [one.store for one in seen] == [["a b.grib", "c[1].grib"], "d.zarr"] and seen[0].format.value == "json"
 
 
+@pytest.mark.parametrize("given", ["null", "[]"])
+def test_inspect_of_nothing(capsys, given):
+    status, _, err = run(capsys, "inspect", f"store={given}")
+    assert status == cli.STATUS_USER and err.count("\n") == 1
+    assert err.startswith(f"ensemble-ml: store={given}: names nothing; give a tensor store, an archive"), err
+
+
+def test_inspect_takes_a_list_that_is_longer_than_a_path(capsys, monkeypatch):
+    seen, task = [], TASKS["inspect"]
+    monkeypatch.setitem(TASKS, "inspect", Task(task.config, lambda config: seen.append(config.store), "", ""))
+    paths = [f"archive/forecast_{number}.grib" for number in range(400)]
+    assert run(capsys, "inspect", f"store=[{','.join(paths)}]")[0] == 0 and seen == [paths]
+    monkeypatch.undo()
+    for long in ("a" * 5000, "(" + "{a,b}" + "a" * 5000):
+        status, _, err = run(capsys, "inspect", f"store={long}")
+        assert status == cli.STATUS_USER and err.count("\n") == 1
+
+
 @pytest.fixture
 def _own_logging(monkeypatch):
     """Hydra's options take away the handlers of the whole process."""
@@ -402,6 +420,11 @@ def test_tables_of_settings_take_keys():
         ("prepare", "input=data/[ab]*.grib", "input", "data/[ab]*.grib"),
         ("prepare", "input=['data/[ab]*.grib',c.grib]", "input", ["data/[ab]*.grib", "c.grib"]),
         ("prepare", "input='data/[ab]*.grib'", "input", "data/[ab]*.grib"),
+        ("prepare", "input=[0-9]*.grib", "input", "[0-9]*.grib"),
+        ("prepare", "input=[a]/x.grib", "input", "[a]/x.grib"),
+        ("prepare", "input=[ab]*.gri[b]", "input", "[ab]*.gri[b]"),
+        ("prepare", "input=[ab]", "input", ["ab"]),
+        ("prepare", "input={a}/x.grib", "input", "{a}/x.grib"),
         ("prepare", "output=it's (1)=.zarr", "output", "it's (1)=.zarr"),
         ("prepare", "output=1_0", "output", "1_0"),
         ("prepare", "regrid=1.50", "regrid", 1.5),
