@@ -63,6 +63,8 @@ if " ".join([name, *level]) not in choices:
 def of_variable(data):
     """This variable at this level, with the store's names of the axes."""
     held = data[[key for key in data.data_vars if key.startswith(f"{name}_") and key != f"{name}_member"]]
+    if "time" in held.dims:  # files of former versions have an axis of valid times
+        held = held.swap_dims(time="forecast_period").expand_dims("forecast_reference_time")
     held = held.drop_vars("time").rename(forecast_reference_time="init_time", forecast_period="lead_time")
     return held.sel(level=int(level[0]), drop=True) if level else held
 

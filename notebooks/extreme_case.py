@@ -128,6 +128,8 @@ truth = truths.sel(init_time=case)
 with xr.open_dataset(files[case], decode_timedelta=True) as data:
     used = [int(number) for number in data.attrs["members_in"].split()]
     forecast = data[[f"{name}_{part}" for part in ("mean", "stddev", "location", "scale")]]
+    if "time" in forecast.dims:  # files of former versions have an axis of valid times
+        forecast = forecast.swap_dims(time="forecast_period").expand_dims("forecast_reference_time")
     forecast = forecast.sel(forecast_period=lead).isel(forecast_reference_time=0)
     forecast = (forecast.sel(level=int(level[0]), drop=True) if level else forecast).load()
 

@@ -104,6 +104,17 @@ def test_leads_that_all_files_have_are_looked_at(run, monkeypatch, tmp_path, nam
     assert name == "extreme_case" or "5 start dates" in text.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", ["evaluate_forecast", "extreme_case"])
+def test_files_with_an_axis_of_valid_times_are_read(run, monkeypatch, tmp_path, name):
+    """As former versions of predict wrote them."""
+    for path in (run / "forecast").glob("*.nc"):
+        with xr.open_dataset(path, decode_timedelta=False) as data:
+            former = data.isel(forecast_reference_time=0).swap_dims(forecast_period="time")
+            former.to_netcdf(tmp_path / path.name, unlimited_dims=[])
+    former, present = (executed(run, monkeypatch, name, forecast=folder)[0] for folder in (tmp_path, "forecast"))
+    assert former.splitlines()[-1] == present.splitlines()[-1].replace(str(run / "forecast"), str(tmp_path))
+
+
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 def test_a_law_counts_the_members_that_are_there(lacking):
     source = ast.parse((NOTEBOOKS / "evaluate_forecast.py").read_text())

@@ -49,7 +49,8 @@ from ensemble_ml.training.widths import widths_by_size
 log = logging.getLogger(__name__)
 
 _TIMED_STEPS = 3
-_LEAST_LEFT = 0.15  # of `max_minutes` after the fits: with less, there is no time to measure in
+_LEAST_LEFT = 0.15  # of `max_minutes` after the fits: with less, there is no time to measure in ...
+_ENOUGH = 60.0  # ... unless it is so many seconds
 _MARGIN = 0.95  # of the time that is planned with: checkpoints and a busy machine take the rest
 
 
@@ -168,7 +169,7 @@ class Trainer:
         another, should steps take longer then; what is measured happens to a copy of the model. Where the fits have
         left next to no time it is one step, and nothing is measured."""
         start, whole = time.perf_counter(), 60 * self.config.max_minutes
-        if self.session.once(lambda: seconds < _LEAST_LEFT * whole):
+        if self.session.once(lambda: seconds < min(_LEAST_LEFT * whole, _ENOUGH)):
             log.warning("max_minutes=%g: the fits before the first step took nearly all of it", self.config.max_minutes)
             self._settle(1)
             return

@@ -171,6 +171,16 @@ def test_fits_without_any_time_leave_one_step(config_of, own_fits, monkeypatch, 
     assert found.state_dict["linear.weight"].any()  # which takes no long time, and is whole
 
 
+@pytest.mark.parametrize(("left", "steps"), [(100.0, 3), (50.0, 1)])
+def test_a_minute_is_enough_to_measure_in_whatever_share_it_is(config_of, monkeypatch, caplog, left, steps):
+    plan, measured = trainer.Trainer.plan_steps, []
+    monkeypatch.setattr(trainer.Trainer, "plan_steps", lambda self, seconds: plan(self, left))
+    monkeypatch.setattr(trainer.Trainer, "_seconds_a_step", lambda self: measured.append(self) or 0.01)
+    found = weights(train(config_of(steps=3, max_minutes=60.0, model__linear=False))).meta
+    assert found["step"] == found["steps"] == steps and len(measured) == (steps == 3)
+    assert ("took nearly all of it" in caplog.text) == (steps == 1)
+
+
 def test_steps_that_grow_slower_than_planned_end_with_the_time(config_of, monkeypatch, clock, caplog):
     caplog.set_level(logging.INFO)
     slowed(monkeypatch, clock, seconds_a_step=0.5)
