@@ -184,6 +184,8 @@ class XarrayFile:
                     self.without_units[error.name] = error.field.name
                 else:
                     strange.append(error)
+        if not tables and {"members_in", "ensemble_ml_version"} <= set(data.attrs):
+            raise UserError(f"{self.path}: a forecast that predict made, no archive; say evaluate forecast={self.path}")
         if strange and not tables and not self.without_units:
             raise strange[0]
         return np.concatenate(tables) if tables else np.zeros(0, RECORD)

@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 from forecasting import make_checkpoint, make_grid, make_source, make_spec
 
+from data_prep.inspect import describe_archive
 from ensemble_ml.config import PredictConfig
 from ensemble_ml.errors import UserError
 from ensemble_ml.grid import Grid
@@ -109,6 +110,15 @@ def test_thousands_of_dates_are_short_or_a_variable_and_read_exactly(written, tm
     with xr.open_mfdataset(sorted(tmp_path.glob("*.nc")), decode_timedelta=True) as data:  # not once for each start
         assert data["training_dates"].dims == ("training_dates",) and data.sizes["training_dates"] == len(UNEVEN)
         assert data.sizes["forecast_reference_time"] == 2
+
+
+@pytest.mark.parametrize("quantiles", [[], [0.1, 0.9]], ids=str)
+def test_inspect_says_that_a_forecast_is_no_archive(tmp_path, quantiles):
+    path = forecast(tmp_path, make_source(dates=1, variables=("t",), surface=("t2m",)), {"quantiles": quantiles})
+    for given in (path, path.parent):
+        with pytest.raises(UserError) as raised:
+            describe_archive(str(given))
+        assert str(raised.value) == (f"{path}: a forecast that predict made, no archive; say evaluate forecast={path}")
 
 
 def test_storage(written):

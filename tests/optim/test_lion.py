@@ -155,7 +155,7 @@ def test_sparse_gradients_step_as_dense_ones():
     torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=0)
     before = tables[0].weight.detach().clone()
     (torch.inf * tables[0](torch.tensor([2]))).sum().backward()
-    with pytest.raises(UserError, match="the gradient of parameter 0, of shape .* is not finite"):
+    with pytest.raises(UserError, match=r"the gradient of parameter 0, of shape .* is not finite"):
         optimizers[0].step()
     assert torch.equal(tables[0].weight, before)
 

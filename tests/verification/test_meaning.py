@@ -272,7 +272,7 @@ def test_cosines_of_the_poles_are_weights(chunks):
     p, first = np.array([0.5, 0.5, 0.5, 0.5]), np.array([True, False, False, False])
     table.record(p, np.ones(4), weights.values, first)
     assert table.count.sum() == 1
-    with pytest.raises(UserError, match="^weights: holds -0.001; "):
+    with pytest.raises(UserError, match=r"^weights: holds -0\.001; "):
         api.weighted_mean(values, weights=weights.where(weights > 0, -1e-3)).compute()
 
 
