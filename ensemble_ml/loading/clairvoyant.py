@@ -323,9 +323,7 @@ class Engine:
         self._spare: list[Buffers] = []  # nobody uses them
         self._filled: dict[int, Buffers] = {}  # number of a batch -> where it is decoded to
         self._lent: dict[int, tuple[Buffers, list[weakref.ref]]] = {}  # number of a batch that is handed out -> its own
-        self._returned: deque[int] = (
-            deque()
-        )  # number of a batch, for each array of it that nobody holds any more
+        self._returned: deque[int] = deque()  # number of a batch, for each array of it that nobody holds any more
         self._let_go: Counter[int] = Counter()  # number of a batch -> how many of its arrays that is
         self._missing: dict[int, int] = {}  # number of a batch -> samples that are not decoded yet
         self._made: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
