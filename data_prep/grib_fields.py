@@ -101,8 +101,6 @@ def _other_product(get: Get) -> str:
         return f"of generating process {get('typeOfGeneratingProcess')}"
     if get("significanceOfReferenceTime") not in REFERENCE_TIMES:
         return f"of reference time {get('significanceOfReferenceTime')}, which is no start"
-    if get("perturbationNumber", 0) == _MISSING:
-        return "of a member without a number"
     if get("numberOfTimeRange", 1) != 1:
         return f"statistics of {get('numberOfTimeRange')} nested time ranges"
     if get("typeOfTimeIncrement", _MISSING) not in TIME_INCREMENTS:

@@ -269,8 +269,8 @@ def _product2(section: bytes, init: np.datetime64) -> tuple[bytes, int | None, i
     value = _integer(section, 24, 4)
     if (section[22], section[23], section[28]) == (100, 0, 255) and 0 < value <= 200000 and value % 100 == 0:
         level, out[24:28] = value // 100, b"LEVL"
-    if template in (1, 11, 60, 61) and 0 < section[35] < 255:  # 0 and the missing number, left to ecCodes, stay
-        member, out[35] = section[35], 254
+    if template in (1, 11, 60, 61) and section[35]:
+        member, out[35] = section[35], 255  # a member 0, which is left to ecCodes, keeps its 0: another key
     first, tail = _integer(section, 18, 4), _TAILS[template]
     if section[17] == 1 and 0 < first < 10_000:
         if template in (0, 1, 60):

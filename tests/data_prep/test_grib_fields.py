@@ -94,13 +94,6 @@ def test_an_interval_that_ends_elsewhere_by_its_date_is_left_out(tmp_path):
     assert "ends at 2001-01-05T00:00:00 by its date, at 2001-01-02T00:00:00 by its length" in said
 
 
-def test_a_member_without_a_number_is_none(tmp_path):
-    made = [message("t", edition=2, member=m, step=24) for m in (1, 2)]
-    made[1] = changed(made[1], perturbationNumber=255)
-    file = GribFile(str(write(tmp_path / "a.grib", made)))
-    assert file.records["member"].tolist() == [1] and "of a member without a number" in next(iter(file.skipped))
-
-
 @pytest.mark.parametrize("how", ["zeros", "half", "page"])
 def test_bytes_between_messages_are_named(tmp_path, caplog, how):
     first, second, third = (message("t", member=m) for m in (1, 2, 3))

@@ -46,7 +46,7 @@ def encoded(parameter, edition, upper, values, step=24, **keys):
 @pytest.mark.parametrize(("name", "short", "parameter", "units"), [*PRESSURE, *SURFACE])
 def test_ens10_in_grib(tmp_path, name, short, parameter, units, edition):
     upper = any(short == row[1] for row in PRESSURE)
-    mean = {"K": 280.0, "Pa": 1e5, "kg kg-1": 5e-3, "1": 0.5}.get(units, 1.0)
+    mean = {"K": 280.0, "Pa": 1e5, "kg kg-1": 5e-3, "1": 0.5, "m2 s-2": 5.4e4, "s-1": 1e-4}.get(units, 1.0)
     values = np.abs(noise(mean=mean, std=0.05 * mean))
     path = write(tmp_path / "a.grib", [encoded(parameter, edition, upper, values, member=m) for m in (1, 2)])
     source = open_archive(path)
@@ -69,7 +69,9 @@ def test_ens10_in_netcdf(tmp_path, name, short, parameter, units, by):
     axes |= {"isobaricInhPa": [500.0]} if upper else {}
     axes |= {"latitude": GLOBE[0], "longitude": GLOBE[1]}
     values = np.random.default_rng(0).random([len(ticks) for ticks in axes.values()]).astype(np.float32)
-    values = values * {"kg kg-1": np.float32(0.01)}.get(units, 1) + np.float32({"K": 270, "Pa": 1e5}.get(units, 0))
+    values = values * {"kg kg-1": np.float32(0.01)}.get(units, 1) + np.float32(
+        {"K": 270, "Pa": 1e5, "m2 s-2": 5.4e4}.get(units, 0)
+    )
     called = {"ens10": name, "short": short, "parameter": "var"}[by]
     attributes = {"units": units} | ({"GRIB_paramId": parameter} if by == "parameter" else {})
     data = xr.Dataset({called: (tuple(axes), values, attributes)}, axes)
@@ -100,6 +102,7 @@ def test_geopotential_of_its_height_in_grib(tmp_path, edition, packing, decimal)
 @pytest.mark.parametrize(("name", "about"), [("gh", {"GRIB_paramId": 156}), ("zg", {}), ("height", {})])
 def test_geopotential_of_its_height_in_netcdf(tmp_path, units, name, about):
     data = dataset(t=name)
+    data[name] = data[name] + xr.DataArray([1200.0, 5300.0], dims="isobaricInhPa").astype(np.float32)
     data[name].attrs = {"standard_name": "geopotential_height", "units": units} | about
     data.to_netcdf(tmp_path / "a.nc")
     source = open_archive(tmp_path / "a.nc")
