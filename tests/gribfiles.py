@@ -11,6 +11,7 @@ import eccodes
 import numpy as np
 import xarray as xr
 
+from data_prep import open_archive
 from data_prep.limits import standard_height
 
 PARAM_ID = {
@@ -156,3 +157,18 @@ def dataset(**changes) -> xr.Dataset:
     values = np.random.default_rng(0).normal(270, 9, shape).astype(np.float32)
     data = xr.Dataset({"t": (tuple(axes), values, {"units": "K"})}, axes)
     return data.rename({old: new for old, new in changes.items() if old in data.variables})
+
+
+def surface(name="t2m", **attributes):
+    """A variable without levels, and skin temperature that is in order beside it."""
+    data = dataset(t=name).isel(isobaricInhPa=0, drop=True)
+    data["skt"] = data[name].copy().assign_attrs(units="K")
+    data[name].attrs |= {"units": "K"} | attributes
+    return data
+
+
+def opened(data, folder, **settings):
+    """Return the archive of a file, and the reasons for which variables of it are left out."""
+    data.to_netcdf(folder / "a.nc")
+    source = open_archive(folder / "a.nc", **settings)
+    return source, list(source.catalogue.readers[0].skipped)

@@ -3,27 +3,11 @@
 import numpy as np
 import pytest
 import xarray as xr
-from gribfiles import dataset
+from gribfiles import dataset, opened, surface
 
-from data_prep import open_archive
 from data_prep.identity import Overrides
 from ensemble_ml.errors import UserError
 from ensemble_ml.store import Part
-
-
-def surface(name="t2m", **attributes):
-    """A variable without levels, and skin temperature that is in order beside it."""
-    data = dataset(t=name).isel(isobaricInhPa=0, drop=True)
-    data["skt"] = data[name].copy().assign_attrs(units="K")
-    data[name].attrs |= {"units": "K"} | attributes
-    return data
-
-
-def opened(data, folder, **settings):
-    """Return the archive of a file, and the reasons for which variables of it are left out."""
-    data.to_netcdf(folder / "a.nc")
-    source = open_archive(folder / "a.nc", **settings)
-    return source, list(source.catalogue.readers[0].skipped)
 
 
 class TestWords:
