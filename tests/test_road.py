@@ -178,7 +178,7 @@ def test_real_ensemble_of_analyses(tmp_path):
         f"output={tmp_path}/forecast",
     )  # fmt: skip
     with xr.open_dataset(tmp_path / "forecast" / "forecast_2017010212.nc") as forecast:
-        assert forecast["z_ensemble_spread"].shape == (1, 2, 61, 120)
+        assert forecast["z_ensemble_spread"].shape == (1, 1, 2, 61, 120)
         assert "z_mean" not in forecast
     ensemble_ml(
         "evaluate", f"forecast={tmp_path}/forecast", f"ensemble={ERA5}", "members_in=5", f"output={tmp_path}/scores",

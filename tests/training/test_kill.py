@@ -55,9 +55,9 @@ def kill_after(process, log, steps, moment):
 
 
 @pytest.mark.slow
-def test_killed_twice_then_resumed(config_of, tmp_path):
+def test_killed_twice_then_resumed(config_of, tmp_path, whole_fits, own_fits):
     settings = dict(steps=STEPS, checkpoint_every=2, validate_every=7)
-    whole = train(config_of(run="whole", **settings))
+    whole = train(config_of(run="whole", **settings))  # whose fits, as long as the child's own, the child takes
     torch.set_num_threads(1)
     config = config_of(run="killed", **settings)
     run = Path(config.output) / "killed"

@@ -17,17 +17,19 @@ from pathlib import Path
 import numpy as np
 
 from ensemble_ml.config import BenchmarkSize
+from ensemble_ml.fields import GRAVITY
 
 _BASES = 6  # random fields of each spectrum that all others are sums of
 _MEMBER_SHARE = 0.3  # of a member's departure from what all share
 _FIRST = datetime(1998, 1, 5)
+_SCALE_HEIGHT = 7.4e3  # m, of pressure in an isothermal atmosphere of 253 K
 _SCALES = {  # typical value, standard deviation, exponent of the amplitude spectrum
     "t": (250.0, 12.0, 2.0),
     "q": (0.02, 1.5e-3, 1.33),
     "w": (0.0, 0.2, 1.33),
     "u": (8.0, 12.0, 2.0),
     "v": (0.0, 9.0, 2.0),
-    "z": (5e4, 1.5e3, 3.0),
+    "z": (0.0, 1.5e3, 3.0),  # about the height of its level
     "d": (0.0, 2e-5, 1.33),
 }
 
@@ -75,7 +77,7 @@ def archive(folder: Path, shape: Shape) -> Archive:
     """Return the archive in `folder`, made where it is not there yet."""
     files = Archive(*(folder / f"{name}.grib" for name in _FILES))
     mark = folder / "shape.json"
-    wanted = json.dumps(asdict(shape))
+    wanted = json.dumps(asdict(shape) | {"scales": _SCALES})
     if not mark.is_file() or mark.read_text() != wanted:
         folder.mkdir(parents=True, exist_ok=True)
         mark.unlink(missing_ok=True)
@@ -119,6 +121,8 @@ def _member(shape: Shape, bases: dict[float, np.ndarray], number: int) -> bytes:
         for place, name in enumerate(shape.variables):
             for depth, level in enumerate(shape.levels):
                 values = _field(bases, name, (place, depth, lead), number)
+                if name == "z":
+                    values = values + np.float32(GRAVITY * _SCALE_HEIGHT * np.log(1013.25 / level))
                 stamp = Stamp(_FIRST, lead, number, shape.members) if number else Stamp(valid(lead))
                 made.append(encoder.encode(name, values, stamp, level))
     return b"".join(made)

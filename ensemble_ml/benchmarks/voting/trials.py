@@ -69,7 +69,7 @@ def quickstart_config(
         spread_weight=0.3,
         average=0.98,
         data=DataConfig(store=store, train=["2001"], validation=["2002"]),
-        model=ModelConfig(hidden=16, max_hidden=64, depth=3, precision=Precision.float32),
+        model=ModelConfig(hidden=16, max_hidden=64, precision=Precision.float32),
         optim=OptimConfig(**({"weight_decay": 0.05} | optim)),
         loading=LoadingConfig(assign=assign),
     )
