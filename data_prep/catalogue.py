@@ -141,7 +141,8 @@ class Catalogue:
 
     def _check_origins(self, made: Aligned) -> None:
         """Raise a UserError where what `made` reads of one ensemble, or of one variable of a truth, was made by several
-        centres or in several experiments: their members have the same numbers, but are of different forecasts.
+        centres or in several experiments, or of one start date by several ensembles of a centre: their members have
+        the same numbers, but are of different forecasts.
 
         A truth may go on in another experiment, as ERA5 begins as preliminary data; then a warning names both.
         """
@@ -155,7 +156,8 @@ class Catalogue:
             numbers, places = np.unique(group["origin"], return_index=True)
             for first, second in combinations(range(len(numbers)), 2):
                 a, b = self.origins[numbers[first]], self.origins[numbers[second]]
-                if not a.differs(b):
+                starts_of = (group["init"][group["origin"] == numbers[one]] for one in (first, second))
+                if not a.differs(b, one_start=one_ensemble and np.intersect1d(*starts_of).size > 0):
                     continue
                 paths = [self.files[int(group["file"][places[one]])] for one in (first, second)]
                 text = f"{self.path}: holds fields of {a} ({paths[0]}) and of {b} ({paths[1]})"

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 UNKNOWN, FILLED, EMPTY = 0, 1, 2  # of a field: not looked at, holds a value, is all NaN
 
 Found = TypeVar("Found")
-_FORMAT = 6
+_FORMAT = 7
 _LOOK = 0.2  # seconds between looks at a file that another process scans
 # What the rows mean depends on the columns and on the registry: an index made by another version is made anew.
 _VERSION = hashlib.sha256(f"{_FORMAT} {RECORD.descr} {FIELDS}".encode()).hexdigest()[:16]

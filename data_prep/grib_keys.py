@@ -271,8 +271,15 @@ def _other_end(get: Get, end: int) -> str:
     return "" if stated == wanted else f"over an interval that ends at {stated} by its date, at {wanted} by its length"
 
 
+# MARS streams of one ensemble under several names: its waves, its last days once more, hindcasts as they were called.
+_SAME_ENSEMBLE = {"waef": "enfo", "efov": "enfo", "enwh": "enfh", "efhc": "enfh"}
+
+
 def _origin(get: Get) -> Origin:
-    return Origin(*(str(get(key) or "") for key in ("centre", "class", "expver")))
+    centre, label, experiment = (str(get(key) or "") for key in ("centre", "class", "expver"))
+    stream, system = str(get("stream") or ""), get("systemNumber") or get("system")
+    ensemble = "" if stream in _ONE_RUN else _SAME_ENSEMBLE.get(stream, stream)  # a control may be a run of its own
+    return Origin(centre, label, experiment, ensemble=f"{ensemble} system {system}" if system else ensemble)
 
 
 _ONE_RUN = ("oper", "scda", "dcda", "lwda", "wave", "scwv")  # MARS streams that are no ensembles

@@ -80,14 +80,21 @@ class Origin(NamedTuple):
     label: str = ""  # MARS's class: operational, research, a reanalysis
     experiment: str = ""
     institution: str = ""  # of NetCDF, in words
+    ensemble: str = ""  # which of a centre's ensembles: MARS's stream, the system of a seasonal forecast
 
-    def differs(self, other: Origin) -> bool:
-        """Return whether both state something that is not the same."""
-        pairs = zip(self, other, strict=True)
+    def differs(self, other: Origin, *, one_start: bool = False) -> bool:
+        """Return whether both state something that is not the same.
+
+        Args:
+            one_start: whether fields of one start date are compared: those of different ensembles never go together
+                then, while an archive's start dates may come from one ensemble after the other.
+        """
+        pairs = list(zip(self, other, strict=True))
+        pairs = pairs if one_start else pairs[:-1]
         return any(mine and theirs and mine.casefold() != theirs.casefold() for mine, theirs in pairs)
 
     def __str__(self) -> str:
-        named = zip(("centre", "class", "experiment", "institution"), self, strict=True)
+        named = zip(("centre", "class", "experiment", "institution", "ensemble"), self, strict=True)
         return ", ".join(f"{name} {code}" for name, code in named if code) or "no centre that is stated"
 
 

@@ -21,6 +21,7 @@ from data_prep.simulate.schedule import ModelYear
 from ensemble_ml.config import SimulateConfig
 from ensemble_ml.errors import UserError
 
+_SILENCE = 30.0  # seconds without a line after which there is one
 _GO_ON = "what is finished stays: run the same command to go on"
 
 
@@ -50,19 +51,33 @@ def run_years(config: SimulateConfig, missing: list[ModelYear], years: list[Mode
 
 
 class _Progress:
-    """A bar on a terminal; elsewhere a plain line for every twentieth part of the work."""
+    """A bar on a terminal; elsewhere a plain line for every twentieth part of the work, and whenever there was none for
+    a while."""
 
     def __init__(self, total: int, before: int):
         self.total, self.count, self.began = total, before, time.perf_counter()
+        self.told, self.latest = self.began, "the start"
         self.bar = tqdm(total=total, initial=before, unit="date", desc="simulate", disable=not sys.stderr.isatty())
 
     def update(self, text: str, finished: bool) -> None:
+        """Show that the step `text` was taken; `finished`: it completes a start date."""
         self.count += finished
+        self.latest = text
         if not self.bar.disable:
             self.bar.set_postfix_str(text)
             self.bar.update(int(finished))
         elif not finished or self.count * 20 // self.total > (self.count - 1) * 20 // self.total:
-            print(f"simulate: {self.count}/{self.total} {text} ({time.perf_counter() - self.began:.0f} s)", flush=True)
+            self._tell(text)
+        self.wait()
+
+    def wait(self) -> None:
+        """Say that the work goes on where nothing was said for a while."""
+        if self.bar.disable and time.perf_counter() - self.told >= _SILENCE:
+            self._tell(f"{self.latest} is done, the next is under way")
+
+    def _tell(self, text: str) -> None:
+        self.told = time.perf_counter()
+        print(f"simulate: {self.count}/{self.total} {text} ({self.told - self.began:.0f} s)", flush=True)
 
 
 def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None:
@@ -75,6 +90,7 @@ def _follow(workers: list, events, years: list[ModelYear], output: Path) -> None
             try:
                 kind, text, finished = events.get(timeout=1.0)
             except queue.Empty:
+                progress.wait()
                 _check(workers)
                 continue
             if kind == "failed":

@@ -255,6 +255,7 @@ def test_zero_rain_and_whole_clouds_stay_as_they_are(tmp_path):
         ({"experimentVersionNumber": "0078"}, "experiment 0078"),
         ({"marsClass": "rd"}, "class rd"),
         ({"centre": "kwbc"}, "centre kwbc"),
+        ({"marsStream": "eefo"}, "ensemble eefo"),
     ],
 )
 def test_members_of_two_centres_or_experiments_are_refused_by_name(tmp_path, keys, said):
@@ -265,6 +266,31 @@ def test_members_of_two_centres_or_experiments_are_refused_by_name(tmp_path, key
     with pytest.raises(UserError, match=rf"holds fields of .*a.grib\) and of .*{said}.*b.grib\); give those of one"):
         open_archive(tmp_path / "in")
     assert open_archive(tmp_path / "in" / "b.grib").layout.realization == (3, 4)
+
+
+def test_start_dates_may_come_from_one_ensemble_after_the_other(tmp_path):
+    ensemble(tmp_path / "in" / "a.grib", names=("t2m",), members=(1, 2), dates=(20010101,), steps=(0,))
+    later = [changed(message("t2m", member=m, date=20010103), marsStream="eefo") for m in (1, 2)]
+    write(tmp_path / "in" / "b.grib", later)
+    assert len(open_archive(tmp_path / "in").layout.init_time) == 2
+
+
+def test_a_control_may_be_a_run_of_its_own(tmp_path):
+    """As in ECMWF's open data since cycle 50r1; waves are of the ensemble."""
+    members = [message("t2m", member=m) for m in (1, 2)]
+    control = changed(message("t2m", member=None), marsStream="oper")
+    waves = [changed(message("t2m", member=3), marsStream="waef")]
+    write(tmp_path / "in" / "a.grib", [*members, *waves])
+    write(tmp_path / "in" / "b.grib", [control])
+    assert open_archive(tmp_path / "in").layout.realization == (1, 2, 3)
+
+
+def test_members_of_two_seasonal_systems_are_refused_by_name(tmp_path):
+    for system in (4, 5):
+        keys = {"setLocalDefinition": 1, "localDefinitionNumber": 15, "marsStream": "seas", "systemNumber": system}
+        write(tmp_path / "in" / f"{system}.grib", [changed(message("t2m", member=system), **keys)])
+    with pytest.raises(UserError, match=r"ensemble seas system 4 .*4.grib\) and of .*ensemble seas system 5 .*5.grib"):
+        open_archive(tmp_path / "in")
 
 
 def test_preliminary_data_go_on_where_the_final_ones_end(tmp_path, caplog):

@@ -20,7 +20,7 @@ import pytest
 from fixtures_archive import tiny_archive, tiny_config  # noqa: F401
 from simulating import small_facts
 
-from data_prep.simulate import simulate
+from data_prep.simulate import simulate, workers
 from data_prep.simulate.assemble import assemble, realism
 from data_prep.simulate.layout import PLANES, ModelFacts
 from data_prep.simulate.run import describe
@@ -217,6 +217,15 @@ class TestWorkers:
         progress.update("spin-up", False)
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 21 and lines[0].startswith("simulate: 2/40 date 1")
+
+    def test_silence_ends_with_a_line(self, capsys, monkeypatch):
+        progress = _Progress(1000, 0)
+        progress.update("date 1", True)
+        progress.wait()
+        assert not capsys.readouterr().out
+        monkeypatch.setattr(workers, "_SILENCE", 0.0)
+        progress.wait()
+        assert capsys.readouterr().out.startswith("simulate: 1/1000 date 1 is done, the next is under way")
 
     def test_a_failed_worker_is_an_error(self, tmp_path):
         events = queue.Queue()
