@@ -26,6 +26,22 @@ find_python() {
   return 1
 }
 
+# pip, silent but for errors; a line every half minute says that it goes on. The process that says so ends with this shell,
+# and what it waits with holds no pipe open.
+install() {
+  local ticker code=0
+  ticker=$(
+    began=$SECONDS
+    while sleep 30 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+      echo "ensemble_ml: still installing ($((SECONDS - began)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB so far)" >&2
+    done >/dev/null &
+    echo $!
+  )
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@" || code=$?
+  kill "$ticker" 2>/dev/null
+  return $code
+}
+
 sources=("$root/pyproject.toml" "$root/constraints.txt" "$root/ensemble_ml/store/native.c" "$root/scripts/hatch_build.py")
 digest=$({ echo "$root"; cat "${sources[@]}"; } | cksum | cut -d' ' -f1)
 stamp=$venv/.ensemble-ml-$digest-$extras
@@ -50,9 +66,9 @@ if [ ! -e "$stamp" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then  # the Pyth
   if [ -n "${ENSEMBLE_ML_VENV:-}" ] && "$venv/bin/python" -c 'import sys, torch; sys.exit([*map(int, torch.__version__.split(".")[:2])] < [2, 11])' 2>/dev/null; then
     others=$(mktemp) && grep -v '^torch==' "$constraints" >"$others" && constraints=$others
   else  # torch first and alone: a package that depends on it would otherwise choose its build
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$(grep '^torch==' "$constraints")" || return 1
+    install "$(grep '^torch==' "$constraints")" || return 1
   fi
-  "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" -e "$root[$extras]" || return 1
+  install -c "$constraints" -e "$root[$extras]" || return 1
   [ -z "$others" ] || rm -f "$others"
   find "$venv" -maxdepth 1 -name '.ensemble-ml-*' ! -name ".ensemble-ml-$digest-*" -delete
   touch "$stamp"
