@@ -1,7 +1,7 @@
 """Puts a run together: climate, model, precision, optimizer and loss, anew or from its last checkpoint.
 
 Over several ranks every one holds all weights, and its part of the grid of everything else; what is fitted to the
-training dates is fitted by rank 0 from rows that each rank has read of its own, and told to the others.
+training dates is fitted by all of them together, each from whole fields of dates of its own (`team`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ensemble_ml.models.speed import candidates, device_name, has_bfloat16, sett
 from ensemble_ml.optim import Exchange, build
 from ensemble_ml.store.source import bounds_at, hour_of_day
 from ensemble_ml.training import agreement, setup
-from ensemble_ml.training.bands import on_first
 from ensemble_ml.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, load_weights
 from ensemble_ml.training.climate_data import ranges, split, widest
 from ensemble_ml.training.emos_fit import fit_emos_model
@@ -40,6 +39,7 @@ from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.recorded import cuda_graph, may_record
 from ensemble_ml.training.room import told_of_memory
 from ensemble_ml.training.state import Average, State
+from ensemble_ml.wording import duration
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def assemble(
     Args:
         reader: of the whole grid; the run reads this rank's part of it.
         session: of the job; one rank where it is None.
-        progress: of the fits, which rank 0 makes for all: it is told how far they are, and bounds them.
+        progress: of the fits: it is told how far they are, and bounds them.
 
     Raises:
         UserError: settings, store and ranks do not go together.
@@ -118,7 +118,7 @@ def assemble(
     shard = _shard(reader.spec, session)
     own = reader if shard is None else _part_reader(reader, shard)
     if checkpoint is None:
-        state, found = _begin(config, reader, own, train, validation, session, shard, progress)
+        state, found = _begin(config, reader, own, train, validation, session, progress)
     else:
         agreement.check_same_data(reader.source, checkpoint)
         state, found = _go_on(config, checkpoint, session)
@@ -219,7 +219,7 @@ def whole_dates(
 
 def _begin(
     config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
-    shard: Shard | None, progress: Progress,
+    progress: Progress,
 ) -> tuple[State, dict[str, Any]]:  # fmt: skip
     exchange = run_exchange(config, session)  # settings that no rank can follow are refused before the long fits
     candidates(session.device, config.model.precision)
@@ -230,10 +230,9 @@ def _begin(
         earlier = agreement.earlier_dates(given)
         agreement.refuse_taught_validation(config, reader.source.layout.init_time[validation], earlier)
     members, sizes = config.data.validation_members, config.data.members
-    fit = on_first(
-        session, shard, reader,
-        lambda whole: kept_fit(config.output, whole, train, validation, members, sizes, config.seed, progress),
-    )  # fmt: skip
+    fit = kept_fit(config.output, reader, train, validation, members, sizes, config.seed, progress, session)
+    if progress.took:
+        log.info("fits: done in %s; the longest: %s", duration(fit.seconds), progress.longest())
     progress.doing("fits are done; the model is put together, and a step of each arithmetic is timed")
     torch.manual_seed(config.seed)
     model = build_model(reader.spec, fit.climate)

@@ -7,8 +7,9 @@ S surface variable, Z level, Y latitude, X longitude.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from ensemble_ml.models import ModelSpec
 from ensemble_ml.store.source import Fields, Part, Selection
 from ensemble_ml.store.statistics import Moments
 from ensemble_ml.training.progress import Progress
+from ensemble_ml.training.team import Team
 
 _KEPT = 256 << 20  # bytes of a date's members
 _STRETCH = 10  # dates for each stretch that is held out, of five at most
@@ -69,12 +71,20 @@ class _Latest:
 
 
 class Dates:
-    """Reads single start dates of a store; `members` is M, the number of first members of a `Sample`; `seed` of what
-    fits draw by chance; `progress` is told how far each fit is, and says when it has to end."""
+    """Reads single start dates of a store.
 
-    def __init__(self, reader: Reader, members: int, seed: int = 0, progress: Progress | None = None):
+    Args:
+        members: M, the number of first members of a `Sample`.
+        seed: of what fits draw by chance.
+        progress: that is told how far each fit is, and says when it has to end.
+        team: the ranks that make the fits together; this one alone where it is None.
+    """
+
+    def __init__(
+        self, reader: Reader, members: int, seed: int = 0, progress: Progress | None = None, team: Team | None = None
+    ):
         self.reader, self.spec, self.seed = reader, reader.spec, seed
-        self.progress = progress or Progress()
+        self.progress, self.team = progress or Progress(), team or Team()
         self.members = min(members, reader.full_size)
         self._latest = _Latest(reader)
 
@@ -115,9 +125,9 @@ class Dates:
         among = whole if len(whole) >= size else np.arange(self.reader.full_size)
         return np.sort(draw.permutation(among)[:size])
 
-    def beat(self) -> None:
-        """Tell ranks that wait for a fit that it goes on."""
-        getattr(self.reader.source, "beat", lambda: None)()
+    def each(self, stage: str, dates: np.ndarray) -> Iterator[int]:
+        """Yield those of `dates` that this rank takes, as the steps of a stage of the fits."""
+        yield from self.progress.over(stage, self.team.mine(dates.tolist()))
 
     def target(self, part: Part, date: int) -> Tensor:
         """Truth, mean or spread of all members, (T, F, Y, X)."""
@@ -126,15 +136,16 @@ class Dates:
     def level_spread(self, dates: np.ndarray) -> np.ndarray:
         """Root mean square of the full ensemble's spread at the *input* leads, (T_in, F)."""
         spec = self.spec
-        sums = counts = np.zeros((len(spec.leads_in), self.shape[1]))
+        sums, counts = np.zeros((2, len(spec.leads_in), self.shape[1]))
         chosen = Selection(None, spec.leads_in, spec.variables, spec.levels, spec.surface)
-        for date in dates:
-            fields = self.reader.source.read(Part.SPREAD, int(date), chosen)
+        for date in self.team.mine(dates.tolist()):
+            fields = self.reader.source.read(Part.SPREAD, date, chosen)
             joined = join(Fields(fields.pressure[0], fields.surface[0]))
             square = joined.double() ** 2
             whole = bool(torch.isfinite(square).all())
             mean = (square.mean((-2, -1)) if whole else square.nanmean((-2, -1))).numpy()
             sums, counts = sums + np.nan_to_num(mean), counts + np.isfinite(mean)
+        self.team.add_up(torch.from_numpy(sums), torch.from_numpy(counts))
         return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
 
     def input_moments(self, dates: np.ndarray) -> Moments:
@@ -147,14 +158,17 @@ class Dates:
         chosen, members = spaced(dates, most_dates(self.spec)), self.reader.full_size
         each = max(1, min(members, _SINGLE_MEMBERS // max(1, len(chosen))))
         turns = list(product(enumerate(chosen), range(each)))
-        for (place, date), turn in self.progress.over("moments of the inputs", turns):
+        for (place, date), turn in self.progress.over("moments of the inputs", self.team.mine(turns)):
             member = (place * each + turn) % members if each < members else turn
             fields = self.reader.forecast(int(date), np.array([member]), strict=False)
             for lead, variable in self.reader.zeros:
                 fields.surface[:, lead, variable] = np.nan  # never stored, so no part of the store's own either
             values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
             total = total.merge(_moments(values))
-        return total
+        if self.team.alone:
+            return total
+        by_rank = self.team.joined(torch.from_numpy(np.stack([*total.arrays().values()]))[None]).numpy()
+        return reduce(Moments.merge, (Moments(*arrays) for arrays in by_rank))
 
     def _stored_moments(self, statistics: object) -> Moments:
         spec, layout = self.spec, self.reader.source.layout

@@ -1,7 +1,7 @@
 """What the training dates say before any network is trained: scales, climatological spread, bias, inflation.
 
 Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude. Dates are read one at a
-time; at most `most_dates` of them, evenly spaced.
+time; at most `most_dates` of them, evenly spaced. Several ranks share them out (`team`).
 
 With m, s mean and spread of the first M members, S the spread of all, y the truth:
 
@@ -47,11 +47,12 @@ from ensemble_ml.training.progress import CALLED, Progress
 from ensemble_ml.training.smoothing import Scales
 from ensemble_ml.training.spread_fit import Spread, fit_climatology, fit_spread, spread_errors
 from ensemble_ml.training.surroundings_fit import fit_surroundings
+from ensemble_ml.training.team import Team
 from ensemble_ml.training.truth_fit import Left, Truth
 
 log = logging.getLogger(__name__)
 
-_SAMPLE_DATES = 24  # enough for one number a field
+SAMPLE_DATES = 24  # enough for one number a field
 _DRY_DATES = 10  # enough for how much it rains after all: each has many dry points
 _WIDTH, _WIDTH_AGAIN = "width of sigma", "width of sigma with the error network"  # stages
 
@@ -79,6 +80,7 @@ def fit_climate(
     sizes: Sequence[int] = (),
     seed: int = 0,
     progress: Progress | None = None,
+    team: Team | None = None,
 ) -> Fit:
     """Fit everything that `Climate` holds on the dates `train`, and k of s1, the ridge's penalty, the shares of the
     small networks and the width of sigma on `validation`.
@@ -90,14 +92,17 @@ def fit_climate(
         sizes: numbers of members that the training will show.
         seed: of the small networks and of the points that they are fitted to.
         progress: that is told how far the fits are, and bounds them.
+        team: the ranks that call this together, with the same arguments; all find the same, but for last bits where
+            their processors differ.
 
     Raises:
         UserError: a field is missing on all training dates, none has `members` whole ones, or the linear correction's
             sums would not fit in memory.
     """
-    refuse_unfittable(reader.spec)
+    team = team or Team()
+    refuse_unfittable(reader.spec, team.on_host)
     began = time.monotonic()
-    dates, scales = Dates(reader, members, seed, progress), Scales(reader.spec.grid)
+    dates, scales = Dates(reader, members, seed, progress, team), Scales(reader.spec.grid)
     dates.progress.begin(_stages(reader.spec))
     all_train, chosen = np.asarray(train), spaced(np.asarray(train), most_dates(reader.spec))
     if not any(len(reader.available(int(date))) >= dates.members for date in chosen):
@@ -105,11 +110,11 @@ def fit_climate(
             f"data.validation_members={members}: no training date of {reader.source.path} has so many whole members;"
             " give fewer, or other dates"
         )
-    sample = spaced(all_train, _SAMPLE_DATES)
+    sample = spaced(all_train, SAMPLE_DATES)
     moments = dates.input_moments(all_train)
     climatology = fit_climatology(dates, chosen, scales, moments.std)
     some = dates.of(max(1, min(dates.members, reader.full_size - 1)))  # all of them have no spread left to tell of
-    spread = fit_spread(some, sample, spaced(np.asarray(validation, int), _SAMPLE_DATES), climatology, scales)
+    spread = fit_spread(some, sample, spaced(np.asarray(validation, int), SAMPLE_DATES), climatology, scales)
     spread = replace(spread, members=dates.members)
     truth = Truth(dates, spread, scales, chosen) if reader.spec.config.postprocess else None
     anchor = mean_state(dates, chosen) if reader.spec.linear else torch.zeros_like(climatology)
@@ -226,7 +231,7 @@ def _truth_terms(
     spread = truth.spread
     spread.shrink = truth.likeliest_shrink(sample)
     chosen_by = kept_apart(train, telling(dates, Left(truth, spread), validation, kinds=(0,)))[1]
-    unseen = spaced(chosen_by, _SAMPLE_DATES)
+    unseen = spaced(chosen_by, SAMPLE_DATES)
     inflation, error = _widened(truth, truth.inflation(), unseen, sample, _WIDTH)
     some = spaced(unseen, _DRY_DATES)
     truth.learn_dry(inflation, some)

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from ensemble_ml.distributed import Session, solo
 from ensemble_ml.folders import hash_of_code, write_whole
 from ensemble_ml.loading.reader import Reader
 from ensemble_ml.machine import memory_limit
@@ -34,6 +35,7 @@ from ensemble_ml.models.surroundings import surroundings_shapes
 from ensemble_ml.training.climate_fit import Fit, fit_climate
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.progress import log as progress_log
+from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -48,31 +50,37 @@ _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_
 
 def kept_fit(
     output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
-    seed: int, progress: Progress | None = None,
+    seed: int, progress: Progress | None = None, session: Session | None = None,
 ) -> Fit:  # fmt: skip
     """What `fit_climate` finds, from `output`/.fits where it has been found before, and then says once more.
+
+    The first rank of a session looks for it and keeps it; where it is new all ranks make it together, and all return
+    what the first one has.
 
     A fit that was cut short for lack of time is not kept, for the next run may have time.
 
     Args:
-        output: folder of the runs; other arguments as of `fit_climate`.
+        output: folder of the runs.
+        session: of the ranks that call this; one rank where it is None. Other arguments as of `fit_climate`.
 
     Raises:
         UserError: as `fit_climate`.
     """
     path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes, seed)}{_SUFFIX}"
-    found = _read(path)
+    session = session or solo()
+    found = session.once(lambda: _read(path))
     if found is not None:
         return found
     told, package = _Told(), logging.getLogger(_PACKAGE)
     package.addHandler(told)
     try:
-        fit = fit_climate(reader, train, validation, members, sizes, seed, progress)
+        team = Team(session.mesh.world, session.world.local_size)
+        fit = fit_climate(reader, train, validation, members, sizes, seed, progress, team)
     finally:
         package.removeHandler(told)
-    if progress is None or not progress.cut:
+    if session.first and (progress is None or not progress.cut):
         _write(path, fit, told.lines)
-    return fit
+    return session.once(lambda: fit)
 
 
 class _Told(logging.Handler):

@@ -18,7 +18,7 @@ there are none), or no correction at all. What a target is missing of is taken t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,12 +35,13 @@ from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, dates_called, kept_apart, spaced
 from ensemble_ml.training.linear_sums import SIZES, Rows, Sums, Targets, sums_of
 from ensemble_ml.training.smoothing import Scales
+from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
 PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
 BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # of what bands add
-_VALIDATION_DATES = 40
+VALIDATION_DATES = 40
 FEWEST_DATES = 10  # of which a fifth is held out
 _LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # of the spread to climate's: no point counts for all
 _TINY = 1e-12
@@ -103,15 +104,17 @@ class Linear:
         return torch.cat([places[:, :upper].flatten(), places[:, upper:].flatten()])
 
 
-def refuse_unfittable(spec: ModelSpec) -> None:
-    """Raise a UserError where the sums that the correction is solved from would take more than half of the memory."""
+def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
+    """Raise a UserError where the sums that the correction is solved from, which each of `on_host` ranks holds, would
+    take more than half of the memory."""
     bands, _, _, channels, _, _ = correction_shape(spec)
     products = (TERMS * 9 * channels) ** 2 * 8
-    needed, limit = int(products * (SIZES / TERMS**2 * bands + 6)), memory_limit() // 2
+    needed, limit = int(products * (SIZES / TERMS**2 * bands + 6)), memory_limit() // (2 * on_host)
     if needed > limit:
         raise UserError(
             f"model.linear=true: its fit to {len(spec.leads_out)} leads of {channels // (KINDS * len(spec.leads_out))}"
-            f" fields takes {needed / 1e9:.3g} GB, more than {limit / 1e9:.3g} GB; predict fewer at once"
+            f" fields takes {needed / 1e9:.3g} GB{' a rank' if on_host > 1 else ''}, more than {limit / 1e9:.3g} GB;"
+            " predict fewer at once"
             " (data.leads_out, data.variables, data.levels), or set model.linear=false"
         )
 
@@ -123,11 +126,12 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
     """
     total = torch.zeros(*dates.shape, *dates.spec.grid.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
-    for date in dates.progress.over("mean state", chosen):
-        values = dates.target(Part.MEAN, int(date))
+    for date in dates.each("mean state", chosen):
+        values = dates.target(Part.MEAN, date)
         there = torch.isfinite(values)
         total += torch.where(there, values, 0.0)
         count += there
+    dates.team.add_up(total, count)
     mean = torch.where(count > 0, total / count.clamp(min=1), torch.nan)
     return Scales(dates.spec.grid).filled(mean).nan_to_num().float()
 
@@ -153,7 +157,7 @@ def fit_linear(
     sums = sums_of(rows, train, shown, centre)
     _, count, predictors, outputs = sums.right.shape
     found = torch.zeros(count, TERMS * predictors, outputs)
-    to_choose_by = spaced(validation, _VALIDATION_DATES)
+    to_choose_by = spaced(validation, VALIDATION_DATES)
     levels = nested_bands(dates.spec.grid.latitude)
     each = dates.progress.over("linear correction: penalties", levels)
     errors = [_refine(found, rows, sums, groups, to_choose_by, centre) for groups in each]
@@ -186,37 +190,47 @@ def _three(sizes: list[int]) -> list[int]:
     return [sizes[i] for i in sorted({0, len(sizes) // 2, len(sizes) - 1})]
 
 
+def penalties_of(groups: list[list[int]]) -> Sequence[float]:
+    """Return the penalties that are tried for these groups of bands: of all in one, or of what each adds to it."""
+    return PENALTIES if len(groups) == 1 else BAND_PENALTIES
+
+
 def _refine(
     found: Tensor, rows: Rows, sums: Sums, groups: list[list[int]], validation: np.ndarray, centre: float
 ) -> Tensor:
     """Add to `found` (band, TERMS * K, O) what each group of bands, alike in it so far, takes of what is left; squared
     errors (group, 1 + penalty, O) on the validation dates."""
-    penalties = PENALTIES if len(groups) == 1 else BAND_PENALTIES
+    penalties = penalties_of(groups)
     candidates = []
     for group in groups:
         added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # what nobody knows of these rows stays as it is
         for gram, right, known in sums.of(group):
             left = right[:, known] - gram @ found[group[0]][:, known].double()
-            added[..., known] = _solutions(gram, left, penalties, rows.dates.beat)
+            added[..., known] = _solutions(gram, left, penalties, rows.dates.team)
         candidates.append(added)
-    errors = torch.stack([_errors(rows, int(date), candidates, groups, found, centre) for date in validation]).sum(0)
+    count, outputs = 1 + len(penalties), found.shape[-1]
+    errors = torch.zeros(len(groups), count, outputs, dtype=torch.float64)
+    for date in rows.dates.team.mine(validation.tolist()):
+        errors += _errors(rows, date, candidates, groups, found, centre)
+    rows.dates.team.add_up(errors)
     for group, added, error in zip(groups, candidates, errors, strict=True):
         found[group] += _taken(added, _chosen(error, penalties))
     return errors
 
 
-def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], beat: Callable[[], None]) -> Tensor:
-    """None at all, then coefficients at each of `penalties`, of predictors brought to the same size, float32; `beat` is
-    called before each."""
+def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Team) -> Tensor:
+    """Return no coefficients at all, then those at each of `penalties`, float32, of predictors brought to the same
+    size; each rank of `team` solves for some of the penalties."""
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
     one = torch.eye(len(gram), dtype=gram.dtype)
-    found = []
-    for penalty in penalties:
-        beat()
-        found.append(torch.cholesky_solve(wanted, torch.linalg.cholesky(scaled + penalty * one)))
-    return torch.cat([torch.zeros_like(found[0])[None], torch.stack(found) * scale[:, None]]).float()
+    found = wanted.new_zeros(1 + len(penalties), *wanted.shape)
+    for place in team.stretch(len(penalties)):
+        factor = torch.linalg.cholesky(scaled + penalties[place] * one)
+        found[1 + place] = torch.cholesky_solve(wanted, factor) * scale[:, None]
+    team.add_up(found)
+    return found.float()
 
 
 def _taken(candidates: Tensor, best: Tensor) -> Tensor:

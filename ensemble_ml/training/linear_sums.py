@@ -45,12 +45,8 @@ class Rows:
         self.weights = torch.from_numpy(grid.area_weights()).float().sqrt().flatten()
         self.columns = grid.shape[1]
         self.bands = linear.module.bands[..., 0]  # (N, Y)
-        wanted = 9 * linear.module.weight.shape[3]
-        budget = _MOST_OPERATIONS / (2 * wanted**2 * SIZES * len(train))  # points a date, each under two hats
-        cells = len(self.weights)
-        self.choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
-        self.points = int(min(cells, max(1, budget / self.choices)))
-        operations = _MOST_OPERATIONS / budget * self.points * self.choices
+        predictors = 9 * linear.module.weight.shape[3]
+        self.choices, self.points, operations = looked_at(len(self.weights), predictors, len(train))
         self.rounded = operations > _MANY_OPERATIONS and has_bfloat16(torch.device("cpu"))
 
     def __call__(
@@ -66,6 +62,12 @@ class Rows:
         weights = (self.weights / self.linear.relative(sample.spread, members).flatten())[at]
         there = torch.isfinite(wanted)
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
+
+    def drawn(self, date: int, size: int, draw: np.random.Generator) -> list[np.ndarray | None]:
+        """Return the choices of `size` members of a date that are looked at: the first members (None), then random
+        ones."""
+        choices = self.choices if size < self.dates.reader.full_size else 1  # there is but one choice of all
+        return [None, *(self.dates.drawn(date, size, draw) for _ in range(choices - 1))]
 
     def shares(self, date: int, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor | slice, Tensor]]:
         """For each group of bands, which of a date's points lie in it, and the root of its share of them."""
@@ -83,6 +85,15 @@ class Rows:
             return torch.arange(self.points)
         draw = torch.Generator().manual_seed(date)
         return torch.randperm(len(self.weights), generator=draw)[: self.points].sort().values
+
+
+def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]:
+    """Return how many choices of a date's members the sums see, how many of the `cells` points of each, and the
+    operations that this takes."""
+    budget = _MOST_OPERATIONS / (2 * predictors**2 * SIZES * dates)  # points a date, each under two hats
+    choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
+    points = int(min(cells, max(1, budget / choices)))
+    return choices, points, _MOST_OPERATIONS / budget * points * choices
 
 
 def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
@@ -126,7 +137,7 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
     """The sums over the dates `train`, each seen by every one of `sizes`; `centre` is the mean of 1/M over these."""
     outputs, channels = rows.linear.module.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels
-    draw = np.random.default_rng(0)
+    draw, shown = np.random.default_rng(0), list(enumerate(sizes))
     sums = Sums(
         torch.tensor([[1.0, 1 / size - centre] for size in sizes], dtype=torch.float64),
         torch.zeros(len(sizes), count, predictors, predictors, dtype=torch.float64),
@@ -140,12 +151,10 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
     apart = predictors if masked else 1
     absent = torch.zeros(len(sizes), count, apart, outputs, dtype=torch.float64)
     seen = torch.zeros(len(sizes), count, apart, dtype=torch.float64)
-    pairs = list(product(train, enumerate(sizes)))
-    for date, (place, size) in rows.dates.progress.over("linear correction: sums", pairs):
-        choices = rows.choices if size < rows.dates.reader.full_size else 1  # there is but one choice of all
-        for turn in range(choices):
-            chosen = rows.dates.drawn(int(date), size, draw) if turn else None
-            near, wanted, there, weights = rows(date, size, chosen)
+    asked = [(int(date), place, rows.drawn(int(date), size, draw)) for date, (place, size) in product(train, shown)]
+    for date, place, drawn in rows.dates.progress.over("linear correction: sums", rows.dates.team.mine(asked)):
+        for chosen in drawn:
+            near, wanted, there, weights = rows(date, sizes[place], chosen)
             whole = bool(there.all())
             for band, (points, root) in enumerate(rows.shares(date, [[band] for band in range(count)])):
                 here, aim = near[:, points] * root, wanted[:, points] * root
@@ -160,6 +169,7 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
                     absent[place, band] += some @ (~there[:, points]).double().T
                 elif not whole:
                     absent[place, band] += ((~there[:, points]).double() @ counts)[None]
+    rows.dates.team.add_up(sums.gram, sums.right, sums.weight, absent, seen)
     for gram in sums.gram.flatten(0, 1):
         gram.copy_(gram.tril() + gram.tril(-1).T)
     seen = seen if masked else sums.weight[..., None]

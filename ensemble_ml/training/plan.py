@@ -37,6 +37,7 @@ from ensemble_ml.models.speed import candidates as candidate_speeds
 from ensemble_ml.store import open_store
 from ensemble_ml.training import scaling, setup
 from ensemble_ml.training.feed import checked_dates, describe
+from ensemble_ml.training.fit_costs import describe_fits, work_of
 from ensemble_ml.training.probing import Found, Job, Shape, cache_folder, measured_here, probe
 from ensemble_ml.training.rehearsal import Tracing, trace
 
@@ -288,6 +289,8 @@ def plan(config: PlanConfig) -> Path:
         if dates is not None:
             told = _with_memory(config, best, session)
             print(describe(told, reader, dates, best.topology, best.cost.seconds, config.plan.ranks_per_node))
+            sizes = sorted({*config.data.members, config.data.validation_members})
+            print(describe_fits(reader, work_of(reader, *dates, sizes), ranks, config.data.validation_members))
         else:
             print("What loading reads, and when, is told where data.train names the start dates.")
         content: dict[str, Any] = {"ranks": ranks, "best": to_json(best), "partitions": [to_json(c) for c in found]}

@@ -1,7 +1,9 @@
 """Fits a hidden layer of `models.surroundings` to single points of training dates.
 
 Points of one field are alike, those of many dates are not: a step sees `_BATCH` points of as many dates, each reduced
-to a few random choices of members, where a step on whole fields sees four dates.
+to a few random choices of members, where a step on whole fields sees four dates. Over several ranks each holds the
+points of its own dates; a step's points are drawn from those of all, each rank takes the ones that it holds, and
+gradients are added up.
 
 Axes: T lead, F field (variables and levels, then surface variables), K input, U output, O = 2 T F outputs of the linear
 correction, N row of the pool (a point of a date seen by some members), P point, Y latitude, X longitude.
@@ -10,7 +12,6 @@ correction, N row of the pool (a point of a date seen by some members), P point,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from ensemble_ml.training.climate_data import Dates, Sample
 from ensemble_ml.training.linear_fit import Linear
 from ensemble_ml.training.linear_sums import Targets, neighbourhoods
 from ensemble_ml.training.progress import CALLED, Pace
+from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ _LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that la
 _SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable
 _MOST_OPERATIONS = 3e13  # of the passes that are asked for; few points are passed over more often
 _LEAST_SPREAD = 0.3  # that place, season and size are divided by: beyond what was seen they stay within a few
-_BEAT = 5.0  # seconds
+LOOKED_AT = 50_000  # rows of a pool: enough for means
 _TINY = 1e-12
 
 
@@ -80,11 +82,26 @@ class Correction:
 
 @dataclass(eq=False)
 class Pool:
-    """Inputs (N, K), what the loss is made of (N, F) with nothing where absent, and what fields count for (N, F)."""
+    """The rows that this rank holds of a pool, from row `first` on; all ranks together hold `rows` of them.
+
+    Inputs (N, K), what the loss is made of (N, F) with nothing where absent, and what fields count for (N, F).
+    """
 
     inputs: Tensor
     given: list[Tensor]
     weight: Tensor
+    first: int
+    rows: int
+
+    def spaced(self, most: int) -> slice:
+        """Return which of its rows this rank has among about `most` evenly spaced ones of all."""
+        step = max(1, self.rows // most)
+        return slice(-self.first % step, None, step)
+
+    def held(self, rows: Tensor) -> Tensor:
+        """Return which of the pool's `rows` this rank holds, as positions among its own."""
+        own = rows - self.first
+        return own[(own >= 0) & (own < len(self.inputs))]
 
 
 class Points:
@@ -136,38 +153,67 @@ def gather(
     dates, inputs = points.dates, network.first.shape[1] - 1
     fields = len(points.correction.linear.relative_climatology)
     cells = len(points.area)
-    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * inputs + 4 * (arrays + 1) * fields)
-    budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * _PASSES * network.first.numel())) / len(train)
-    choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
-    each = int(min(cells, budget / choices))
+    choices, each = pool_size(cells, (len(network.first), inputs + 1), fields, arrays, len(train))
     rows = each * len(train) * choices
     if rows < min(_LEAST_ROWS, len(train) * choices * cells):
         log.info("%s: memory holds fewer than %d points, so nothing is added", name, _LEAST_ROWS)
         return None
+    mine = dates.team.stretch(len(train) * choices)
+    held = each * len(mine)
     made = Pool(
-        torch.empty(rows, inputs, dtype=torch.bfloat16),
-        [torch.empty(rows, fields) for _ in range(arrays)],
-        torch.empty(rows, fields),
+        torch.empty(held, inputs, dtype=torch.bfloat16),
+        [torch.empty(held, fields) for _ in range(arrays)],
+        torch.empty(held, fields),
+        each * mine.start,
+        rows,
     )
-    draw = np.random.default_rng(2 * dates.seed + stream)
-    drawn = enumerate(choices_of(dates, train, sizes, choices, draw))
-    stage = f"{CALLED[name]}: points"
-    for row, (date, chosen) in dates.progress.over(stage, drawn, total=len(train) * choices):
-        if dates.progress.late(name):
-            return None
-        sample, members = dates.sample(date, chosen), len(chosen)
-        at = torch.from_numpy(np.sort(draw.choice(cells, each, replace=False)))  # as `at_points` has them soonest
-        values, given = take(date, sample, members, at)
-        there = torch.stack([torch.isfinite(values) for values in given]).all(0)
-        place = slice(row * each, (row + 1) * each)
-        made.inputs[place] = values.T.bfloat16()
-        for kept, some in zip(made.given, given, strict=True):
-            kept[place] = torch.where(there, some, 0.0).T
-        made.weight[place] = (there * points.area[at]).T
-    if not made.weight.any():
+    draw, late = np.random.default_rng(2 * dates.seed + stream), False
+    with dates.progress.stage(f"{CALLED[name]}: points", len(mine)) as tick:
+        for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw), -mine.start):
+            picked = draw.choice(cells, each, replace=False)
+            if not 0 <= row < len(mine):  # another rank's, which draws the same
+                continue
+            if late := dates.progress.is_late(name):
+                break
+            sample, members = dates.sample(date, chosen), len(chosen)
+            at = torch.from_numpy(np.sort(picked))  # as `at_points` has them soonest
+            values, given = take(date, sample, members, at)
+            there = torch.stack([torch.isfinite(values) for values in given]).all(0)
+            place = slice(row * each, (row + 1) * each)
+            made.inputs[place] = values.T.bfloat16()
+            for kept, some in zip(made.given, given, strict=True):
+                kept[place] = torch.where(there, some, 0.0).T
+            made.weight[place] = (there * points.area[at]).T
+            tick(1)
+    if dates.team.anywhere(late):
+        dates.progress.note_cut(name, "none of its steps")
+        return None
+    if not dates.team.anywhere(bool(made.weight.any())):
         log.info("%s: what it is fitted to is known on no training date, so nothing is added", name)
         return None
     return made
+
+
+def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: int, dates: int) -> tuple[int, int]:
+    """Return how many choices of a date's members a pool shows, and how many of the `cells` points of each, as memory
+    and the time of a fit allow.
+
+    Args:
+        first: shape (H, K + 1) of the network's first weights.
+        fields: T F.
+        arrays: of these fields that the loss is made of.
+    """
+    budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * (first[1] - 1) + 4 * (arrays + 1) * fields)
+    budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * _PASSES * first[0] * first[1])) / dates
+    choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
+    return choices, int(min(cells, budget / choices))
+
+
+def steps_of(rows: int) -> tuple[int, int, int]:
+    """Return rows of a batch, batches of a pass over a pool of `rows`, and passes."""
+    batch = min(_BATCH, max(256, rows // 64), rows)
+    a_pass = rows // batch
+    return batch, a_pass, max(_PASSES, -(-_LEAST_STEPS // a_pass))
 
 
 def choices_of(
@@ -193,7 +239,7 @@ def _batches(rows: int, batch: int, passes: int) -> Iterator[Tensor]:
 class _Dropout(nn.Module):
     """Dropout that draws a byte, not a float, for each unit: torch's takes as long as both layers on a processor."""
 
-    def __init__(self, share: float, seed: int):
+    def __init__(self, share: float, seed: tuple[int, int]):
         super().__init__()
         self.least, self.draw = round(256 * share), np.random.default_rng(seed)
 
@@ -202,6 +248,17 @@ class _Dropout(nn.Module):
             return hidden
         drawn = torch.from_numpy(self.draw.integers(0, 256, hidden.numel(), np.uint8)).view(hidden.shape)
         return hidden * (drawn >= self.least).to(hidden.dtype).mul_(256 / (256 - self.least))
+
+
+def _add_gradients(layers: nn.Module, team: Team) -> None:
+    """Add the gradients of all ranks up."""
+    if team.alone:
+        return
+    gradients = [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
+    whole = torch.cat([gradient.flatten() for gradient in gradients])
+    team.add_up(whole)
+    for gradient, summed in zip(gradients, whole.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
 def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> bool:
@@ -214,10 +271,11 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
     Args:
         name, network: of what is fitted.
         loss: of outputs (P, U) in `unit`s (U,).
-        dates: that the pool is from, told every few seconds that the fit goes on; their seed is that of the weights.
+        dates: that the pool is from; their seed is that of the weights.
     """
+    team = dates.team
     common = plane_count(dates.spec)  # of the inputs, the last ones: place, season and size
-    some = pool.inputs[:: max(1, len(pool.inputs) // 50_000)].float()
+    some = team.joined(pool.inputs[pool.spaced(LOOKED_AT)].float())
     middle, spread = some.mean(0), some.std(0)
     varies = spread > _TINY
     spread[-common:] = spread[-common:].clamp(min=_LEAST_SPREAD)
@@ -230,38 +288,38 @@ def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor
         first, second = nn.Linear(len(middle), hidden), nn.Linear(hidden, outputs)
         nn.init.zeros_(second.weight)
         nn.init.zeros_(second.bias)
-        layers = nn.Sequential(first, nn.GELU(), _Dropout(_DROPOUT, dates.seed), second)
-        batch = min(_BATCH, max(256, len(pool.inputs) // 64), len(pool.inputs))
-        a_pass = len(pool.inputs) // batch
-        passes = max(_PASSES, -(-_LEAST_STEPS // a_pass))
+        dropout = _Dropout(_DROPOUT, (dates.seed, pool.first))  # each rank drops units of its own points
+        layers = nn.Sequential(first, nn.GELU(), dropout, second)
+        batch, a_pass, passes = steps_of(pool.rows)
         total = passes * a_pass
         optimizer = torch.optim.AdamW(layers.parameters(), _RATE, weight_decay=_DECAY)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=total + 1, pct_start=_WARM)
-        share, due = pool.weight.mean(), 0.0
-        pace, done = Pace(total, dates.progress.deadline(name)), 0
+        total_weight = pool.weight.sum()
+        team.add_up(total_weight)
+        share = total_weight / (pool.rows * pool.weight.shape[1])
+        pace, done, taken = Pace(total, dates.progress.deadline(name)), 0, 0
         with dates.progress.stage(CALLED[name], total) as tick:
-            for chosen in _batches(len(pool.inputs), batch, passes):
-                if time.monotonic() > due:
-                    dates.beat()
-                    due = time.monotonic() + _BEAT
-                if (stride := pace.stride(done)) == 0:
+            for drawn in _batches(pool.rows, batch, passes):
+                if (stride := team.first_says(pace.stride(done))) == 0:
                     break
+                chosen = pool.held(drawn)
                 inputs = (pool.inputs[chosen].float() - middle) / spread
                 with torch.autocast("cpu", torch.bfloat16, enabled=low):
                     found = layers(inputs)
                 costs = loss(found.float(), chosen) * pool.weight[chosen]
                 optimizer.zero_grad()
-                (costs.mean() / share).backward()
+                (costs.sum() / (costs.shape[1] * batch) / share).backward()
+                _add_gradients(layers, team)
                 optimizer.step()
                 for _ in range(stride):
                     schedule.step()
-                done += stride
+                done, taken = done + stride, taken + 1
                 tick(stride)
-        if 0 < pace.steps < total:
-            dates.progress.note_cut(name, f"{pace.steps} of {total} steps")
+        if 0 < taken < total:
+            dates.progress.note_cut(name, f"{taken} of {total} steps")
     finally:
         torch.set_rng_state(state)
-    if not pace.steps:
+    if not taken:
         dates.progress.note_cut(name, "none of its steps")
         return False
     with torch.no_grad():

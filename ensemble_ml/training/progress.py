@@ -46,6 +46,7 @@ class Progress:
 
     def __init__(self, seconds: float | None = None):
         self.cut: list[str] = []  # names of the networks that ended before their time
+        self.took: dict[str, float] = {}  # seconds of each stage so far
         self._began, self._seconds = time.monotonic(), seconds
         self._stages: list[str] = []
         self._doing: Callable[[], str] = lambda: "getting ready"
@@ -53,6 +54,11 @@ class Progress:
     def text(self) -> str:
         """Return one line that says what is under way."""
         return self._doing()
+
+    def longest(self, most: int = 4) -> str:
+        """Return one line that names the longest stages, longest first."""
+        stages = sorted(self.took.items(), key=lambda item: -item[1])[:most]
+        return ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages)
 
     def doing(self, text: str | Callable[[], str]) -> None:
         """Note what is under way from now on; a function is asked whenever this is to be told."""
@@ -86,7 +92,10 @@ class Progress:
         # A fit outside a run has no stages to be counted among.
         shown = number > 0 and sys.stderr.isatty()
         with tqdm(total=total, desc=title, leave=False, disable=not shown, dynamic_ncols=True) as bar:
-            yield tick
+            try:
+                yield tick
+            finally:
+                self.took[name] = self.took.get(name, 0.0) + time.monotonic() - began
 
     def over(self, stage: str, items: Iterable[T], total: int | None = None) -> Iterator[T]:
         """Yield `items` as the steps of a stage.
@@ -103,13 +112,10 @@ class Progress:
         """Return when a network has to end, by `time.monotonic`; None where it may take any time."""
         return None if self._seconds is None else self._began + _UNTIL[network] * self._seconds
 
-    def late(self, network: str) -> bool:
-        """Return whether no time is left for a network, and note that it is cut where this is so."""
+    def is_late(self, network: str) -> bool:
+        """Return whether no time is left for a network."""
         until = self.deadline(network)
-        if until is None or time.monotonic() < until:
-            return False
-        self.note_cut(network, "none of its steps")
-        return True
+        return until is not None and time.monotonic() >= until
 
     def note_cut(self, network: str, steps: str) -> None:
         """Note and log that a network got only so many `steps`."""

@@ -30,7 +30,8 @@ from ensemble_ml.store.source import Part
 from ensemble_ml.training.climate_data import Dates, Sample, families
 from ensemble_ml.training.linear_fit import FEWEST_DATES
 from ensemble_ml.training.linear_sums import Targets
-from ensemble_ml.training.point_fit import Correction, Points, Pool, gather, learn
+from ensemble_ml.training.point_fit import LOOKED_AT, Correction, Points, Pool, gather, learn
+from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def fit_residuals(
     """
     network = correction.residuals
     assert network is not None
-    if dates.progress.late("residuals"):
+    if dates.team.anywhere(dates.progress.is_late("residuals")):
+        dates.progress.note_cut("residuals", "none of its steps")
         return False
     if len(train) < FEWEST_DATES:
         log.info("residuals: %d dates are too few, so nothing is added", len(train))
@@ -74,14 +76,14 @@ def fit_residuals(
     pool = gather("residuals", network, points, train, sizes, before.take, arrays=before.arrays, stream=1)
     if pool is None:
         return False
-    typical = score.typical(pool)
+    typical = score.typical(pool, dates.team)
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
         return score(found, [values[chosen] for values in pool.given]) / typical
 
     if not learn("residuals", network, pool, cost, torch.ones(len(network.second)), dates):
         return False
-    log.info("residuals: fitted to %d points", len(pool.inputs))
+    log.info("residuals: fitted to %d points", pool.rows)
     return True
 
 
@@ -127,12 +129,14 @@ class _Score:
             costs.append(distributions.crps(law, location, wide, truth) / unit)
         return torch.cat(costs, 1)[:, self.back]
 
-    def typical(self, pool: Pool) -> Tensor:
+    def typical(self, pool: Pool, team: Team) -> Tensor:
         """Mean CRPS of each field without the network, (T F,)."""
-        some = slice(None, None, max(1, len(pool.inputs) // 50_000))
+        some = pool.spaced(LOOKED_AT)
         weight = pool.weight[some]
         costs = self(weight.new_zeros(len(weight), 2 * weight.shape[1]), [values[some] for values in pool.given])
-        return ((costs * weight).sum(0) / weight.sum(0).clamp(min=_TINY)).clamp(min=_LEAST_COST)
+        cost, count = (costs * weight).sum(0), weight.sum(0)
+        team.add_up(cost, count)
+        return (cost / count.clamp(min=_TINY)).clamp(min=_LEAST_COST)
 
 
 def _within(mean: Tensor, law: Family, least: Tensor) -> Tensor:

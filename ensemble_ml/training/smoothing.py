@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ensemble_ml.grid import Grid
+from ensemble_ml.training.team import Team
 
 _MOST_CORRELATED = 0.9
 _PRIOR = 5.0  # how many numbers of its own outweigh a scale's mean over fields
@@ -114,6 +115,15 @@ class MapMean:
                 self._lagged[k] += torch.where(both, self.scales.mean(part * self._last[k]), 0.0)
             self._last[k : k + 1] = [part]
         self._was_valid = valid
+
+    def stand_before(self, z: Tensor, valid: Tensor) -> None:
+        """Let the next date follow this one, which another rank adds."""
+        self._last = list(self.scales.split(torch.where(valid[..., None, None], z, 0.0)))
+        self._was_valid = valid
+
+    def add_up(self, team: Team) -> None:
+        """Take the dates of all ranks together."""
+        team.add_up(self.count, self.total, self._square, self._lagged, self._pairs)
 
     @property
     def mean(self) -> Tensor:

@@ -78,11 +78,12 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
     """s_clim (T, F, Y, X); `std` (F,) of the values themselves."""
     total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
     counts = torch.zeros_like(total)
-    for date in dates.progress.over("climatological spread", chosen):
+    for date in dates.each("climatological spread", chosen):
         square = dates.target(Part.SPREAD, date) ** 2
         valid = torch.isfinite(square)
         total += torch.where(valid, square, 0.0)
         counts += valid
+    dates.team.add_up(total, counts)
     count = counts.amax((-2, -1))
     dates.refuse_empty(count, Part.SPREAD)
     variance = scales.filled((total / counts).float())
@@ -105,8 +106,8 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
     spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
     full, few, apart, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(4))
     everywhere = scales.mean(climatology)
-    for date in dates.progress.over("terms of the spread", sample):
-        found = dates.sample(int(date))
+    for date in dates.each("terms of the spread", sample):
+        found = dates.sample(date)
         there = torch.isfinite(found.full_spread) & torch.isfinite(found.spread)
         valid = there.any(-1).any(-1)
         count += valid
@@ -114,6 +115,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
         first = spread.s1(found.spread)  # s / c4(M): nothing is shrunk yet
         few += torch.where(valid, scales.mean(first, there), 0.0)
         apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
+    dates.team.add_up(full, few, apart, count)
     spread.level = _ratio(full, count * everywhere + apart)
     spread.gain = _ratio(full, few) if dates.members > 1 else one
     spread.full_shrink = _best_shrink(dates, validation, spread, scales)
@@ -133,12 +135,13 @@ def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: S
         return torch.full(dates.shape, _SHRINK_DEFAULT)
     errors = torch.zeros(len(SHRINK), *dates.shape, dtype=torch.float64)
     known = torch.zeros(dates.shape, dtype=torch.bool)
-    for date in validation:
-        sample = dates.sample(int(date))
+    for date in dates.team.mine(validation.tolist()):
+        sample = dates.sample(date)
         for position, k in enumerate(SHRINK):
             error = _square_error(spread.s1(sample.spread, k.expand(dates.shape)), sample, scales)
             errors[position] += torch.nan_to_num(error)  # a date without the field lacks it at every k
         known |= torch.isfinite(error)
+    dates.team.add_up(errors, known)
     return torch.where(known, SHRINK[errors.argmin(0)], _SHRINK_DEFAULT)
 
 
@@ -162,11 +165,12 @@ def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
 def _spread_error(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
     """The same for one number of members, (T, F)."""
     total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
-    for date in chosen:
-        sample = dates.sample(int(date))
+    for date in dates.team.mine(chosen.tolist()):
+        sample = dates.sample(date)
         error = _square_error(spread.expected(sample), sample, scales)
         total += torch.nan_to_num(error)
         count += torch.isfinite(error)
+    dates.team.add_up(total, count)
     # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
     least = 1e-3 * scales.mean(spread.climatology**2)
     return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()

@@ -6,7 +6,7 @@ Axes: T lead, F field (variables and levels, then surface variables), Y latitude
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,7 +37,7 @@ from ensemble_ml.training.spread_fit import SHRINK, Spread
 
 log = logging.getLogger(__name__)
 
-_VALIDATION_DATES, _POINTS = 80, 1000  # of each date: enough for a few numbers a field
+VALIDATION_DATES, _POINTS = 80, 1000  # of each date: enough for a few numbers a field
 _FACTORS = torch.linspace(-1, 1, 25).exp()
 _NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # where nothing but a comparison is asked for
 _SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # of v and of w
@@ -87,17 +87,21 @@ class Truth:
 
     def _bias(self) -> Estimate:
         """Mean error of the mean of all members, in units of s_clim."""
-        mean = MapMean(self.scales, self.dates.shape)
-        for date, follows in self._each("bias"):
-            error = self._error(date)
-            mean.add(self.scales.filled(error), present(error), follows=bool(follows))
+        mean = self._map_mean("bias", self._error)
         self.dates.refuse_empty(mean.count, Part.TRUTH)
         return mean.estimate()
 
-    def _each(self, stage: str) -> Iterator[tuple[int, bool]]:
-        """Yield the dates that are fitted to, and whether each follows the one before it."""
-        pairs = zip(self.chosen, self.follows, strict=True)
-        return self.dates.progress.over(stage, pairs, total=len(self.chosen))
+    def _map_mean(self, stage: str, of: Callable[[int], Tensor]) -> MapMean:
+        """Return the mean over the dates that are fitted to of a date's map, (T, F, Y, X), NaN where absent."""
+        mean, mine = MapMean(self.scales, self.dates.shape), self.dates.team.stretch(len(self.chosen))
+        if mine and mine.start and self.follows[mine.start]:
+            before = of(int(self.chosen[mine.start - 1]))
+            mean.stand_before(self.scales.filled(before), present(before))
+        for at in self.dates.progress.over(stage, mine):
+            values = of(int(self.chosen[at]))
+            mean.add(self.scales.filled(values), present(values), follows=bool(self.follows[at]))
+        mean.add_up(self.dates.team)
+        return mean
 
     def tell_of_zeros(self, sample: np.ndarray) -> None:
         """Warn of variables whose truth is often zero, and whose law has no mass there: none of them is calibrated."""
@@ -106,10 +110,11 @@ class Truth:
         if not at:
             return
         zeros, count = torch.zeros(2, len(at))
-        for date in sample:
-            truth = self.dates.target(Part.TRUTH, int(date))[:, at]
+        for date in self.dates.team.mine(sample.tolist()):
+            truth = self.dates.target(Part.TRUTH, date)[:, at]
             zeros += (truth == 0).sum((0, -2, -1))
             count += torch.isfinite(truth).sum((0, -2, -1))
+        self.dates.team.add_up(zeros, count)
         told: set[str] = set()
         names = field_names(self.dates.spec)
         for share, position in sorted(zip((zeros / count.clamp(min=1)).tolist(), at, strict=True), reverse=True):
@@ -163,8 +168,8 @@ class Truth:
             return self.spread.shrink
         ratios, logs = (torch.zeros(len(SHRINK), *self.dates.shape, dtype=torch.float64) for _ in range(2))
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
-        for date in self.dates.progress.over("shrinkage of the spread", chosen):
-            truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
+        for date in self.dates.each("shrinkage of the spread", chosen):
+            truth, centre, followed = self._unseen(self.dates.sample(date), date)
             there = torch.isfinite(truth - centre) & torch.isfinite(followed)
             valid = there.any(-1).any(-1)
             count += valid
@@ -175,6 +180,7 @@ class Truth:
                 ratio = self._bounded(ratio, there)
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
+        self.dates.team.add_up(ratios, logs, count)
         known, count = count > 0, count.clamp(min=1)
         misfit = 0.5 * torch.log(ratios.clamp(min=_TINY) / count) + logs / count
         alike = misfit <= misfit.amin(0) + _ALIKE  # members that never differ say nothing: the climate's spread does
@@ -189,14 +195,14 @@ class Truth:
     def inflation(self) -> Tensor:
         """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean; zero for
         fields without residuals (there are none, or truth and members never vary)."""
-        ratios = MapMean(self.scales, self.dates.shape)
-        for date, follows in self._each("inflation"):
-            truth, centre, followed = self._unseen(self.dates.sample(int(date)), date)
-            ratio = ((truth - centre) / self.spread.s0(followed)) ** 2
+
+        def ratio(date: int) -> Tensor:
+            truth, centre, followed = self._unseen(self.dates.sample(date), date)
+            found = ((truth - centre) / self.spread.s0(followed)) ** 2
             # Where s0 is far too small (members that hardly differ), all ratios are large, and none of them is chance.
-            ratio = self._bounded(ratio, torch.isfinite(ratio), least=1.0)
-            ratios.add(self.scales.filled(ratio), present(ratio), follows=bool(follows))
-        found = ratios.estimate()
+            return self._bounded(found, torch.isfinite(found), least=1.0)
+
+        found = self._map_mean("inflation", ratio).estimate()
         field = torch.where(found.parts[-1] > 0, found.parts[-1], 1.0).clamp(min=1e-12)
         local = found.map() - found.weight[-1][..., None, None] * found.parts[-1]
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
@@ -210,11 +216,11 @@ class Truth:
             return
         sums = torch.zeros(4, len(inflation), len(at), dtype=torch.float64)  # of area, and of rain: times it, amount
         points, days = torch.zeros(2, len(inflation), len(at))
-        for date in chosen:
-            _, centre, s0, more = self._uninformed(int(date))
+        for date in self.dates.team.mine(chosen.tolist()):
+            _, centre, s0, more = self._uninformed(date)
             centre, wide = informed(centre, s0, inflation, more)
             centre, sigma, truth = (
-                values[:, at] for values in (centre, s0 * wide.exp(), self.dates.target(Part.TRUTH, int(date)))
+                values[:, at] for values in (centre, s0 * wide.exp(), self.dates.target(Part.TRUTH, date))
             )
             there = (centre <= 0) & torch.isfinite(truth)
             wet = there & (truth > _LEAST_RAIN * sigma)
@@ -222,6 +228,7 @@ class Truth:
             sums += (torch.stack(terms) * self.scales.area).double().sum((-2, -1))
             points += there.sum((-2, -1))
             days += there.any(-1).any(-1)
+        self.dates.team.add_up(sums, points, days)
         often, much = sums[1] / sums[0].clamp(min=_TINY), sums[2] / sums[3].clamp(min=_TINY)
         enough = (points >= _FEWEST_DRY) & (days >= FEWEST_TO_WIDEN)
         for place, position in enumerate(at):
@@ -243,7 +250,7 @@ class Truth:
         if not fit_residuals(correction, self.dates, train, sizes, left, left.s1, shrink, inflation, self.dry):
             return False
         second, linear = correction.residuals.second, correction.linear
-        seen = self._points(spaced(validation, _VALIDATION_DATES), inflation)
+        seen = self._points(spaced(validation, VALIDATION_DATES), inflation)
         tried = torch.cartesian_prod(torch.tensor(_SHARES), torch.tensor(_SHARES))
         each = self.dates.progress.over("error network: shares", tried)
         costs = torch.stack([self._cost(*seen, pair) for pair in each])
@@ -258,26 +265,26 @@ class Truth:
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
-        given, said, areas = [], [], []
-        for date in chosen:
-            truth, centre, s0, more = self._uninformed(int(date))
-            at = torch.randperm(self.scales.area.numel(), generator=torch.Generator().manual_seed(int(date)))[:_POINTS]
+        given, said, areas = [torch.empty(3, *inflation.shape[:2], 0)], [torch.empty(2, *inflation.shape[:2], 0)], []
+        for date in self.dates.team.mine(chosen.tolist()):
+            truth, centre, s0, more = self._uninformed(date)
+            at = torch.randperm(self.scales.area.numel(), generator=torch.Generator().manual_seed(date))[:_POINTS]
             given.append(torch.stack([truth, centre, s0 * inflation.exp()]).flatten(-2)[..., at])
             said.append(more.flatten(-2)[..., at])
             areas.append(self.scales.area.flatten()[at])
-        return torch.cat(given, -1), torch.cat(said, -1), torch.cat(areas)
+        return torch.cat(given, -1), torch.cat(said, -1), torch.cat([torch.empty(0), *areas])
 
     def _cost(self, given: Tensor, said: Tensor, areas: Tensor, shares: Tensor) -> Tensor:
         """CRPS (T, F) with shares (2,) of v and of w, at the best of a few factors of sigma."""
-        self.dates.beat()
         (truth, centre, sigma0), said = given, shares[:, None, None, None] * said
-        found = []
-        for factor in _NEAR:
+        sums, counts = torch.zeros(2, len(_NEAR), *centre.shape[:2])
+        for place, factor in enumerate(_NEAR):
             moved, wide = informed(centre, sigma0, factor.log(), said)
             crps = self._crps(moved, sigma0 * wide.exp(), truth)
             there = torch.isfinite(crps) * areas
-            found.append((crps.nan_to_num() * there).sum(-1) / there.sum(-1).clamp(min=_TINY))
-        least = torch.stack(found).amin(0)
+            sums[place], counts[place] = (crps.nan_to_num() * there).sum(-1), there.sum(-1)
+        self.dates.team.add_up(sums, counts)
+        least = (sums / counts.clamp(min=_TINY)).amin(0)
         return torch.where(least > 0, least, 1.0)
 
     def best_factor(self, chosen: np.ndarray, inflation: Tensor, stage: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,8 +296,8 @@ class Truth:
         """
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
-        for date in self.dates.progress.over(stage, chosen):
-            truth, centre, s0, more = self._uninformed(int(date))
+        for date in self.dates.each(stage, chosen):
+            truth, centre, s0, more = self._uninformed(date)
             found = []
             for factor in _FACTORS.log():
                 moved, wide = informed(centre, s0, inflation + factor, more)
@@ -300,6 +307,7 @@ class Truth:
             valid = torch.isfinite(scores).all(0)
             total += torch.where(valid, scores, 0.0)
             count += valid
+        self.dates.team.add_up(total, count)
         mean = total / count.clamp(min=1)
         best = mean.argmin(0)
         smallest = mean.gather(0, best[None])[0]

@@ -31,7 +31,7 @@ from ensemble_ml.distributed.exchange import GradientAverage
 from ensemble_ml.errors import Stopped, UserError
 from ensemble_ml.models import EnsembleModel
 from ensemble_ml.store.read import TensorStore
-from ensemble_ml.training import assemble, bands, load_checkpoint, train, trainer
+from ensemble_ml.training import assemble, load_checkpoint, train, trainer
 from ensemble_ml.training.tracking import read_log
 
 
@@ -340,15 +340,15 @@ def test_a_run_that_goes_on_overlaps_as_it_did(store, tmp_path, monkeypatch):
 
 def spoilt(session, config):
     """Train with storage that gives the first rank no fifth read of the fits."""
-    reads, gathered = [], bands._gathered
+    reads, real = [], TensorStore.read
 
-    def failing(source, request, rows, comm):
-        reads.append(request)
+    def failing(self, part, date, *given, **named):
+        reads.append(date)
         if session.first and len(reads) == 5:
             raise UserError("store a.zarr: damaged file 000007")
-        return gathered(source, request, rows, comm)
+        return real(self, part, date, *given, **named)
 
-    bands._gathered = failing
+    TensorStore.read = failing
     joined(session, config)
 
 

@@ -89,12 +89,12 @@ def test_on_a_terminal_a_stage_is_a_bar(monkeypatch):
 
 
 def test_only_a_bound_makes_a_fit_late(clock):
-    assert not Progress().late("surroundings")
+    assert not Progress().is_late("surroundings")
     bounded = Progress(100.0)
     clock.now += 57
-    assert not bounded.late("surroundings") and not bounded.cut
+    assert not bounded.is_late("surroundings")
     clock.now += 2
-    assert bounded.late("surroundings") and bounded.cut == ["surroundings"]
+    assert bounded.is_late("surroundings")
 
 
 def test_silence_ends_with_a_line(caplog):

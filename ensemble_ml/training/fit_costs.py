@@ -1,0 +1,124 @@
+"""Predicts how long the fits before the first step take, from what a date and a product of matrices take here.
+
+    T = [n t + (f + p) / r16 + g / r32 + h / r64] / ranks
+
+n samples are read, in t seconds each; f operations make the linear correction's products of predictors, p train the
+networks of points, g correct fields to see how well that does, h solve for the linear correction; r operations a second
+of products of this machine's matrices, in bfloat16 (where the processor has it), float32 and float64. Several ranks
+share all of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ensemble_ml.loading import Reader
+from ensemble_ml.models.linear import TERMS, correction_shape, nested_bands
+from ensemble_ml.models.speed import has_bfloat16
+from ensemble_ml.models.surroundings import surroundings_shapes
+from ensemble_ml.training import linear_fit, linear_sums, point_fit, surroundings_fit, truth_fit
+from ensemble_ml.training.climate_data import Dates, most_dates, spaced
+from ensemble_ml.training.climate_fit import SAMPLE_DATES
+from ensemble_ml.wording import duration
+
+_BACK_AND_FORTH = 3  # passes of a product: forward, and two backward
+_TRIED = 2  # dates that are timed
+_TRIANGLE = 0.6  # of a symmetric product that is computed
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the fits have to do: samples to read; operations of the predictors' products with themselves, of networks
+    on points, of corrections of fields, and of solutions."""
+
+    samples: int
+    sums: float
+    points: float
+    fields: float
+    solved: float
+
+
+def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: list[int]) -> Work:
+    """Return what the fits of a run on these dates have to do.
+
+    Args:
+        reader: of the store.
+        train, validation: indices of start dates.
+        sizes: numbers of members that the training will show.
+    """
+    spec, cells = reader.spec, reader.spec.grid.shape[0] * reader.spec.grid.shape[1]
+    fields = len(spec.leads_out) * spec.fields
+    dates = len(spaced(train, most_dates(spec)))
+    held_out = len(validation) or dates // 5
+    sample, unseen = min(SAMPLE_DATES, dates), min(SAMPLE_DATES, held_out)
+    samples, sums, points, solved = sample * (1 + len(sizes)) + unseen, 0.0, 0.0, 0.0
+    fields_done = 0.0
+    whole = 0.0  # operations of what stands before the U-Net on one date's whole fields
+    if spec.linear:
+        _, _, outputs, channels, _, _ = correction_shape(spec)
+        predictors, levels = 9 * channels, nested_bands(spec.grid.latitude)
+        shown = min(linear_sums.SIZES, len(sizes))
+        choices, looked_at, _ = linear_sums.looked_at(cells, predictors, dates)
+        tried = min(linear_fit.VALIDATION_DATES, held_out)
+        samples += dates * shown * choices + tried * len(levels)
+        seen = 2.0 * dates * shown * choices * looked_at  # each point lies under two hats
+        sums = seen * 2 * _TRIANGLE * predictors**2
+        candidates = sum(1 + len(linear_fit.penalties_of(groups)) for groups in levels)
+        fields_done = (2 * seen + 4.0 * tried * candidates * looked_at) * predictors * outputs
+        solutions = sum(len(groups) * len(linear_fit.penalties_of(groups)) for groups in levels)
+        solved = solutions * ((TERMS * predictors) ** 3 / 3 + 4.0 * (TERMS * predictors) ** 2 * outputs)
+        whole = 4.0 * cells * predictors * outputs
+    networks = surroundings_shapes(spec)
+    tried_of = {"surroundings": surroundings_fit.VALIDATION_DATES, "residuals": truth_fit.VALIDATION_DATES}
+    for (name, tried), arrays in zip(tried_of.items(), (1, 2), strict=True):
+        first, second = networks[f"{name}_first"], networks[f"{name}_second"]
+        if not first[0]:
+            continue
+        weights = first[0] * first[1] + second[0] * second[1]
+        choices, each = point_fit.pool_size(cells, first, fields, arrays, dates)
+        batch, a_pass, passes = point_fit.steps_of(each * dates * choices)
+        samples += dates * choices + min(tried, held_out)
+        points += 2.0 * _BACK_AND_FORTH * weights * batch * a_pass * passes
+        whole += 2.0 * cells * weights
+    again = sample * len(sizes)  # dates whose whole fields are corrected
+    if spec.config.postprocess:
+        widths = unseen * (2 if networks["residuals_first"][0] else 1)
+        samples += sample + dates + widths
+        again += sample + dates + widths
+    return Work(samples, sums, points, fields_done + again * whole, solved)
+
+
+def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> float:
+    """Return how long the fits take over so many ranks, each as fast as this process; measures for some seconds."""
+    dates = Dates(reader, members)
+    began = time.perf_counter()
+    for date in range(min(_TRIED, len(reader.source.layout.init_time))):
+        dates.sample(date)
+    read = (time.perf_counter() - began) / _TRIED
+    single, double = _operations_a_second(torch.float32), _operations_a_second(torch.float64)
+    half = _operations_a_second(torch.bfloat16) if has_bfloat16(torch.device("cpu")) else single
+    seconds = work.samples * read + (work.sums + work.points) / half + work.fields / single + work.solved / double
+    return seconds / ranks
+
+
+def _operations_a_second(dtype: torch.dtype) -> float:
+    """Of products of matrices about as large as those of the fits."""
+    a, b = torch.rand(1024, 2048).to(dtype), torch.rand(2048, 1024).to(dtype)
+    a @ b  # what is allocated and chosen at the first call
+    taken = []
+    for _ in range(5):
+        began = time.perf_counter()
+        a @ b
+        taken.append(time.perf_counter() - began)
+    return 2.0 * 1024 * 2048 * 1024 / sorted(taken)[2]
+
+
+def describe_fits(reader: Reader, work: Work, ranks: int, members: int) -> str:
+    """Return a line that says how long the fits will take."""
+    seconds = predicted_seconds(reader, work, ranks, members)
+    share = f", each with its part of the dates, over {ranks} ranks as fast as this process" if ranks > 1 else ""
+    return f"Fits before the first step: about {duration(seconds)}{share}; kept for other runs in OUTPUT/.fits"
