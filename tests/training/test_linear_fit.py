@@ -18,6 +18,7 @@ from ensemble_ml.training.climate_fit import fit_climate
 from ensemble_ml.training.linear_fit import Linear, fit_linear, refuse_unfittable
 from ensemble_ml.training.linear_sums import sums_of
 from ensemble_ml.training.progress import Progress
+from ensemble_ml.training.team import Team
 
 
 @pytest.fixture(scope="module")
@@ -223,13 +224,16 @@ class Masked:
     """Rows of a band where the second of two variables has no value at half of the points: as predictor it is zero
     there, as target absent. Each target is two times its own predictor and three times the other's."""
 
-    rounded, choices, bands = False, 1, torch.ones(1, 1)
+    rounded, bands = False, torch.ones(1, 1)
 
     def __init__(self, masked):
         predictors, outputs = 9, 2  # one channel a predictor; the first two are the variables
         self.linear = SimpleNamespace(module=SimpleNamespace(weight=torch.zeros(1, 1, outputs, predictors // 9, 3, 3)))
         spec, reader = SimpleNamespace(masked=masked), SimpleNamespace(full_size=9)
-        self.dates = SimpleNamespace(spec=spec, reader=reader, progress=Progress())
+        self.dates = SimpleNamespace(spec=spec, reader=reader, progress=Progress(), team=Team())
+
+    def drawn(self, date, size, draw):
+        return [None]
 
     def __call__(self, date, members, chosen):
         draw = torch.Generator().manual_seed(int(date))

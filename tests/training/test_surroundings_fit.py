@@ -112,15 +112,6 @@ def test_few_dates_give_none_and_say_so(point_dates, caplog):
     assert not correction.surroundings.second.any()
 
 
-def test_ranks_that_wait_hear_of_it_while_it_fits(point_dates, monkeypatch):
-    beats = []
-    monkeypatch.setattr("ensemble_ml.training.point_fit._BEAT", 0.0)
-    monkeypatch.setattr(point_dates.reader.source, "beat", lambda: beats.append(1), raising=False)
-    correction = nothing(point_dates)
-    fit_surroundings(correction, point_dates, TRAIN, VALIDATION, SIZES, crooked(correction))
-    assert len(beats) >= 10
-
-
 def test_what_linear_terms_leave_at_points_is_what_they_leave_of_the_field(point_dates):
     correction = nothing(point_dates)
     weight = correction.linear.module.weight
