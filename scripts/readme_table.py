@@ -1,4 +1,4 @@
-"""Write the tables of README.md and of scripts/results/README.md from the results files of the benchmarks.
+"""Write the tables of README.md, docs/results.md and scripts/results/README.md from the results files of benchmarks.
 
     python scripts/readme_table.py [--check]
 
@@ -21,6 +21,18 @@ UNSAID = " ..."  # behind a command of which the results do not say with which o
 NOT_RECORDED = " Dots after a command: its other settings were not recorded, and may not be the default ones."
 LOST = "Lost: "  # how a benchmark's note begins that tells where another does better
 POSITIVE = 1e-9  # the target of ends of intervals that are to lie above zero
+# What the front page shows of each benchmark: the beginnings of the claims, after what all of them have in common.
+FRONT = {
+    "quickstart": ["CRPS lower than that of the best", "RMSE of predicted spread over that of size-corrected"],
+    "skill": [
+        "test years: CRPS below",
+        "from 5 of 10 members at 48 h, 560 training dates: CRPS below the raw full",
+        "in the stratum",
+        "5 members through the net: spread RMSE below spread regression's",
+        "one trajectory through the net",
+        "1, 2, 3, 5, 10 members in: CRPS over raw improves",
+    ],
+}
 HEAD = ["| claim | measured | target | holds |", "|---|---|---|---|"]
 
 
@@ -92,6 +104,20 @@ def published() -> dict[str, dict]:
     return found
 
 
+def front(found: dict[str, dict]) -> list[str]:
+    """Return the table of the front page: the first claim of each beginning that it shows."""
+    lines = ["| simulated ensemble | claim | measured | target | holds |", "|---|---|---|---|---|"]
+    for name, beginnings in FRONT.items():
+        claims, figures = found[name]["claims"], found[name]["figures"]
+        for beginning in beginnings:
+            claim = next(one for one in claims if beginning in one["claim"])
+            text = claim["claim"].removeprefix(
+                "from 5 of 10 members at 48 h, geometric mean over variables and levels: "
+            )
+            lines.append(f"| {name} {row(claim | {'claim': text}, figures)}")
+    return lines
+
+
 def summary(found: dict[str, dict]) -> list[str]:
     """Claims of skill, how many of each benchmark hold, all that do not, and where a rival is faster."""
     lines = []
@@ -136,7 +162,12 @@ def everything(found: dict[str, dict]) -> list[str]:
 
 def main() -> int:
     found, wrong = published(), False
-    for path, lines in ((ROOT / "README.md", summary(found)), (RESULTS / "README.md", everything(found))):
+    pages = {
+        ROOT / "README.md": front(found),
+        ROOT / "docs" / "results.md": summary(found),
+        RESULTS / "README.md": everything(found),
+    }
+    for path, lines in pages.items():
         text = path.read_text()
         before, _, rest = text.partition(BEGIN)
         new = "\n".join([before + BEGIN, *lines, END]) + rest.partition(END)[2]

@@ -29,7 +29,7 @@ _ROUNDING = 1e-6  # of a field's largest value
 _STANDARD = {"level": "air_pressure"}  # CF's names of axes, where they are not ours
 _AT_THE_SURFACE = frozenset(known.name for known in FIELDS if known.surface)
 _SPANS = re.compile(r"\(comment: over lead times ([^)]*)\)")  # as `inference.contents` writes it
-_OTHERS = "give it start and valid times as the README says under Others' forecasts"
+_OTHERS = "give it start and valid times as docs/forecasts.md says under Other people's forecasts"
 _OVER_TIME = re.compile(r"time: (sum|maximum)")
 
 
