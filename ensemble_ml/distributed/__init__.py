@@ -1,6 +1,7 @@
-"""Topology, communication, halo exchange, partition and vote: the only room that may use torch.distributed.
+"""Everything that happens between ranks: topology, communication, halo exchange, partition and votes.
 
-`start` meets the other ranks and gives a `Session` with the `Mesh` of communicators; one rank runs the same code.
+This is the only package that may use `torch.distributed`. `start` joins the other ranks of the job and returns a
+`Session`, which holds the `Mesh` of communicators. A single rank runs the same code with communicators that do nothing.
 """
 
 from ensemble_ml.distributed.communicator import Communicator, NullCommunicator, Pending, TorchCommunicator

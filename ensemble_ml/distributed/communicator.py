@@ -1,16 +1,20 @@
-"""The one face of communication: a group of ranks, or the null communicator of one rank, which runs the same code.
+"""The interface of communication: a group of ranks, or the null communicator of a single rank, which runs the same
+code.
 
-Every collective fills tensors that the caller made, returns a `Pending`, and counts the seconds that its caller waits
-for it (not those of a GPU's own queue, which NCCL waits in), and the bytes that this rank sends:
+Every collective fills tensors that the caller made and returns a `Pending`. It counts two things. `seconds_waited` is
+the time that the host waits for results; under NCCL, waiting inside the GPU's own queue is not included. `bytes_sent`
+is what an algorithm without waste puts on the wire for this rank, without the transport's headers:
 
-    all_reduce          2 n (P-1)/P     a ring: reduce-scatter, then all-gather, n bytes in
-    reduce_scatter      n (P-1)/P       n bytes in
-    all_gather          n (P-1)         n bytes in
-    all_to_all_single   what goes to other ranks
+    all_reduce          2 n (P-1)/P     a ring: reduce-scatter, then all-gather
+    reduce_scatter      n (P-1)/P
+    all_gather          n (P-1)
+    all_to_all_single   the bytes that go to other ranks
     broadcast           n at its source, 0 elsewhere
 
-That is what an algorithm without waste puts on the wire; headers of the transport are not counted. Under gloo, CUDA
-tensors travel through host memory; under NCCL, those in host memory through the GPU.
+    n   bytes of the input
+    P   number of ranks in the group
+
+Under gloo, CUDA tensors travel through host memory. Under NCCL, tensors in host memory travel through the GPU.
 """
 
 from __future__ import annotations
@@ -30,13 +34,14 @@ class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return once the result is in its tensor (on a GPU: ordered before later kernels of the current stream)."""
+        """Return once the result is in its tensor. On a GPU, it is then ordered before later kernels of the stream."""
 
 
 class Communicator(Protocol):
-    """A group of ranks; all of them call the same collectives in the same order.
+    """A group of ranks. All of its ranks call the same collectives in the same order.
 
-    Collectives return at once where `async_op` is set; their tensors must then be left alone until `wait`.
+    With `async_op`, collectives return at once, and their tensors must be left alone until `wait` has returned. P is
+    the number of ranks in the shapes below.
     """
 
     rank: int
@@ -45,35 +50,43 @@ class Communicator(Protocol):
     seconds_waited: float
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
-        """Replace `x` by its sum (max, min) over ranks."""
+        """Replace `x` by its sum, maximum or minimum over the ranks (`op`: "sum", "max" or "min")."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        """Fill `out` (n,) with this rank's part of the sum of `x` (P n,)."""
+        """Fill `out` (n,) with this rank's shard of the sum of `x` (P n,) over the ranks."""
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        """Fill `out` (P n,) with each rank's `x` (n,), in rank order."""
+        """Fill `out` (P n,) with every rank's `x` (n,), in rank order."""
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
     ) -> Pending:
-        """Send `sent[r]` elements of `x` to rank r, and fill `out` with `received[r]` elements from it; both 1-D."""
+        """Send a slice of `x` to each rank and fill `out` with the slices received, in rank order.
+
+        Args:
+            out: (sum of `received`,) the memory that is filled.
+            x: (sum of `sent`,) the elements to send.
+            received: number of elements that come from each rank.
+            sent: number of elements that go to each rank.
+            async_op: return before the collective is complete.
+        """
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
-        """Replace `x` by that of rank `source` of the group."""
+        """Replace `x` by the `x` of rank `source` of the group."""
 
     def barrier(self) -> None:
         """Return once every rank has called."""
 
 
 class Done:
-    """A collective that is complete."""
+    """A collective that is already complete."""
 
     def wait(self) -> None:
-        """Return."""
+        """Return at once."""
 
 
 class NullCommunicator:
-    """One rank."""
+    """A group of one rank. Its collectives copy the input to the output and send nothing."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.bytes_sent, self.seconds_waited = 0, 1, 0, 0.0
@@ -152,13 +165,17 @@ class TorchCommunicator:
         self.seconds_waited += time.perf_counter() - start
 
     def close(self) -> None:
-        """Destroy the process group; nobody may be in one of its collectives any more."""
+        """Destroy the process group. No rank may be in one of its collectives any more."""
         dist.destroy_process_group(self._group)
 
     def _run(self, call: Callable[..., Any], out: Tensor, x: Tensor, async_op: bool) -> Pending:
-        """Call a collective on `x` (in place where it is `out`), by way of the memory that the backend needs."""
+        """Call a collective on `x`, staging tensors through the memory that the backend needs.
+
+        The collective works in place if `out` is `x`.
+        """
         staged = x.device.type != self._home
-        given = x.contiguous()  # what is sent lies in the order of its axes, whatever x's order in memory
+        # Ranks may hold the same tensor in different memory formats, so elements are sent in the order of the axes.
+        given = x.contiguous()
         given = given.to(self._home) if staged else given
         if out is x:
             to = given
@@ -174,7 +191,7 @@ class TorchCommunicator:
 
 
 class _Work:
-    """Keeps the tensors of a collective alive until it is complete, and brings the result to where it is wanted."""
+    """The handle of a collective of torch, which keeps its tensors alive and copies the result to its destination."""
 
     def __init__(self, comm: TorchCommunicator, work: Any, given: Tensor, to: Tensor, out: Tensor):
         self._comm, self._work, self._given, self._to, self._out = comm, work, given, to, out
@@ -191,5 +208,5 @@ class _Work:
 
 
 def bytes_of(x: Tensor) -> int:
-    """Bytes of its elements."""
+    """Return the number of bytes of a tensor's elements."""
     return x.numel() * x.element_size()

@@ -1,4 +1,7 @@
-"""The communicators of one rank, looked up by role."""
+"""The communicators of one rank, looked up by role, such as `mesh.lat` or `mesh.model`.
+
+A role is a set of mesh axes. Its group consists of the ranks that differ along these axes only.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,22 @@ ROLES: tuple[tuple[str, ...], ...] = (AXES, ("data",), ("lat",), ("lon",), ("lat
 
 @dataclass(frozen=True)
 class Mesh:
-    """A topology and the communicator of each role; `Mesh()` is one rank."""
+    """A topology and the communicator of each role. `Mesh()` describes a job of one rank.
+
+    Callers look a communicator up by its role and never ask how many ranks there are: a role without other ranks has a
+    null communicator.
+    """
 
     topology: Topology = Topology()  # noqa: RUF009 - frozen
     groups: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
 
     def along(self, *axes: str) -> Communicator:
-        """The ranks that differ from this one along `axes` alone."""
+        """Return the communicator of the ranks that differ from this one along `axes` only."""
         return self.groups.get(axes) or self._one
 
     def __deepcopy__(self, _: object) -> Mesh:
-        return self  # communicators are not copied: a copy of a model talks to the same ranks
+        # A process group cannot be copied. A copy of a model communicates with the same ranks as the original.
+        return self
 
     @cached_property
     def _one(self) -> Communicator:
@@ -38,46 +46,47 @@ class Mesh:
 
     @property
     def world(self) -> Communicator:
-        """All ranks."""
+        """Return the communicator of all ranks."""
         return self.along(*AXES)
 
     @property
     def data(self) -> Communicator:
-        """Ranks that hold the same part of different samples."""
+        """Return the communicator of the ranks that hold the same shard of different samples."""
         return self.along("data")
 
     @property
     def lat(self) -> Communicator:
-        """Ranks that hold the same columns of one sample, from north to south."""
+        """Return the communicator of the ranks that hold the same columns of one sample, from north to south."""
         return self.along("lat")
 
     @property
     def lon(self) -> Communicator:
-        """Ranks that hold the same rows of one sample, eastwards."""
+        """Return the communicator of the ranks that hold the same rows of one sample, ordered eastwards."""
         return self.along("lon")
 
     @property
     def spatial(self) -> Communicator:
-        """Ranks that share one sample."""
+        """Return the communicator of the ranks that share one sample."""
         return self.along("lat", "lon")
 
     @property
     def model(self) -> Communicator:
-        """Ranks that train one set of weights."""
+        """Return the communicator of the ranks that train one set of weights."""
         return self.along("data", "lat", "lon")
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over all of its communicators."""
+        """Return the bytes that this rank has sent over all of its communicators."""
         return sum(group.bytes_sent for group in self._each)
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that this rank has waited in collectives of all of its communicators."""
+        """Return the seconds that this rank has waited in collectives of all of its communicators."""
         return sum(group.seconds_waited for group in self._each)
 
     @property
     def _each(self) -> list[Communicator]:
+        # Two roles over the same ranks share a communicator, which must be counted once.
         return list({id(group): group for group in self.groups.values()}.values())
 
 
@@ -85,9 +94,18 @@ Members = tuple[tuple[int, ...], ...]
 
 
 def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = None) -> Mesh:
-    """Make the communicators of a topology over the initialised process group; groups of one rank cost nothing.
+    """Make the communicators of a topology over the initialised process group.
 
-    `known` communicators, by the members of all groups of a role, are used again, and new ones added to them.
+    All ranks of the job call this with the same degrees. A group of one rank gets a null communicator and costs
+    nothing.
+
+    Args:
+        topology: the mesh, seen from this rank.
+        known: communicators that exist already, by the members of all groups of a role. They are used again, and new
+            ones are added to this dictionary.
+
+    Returns:
+        The mesh of this rank.
     """
     groups: dict[tuple[str, ...], Communicator] = {}
     same = {} if known is None else known
@@ -103,30 +121,43 @@ def make_mesh(topology: Topology, known: dict[Members, Communicator] | None = No
 
 
 def dissolve(groups: Iterable[Communicator], world: Communicator) -> None:
-    """Destroy communicators that nothing uses any more, with their threads and connections; all ranks of the job call
-    this, which `world` joins."""
-    world.barrier()  # or one would hang up while another still hears
+    """Destroy communicators that are no longer used, with their threads and connections.
+
+    All ranks of the job call this.
+
+    Args:
+        groups: the communicators; duplicates are destroyed once.
+        world: a communicator of all ranks, which is not among `groups`.
+    """
+    # Without the barrier, one rank could close a connection on which another still receives.
+    world.barrier()
     for group in {id(group): group for group in groups}.values():
         if isinstance(group, TorchCommunicator):
             group.close()
 
 
-_patience: list[timedelta] = []  # of exchanges, once a job has begun; process groups belong to the process
+# The timeout of collectives; empty until a job has begun. It is global because process groups belong to the process.
+_patience: list[timedelta] = []
 
 
 def be_patient(seconds: float) -> None:
-    """How long exchanges of groups made from now on wait for a rank; torch's own default differs by backend."""
+    """Set the timeout of collectives, in seconds, for groups made from now on.
+
+    Torch's own default differs between backends.
+    """
     _patience[:] = [timedelta(seconds=seconds)]
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """A process group of `ranks`; all ranks of the job call this."""
+    """Make a process group of `ranks`. All ranks of the job call this, members or not."""
     return dist.new_group(list(ranks), timeout=_patience[0] if _patience else None)
 
 
 def _own_group(members: tuple[tuple[int, ...], ...], rank: int) -> object:
+    """Make one process group for each tuple of ranks and return the one that contains `rank`."""
     own = None
     for ranks in members:
+        # torch requires every rank to take part in making every group, in the same order.
         group = new_group(ranks)
         if rank in ranks:
             own = group

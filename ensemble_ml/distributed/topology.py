@@ -1,7 +1,7 @@
-"""Where a rank stands: pure functions of (rank, degrees), without processes, devices or torch.
+"""The rank layout of a job: pure functions of (rank, degrees), without processes, devices or torch.
 
-A job of P ranks is a mesh (trainer, data, lat, lon), longitude running fastest; so the ranks of one spatial group have
-neighbouring numbers, and a launcher that fills nodes in order keeps a group inside a node.
+A job of P ranks is a mesh with the axes (trainer, data, lat, lon). Longitude varies fastest, so the ranks of one
+spatial group have consecutive numbers, and a launcher that fills nodes in order keeps a group inside one node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AXES = ("trainer", "data", "lat", "lon")
 
 
 class Place(NamedTuple):
-    """Coordinates of a rank in the mesh."""
+    """The coordinates of a rank in the mesh."""
 
     trainer: int
     data: int
@@ -28,10 +28,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The mesh of a job and one rank's place in it.
+    """The mesh of a job, seen from one rank.
+
+    Each field but `rank` is the degree of an axis, that is the number of ranks along it: competing models (`trainer`),
+    shards of the batch (`data`), shards of latitude (`lat`) and of longitude (`lon`).
 
     Raises:
-        UserError: a degree below one, or a rank outside the mesh.
+        UserError: a degree is below one, or the rank lies outside the mesh.
     """
 
     trainer: int = 1
@@ -52,44 +55,55 @@ class Topology:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Degrees in the order of `AXES`."""
+        """Return the degrees in the order of `AXES`."""
         return self.trainer, self.data, self.lat, self.lon
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.trainer * self.data * self.lat * self.lon
 
     @property
     def spatial(self) -> int:
-        """Ranks that share one sample."""
+        """Return the number of ranks that share one sample."""
         return self.lat * self.lon
 
     @property
     def place(self) -> Place:
-        """Coordinates of this rank."""
+        """Return the coordinates of this rank."""
         return place_of(self.shape, self.rank)
 
     def at(self, rank: int) -> Topology:
-        """The same mesh seen from another rank."""
+        """Return the same mesh, seen from another rank."""
         return replace(self, rank=rank)
 
     def group(self, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from this one along `axes` alone, itself among them, in rank order."""
+        """Return the ranks whose coordinates differ from this rank's along `axes` only.
+
+        Args:
+            axes: names out of `AXES`.
+
+        Returns:
+            The ranks in ascending order, this one included.
+        """
         own = self.place
         every = zip(AXES, self.shape, own, strict=True)
         along = [range(degree) if axis in axes else (place,) for axis, degree, place in every]
         return tuple(rank_of(self.shape, Place(*place)) for place in product(*along))
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
-        """All groups along `axes`, each once, in the same order on every rank."""
+        """Yield every group along `axes` once, in the same order on every rank."""
         across = [(0,) if axis in axes else range(n) for axis, n in zip(AXES, self.shape, strict=True)]
         for place in product(*across):
             yield self.at(rank_of(self.shape, Place(*place))).group(*axes)
 
 
 def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
-    """The rank at `place` of a mesh of `shape`."""
+    """Return the rank at `place` in a mesh of `shape`.
+
+    Raises:
+        UserError: a coordinate lies outside the mesh.
+    """
     rank = 0
     for degree, coordinate in zip(shape, place, strict=True):
         if not 0 <= coordinate < degree:
@@ -99,8 +113,9 @@ def rank_of(shape: tuple[int, int, int, int], place: Place) -> int:
 
 
 def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
-    """The coordinates of `rank` in a mesh of `shape`."""
+    """Return the coordinates of `rank` in a mesh of `shape`."""
     found = []
+    # The last axis varies fastest, so coordinates come off the rank number from the last axis to the first.
     for degree in reversed(shape):
         rank, coordinate = divmod(rank, degree)
         found.append(coordinate)
@@ -108,9 +123,18 @@ def place_of(shape: tuple[int, int, int, int], rank: int) -> Place:
 
 
 def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
-    """The mesh that `config` makes of `size` ranks; `parallel.data=auto` takes what the other degrees leave.
+    """Build the mesh that `config` asks for, over `size` ranks.
 
-    Where latitude or longitude are left to the planner, every rank has dates of its own until it has chosen.
+    `parallel.data=auto` takes the ranks that the other degrees leave. If the planner is to choose latitude or
+    longitude, all ranks lie along the data axis until it has chosen.
+
+    Args:
+        config: the degrees, or `auto`.
+        rank: number of this rank.
+        size: number of ranks that were started.
+
+    Returns:
+        The topology, seen from `rank`.
 
     Raises:
         UserError: the degrees do not multiply to the number of ranks.
@@ -135,13 +159,22 @@ def make_topology(config: ParallelConfig, *, rank: int, size: int) -> Topology:
 
 
 def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
-    """(first, last + 1) row of each part: whole blocks of `block` rows, at most one block apart, the last block short.
+    """Split rows into contiguous shards made of whole blocks, so that pooling never crosses a border.
 
-    361 rows, 4 parts, blocks of 16: 96, 96, 96, 73. Larger parts come first, but no part is a short block alone where
-    that can be helped: 17 rows, 3 parts, blocks of 4: 8, 4, 5.
+    Shard sizes differ by at most one block, and the last block may be short. 361 rows, 4 parts, blocks of 16: 96, 96,
+    96, 73. Larger shards come first, but no shard consists of the short block alone if that can be avoided: 17 rows, 3
+    parts, blocks of 4: 8, 4, 5.
+
+    Args:
+        rows: number of rows of the grid (or columns).
+        parts: number of shards.
+        block: rows of a block, 2^depth for a U-Net with `depth` poolings.
+
+    Returns:
+        (first, last + 1) row of each shard, from the first to the last.
 
     Raises:
-        UserError: fewer blocks than parts.
+        UserError: there are fewer blocks than shards.
     """
     blocks = -(-rows // block)
     if parts > blocks:
@@ -151,6 +184,7 @@ def bands(rows: int, parts: int, block: int) -> tuple[tuple[int, int], ...]:
         )
     share, extra = divmod(blocks, parts)
     larger = set(range(extra))
+    # With one block a shard, the last shard would be the short block alone. It gets one of the extra blocks instead.
     if share == 1 and extra and rows % block:
         larger = {*range(extra - 1), parts - 1}
     found, start = [], 0
