@@ -1,10 +1,10 @@
-"""A job of several ranks, from its first hello to its end: nobody is left waiting for a rank that is gone.
+"""The start and the end of a job of several ranks. No rank is left waiting for a rank that is gone.
 
     with start(config.parallel) as session:      # session.mesh, session.topology
-        session.step = 17                        # told where something fails
+        session.step = 17                        # named in the report of a failure
 
-Rank 0 serves a small key-value store (torch's TCPStore, `meeting.py`), which the process group is initialised through
-and in which the ranks watch over each other (`watch.py`).
+Rank 0 serves a small key-value store (torch's TCPStore, see `meeting.py`). The process group is initialised through it,
+and the ranks watch over each other in it (see `watch.py`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,20 @@ from ensemble_ml.models.speed import device_name
 
 T = TypeVar("T")
 _log = logging.getLogger("ensemble_ml")
-_LOOK, _RARELY = 0.02, 0.5  # seconds between looks at the store, at first and in the end: rank 0 serves it to all ranks
+# Shortest and longest interval between polls of the store, in seconds. Rank 0 serves it to all, so polls slow down.
+_LOOK, _RARELY = 0.02, 0.5
 
 
 def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
-    """Read the launcher's variables, meet the other ranks and make the mesh; one rank meets nobody.
+    """Read the launcher's variables and return the session of this rank. Entering the session joins the other ranks.
+
+    Args:
+        config: the degrees of the mesh, the launcher, the backend and the timeouts.
+        env: environment variables; None for those of this process.
 
     Raises:
-        UserError: the variables disagree, the degrees do not fit the number of ranks, or a rank does not come.
+        UserError: the variables disagree, or the degrees do not fit the number of ranks. Entering the session raises
+            one if a rank does not come.
     """
     world = read_world(dict(os.environ) if env is None else env, config.launcher)
     topology = make_topology(config, rank=world.rank, size=world.size)
@@ -53,12 +59,21 @@ def start(config: ParallelConfig, env: dict[str, str] | None = None) -> Session:
 
 
 def solo() -> Session:
-    """One rank alone, whatever the variables say."""
+    """Return the session of a single rank, whatever the launcher's variables say."""
     return Session(World(), Topology(), ParallelConfig())
 
 
 class Session:
-    """One rank's part in a job, as a context manager."""
+    """The part of one rank in a job, used as a context manager.
+
+    Entering it joins the other ranks and makes the mesh; leaving it ends the job cleanly, or reports a failure to the
+    others.
+
+    Attributes:
+        mesh: the communicators.
+        step: number of the step that the rank is at, which failure reports name.
+        device: the GPU of this rank, or the CPU.
+    """
 
     def __init__(self, world: World, topology: Topology, config: ParallelConfig):
         self.world, self.topology, self.config = world, topology, config
@@ -66,13 +81,15 @@ class Session:
         self.step = 0
         self.device = _device(world)
         self._watch: Watch | None = None
-        self._level: int | None = None  # of the log before
+        self._level: int | None = None  # the log level to restore at the end
         self._store: Any = None
         self._once = 0
 
     def share_out(self, topology: Topology) -> None:
-        """Take another mesh over the same ranks, in place of the one before, which is destroyed; all of them call this
-        with the same degrees."""
+        """Replace the mesh by another one over the same ranks and destroy the old communicators.
+
+        All ranks call this with the same degrees.
+        """
         before = self.mesh
         self.topology = topology.at(self.world.rank)
         self.mesh = make_mesh(self.topology) if self.world.size > 1 else Mesh(self.topology)
@@ -80,11 +97,14 @@ class Session:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes files and says things."""
+        """Return True on the rank that writes files and logs messages, which is rank 0."""
         return self.topology.rank == 0
 
     def once(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on rank 0, on every rank; it may take any time."""
+        """Call `compute` on rank 0 and return its result on every rank. It may take any time.
+
+        All ranks call this. The result must be picklable.
+        """
         if self.world.size == 1:
             return compute()
         self._once += 1
@@ -93,7 +113,8 @@ class Session:
         if self.first:
             payload = pickle.dumps(compute())
             self._store.set(key, str(len(payload)))
-        _until(lambda: self._store.check([key]))  # not in a collective, whose patience has an end
+        # Ranks wait by polling the store: a collective would time out during a long computation.
+        _until(lambda: self._store.check([key]))
         size = int(self._store.get(key))
         if self.first:
             message = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
@@ -103,10 +124,14 @@ class Session:
         return pickle.loads(message.cpu().numpy().tobytes())
 
     def agree(self, what: Mapping[str, Any], remedy: str = "give every rank the same") -> None:
-        """Let all ranks come with the same values, by name; every rank calls this.
+        """Check that all ranks hold the same values. Every rank calls this.
+
+        Args:
+            what: values by name, compared as strings.
+            remedy: what the error message advises.
 
         Raises:
-            UserError: this rank's differ from those of rank 0; names the first, and the `remedy`.
+            UserError: a value of this rank differs from rank 0's. The message names the first such value.
         """
         if self.world.size == 1:
             return
@@ -123,12 +148,12 @@ class Session:
                 )
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
-        """Whether all of `ranks` run where this one does."""
+        """Return whether all of `ranks` run on the host of this rank."""
         own = socket.gethostname().encode()
         return self.world.size == 1 or all(self._store.get(f"host/{rank}") == own for rank in ranks)
 
     def meet(self) -> None:
-        """Return when all ranks have come here; like `once`, it may take any time."""
+        """Return when all ranks have called this. Like `once`, it may take any time."""
         if self.world.size == 1:
             return
         self._once += 1
@@ -143,9 +168,11 @@ class Session:
             _tell_where([device_name(self.device)], self.device, "one rank")
             return self
         host, port = self.world.host, self.world.port
-        across = False  # whether hosts are being joined by gloo, which reaches each by what its own name leads to there
+        # True while gloo connects hosts. Gloo reaches each host by the address that the host's own name resolves to
+        # there, which may be unreachable from outside; an error in this phase gets a message of its own.
+        across = False
         try:
-            # Where ranks may be late for an exchange they may be late at the start, too.
+            # Users who raise the timeout of collectives expect late ranks, which may also be late at the start.
             patience = max(MEETING, timedelta(seconds=self.config.timeout))
             meeting = meet(self.world, patience)
             host, port = meeting.host, meeting.port
@@ -155,11 +182,13 @@ class Session:
             _all_come(store, self.world, patience)
             _check_agreement(store, self.topology)
             kinds = _devices(store, self.world, self.device)
-            if not self.world.counted:  # as if all shared one node's cores and memory
+            # The launcher did not give the number of ranks on this node, so all ranks were assumed to be on it.
+            if not self.world.counted:
                 self.world = replace(self.world, local_size=kinds["hosts"][socket.gethostname()])
             backend = _backend(self.config.backend, self.world, kinds["apart"], kinds["shared"])
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # where host memory goes through the GPU, it goes through ours
+                # NCCL stages tensors of host memory through the current device, which must be this rank's.
+                torch.cuda.set_device(self.device)
             be_patient(self.config.timeout)
             across = backend == "gloo" and len(kinds["hosts"]) > 1
             dist.init_process_group(
@@ -187,7 +216,8 @@ class Session:
                     " taken, set MASTER_PORT to a free one on all ranks"
                 ) from error
             raise
-        if not self.first:  # what all would say, one says; warnings come from all
+        # All ranks would log the same messages, so only rank 0 logs them. Warnings come from every rank.
+        if not self.first:
             self._level = _log.level
             _log.setLevel(logging.WARNING)
         return self
@@ -197,44 +227,59 @@ class Session:
             _log.setLevel(self._level)
         if self._watch is None:
             return
+        # If all ranks stop at the same step on purpose, that is a clean end. Every other error is reported to the other
+        # ranks.
         if error is not None and not (isinstance(error, Stopped) and error.together):
             self._fail(error)
         else:
             self._watch.leave()
             dist.destroy_process_group()
+        # Launchers end all ranks at the first exit status that is not 0. Rank 0 has that status here, so it leaves
+        # last.
         if isinstance(error, Stopped) and error.requeue and self.first:
             time.sleep(LAST)
 
     def report(self, error: BaseException) -> None:
-        """Tell the others of a failure at once, before this rank has let go of what it holds, which may take long; the
-        error has to be raised on. What all ranks may meet at the same step (a user's mistake, gradients that are not
-        finite, an interruption) waits for the end of the session, so that each says it itself."""
+        """Report a failure to the other ranks at once. The caller must re-raise the error.
+
+        This is for the time before this rank has released what it holds, which may take long. Some errors may occur on
+        all ranks at the same step: a user's mistake, gradients that are not finite, an interruption. These wait for the
+        end of the session, so that each rank reports its own.
+        """
         if self._watch is not None and not isinstance(error, UserError | KeyboardInterrupt):
             self._watch.report(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others; where the failure only echoes another rank's, that rank is named and this one leaves."""
+        """Report the failure to the other ranks.
+
+        If it only follows from another rank's failure, name that rank and exit.
+        """
         if self._watch is not None:
             self._watch.fail(error)
 
 
 def _device(world: World) -> torch.device:
+    """Return the GPU of this rank, by its number on the node, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
 def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
-    """What the ranks compute on: `apart`, whether each has a GPU of its own (as many as ranks on each host, or one that
-    its launcher lets it see), a host and its ranks where one GPU is `shared`, their `names`, and how many ranks each of
-    the `hosts` has.
+    """Collect which devices the ranks compute on.
+
+    Returns:
+        A dictionary of plain values. `apart`: each rank has a GPU of its own. `shared`: a host and its ranks that share
+        one GPU, or None. `names`: the kinds of devices. `hosts`: number of ranks on each host. `lacking`: ranks without
+        a GPU while others have one.
 
     Raises:
-        UserError: some ranks have a GPU and others have none, which would compute at the speed of these.
+        UserError: some ranks have a GPU and others have none. The job would run at the speed of the latter.
     """
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     store.set(f"gpu/{world.rank}", json.dumps([socket.gethostname(), gpu, device_name(device)]))
-    if world.rank == 0:  # one asks for all, or a large job would begin with a question for each pair of ranks
+    # Rank 0 alone reads all entries: if all ranks did, a large job would begin with a request for each pair of ranks.
+    if world.rank == 0:
         every = [json.loads(store.get(f"gpu/{rank}")) for rank in range(world.size)]
         without = [rank for rank, (_, own, _) in enumerate(every) if not own]
         holders: dict[tuple[str, str], list[int]] = {}
@@ -258,7 +303,7 @@ def _devices(store: Any, world: World, device: torch.device) -> dict[str, Any]:
 
 
 def _unreached(rank: int, error: RuntimeError) -> str:
-    """What to do where gloo does not reach the ranks of other hosts."""
+    """Return the message for a gloo connection between hosts that failed, with the remedy."""
     name, address = socket.gethostname(), "no address"
     with suppress(OSError):
         address = socket.gethostbyname(name)
@@ -271,7 +316,7 @@ def _unreached(rank: int, error: RuntimeError) -> str:
 
 
 def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str = "") -> None:
-    """Say what computes, where that is a GPU, or several ranks, or a GPU might have been meant."""
+    """Log the devices, if there are GPUs, several ranks, or a torch for GPUs that sees none."""
     blind = device.type == "cpu" and torch.version.cuda is not None
     if device.type == "cuda" or how or blind:
         none = "; this torch is for GPUs, and sees none" if blind else ""
@@ -279,10 +324,10 @@ def _tell_where(names: Sequence[str], device: torch.device, who: str, how: str =
 
 
 def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str, list[int]] | None = None) -> str:
-    """The library: NCCL needs a GPU for each rank.
+    """Return the name of the communication library. NCCL needs one GPU for each rank.
 
     Raises:
-        UserError: NCCL is asked for and cannot be had.
+        UserError: NCCL was requested and is not available.
     """
     enough = gpus_apart and dist.is_nccl_available()
     if wanted is Backend.nccl and not enough:
@@ -301,9 +346,9 @@ def _backend(wanted: Backend, world: World, gpus_apart: bool, shared: tuple[str,
 
 
 def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
-    """Look again and again until `done`; whether that was within `seconds`.
+    """Poll `done` with growing intervals. Return whether it became true within `seconds`.
 
-    Signals are heard meanwhile, as they are not within a call of the store.
+    Python handles signals between polls, which it cannot do within a blocking call of the store.
     """
     latest, wait = time.monotonic() + seconds, _LOOK
     while not done():
@@ -315,10 +360,11 @@ def _until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
 
 
 def _come(store: Any, world: World) -> None:
-    """Say that this rank is here.
+    """Register this rank in the store.
 
     Raises:
-        UserError: all are here already. They are another job's, and must not hear of this one's failure.
+        UserError: all ranks have registered already. They belong to another job, which must not receive this one's
+            failure.
     """
     if store.add("come", 1) > world.size:
         raise UserError(
@@ -329,10 +375,10 @@ def _come(store: Any, world: World) -> None:
 
 
 def _all_come(store: Any, world: World, patience: timedelta) -> None:
-    """Wait for the other ranks.
+    """Wait for the other ranks to register.
 
     Raises:
-        UserError: some do not come; says which.
+        UserError: some ranks do not come. The message names them.
     """
     if not _until(lambda: store.add("come", 0) >= world.size, patience.total_seconds()):
         absent = [rank for rank in range(world.size) if not store.check([f"host/{rank}"])]
@@ -343,10 +389,10 @@ def _all_come(store: Any, world: World, patience: timedelta) -> None:
 
 
 def _check_agreement(store: Any, topology: Topology) -> None:
-    """Every rank must have made the same mesh.
+    """Check that every rank has made the same mesh.
 
     Raises:
-        UserError: this rank's degrees differ from those of rank 0.
+        UserError: the degrees of this rank differ from those of rank 0.
     """
     if topology.rank == 0:
         store.set("mesh", str(topology))

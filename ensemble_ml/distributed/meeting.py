@@ -1,7 +1,8 @@
-"""Where the ranks of a job find each other: host and port of the key-value store that rank 0 serves.
+"""The rendezvous of the ranks of a job: host and port of the key-value store that rank 0 serves.
 
-Launchers tell it in variables (MASTER_ADDR, MASTER_PORT), torchrun by a store of its agent, mpiexec by MPI itself.
-A process may train several times, as in a sweep: the ranks meet once, and each session has keys of its own.
+Most launchers give both in variables (MASTER_ADDR, MASTER_PORT), torchrun in a store of its agent, mpiexec through MPI
+itself. A process may train several times, for example in a sweep. The ranks then meet once, and each session has its
+own keys.
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from ensemble_ml.config import Launcher
 from ensemble_ml.distributed.world import World
 from ensemble_ml.errors import UserError
 
-MEETING = timedelta(seconds=120)  # that ranks wait for each other at the least
-_LOOK = 0.05  # seconds between looks for whether rank 0 listens
+MEETING = timedelta(seconds=120)  # the least time that ranks wait for each other
+_LOOK = 0.05  # seconds between attempts to reach rank 0
 
 
 @dataclass(eq=False)
 class Meeting:
-    """Host and port of the key-value store, on rank 0 the store itself, and how often this process has met there.
+    """The host and port of the key-value store, and how many sessions of this process have used it.
 
-    `job` tells ours from others: two at the same port do not read each other's keys. `patience` is how long ranks wait
-    for each other.
+    Attributes:
+        host: host of rank 0.
+        port: port of the store.
+        server: the store itself on rank 0, None elsewhere.
+        sessions: number of sessions so far, this one included.
+        job: a name of the job, so that two jobs on the same port do not read each other's keys.
+        patience: how long ranks wait for each other.
     """
 
     host: str
@@ -40,20 +46,29 @@ class Meeting:
     patience: timedelta = MEETING
 
     def connect(self, size: int) -> Any:
-        """A connection of its own to the store, for the keys of the last session alone."""
+        """Open a new connection to the store, which sees the keys of the current session only.
+
+        Args:
+            size: number of ranks.
+        """
         _reached(self.host, self.port, self.patience)
         store = dist.TCPStore(self.host, self.port, size, False, self.patience, wait_for_workers=False)
         return dist.PrefixStore(f"{self.job} session {self.sessions}", store)
 
 
-_meetings: dict[World, Meeting] = {}  # kept: a port that SLURM's variables tell is taken, MPI asked, one time only
+# Meetings outlive a session: the port that follows from SLURM's variables can be bound once, and MPI can be asked once.
+_meetings: dict[World, Meeting] = {}
 
 
 def meet(world: World, patience: timedelta = MEETING) -> Meeting:
-    """Where the ranks meet, for one session more.
+    """Return the meeting point of the ranks, for one more session.
+
+    Args:
+        world: this process among the ranks.
+        patience: how long ranks wait for each other.
 
     Raises:
-        UserError: nothing says where rank 0 is, or mpi4py belongs to another MPI than the launcher.
+        UserError: nothing gives rank 0's address, or mpi4py belongs to another MPI than the launcher.
     """
     if world not in _meetings:
         _meetings[world] = Meeting(*_arranged(world, patience), job=world.job)
@@ -64,14 +79,15 @@ def meet(world: World, patience: timedelta = MEETING) -> Meeting:
 
 
 def met() -> bool:
-    """Whether this process has met other ranks, whom a failure here takes with it."""
+    """Return whether this process has met other ranks, which a failure here would end too."""
     return bool(_meetings)
 
 
 def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
+    """Return (host, port, store) by the way that the launcher offers; the store is None except on rank 0."""
     agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     if world.host is not None and world.port is not None:
-        # torchrun's agent holds MASTER_PORT itself; its store tells the port of ours.
+        # torchrun's agent occupies MASTER_PORT itself, so the port of our store is passed through the agent's store.
         if agent and world.launcher is Launcher.torchrun:
             return _meet_through_agent(world, patience)
         return world.host, world.port, _serve(world, world.port, patience) if world.rank == 0 else None
@@ -84,10 +100,12 @@ def _arranged(world: World, patience: timedelta) -> tuple[str, int, Any]:
 
 
 def _reached(host: str, port: int, patience: timedelta) -> None:
-    """Return when somebody listens at this port; a store that connects would hear no signal until then.
+    """Return when the port accepts connections.
+
+    Connecting a store at once would block in native code, where Python cannot handle signals.
 
     Raises:
-        DistNetworkError: nobody does.
+        DistNetworkError: nothing listens at the port in time.
     """
     latest = time.monotonic() + patience.total_seconds()
     while time.monotonic() < latest:
@@ -131,8 +149,9 @@ def _meet_through_mpi(world: World, patience: timedelta) -> tuple[str, int, Any]
         )
     server = _serve(world, 0, patience) if world.rank == 0 else None
     host, port = everyone.bcast(None if server is None else (socket.gethostname(), server.port))
-    host = "127.0.0.1" if host == socket.gethostname() else host  # a laptop's own name may lead nowhere
+    # On a laptop, the machine's own name may not resolve to an address.
+    host = "127.0.0.1" if host == socket.gethostname() else host
     if mpi4py.rc.finalize is not False:
-        # MPI has done its part; left to the end, its farewell would wait for a rank that failed.
+        # MPI is not needed any more. If it were finalised at exit, it would wait for a rank that failed.
         MPI.Finalize()
     return host, port, server

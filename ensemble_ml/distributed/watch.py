@@ -1,13 +1,15 @@
-"""The watch of a rank: nobody is left waiting for a rank that is gone.
+"""Failure detection between ranks. No rank is left waiting for a rank that is gone.
 
-A rank that raises writes who it is, its step and the cause into the job's key-value store, and leaves; a watch thread
-in every rank reads that within half a second, prints it, and ends its process, also out of a collective that would wait
-for ever. A rank that dies without a word (killed, out of memory) is told from a slow one by its heartbeat, which a
-thread of its own keeps up. A second thread of every other rank sees when rank 0 no longer answers, which the first may
-then wait for without end.
+A rank that raises writes its number, its step and the cause into the job's key-value store and exits. A watch thread in
+every rank polls the store every half second. On a failure it prints the cause and ends its process, even if the main
+thread is inside a collective that would never return.
 
-An interruption (Ctrl-C, SIGTERM) comes to all ranks at once as a rule: the others have some time to end by themselves,
-with the file that they are at.
+A rank that dies silently (killed, out of memory) is told from a slow one by its heartbeat, which the watch thread keeps
+up. Rank 0 serves the store. If it stops answering, the watch thread of another rank may block forever in a request, so
+a second thread on every other rank checks when rank 0 last answered.
+
+An interruption (Ctrl-C, SIGTERM) usually reaches all ranks at once. The others get some time to end by themselves, so
+that they can finish the file that they are writing.
 """
 
 from __future__ import annotations
@@ -27,30 +29,43 @@ import torch.distributed as dist
 from ensemble_ml.errors import STATUS_REQUEUE, Stopped
 
 STATUS_ABORTED = 70  # left because another rank failed
-LAST = 3.0  # seconds; launchers end the others at the first status that is not 0: rank 0, which has one, comes last
-_PERIOD = 0.5  # seconds between looks at the store
-_SOON = 0.05  # the same for who waits for the last to leave
-_GRACE = 3.0  # seconds beyond `silence` that rank 0 has to answer, and that a failed exchange waits for the cause
+# Launchers end all ranks at the first exit status that is not 0. Rank 0 exits with such a status when the job asks to
+# be requeued, so it waits these seconds to be the last.
+LAST = 3.0
+_PERIOD = 0.5  # seconds between polls of the store
+_SOON = 0.05  # seconds between polls while a rank waits for the last one to leave
+_GRACE = 3.0  # seconds beyond `silence` that rank 0 has to answer, and that a failed collective waits for the cause
 _UNWIND = 15.0  # seconds that a rank may go on after another was interrupted; launchers kill after thirty
-_FAREWELL = 2 * _PERIOD + 0.5  # the store dies with rank 0: the others read first
+_FAREWELL = (
+    2 * _PERIOD + 0.5
+)  # seconds that rank 0 stays after a failure: the store dies with it, and others read first
 
 
 class Watch:
-    """The thread that keeps up this rank's heartbeat and looks for word of a failure; rank 0 counts heartbeats too, and
-    on other ranks a second thread counts its answers."""
+    """A thread that keeps up this rank's heartbeat and polls the store for a failure of another rank.
+
+    Rank 0 also checks the heartbeats of the others. On the other ranks, a second thread checks that rank 0 answers.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, silence: float, step: Callable[[], int]):
-        """`store`: a connection that nothing else uses, since one that waits in a collective's set-up would hold the
-        heartbeat up; `silence`: seconds without a beat after which a rank is given up; `step` tells where this rank
-        is."""
+        """Start the threads.
+
+        Args:
+            store: a connection to the store that nothing else uses. On a shared one, a call that waits for a
+                collective's set-up would hold up the heartbeat.
+            rank: number of this rank.
+            size: number of ranks.
+            silence: seconds without a heartbeat after which a rank counts as dead.
+            step: returns the step that this rank is at.
+        """
         self._rank, self._size, self._silence, self._step = rank, size, silence, step
         self._store = store
         self._store.set(f"beat/{self._rank}", "0 0")
         self._seen: dict[int, tuple[str, float]] = {}
         self._looked = time.monotonic()
         self._end, self._leaving, self._reported = threading.Event(), False, False
-        self._interrupted: dict[str, Any] | None = None  # what was told of another rank's interruption
-        self._until = 0.0  # when this rank has had its time after it
+        self._interrupted: dict[str, Any] | None = None  # the report of another rank's interruption
+        self._until = 0.0  # when this rank's time to end by itself is over
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._answered, self._gone = self._looked, threading.Event()
         self._thread.start()
@@ -59,7 +74,10 @@ class Watch:
             self._answers.start()
 
     def report(self, error: BaseException) -> None:
-        """Write the cause; what may be the echo of another rank's failure waits for `fail`."""
+        """Write the cause of a failure into the store.
+
+        An error that may follow from another rank's failure waits for `fail`.
+        """
         if _echo(error):
             return
         with contextlib.suppress(dist.DistError):
@@ -68,10 +86,14 @@ class Watch:
                 self._tell(self._rank, error)
 
     def fail(self, error: BaseException) -> None:
-        """Write the cause, unless another rank's failure is behind it; that one is printed, and this process ends."""
+        """Write the cause of a failure into the store.
+
+        If the error follows from another rank's failure, print that one instead and end this process.
+        """
         if _echo(error):
+            # The rank at fault may not have written its cause yet: a dead rank is only found after `silence` seconds.
             until = time.monotonic() + self._silence + _GRACE
-            # The watch thread ends the process as soon as the cause is known, but for an interruption.
+            # The watch thread ends the process as soon as the cause is known, unless the cause is an interruption.
             while time.monotonic() < until and self._interrupted is None:
                 time.sleep(_PERIOD)
         self._end.set()
@@ -85,24 +107,28 @@ class Watch:
             if self._rank == 0:
                 time.sleep(_FAREWELL)
         except dist.DistError:
-            pass  # the store is gone, and with it rank 0: nobody is left to be told
+            pass  # the store is gone, and rank 0 with it, so there is nobody to report to
         self._let_go()
 
     def leave(self) -> None:
-        """Clean end: rank 0, which serves the store, leaves last; the others may be at work for as long as they like
-        (forecasts are shared out), and are watched meanwhile."""
+        """End cleanly. Rank 0, which serves the store, leaves last.
+
+        The other ranks may still work for as long as they like (for example on their share of the forecasts), and are
+        watched meanwhile.
+        """
         self._leaving = True
         self._end.set()
         self._thread.join()
         self._let_go()
 
     def _let_go(self) -> None:
-        """End the second thread: one that is left when the interpreter ends may take the process down with it."""
+        """End the second thread. A thread that still runs when the interpreter ends may crash the process."""
         self._gone.set()
         if self._answers.is_alive():
             self._answers.join()
 
     def _run(self) -> None:
+        """Write a heartbeat and look for a failure every `_PERIOD` seconds, until the session ends."""
         beat = 0
         while not self._end.wait(_PERIOD) or self._leaving:
             beat += 1
@@ -115,9 +141,11 @@ class Watch:
                 if self._leaving and told is None and self._all_done():
                     return
             except dist.DistError:
-                if self._reported:  # the others have left for it, and this rank's own error is on its way up
+                # The other ranks have exited because of this rank's report; its own error will end this process.
+                if self._reported:
                     return
-                if self._interrupted is not None:  # rank 0 has ended by itself
+                # After an interruption rank 0 has ended by itself, and this rank may use the rest of its time.
+                if self._interrupted is not None:
                     self._gone.set()
                     if not self._end.wait(self._until - time.monotonic()):
                         self._leave(self._interrupted)
@@ -131,7 +159,7 @@ class Watch:
                 time.sleep(_SOON)
 
     def _may_go_on(self, told: dict[str, Any]) -> bool:
-        """Whether this rank still has time to end by itself."""
+        """Return whether this rank still has time to end by itself after an interruption of another rank."""
         if self._leaving or not told["interrupted"]:
             return False
         if self._interrupted is None:
@@ -139,36 +167,45 @@ class Watch:
         return time.monotonic() < self._until
 
     def _find_frozen(self) -> None:
-        """Leave where rank 0 does not answer though its host keeps the connection: stopped, or without its disk."""
+        """End this process if rank 0 does not answer although its host keeps the connection open.
+
+        This happens when rank 0 is stopped or blocked by its disk.
+        """
         looked = time.monotonic()
         while not self._gone.wait(_PERIOD):
             now = time.monotonic()
-            if now - looked > self._silence / 2:  # the whole job was suspended
+            # A long gap between two looks means that the whole job was suspended, so rank 0 could not answer either.
+            if now - looked > self._silence / 2:
                 self._answered = now
             looked = now
             if now - self._answered > self._silence + _GRACE:
                 self._leave_rank_0()
 
     def _leave_rank_0(self) -> None:
+        """Print that rank 0 no longer answers and end this process."""
         told = {"rank": 0, "host": "", "step": self._step(), "cause": "no longer answers", "interrupted": False}
         self._leave(told)
 
     def _all_done(self) -> bool:
-        """Say that this rank has come to its end; whether it may go."""
+        """Register that this rank has finished. Return whether it may leave: rank 0 waits for all others."""
         self._store.set(f"done/{self._rank}", "1")
         return self._rank > 0 or self._store.check([f"done/{rank}" for rank in range(self._size)])
 
     def _leave(self, told: dict[str, Any]) -> None:
+        """Print another rank's report and end this process, with the status that the report calls for."""
         first = self._rank == 0
         wait = _FAREWELL if first else 0.0
-        if told.get("requeue"):  # the first rank alone says so
+        # Only rank 0 exits with the status that asks for a restart, and it exits last.
+        if told.get("requeue"):
             _leave(told, STATUS_REQUEUE if first else 0, wait + LAST if first else 0.0)
         _leave(told, STATUS_ABORTED, wait)
 
     def _told(self) -> dict[str, Any] | None:
+        """Return the report of the first failure, or None."""
         return json.loads(self._store.get("failed")) if self._store.check(["failed"]) else None
 
     def _tell(self, rank: int, error: BaseException | str, step: int | None = None) -> None:
+        """Write the report of a failure. The first report is kept, later ones are ignored."""
         requeue = isinstance(error, Stopped) and error.requeue
         interrupted = isinstance(error, KeyboardInterrupt) and not requeue
         cause = str(error) if isinstance(error, str) or interrupted else f"{type(error).__name__}: {error}"
@@ -181,15 +218,16 @@ class Watch:
             "requeue": requeue,
             "interrupted": interrupted,
         }
-        self._store.compare_set("failed", "", json.dumps(told))  # the first to write is the cause
+        self._store.compare_set("failed", "", json.dumps(told))
 
     def _find_silent(self) -> None:
-        """Rank 0: write the failure of a rank whose heartbeat has stopped."""
+        """On rank 0, write the failure of a rank whose heartbeat has stopped."""
         if self._store.check(["failed"]):
             return
         now = time.monotonic()
         slept, self._looked = now - self._looked > self._silence / 2, now
-        if slept:  # the whole job was suspended: nobody can have beaten meanwhile
+        # A long gap between two looks means that the whole job was suspended, so no rank could write a heartbeat.
+        if slept:
             self._seen.clear()
         for rank in range(1, self._size):
             if not self._store.check([f"beat/{rank}"]) or self._store.check([f"done/{rank}"]):
@@ -204,7 +242,7 @@ class Watch:
 
 
 def _echo(error: BaseException) -> bool:
-    """Whether an error may only be the echo of another rank's: a connection that its partner closed."""
+    """Return whether an error may only follow from another rank's failure, as a closed connection does."""
     return isinstance(error, dist.DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "nccl" in str(error).lower())
     )
@@ -217,6 +255,6 @@ def _leave(told: dict[str, Any], status: int, wait: float) -> None:
     why = f": {told['cause']}" if told["cause"] else ""
     text = f"ensemble-ml: rank {told['rank']}{where} {what} at step {told['step']}{why}; this rank leaves"
     sys.stdout.flush()
-    os.write(2, f"{text}\n".encode())  # one write: lines of several ranks do not mix
+    os.write(2, f"{text}\n".encode())  # a single write, so that lines of several ranks do not mix
     time.sleep(wait)
     os._exit(status)

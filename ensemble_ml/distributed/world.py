@@ -1,8 +1,12 @@
-"""Who this process is: rank, number of ranks and meeting point, read from the variables of whoever started it.
+"""The identity of this process in a job: rank, number of ranks and meeting point, from the launcher's variables.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; `srun` SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...;
-Open MPI OMPI_COMM_WORLD_*; MPICH and what follows it PMI_RANK, PMI_SIZE. Where torchrun's agent started the process its
-variables count alone (it may itself stand under srun); where two other launchers disagree, the user decides.
+    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    srun        SLURM_PROCID, SLURM_STEP_NUM_TASKS, ...
+    Open MPI    OMPI_COMM_WORLD_*
+    MPICH       PMI_RANK, PMI_SIZE (also its derivatives)
+
+If torchrun's agent started the process, only torchrun's variables count, because the agent may itself run under srun.
+If two other launchers disagree, the user has to decide.
 """
 
 from __future__ import annotations
@@ -18,9 +22,20 @@ from ensemble_ml.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """A process among `size`; `host` and `port` are where rank 0 is met, None where the launcher does not say; `job` is
-    what it calls all of them, and no others, as far as it does; `counted`, whether it tells `local_size`, the ranks of
-    this node: all, until they have met, where it does not."""
+    """The identity of a process among `size` ranks.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+        local_rank: number of this rank on its node.
+        local_size: number of ranks on this node. If the launcher does not give it, it is `size` until the ranks have
+            met.
+        launcher: the launcher whose variables were read.
+        host: host of rank 0; None if the launcher does not give it.
+        port: port at which rank 0 is met; None if the launcher does not give it.
+        job: the launcher's name for this job, as unique as the launcher makes it.
+        counted: whether the launcher gives `local_size`.
+    """
 
     rank: int = 0
     size: int = 1
@@ -35,6 +50,8 @@ class World:
 
 @dataclass(frozen=True)
 class _Names:
+    """The names of a launcher's variables."""
+
     rank: str
     size: str
     local_rank: str
@@ -51,7 +68,9 @@ _NAMES = {
 }
 
 
-_JOB = {  # of no launcher but the one that counts: ranks of torchrun may each stand under an `srun` of their own
+# Variables that name the job. Only those of the launcher in charge are used: under torchrun, each rank may have been
+# started by an `srun` of its own, so SLURM's names may differ between ranks.
+_JOB = {
     Launcher.torchrun: ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     Launcher.slurm: ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     Launcher.openmpi: ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -60,11 +79,15 @@ _JOB = {  # of no launcher but the one that counts: ranks of torchrun may each s
 
 
 def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> World:
-    """Read the launcher's variables from `env`; one rank where there are none.
+    """Read the launcher's variables; a process without any is a job of one rank.
+
+    Args:
+        env: environment variables.
+        wanted: the launcher whose variables count, `auto` to find it, `none` for one rank.
 
     Raises:
-        UserError: a variable is missing or no number, a rank outside its world, a port that is none, or two launchers
-            that disagree.
+        UserError: a variable is missing or not a number, a rank lies outside its world, a port is invalid, or two
+            launchers disagree.
     """
     if wanted is Launcher.none:
         return World()
@@ -74,7 +97,8 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
             names, remedy = _NAMES[wanted], "use launcher=auto"
             lacking = next(name for name in (names.rank, names.size) if name not in env)
             if wanted is Launcher.slurm and lacking == names.size:
-                remedy = "start the ranks with srun, or " + remedy  # in the batch script itself
+                # SLURM's rank without the step's size: the process is the batch script itself.
+                remedy = "start the ranks with srun, or " + remedy
             raise UserError(f"parallel.launcher={wanted.value}: {lacking} is not set; {remedy}")
         return found
     if "TORCHELASTIC_RUN_ID" in env:
@@ -87,18 +111,21 @@ def read_world(env: Mapping[str, str], wanted: Launcher = Launcher.auto) -> Worl
 
 
 def _told(world: World) -> str:
+    """Return a launcher's rank and size as "NAME=value" pairs, for messages."""
     names = _NAMES[world.launcher]
     return f"{names.rank}={world.rank} {names.size}={world.size}"
 
 
 def _choices(*worlds: World) -> str:
+    """Return the settings that would choose each of the launchers."""
     return " or ".join(f"parallel.launcher={world.launcher.value}" for world in worlds)
 
 
 def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
+    """Return the world by one launcher's variables, or None if they are not set."""
     names = _NAMES[launcher]
     if launcher is Launcher.slurm and names.size not in env:
-        return None  # the batch script itself, outside srun: its SLURM_PROCID is no rank
+        return None  # the batch script itself, outside srun, whose SLURM_PROCID is not a rank
     if names.rank not in env and names.size not in env:
         return None
     for name, other in ((names.rank, names.size), (names.size, names.rank)):
@@ -119,7 +146,10 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
 
 
 def _tasks_here(env: Mapping[str, str]) -> int | None:
-    """Tasks of this step on this node: `4(x2),3` is 4, 4 and 3. SLURM_NTASKS_PER_NODE need not be set."""
+    """Return the number of tasks of this step on this node, or None if SLURM does not give it.
+
+    SLURM_STEP_TASKS_PER_NODE is read because SLURM_NTASKS_PER_NODE need not be set. `4(x2),3` means 4, 4 and 3 tasks.
+    """
     counts: list[int] = []
     for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -138,7 +168,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _meeting(env: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
-    """Where rank 0 is met, as far as the variables tell."""
+    """Return host and port of rank 0, as far as the variables give them."""
     host = env.get("MASTER_ADDR")
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else None
     if port is not None and not 1 <= port <= 65535:
@@ -148,20 +178,23 @@ def _meeting(env: Mapping[str, str], launcher: Launcher) -> tuple[str | None, in
         if host is None and nodes:
             host = first_host(nodes)
         if port is None and "SLURM_JOB_ID" in env:
-            # One port a job step: two steps of one job on one node stay apart.
+            # Each job step gets its own port, so that two steps of one job can run on one node.
             step = env.get("SLURM_STEP_ID", "0")
             port = 20000 + (_number(env, "SLURM_JOB_ID") * 16 + int(step if step.isdigit() else 0)) % 12000
     return host, port
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[007-012,020]` is gpu007, `a1,b2` is a1, `r[0-1]n[3-4]` is r0n3."""
+    """Return the first name of a SLURM node list.
+
+    `gpu[007-012,020]` gives gpu007, `a1,b2` gives a1, `r[0-1]n[3-4]` gives r0n3.
+    """
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else nodes)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now, for ranks that are started here to meet at."""
+    """Return a port of this machine that nothing listens on now, at which locally started ranks can meet."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
