@@ -1,20 +1,29 @@
-"""Halo exchange: rows and columns of the neighbours around a rank's part of a field, and its adjoint.
+"""Halo exchange: pad a rank's shard of a field by its neighbours' rows and columns; and the adjoint of this padding.
 
-Axes of tensors: B date, C channel, then the others; `rows` and `columns` say which of them are split.
+Axes of tensors: B init time, C channel, then the others; `rows` and `columns` say which of them are split.
 
-Every rank pads its part by `left` and `right` (negative: crop) on each split axis, with what lies there in the whole
-field: a neighbour's points, or at the outer edges what the edge's rule says (zeros, the outermost row repeated, or the
-row on the other side of the pole, rolled by half the circle: `models.padding`). A stock operation without padding then
-gives exactly its part of the whole result:
+Every rank pads its shard by `left` and `right` points on each split axis (a negative width crops). The values are those
+of the whole field there: a neighbour's points, or at the outer edges what the edge's rule says (zeros, the outermost
+row repeated, or the row on the other side of the pole, rolled by half the circle: see `models.padding`). A stock
+operation without padding then gives exactly this rank's shard of the whole result. For a convolution:
 
-    convolution(k, stride s, padding p, dilation d)     left = p     right = d (k - 1) - p - s + 1, at the last rank p
+    left  = p
+    right = d (k - 1) - p - s + 1      at the last rank: p
 
-where every part starts at a multiple of s. Axes go in sequence, rows first, so corners come free; where every rank has
-all rows, what comes across the poles brings its corners, and travels together with the columns. One all_to_all_single
-carries both sides: no order of sends and receives to get wrong, also where two ranks are each other's neighbour on both
-sides. Its backward is the adjoint: what was copied out is added back in.
+    k   kernel size
+    s   stride
+    p   padding
+    d   dilation
 
-Strips are on their way while the inside is copied; `halo_conv` computes in the meantime.
+The formulas hold if every shard starts at a multiple of s.
+
+Axes are padded in sequence, rows first, so that corners need no exchange of their own. If every rank holds all rows,
+the rows from across the poles bring their corners with them and travel together with the columns. One all_to_all_single
+an axis carries both sides. There is no order of sends and receives that could deadlock, even if two ranks are each
+other's neighbour on both sides. The backward pass is the adjoint: gradients of copied points are added to the points
+that they were copied from.
+
+The interior is copied while the strips travel. `overlap.halo_conv` also computes during that time.
 """
 
 from __future__ import annotations
@@ -33,15 +42,21 @@ __all__ = ["Across", "Filling", "Folding", "Side", "halo"]
 
 
 def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | None = None) -> Tensor:
-    """Pad this rank's part of a field by what surrounds it in the whole field.
+    """Pad this rank's shard of a field by the points that surround it in the whole field.
+
+    All ranks of the split axes call this with the same widths and rules. The result is differentiable.
 
     Args:
-        x: (B, C, ...) with split axes `rows.dim` and `columns.dim`; all ranks call with the same widths and rules.
-        rows: latitude; None leaves it alone. Its ends may cross a pole, which needs `across` and `columns`.
-        columns: longitude; None leaves it alone.
+        x: (B, C, ...) the shard, with split axes `rows.dim` and `columns.dim`.
+        rows: how latitude is padded; None leaves it alone. Ends that cross a pole need `across` and `columns`.
+        columns: how longitude is padded; None leaves it alone.
+        across: how rows are continued across a pole.
+
+    Returns:
+        The shard, longer by `left + right` along each axis.
 
     Raises:
-        UserError: this rank's part is thinner than the halo that a neighbour needs of it.
+        UserError: this rank's shard is thinner than the halo that a neighbour needs of it.
     """
     sides = check(x, rows, columns)
     if any(side.active for side in sides):
@@ -50,7 +65,7 @@ def halo(x: Tensor, rows: Side | None, columns: Side | None, across: Across | No
 
 
 def check(x: Tensor, rows: Side | None, columns: Side | None) -> list[Side]:
-    """The sides that there are; UserError where `x` is thinner than a neighbour's halo."""
+    """Return the sides that are not None. Raise a UserError if `x` is thinner than a neighbour's halo."""
     sides = [side for side in (rows, columns) if side is not None]
     for side in sides:
         side.check_thickness(x.shape[side.dim])
@@ -58,7 +73,7 @@ def check(x: Tensor, rows: Side | None, columns: Side | None) -> list[Side]:
 
 
 def cropped(x: Tensor, sides: Sequence[Side]) -> Tensor:
-    """Cut off what negative widths say."""
+    """Cut off as many points as the negative widths of `sides` ask for."""
     for side in sides:
         left, right = side.widths(side.comm.rank)
         if left < 0 or right < 0:
@@ -86,7 +101,12 @@ class _Halo(torch.autograd.Function):
 def begin_padding(
     x: Tensor, rows: Side | None, columns: Side | None, across: Across | None
 ) -> tuple[Tensor, list[Filling]]:
-    """The padded tensor with its inside copied, and what remains to be filled, in order; the first has begun."""
+    """Make the padded tensor, start the exchange, and copy the interior meanwhile.
+
+    Returns:
+        The padded tensor and the fillings that remain to be finished, in order. The first one has begun, or all of them
+        if both axes travel at once.
+    """
     pads = [(0, 0)] * x.ndim
     for side in (rows, columns):
         if side is not None:
@@ -96,7 +116,7 @@ def begin_padding(
     for dim, (left, _) in enumerate(pads):
         inner = inner.narrow(dim, left, x.shape[dim])
     filling = []
-    # Begun from `x`, so that the copy of the inside runs meanwhile.
+    # The strips are taken from `x` and not from `padded`, so that they can leave before the interior is copied.
     if rows is not None and columns is not None and at_once(rows, columns):
         filling = [Filling(padded, rows, columns, across), Filling(rows.inside(padded), columns, None, None)]
         for one in filling:
@@ -113,8 +133,11 @@ def begin_padding(
 
 
 def at_once(rows: Side | None, columns: Side | None) -> bool:
-    """Whether both axes can be exchanged at the same time: all that lies beyond the rows comes from across a pole, and
-    so can its corners; what neighbours along the columns hold are then rows that this rank has too."""
+    """Return whether both axes can be exchanged at the same time.
+
+    This holds if every rank has all rows and every row beyond the ends comes from across a pole. The corners can then
+    come from there too, and neighbours along the columns hold only rows that this rank has as well.
+    """
     if rows is None or columns is None or rows.comm.size > 1 or columns.comm.size == 1 or rows.crops:
         return False
     ends = list(rows.ends())
@@ -122,27 +145,36 @@ def at_once(rows: Side | None, columns: Side | None) -> bool:
 
 
 class Filling:
-    """The padding of one axis of `padded`, whose other axes are as wide as they are to be."""
+    """The padding of one axis of `padded`, a tensor that has its final width along the other axes.
+
+    It is used in two halves, so that other work can run while the strips travel: `begin`, then `finish`.
+    """
 
     def __init__(self, padded: Tensor, side: Side, columns: Side | None, across: Across | None):
         self.padded, self.side, self._columns, self._across = padded, side, columns, across
         self._begun = False
 
     def begin(self, inner: Tensor | None = None) -> None:
-        """Send what others need of the inside, unless that was done; `inner` holds it where `padded` does not yet."""
+        """Send what other ranks need of the interior, unless that is done already.
+
+        `inner` is the interior if `padded` does not hold it yet.
+        """
         if not self._begun:
             self.prepare(inner)
             self.post()
 
     def post(self, together: Filling | None = None) -> None:
-        """Send what was prepared; what comes across the poles travels with the strips of another axis, if asked."""
+        """Send what was prepared.
+
+        If `together` is given, rows from across the poles travel in one message with the strips of that other axis.
+        """
         if self._mirrors:
             self._opposite.post(None if together is None else together._swap)
         if self.side.meets:
             self._swap.post()
 
     def prepare(self, inner: Tensor | None) -> None:
-        """Find what others need of the inside."""
+        """Collect the strips of the interior that other ranks need, and list what this rank will receive."""
         self._begun, side = True, self.side
         inner = side.inside(self.padded) if inner is None else inner
         self._mirrors = [(first, rule, width) for first, rule, width in side.ends() if rule.beyond is Beyond.MIRROR]
@@ -165,7 +197,7 @@ class Filling:
         self.finish_strips()
 
     def finish_ends(self) -> None:
-        """Fill what lies beyond the ends of the whole axis."""
+        """Fill the points beyond the ends of the whole axis."""
         side, padded = self.side, self.padded
         for is_first, rule, _ in side.ends():
             target = side.beyond(padded, is_first)
@@ -179,18 +211,18 @@ class Filling:
                 side.beyond(padded, is_first).copy_(self._across.continued(source.flip(side.dim)))
 
     def finish_strips(self) -> None:
-        """Fill what neighbours hold."""
+        """Fill the points that neighbours hold."""
         if self.side.meets:
             for part, received in zip(self._into, self._swap.wait(), strict=True):
                 part.of(self.padded, self.side.dim).copy_(received)
 
 
 class Adjoint:
-    """What padding along one axis took is given back: halos of `grad` are added to where they came from.
+    """The adjoint of padding along one axis: the halos of `grad` are added to the points that they were copied from.
 
-    The gradient of what was padded is dense, as that of a whole field is: a copy, made while strips travel, or the
-    inside of `grad` itself where that is dense and `own` says that it may be changed. `poles` of the other axis travel
-    along.
+    The resulting gradient is dense, as the gradient of a whole field is. It is a copy that is made while the strips
+    travel, or the interior of `grad` itself if that is dense and `own` allows to change it. `poles`, the gradients of
+    another axis beyond the poles, travel in the same message.
     """
 
     def __init__(
@@ -209,14 +241,15 @@ class Adjoint:
             else:
                 poles.post(self._swap)
         inner = side.inside(grad)
-        self._inner = inner if own and _is_dense(inner) else inner.clone()  # keeps the order of axes in memory
+        # A clone keeps the order of the axes in memory (channels last, for one).
+        self._inner = inner if own and _is_dense(inner) else inner.clone()
         for is_first, rule, _ in side.ends():
             if rule.beyond is Beyond.REPLICATE:
                 beyond = side.beyond(grad, is_first).sum(side.dim, keepdim=True)
                 side.outermost(self._inner, is_first, 0, 1).add_(beyond)
 
     def finish(self) -> Tensor:
-        """Add what came in; return the gradient of what was padded."""
+        """Add what other ranks sent, and return the gradient of the tensor that was padded."""
         side, inner = self.side, self._inner
         if side.meets:
             for part, addend in zip(self._own, self._swap.wait(), strict=True):
@@ -226,7 +259,7 @@ class Adjoint:
 
 
 class Poles:
-    """Rows of `grad` beyond the poles, on their way back to where they came from; there may be none."""
+    """The rows of `grad` beyond the poles, on their way back to the rows that they mirror. There may be none."""
 
     def __init__(self, grad: Tensor, rows: Side, columns: Side | None, across: Across | None):
         self._rows = rows
@@ -237,21 +270,22 @@ class Poles:
             self._opposite = Opposite(gone, columns, across, wide=at_once(rows, columns), back=True)
 
     def post(self, together: Swap | None = None) -> None:
-        """Send them, in one message with another swap where one is given."""
+        """Send them, in one message with another swap if one is given."""
         if self._ends:
             self._opposite.post(together)
 
     def give_back(self, inner: Tensor) -> None:
-        """Add them to the rows that they mirror."""
+        """Add the received gradients to the rows that they mirror."""
         if self._ends:
             for end, addend in zip(self._ends, self._opposite.wait(), strict=True):
                 _mirrored(inner, self._rows, *end).add_(addend)
 
 
 class Folding:
-    """The gradient of a part from that of the padded part: begun as far as goes without waiting for a neighbour.
+    """The adjoint of `halo`: it turns the gradient of a padded shard into that of the shard.
 
-    Axes go in the reverse order of padding; `own` says whether `grad` may be changed.
+    The constructor does all that is possible without waiting for a neighbour, and `finish` does the rest. Axes are
+    folded in the reverse order of padding. `own` allows to change `grad` in place.
     """
 
     def __init__(
@@ -281,7 +315,7 @@ class Folding:
             self._begun = adjoint
 
     def finish(self) -> Tensor:
-        """Wait for the neighbours."""
+        """Wait for the neighbours and return the gradient of the shard."""
         if self._begun is not None:
             self._grad = self._begun.finish()
         while self._rest:
@@ -292,10 +326,12 @@ class Folding:
 
 
 def _mirrored(inner: Tensor, side: Side, is_first: bool, rule: Any, width: int) -> Tensor:
-    # one row alone mirrors itself
+    """Return the rows of the interior that the padding beyond an end mirrors."""
+    # A grid of a single row has no row to skip, so that row mirrors itself.
     return side.outermost(inner, is_first, min(rule.skip, inner.shape[side.dim] - width), width)
 
 
 def _is_dense(x: Tensor) -> bool:
+    """Return whether `x` fills its memory without gaps, channels first or channels last."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim, torch.contiguous_format)
     return x.is_contiguous() or x.is_contiguous(memory_format=last)

@@ -1,14 +1,16 @@
-"""A model over several ranks: the same modules under the same names, each computing its part of the grid.
+"""The project's own model over several ranks: the same modules under the same names, each computing its shard of the
+grid.
 
-`partition_model` changes the classes of those layers that look beyond a point, and of those that keep one number a
-cell; parameters, buffers and their names stay whole on every rank, so a checkpoint knows nothing of the partition.
-What a rank computes is exactly its part of what one process would: convolutions see their neighbours' rows through a
-halo exchange (`halo`), pooling and upsampling never cross a border (`shard`), terms of one cell each are sliced. On one
-rank the model stays as it is.
+`partition_model` changes the classes of the layers that look beyond a point, and of those that keep one number a grid
+point. Parameters, buffers and their names stay whole on every rank, so a checkpoint does not depend on the partition.
+Each rank computes exactly its shard of what one process would. Convolutions get their neighbours' rows through a halo
+exchange (`halo`), pooling and upsampling never cross a border (`shard`), and terms of a grid point's own are sliced. On
+one rank the model is left unchanged.
 
-Gradients of parameters are this rank's share: their sum over the ranks of `mesh.model` is the gradient of the whole.
-Terms of one cell each have a gradient on the rank of that cell alone; an exchange may leave them there
-(`shard.own_part`), and then other ranks' values of them are stale until they are brought together (`State.complete`).
+The gradient of a parameter on one rank is that rank's part of a sum: the sum over the ranks of `mesh.model` is the
+gradient of the whole. A term of a grid point's own has a gradient only on the rank that holds the point. An exchange
+may leave it there (`shard.own_part`); other ranks' values of it are then stale until they are brought together
+(`State.complete`).
 """
 
 from __future__ import annotations
@@ -33,20 +35,26 @@ from ensemble_ml.models.padding import Beyond, EdgeRule, Padder, geometries
 from ensemble_ml.models.surroundings import Surroundings
 
 _REPLICATE = EdgeRule(Beyond.REPLICATE)
-_BY_POINT = (nn.Linear, nn.ModuleList, nn.ModuleDict, nn.Sequential)  # a part of these is what the whole has there
-_OURS = EnsembleModel.__module__.rpartition(".")[0]  # layers of this package: by point, or changed below
+# Layers that act on each point alone (or are containers), so that a shard of their result needs no neighbours.
+_BY_POINT = (nn.Linear, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# The package of the model. Its layers act on each point alone, or their classes are changed below.
+_OURS = EnsembleModel.__module__.rpartition(".")[0]
 
 
 def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = None) -> Shard:
-    """Let `model` compute this rank's part of its grid, in place; return which part that is.
+    """Make `model` compute this rank's shard of its grid, in place, and return the shard.
 
     Args:
-        mesh: of the job.
-        overlap: switch by which convolutions compute while their halos travel; off where it is None.
+        model: a model of the whole grid.
+        mesh: the mesh of the job.
+        overlap: a switch that makes convolutions compute while their halos travel; None for off.
+
+    Returns:
+        The rows and columns of this rank.
 
     Raises:
-        UserError: the parts are too thin (see `shard_of`).
-        TypeError: the model has a layer of which nobody knows whether it looks beyond a point.
+        UserError: the shards are too thin (see `shard_of`).
+        TypeError: it is unknown whether a layer of the model looks beyond a point.
     """
     depth, shard = model.spec.config.depth, shard_of(model.spec, mesh.topology)
     if mesh.topology.spatial == 1:
@@ -73,7 +81,10 @@ def partition_model(model: EnsembleModel, mesh: Mesh, overlap: Overlap | None = 
 
 
 def _refuse_unknown(model: EnsembleModel) -> None:
-    """Raise a TypeError where a layer is neither ours, nor by point, nor part of a `Convolution`, which pads for it."""
+    """Raise a TypeError for a layer that may look beyond a point without a partitioned class.
+
+    Known are the model's own layers, layers that act on each point, and parts of a `Convolution`, which pads for them.
+    """
     inner = {part for module in model.modules() if isinstance(module, Convolution) for part in module.modules()}
     for name, module in model.named_modules():
         ours = type(module).__module__.startswith(_OURS)
@@ -82,14 +93,16 @@ def _refuse_unknown(model: EnsembleModel) -> None:
 
 
 def _swap(module: nn.Module, kind: type[nn.Module], **values: Any) -> None:
+    """Change the class of a module and set the attributes `part_...` that the new class reads."""
     assert issubclass(kind, type(module)), f"{kind} is no {type(module)}"
     module.__class__ = kind
     for name, value in values.items():
+        # torch's own `__setattr__` would register a value that is a module or a parameter, and change the state_dict.
         object.__setattr__(module, f"part_{name}", value)
 
 
 def _level_of(pad: Padder, shard: Shard, depth: int) -> Shard:
-    """The shard at the level of a padder, found by the size of its grid."""
+    """Return the shard at the level of a padder. The size of the padder's grid identifies the level."""
     whole = pad.geometry.rows, pad.geometry.columns
     for level in range(depth + 1):
         there = shard.pooled(level)
@@ -99,11 +112,15 @@ def _level_of(pad: Padder, shard: Shard, depth: int) -> Shard:
 
 
 def shard_of(spec: ModelSpec, topology: Topology) -> Shard:
-    """The part of the grid that a rank has of a model of `spec`.
+    """Return the shard of the grid that a rank computes of a model of `spec`.
+
+    Args:
+        spec: grid, depth and pole rule of the model.
+        topology: the mesh, seen from the rank.
 
     Raises:
-        UserError: the grid does not have a block of 2^depth rows or columns for every rank, or a rank's part is so thin
-            at some level that the row beyond the pole would come from its neighbour.
+        UserError: the grid has fewer blocks of 2^depth rows or columns than ranks along an axis. Or a shard is so thin
+            at some level that the row beyond the pole would come from a neighbour.
     """
     shard = make_shard(topology, spec.grid.shape, spec.config.depth)
     if topology.spatial == 1:
@@ -120,13 +137,13 @@ def shard_of(spec: ModelSpec, topology: Topology) -> Shard:
 
 
 class PartPadder(Padder):
-    """One row and column on each side, from the neighbours."""
+    """A padder of one row and column on each side, which come from the neighbours."""
 
     part_mesh: Mesh
     part_shard: Shard
 
     def sides(self, x_BCYXZ: Tensor) -> tuple[Side, Side, Across]:
-        """What `halo` wants to know."""
+        """Return the arguments of `halo` for this rank: rows, columns, and the rule across the poles."""
         g, mesh = self.geometry, self.part_mesh
         if tuple(x_BCYXZ.shape[2:4]) != self.part_shard.shape:
             raise ValueError(f"rows and columns {tuple(x_BCYXZ.shape[2:4])}; this rank has {self.part_shard.shape}")
@@ -139,7 +156,10 @@ class PartPadder(Padder):
 
 
 class PartConvolution(Convolution):
-    """The same, computed while its halo travels where `part_overlap` says so; weights of each plane's own wait."""
+    """A convolution that computes while its halo travels, if `part_overlap` is on.
+
+    With separate weights for each level (`vertical=full`) it always waits for the halo.
+    """
 
     pad: PartPadder
     part_overlap: Overlap
@@ -154,7 +174,7 @@ class PartConvolution(Convolution):
 
 
 def _sliced(name: str) -> Any:
-    """A property: this rank's part of a buffer or parameter (..., Y, X) that is kept whole."""
+    """Return a property: this rank's shard of a buffer or parameter (..., Y, X) that is kept whole."""
 
     def part(self: Any) -> Tensor | None:
         whole = self._parameters[name] if name in self._parameters else self._buffers[name]
@@ -164,12 +184,12 @@ def _sliced(name: str) -> Any:
 
 
 def _own_rows(name: str) -> Any:
-    """A property: this rank's rows of a buffer (..., Y, 1) that is kept whole."""
+    """Return a property: this rank's rows of a buffer (..., Y, 1) that is kept whole."""
     return property(lambda self: self._buffers[name][..., slice(*self.part_shard.own_rows), :])
 
 
 class PartHeads(Heads):
-    """Heads on this rank's cells; the gradient of the terms of other cells is zero here."""
+    """The heads on this rank's grid points. The gradient of the terms of other points is zero here."""
 
     part_shard: Shard
     climatology = _sliced("climatology")
@@ -182,7 +202,7 @@ class PartHeads(Heads):
 
 
 class PartFeatures(Features):
-    """Features on this rank's cells."""
+    """The features on this rank's grid points."""
 
     part_shard: Shard
     position = _sliced("position")
@@ -193,7 +213,7 @@ class PartFeatures(Features):
 
 
 class PartLinear(LinearCorrection):
-    """The parts of bands of latitude that lie in this rank's rows."""
+    """The linear correction on this rank's rows: each latitude basis function is cut to the rows that it has here."""
 
     part_shard: Shard
 
@@ -211,7 +231,7 @@ class PartLinear(LinearCorrection):
 
 
 class PartSurroundings(Surroundings):
-    """The network at this rank's cells."""
+    """The spread MLP and error MLP at this rank's grid points."""
 
     part_shard: Shard
 
@@ -220,11 +240,11 @@ class PartSurroundings(Surroundings):
 
 
 class PartModel(EnsembleModel):
-    """A model whose inputs and predictions are this rank's rows and columns."""
+    """A model whose inputs and predictions cover this rank's rows and columns."""
 
     part_shard: Shard
 
     @property
     def cells(self) -> tuple[int, int]:
-        """(Y, X) that this rank takes and gives."""
+        """Return (Y, X), the rows and columns of the shard that the model takes and gives."""
         return self.part_shard.shape

@@ -1,7 +1,7 @@
-"""How one axis is padded, and the strips that ranks give each other for it.
+"""The padding of one axis, and the strips that ranks exchange for it.
 
-An exchange has two halves: `post` packs what goes out and starts one all_to_all_single, `wait` waits for it and gives
-what came in. What lies between runs while the strips travel.
+An exchange has two halves: `post` packs the outgoing strips and starts one all_to_all_single; `wait` completes it and
+returns the strips received. Whatever runs between the two is hidden behind the transfer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ _ZERO = EdgeRule(Beyond.ZERO)
 
 @dataclass(frozen=True)
 class Side:
-    """How one axis is padded: the widths, those of the last rank, and what lies beyond the ends of the whole axis.
+    """The padding of one axis: its widths, and what lies beyond the ends of the whole axis.
 
-    `periodic` axes have no ends. `first` and `last` are the rules of the two ends of others.
+    Attributes:
+        dim: the axis of the tensor.
+        left: points before the shard; negative crops.
+        right: points after the shard; negative crops.
+        right_last: points after the last rank's shard; None if they are as many as `right`.
+        periodic: the axis closes in a circle and has no ends.
+        first: rule of the first end, if the axis has ends.
+        last: rule of the last end, if the axis has ends.
+        comm: the ranks along the axis.
     """
 
     dim: int
@@ -37,45 +45,48 @@ class Side:
     comm: Communicator = field(default_factory=NullCommunicator)
 
     def widths(self, rank: int) -> tuple[int, int]:
-        """(left, right) of a rank, negative where it crops."""
+        """Return (left, right) of a rank, negative where it crops."""
         end = rank == self.comm.size - 1 and self.right_last is not None
         return self.left, int(self.right_last) if end and self.right_last is not None else self.right
 
     @property
     def pads(self) -> tuple[int, int]:
-        """This rank's widths without cropping."""
+        """Return this rank's widths, with zero in place of cropping."""
         left, right = self.widths(self.comm.rank)
         return max(left, 0), max(right, 0)
 
     @property
     def crops(self) -> bool:
-        """Whether this rank cuts something off."""
+        """Return whether this rank cuts something off."""
         return min(self.widths(self.comm.rank)) < 0
 
     @property
     def crops_somewhere(self) -> bool:
-        """Whether any rank of the axis cuts something off."""
+        """Return whether any rank of the axis cuts something off."""
         return min(self.left, self.right, self.right if self.right_last is None else self.right_last) < 0
 
     @property
     def active(self) -> bool:
-        """Whether any rank of the axis has a halo: then all join the exchange, also those that only give."""
+        """Return whether any rank of the axis has a halo.
+
+        All ranks join the exchange then, including those that only send.
+        """
         return max(self.left, self.right, self.right_last or 0) > 0
 
     @property
     def meets(self) -> bool:
-        """Whether strips go between neighbours (or round the circle of one rank)."""
+        """Return whether strips travel between neighbours, or round the circle of a single rank."""
         return self.active and (self.comm.size > 1 or self.periodic)
 
     def neighbours(self) -> tuple[int | None, int | None]:
-        """The ranks before and after this one; None at an end."""
+        """Return the ranks before and after this one; None at an end of the axis."""
         rank, size = self.comm.rank, self.comm.size
         if self.periodic:
             return (rank - 1) % size, (rank + 1) % size
         return (rank - 1 if rank else None), (rank + 1 if rank < size - 1 else None)
 
     def ends(self) -> Iterator[tuple[bool, EdgeRule, int]]:
-        """The ends of the whole axis that this rank holds: (is it the first?, rule, width)."""
+        """Yield (is it the first end, rule, width) of the ends of the whole axis that this rank holds and pads."""
         before, after = self.neighbours()
         for is_first, other, rule, width in (
             (True, before, self.first, self.pads[0]),
@@ -85,22 +96,29 @@ class Side:
                 yield is_first, rule, width
 
     def inside(self, padded: Tensor) -> Tensor:
-        """A padded tensor without its padding along this axis."""
+        """Return the view of a padded tensor without its padding along this axis."""
         left, right = self.pads
         return padded.narrow(self.dim, left, padded.shape[self.dim] - left - right)
 
     def beyond(self, padded: Tensor, is_first: bool) -> Tensor:
-        """The padding on one side."""
+        """Return the view of the padding on one side."""
         width = self.pads[not is_first]
         return padded.narrow(self.dim, 0 if is_first else padded.shape[self.dim] - width, width)
 
     def outermost(self, inner: Tensor, is_first: bool, skip: int, width: int) -> Tensor:
-        """`width` rows of the inside, `skip` away from an end."""
+        """Return the view of `width` rows of the interior, `skip` rows away from an end."""
         length = inner.shape[self.dim]
         return inner.narrow(self.dim, skip if is_first else length - skip - width, width)
 
     def check_thickness(self, length: int) -> None:
-        """Raise a UserError where this rank's part is thinner than the halo that a neighbour or a pole needs of it."""
+        """Check that this rank's shard is as thick as its neighbours' halos and the mirror at a pole require.
+
+        Args:
+            length: points of the shard along the axis.
+
+        Raises:
+            UserError: the shard is thinner.
+        """
         before, after = self.neighbours()
         needs = [self.widths(before)[1] if before is not None else 0, self.widths(after)[0] if after is not None else 0]
         alone = self.comm.size == 1 and length == 1  # a single row mirrors itself
@@ -120,9 +138,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Across:
-    """How rows are continued across a pole: `parts` are the columns of every rank, (first, last + 1) each.
+    """The continuation of rows across a pole.
 
-    `sign` and `offset` (C, ...) act on channels and on axes after the columns: value -> sign * value + offset.
+    Wind components change sign there. In standardised units this is an affine map of the values: value -> sign * value
+    + offset.
+
+    Attributes:
+        parts: columns of every rank, (first, last + 1) each.
+        sign: (C, ...) factor by channel and by the axes after the columns; None for 1.
+        offset: (C, ...) constant by channel and by the axes after the columns; None for 0.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -130,24 +154,25 @@ class Across:
     offset: Tensor | None = None
 
     def turned(self, values: Tensor) -> Tensor:
-        """`values` with the sign alone, as gradients want it."""
+        """Return `values` with the sign applied, without the offset. This is the map that gradients need."""
         return values if self.sign is None else values * _by_channel(self.sign, values)
 
     def continued(self, values: Tensor) -> Tensor:
-        """`values` as they are beyond the pole."""
+        """Return `values` as they are beyond the pole."""
         values = self.turned(values)
         return values if self.offset is None else values + _by_channel(self.offset, values)
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
-    """(C, Z) over (B, C, Y, X, Z); (C,) over (B, C, Y, X)."""
+    """Reshape (C, Z) to act on (B, C, Y, X, Z), or (C,) to act on (B, C, Y, X)."""
     return values.reshape(values.shape[0], 1, 1, *values.shape[1:]).to(like.dtype)
 
 
 class Swap:
-    """Strips that ranks swap: each gives `out` (rank, view) and gets what `shapes` (rank, shape) announce.
+    """An exchange of strips: each rank sends the views `out`, as (rank, view), and receives the `shapes`, as (rank,
+    shape).
 
-    Strips of one pair of ranks are matched in the order in which both list them.
+    The strips of one pair of ranks are matched in the order in which both list them.
     """
 
     def __init__(
@@ -159,7 +184,11 @@ class Swap:
         self._found: list[Tensor] | None = None
 
     def post(self) -> Swap:
-        """Send; what is given may change from then on, but where one rank swaps with itself: it is found as it is."""
+        """Send the strips and return this exchange.
+
+        The tensors that were sent may change afterwards. The exception is a group of one rank: it swaps with itself,
+        and the views themselves are the result.
+        """
         if self._comm.size == 1:
             self._found, self._out = [view for _, view in self._out], []
             return self
@@ -168,7 +197,8 @@ class Swap:
             sent[rank] += view.numel()
         for rank, shape in self._shapes:
             received[rank] += shape.numel()
-        # Channels last on every rank, whatever the memory order: ranks may not agree on that of a thin part.
+        # Strips are sent channels last on every rank, whatever their order in memory: ranks may not agree on the
+        # memory format of a thin shard.
         flat = [view.movedim(1, -1).reshape(-1) for _, view in sorted(self._out, key=lambda item: item[0])]
         self._buffer = self._like.new_empty(sum(received))
         self._message = torch.cat(flat) if flat else self._like.new_empty(0)
@@ -177,13 +207,13 @@ class Swap:
         return self
 
     def post_with(self, other: Swap) -> None:
-        """Send both as one message of the communicator that they share."""
+        """Send this exchange and `other` as one message. Both must use the same communicator."""
         joint = Swap(self._comm, [*self._out, *other._out], [*self._shapes, *other._shapes], self._like).post()
         self._out, other._out = [], []
         self._joint, other._joint = (joint, 0), (joint, len(self._shapes))
 
     def wait(self) -> list[Tensor]:
-        """What came in, in the order of `shapes`."""
+        """Return the strips received, in the order of `shapes`."""
         if self._joint is not None:
             joint, start = self._joint
             return joint.wait()[start : start + len(self._shapes)]
@@ -193,30 +223,42 @@ class Swap:
         return self._found
 
     def _unpacked(self) -> list[Tensor]:
+        """Cut the received buffer, which is sorted by rank, into strips in the order of `shapes`."""
         order = sorted(range(len(self._shapes)), key=lambda i: self._shapes[i][0])
         pieces = dict(zip(order, self._buffer.split([self._shapes[i][1].numel() for i in order]), strict=True))
         return [_shaped(pieces[i], shape) for i, (_, shape) in enumerate(self._shapes)]
 
 
 def _shaped(flat: Tensor, shape: torch.Size) -> Tensor:
+    """View a flat strip, which was sent channels last, in its shape (B, C, ...)."""
     return flat.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
 class Strip(NamedTuple):
-    """Points of a padded axis that come from, or go to, a rank."""
+    """The points of a padded axis that come from, or go to, a rank."""
 
     rank: int
     start: int
     width: int
 
     def of(self, padded: Tensor, dim: int, cut: int = 0) -> Tensor:
-        """The view of them in a tensor that lacks the first `cut` points."""
+        """Return the view of these points in a tensor that lacks the first `cut` points."""
         return padded.narrow(dim, self.start - cut, self.width)
 
 
 def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
-    """What goes out and what comes in, in the order of the message: first what lies before the receiver, then what
-    lies after it; `length` is that of this rank's own part."""
+    """List the strips of an axis that this rank sends and receives.
+
+    Both lists are in the order of the message: first the strip that lies before the receiver, then the one after it.
+    Two ranks that are each other's neighbour on both sides rely on this order.
+
+    Args:
+        length: points of this rank's shard along the axis.
+        side: how the axis is padded.
+
+    Returns:
+        (strips to send, strips to receive), in points of the padded axis.
+    """
     left, right = side.pads
     before, after = side.neighbours()
     out, into = [], []
@@ -232,10 +274,11 @@ def strips(length: int, side: Side) -> tuple[list[Strip], list[Strip]]:
 
 
 class Opposite:
-    """Each strip's columns half the circle away, from whichever ranks hold them.
+    """The exchange of rows across a pole: it fetches the columns half the circle away, from whichever ranks hold them.
 
-    Given are strips of the own columns, found are such strips, or `wide` ones: with the columns that pad them on both
-    sides. `back` is the adjoint: given are what was found, found the sums of what belongs to the own columns.
+    The input strips have this rank's own columns. So have the results, unless they are `wide`: then they include the
+    columns that pad the shard on both sides. With `back` the exchange is its own adjoint: the inputs have the shape of
+    results, and the outputs sum all that belongs to the own columns.
     """
 
     def __init__(
@@ -266,18 +309,19 @@ class Opposite:
         self._swap = Swap(comm, out, shapes, given[0])
 
     def post(self, together: Swap | None = None) -> None:
-        """Send what others want, in one message with another swap where one is given."""
+        """Send what others need, in one message with another swap if one is given."""
         if self._swap is not None and together is not None:
             self._swap.post_with(together)
         elif self._swap is not None:
             self._swap.post()
 
     def wait(self) -> list[Tensor]:
-        """The strips, rolled by half the circle."""
+        """Return the strips, rolled by half the circle."""
         if self._swap is None:
             return [strip.roll(strip.shape[self._dim] // 2, self._dim) for strip in self._given]
         found = [strip.new_zeros(self._shape(strip, self._width)) for strip in self._given]
         for (_, i, start, length), values in zip(self._into, self._swap.wait(), strict=True):
+            # In the adjoint of wide strips, several ranks contribute to one column, so values are added.
             found[i].narrow(self._dim, start, length).add_(values)
         return found
 
@@ -288,13 +332,19 @@ class Opposite:
 def _pieces(
     parts: Sequence[tuple[int, int]], source: int, target: int, reach: tuple[int, int]
 ) -> list[tuple[int, int, int]]:
-    """(start at the source, start at the target, length) of the columns that `target` wants of `source`: those half the
-    circle away from its own, and `reach` more before and after them."""
+    """List the columns that rank `target` needs from rank `source`.
+
+    These are the columns half the circle away from the target's own, and `reach` more before and after them.
+
+    Returns:
+        (start at the source, start at the target, length) of each run of columns.
+    """
     total = parts[-1][1]
     first, last = parts[target][0] - reach[0], parts[target][1] + reach[1]
     own = parts[source]
     found = []
-    for turn in (0, total):  # the wanted columns, in [half - reach, total + half + reach), may pass the circle's end
+    # The needed columns lie in [half - reach, total + half + reach), so they may run past the end of the circle.
+    for turn in (0, total):
         wanted = first + total // 2 - turn, last + total // 2 - turn
         start, stop = max(wanted[0], own[0]), min(wanted[1], own[1])
         if start < stop:

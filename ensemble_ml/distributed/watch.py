@@ -36,9 +36,8 @@ _PERIOD = 0.5  # seconds between polls of the store
 _SOON = 0.05  # seconds between polls while a rank waits for the last one to leave
 _GRACE = 3.0  # seconds beyond `silence` that rank 0 has to answer, and that a failed collective waits for the cause
 _UNWIND = 15.0  # seconds that a rank may go on after another was interrupted; launchers kill after thirty
-_FAREWELL = (
-    2 * _PERIOD + 0.5
-)  # seconds that rank 0 stays after a failure: the store dies with it, and others read first
+# Seconds that rank 0 stays after a failure. The store dies with rank 0, and the others have to read the cause first.
+_FAREWELL = 2 * _PERIOD + 0.5
 
 
 class Watch:
