@@ -1,8 +1,8 @@
-"""Signs packed by NumPy, for tensors in host memory: the same words as `pack` makes, several times as fast.
+"""Signs packed by NumPy, for tensors in host memory: the same words as in `pack`, several times as fast.
 
-A block is compared with its thresholds, and the truth values are packed, while they lie in the second-level cache; so
-memory is read or written once for each number. NumPy's comparisons and `packbits` use vector instructions where
-torch's comparison on a CPU writes its truth values one by one.
+A block is compared with its thresholds and packed while it lies in the second-level cache, so that each number is read
+from memory or written to it once. NumPy's comparisons and `packbits` use vector instructions, while torch's comparison
+on a CPU writes its booleans one by one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-_PART = 1 << 17  # numbers at a time: 0.5 MB, as many of thresholds (which stay in the cache), and their truth values
+# Numbers packed at a time: 0.5 MB of float32, as much of thresholds (which stay in the cache), and the booleans.
+_PART = 1 << 17
 
 
 def usable(x: Tensor) -> bool:
-    """Whether NumPy can see the memory of `x` here; a compiler traces the torch operations."""
+    """Return whether NumPy can use the memory of `x`. Compilers trace the torch operations instead."""
     known = x.device.type == "cpu" and x.dtype is not torch.bfloat16 and x.is_contiguous()
     return known and not x.requires_grad and not torch.compiler.is_compiling()
 
@@ -44,14 +45,14 @@ def pack_above(x: Tensor, even: float, odd: float) -> Tensor:
 
 
 def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
-    """Fill `out` (64 w,) with +1 or -1 for each bit of (w,) words, and return it."""
+    """Fill `out` (64 w,) with +1 or -1 for each bit of the words `packed` (w,), and return it."""
     held, rows = packed.contiguous().numpy().view(np.uint8), out.numpy().reshape(-1, 8)
     table = _table(rows.dtype.str)
 
     def unpack(first: int, last: int) -> None:
         for start in range(first // 8, last // 8, _PART // 8):
             part = slice(start, min(start + _PART // 8, last // 8))
-            # mode="clip", since "raise" would fill a buffer first
+            # mode="raise" would fill a buffer first, and no index is out of range anyway.
             np.take(table, held[part].astype(np.intp), axis=0, out=rows[part], mode="clip")
 
     _in_threads(unpack, out.numel())
@@ -59,9 +60,13 @@ def unpack_signs(packed: Tensor, out: Tensor) -> Tensor:
 
 
 def _in_threads(work: Callable[[int, int], None], elements: int) -> None:
-    """Do `work(first, last)` over whole parts, by as many threads as torch has; NumPy lets go of the interpreter."""
+    """Run `work(first, last)` over whole parts, in as many threads as torch uses.
+
+    Threads help because NumPy releases the interpreter lock in these functions.
+    """
     parts = -(-elements // _PART)
-    threads = max(1, min(torch.get_num_threads(), parts // 4))  # a part takes 30 us, and to hand one on 20
+    # A part takes 30 us, and handing work to a thread 20 us, so each thread gets four parts at least.
+    threads = max(1, min(torch.get_num_threads(), parts // 4))
     ends = [min(elements, _PART * (parts * i // threads)) for i in range(threads + 1)]
     others = [_helpers().submit(work, *ends[i : i + 2]) for i in range(1, threads)]
     work(ends[0], ends[1])
@@ -71,10 +76,12 @@ def _in_threads(work: Callable[[int, int], None], elements: int) -> None:
 
 @lru_cache(maxsize=1)
 def _helpers() -> ThreadPoolExecutor:
+    """Return the pool of threads, which is made at the first use."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), "pack")
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # the parent's threads are not there
+# A forked child does not have the parent's threads and makes its own.
+os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 @lru_cache(maxsize=16)
@@ -84,5 +91,5 @@ def _limits(even: float, odd: float, size: int, kind: DTypeLike) -> NDArray[np.g
 
 @lru_cache(maxsize=4)
 def _table(kind: DTypeLike) -> NDArray[np.generic]:
-    """(256, 8): the signs of each byte, lowest bit first."""
+    """Return the table (256, 8) of the signs of each byte, lowest bit first."""
     return ((np.arange(256)[:, None] >> np.arange(8) & 1) * 2 - 1).astype(kind)

@@ -1,5 +1,4 @@
-"""The project's own model over several ranks: the same modules under the same names, each computing its shard of the
-grid.
+"""The project's own model over several ranks: the same modules and names, each computing its shard of the grid.
 
 `partition_model` changes the classes of the layers that look beyond a point, and of those that keep one number a grid
 point. Parameters, buffers and their names stay whole on every rank, so a checkpoint does not depend on the partition.
@@ -97,7 +96,6 @@ def _swap(module: nn.Module, kind: type[nn.Module], **values: Any) -> None:
     assert issubclass(kind, type(module)), f"{kind} is no {type(module)}"
     module.__class__ = kind
     for name, value in values.items():
-        # torch's own `__setattr__` would register a value that is a module or a parameter, and change the state_dict.
         object.__setattr__(module, f"part_{name}", value)
 
 
@@ -231,7 +229,7 @@ class PartLinear(LinearCorrection):
 
 
 class PartSurroundings(Surroundings):
-    """The spread MLP and error MLP at this rank's grid points."""
+    """The spread MLP or the error MLP at this rank's grid points."""
 
     part_shard: Shard
 

@@ -169,10 +169,10 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class Swap:
-    """An exchange of strips: each rank sends the views `out`, as (rank, view), and receives the `shapes`, as (rank,
-    shape).
+    """An exchange of strips between ranks.
 
-    The strips of one pair of ranks are matched in the order in which both list them.
+    Each rank sends the views `out`, as (rank, view), and receives the `shapes`, as (rank, shape). The strips of one
+    pair of ranks are matched in the order in which both list them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Triton kernels of the one-bit vote, for GPUs: pack, majority and unpack read and write each element once.
 
-`pack` and `vote` call them for CUDA tensors where Triton is installed and, once a device, what they give for some
-numbers equals what the torch operations give; else those are used. Words are seen as int32, 32 elements each, which in
-little-endian order are the int64 words of `pack`.
+`pack` and `vote` call them for CUDA tensors if Triton is installed and its results are right. This is tested once a
+device, against the results of the torch operations for a few hundred numbers; if they differ, the torch operations are
+used. The kernels treat words as int32 of 32 elements each. In little-endian order these are the int64 words of `pack`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError:  # no GPU build of torch
     triton = None
 
 AVAILABLE = triton is not None
-_BLOCK = 64  # int32 words a program
+_BLOCK = 64  # int32 words that one program of a kernel works on
 
 if triton is not None:
 
@@ -60,7 +60,7 @@ if triton is not None:
 
 @lru_cache(maxsize=16)
 def usable(device: torch.device) -> bool:
-    """Whether the kernels run on `device` and do there what the torch operations do."""
+    """Return whether the kernels run on `device` and give the right results there."""
     if device.type != "cuda" or not AVAILABLE:
         return False
     u = torch.linspace(-1, 1, 64 * 9).sin().roll(17)
@@ -75,7 +75,7 @@ def usable(device: torch.device) -> bool:
         good &= torch.equal(unpack(packed, torch.empty(len(u), device=device)).cpu(), bits.flatten() * 2.0 - 1)
         counted = majority(packed.view(3, -1), 0).cpu()
         good &= torch.equal(counted, (won * place).sum(1).to(torch.int32).view(torch.int64))
-    except Exception as error:  # whatever keeps a compiler from working; the torch operations always do
+    except Exception as error:  # many things may keep Triton's compiler from working; the torch operations always work
         log.warning("Triton kernels of the vote: %s; torch operations are used instead", error)
         return False
     if not good:
@@ -84,24 +84,30 @@ def usable(device: torch.device) -> bool:
 
 
 def pack(u: Tensor, even: float, odd: float) -> Tensor:
-    """(64 w,) floats to (w,) int64 words: 1 above `even` (elements 0, 2, ...) or `odd`."""
+    """Pack (64 w,) floats into (w,) int64 words: 1 above `even` (elements 0, 2, ...) or `odd` (elements 1, 3, ...)."""
     out = torch.empty(u.numel() // 32, dtype=torch.int32, device=u.device)
     _pack[_grid(out)](u, out, out.numel(), even, odd, BLOCK=_BLOCK)
     return out.view(torch.int64)
 
 
 def unpack(packed: Tensor, out: Tensor) -> Tensor:
-    """Fill `out` (64 w,) with +1 or -1 for each bit of (w,) int64 words."""
+    """Fill `out` (64 w,) with +1 or -1 for each bit of the int64 words `packed` (w,), and return it."""
     words = packed.view(torch.int32)
     _unpack[_grid(words)](words, out, words.numel(), BLOCK=_BLOCK)
     return out
 
 
 def majority(ballots: Tensor, tie: int) -> Tensor:
-    """The bits that more than half of (ranks, w) int64 words hold; ties as the low 32 bits of `tie`."""
+    """Return the bits that more than half of the rows hold. Ties fall by the low 32 bits of `tie`.
+
+    Args:
+        ballots: (ranks, w) int64 words.
+        tie: the tie bits of a word.
+    """
     words = ballots.contiguous().view(torch.int32)
     out = torch.empty(words.shape[1], dtype=torch.int32, device=ballots.device)
-    low = tie & 0x7FFFFFFF  # bit 31 is odd, and falls as bit 1 does
+    # A kernel takes a signed int32. Tie bits alternate, so bit 31, which becomes the sign, equals bit 1.
+    low = tie & 0x7FFFFFFF
     low = low if not tie & 2 else low - 2**31
     _majority[_grid(out)](words, out, out.numel(), len(words), low, BLOCK=_BLOCK)
     return out.view(torch.int64)

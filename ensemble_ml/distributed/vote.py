@@ -1,13 +1,21 @@
 """A vote of all ranks on the sign of each element, at p bits an element out and one bit back.
 
-    code = clamp(floor(u / delta), -2^(p-1), 2^(p-1) - 1)         vote 2 code + 1         delta = c_p mean|u|  (L1)
+    code  = clamp(floor(u / delta), -2^(p-1), 2^(p-1) - 1)
+    vote  = 2 code + 1
+    delta = c_p mean|u|                 (the scale `l1`)
 
-A rank sends part r of its codes to rank r (all_to_all), which adds the votes up, takes the sign and sends that bit to
-all (all_gather): (p + 1) / 8 bytes an element on the wire, and no loss of precision with more ranks. p = 1 is the sign,
-counted bit-sliced: one plane of words a rank goes through carry-save adders, 64 elements an operation. Ties and exact
-zeros fall by a mask that alternates with element and step and is the same on every rank.
+    u      the update that a rank proposes, before its sign is taken
+    p      bits of a code
+    c_p    a constant for each p (`_STEP`)
 
-After Ishikawa et al. 2024 (arXiv:2411.16462), with the vote in place of their sum of scaled int8.
+A rank sends slice r of its codes to rank r (all_to_all), which adds the votes, takes the sign and sends that one bit to
+all ranks (all_gather). This puts (p + 1) / 8 bytes an element on the wire, and precision does not fall with the number
+of ranks. p = 1 is a vote of signs. It is counted bit by bit on packed words: the words of each rank go through
+carry-save adders, 64 elements an operation. Ties and exact zeros fall by a mask that alternates with element and step
+and is the same on every rank.
+
+The method follows Lion Cub (Ishikawa et al. 2024, arXiv:2411.16462), with the vote in place of their sum of scaled
+int8.
 """
 
 from __future__ import annotations
@@ -34,10 +42,11 @@ from ensemble_ml.distributed.pack import (
     words,
 )
 
-# delta / mean|u| of the uniform quantiser with the least squared error, between a normal and a Laplace distribution.
+# c_p = delta / mean|u| of the uniform quantiser with the least squared error; a compromise between the values for a
+# normal and for a Laplace distribution.
 _STEP = {2: 1.38, 4: 0.52, 8: 0.052}
 _TINY = 2.0**-126
-_PIECE = 1 << 22  # elements that are packed while those before travel
+_PIECE = 1 << 22  # elements that are packed while the piece before travels
 
 
 def sign_allreduce(
@@ -49,14 +58,18 @@ def sign_allreduce(
     scale: VoteScale = VoteScale.l1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Vote on the sign of each element of `u` over the ranks of `group`; returns +1 or -1 in u's shape.
+    """Vote on the sign of each element of `u` over the ranks of `group`.
 
     Args:
-        u: float32, any shape, the same on every rank.
-        bits: 1, 2, 4 or 8 bits an element that each rank casts.
-        step: number of the step, for the ties.
-        scale: what a code is a multiple of; `sign` casts one bit whatever `bits` says.
+        u: float32, any shape, the same shape on every rank.
+        bits: 1, 2, 4 or 8 bits an element that each rank sends.
+        group: the ranks that vote.
+        step: number of the step, which decides how ties fall.
+        scale: what a code is a multiple of: mean|u| (`l1`) or max|u| (`linf`); `sign` sends one bit whatever `bits` is.
         out: memory that the result may use, (n,) float32 with n at least `room(u.numel(), ranks)`.
+
+    Returns:
+        +1 or -1 in the shape of `u`, the same on every rank.
     """
     flat, size = u.detach().flatten(), room(u.numel(), group.size)
     out = flat.new_empty(size) if out is None else out[:size]
@@ -65,6 +78,7 @@ def sign_allreduce(
     if bits > 1:
         magnitude = _magnitude(flat, scale)
         factor = inverse(magnitude * unit(bits, scale))
+    # Large tensors go in pieces: each is packed while the votes on the piece before travel.
     rounds = Rounds([group], bits, step)
     piece = room(_PIECE, group.size)
     for start in range(0, size, piece):
@@ -81,12 +95,15 @@ def sign_allreduce(
 
 
 def room(elements: int, ranks: int) -> int:
-    """Elements of the whole words that `ranks` equal parts are made of."""
+    """Return the number of elements after padding to whole words in equal slices for all ranks."""
     return ranks * share(elements, ranks) * WORD
 
 
 def _cast_signs(flat: Tensor, ranks: int, step: int) -> Tensor:
-    """As `cast` with one bit, of any number of floats, which stay as they are; what is added to them stands for 0."""
+    """Return one-bit ballots (ranks, w) as `cast` does, from any number of floats, which are left unchanged.
+
+    The elements that pad the last words count as exact zeros.
+    """
     whole = len(flat) // WORD
     packed = torch.zeros(room(len(flat), ranks) // WORD, dtype=torch.int64, device=flat.device)
     packed[:whole] = pack_signs(flat[: whole * WORD], step)
@@ -100,18 +117,20 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def share(elements: int, ranks: int) -> int:
-    """Words of each rank's part."""
+    """Return the number of words in each rank's slice."""
     return max(1, -(-words(elements) // ranks))
 
 
 def unit(bits: int, scale: VoteScale) -> float:
-    """delta as a multiple of mean|u| (L1) or max|u| (L-infinity)."""
+    """Return delta as a multiple of mean|u| (`l1`) or max|u| (`linf`)."""
     return _STEP[bits] if scale is VoteScale.l1 else 2.0 ** (1 - bits)
 
 
 def inverse(delta: Tensor) -> Tensor:
-    """1 / delta; 0, so that all counts as zero, where delta is below the smallest normal number: there 1 / delta may be
-    infinite, and an exact zero times that is no number."""
+    """Return 1 / delta, or 0 if delta is below the smallest normal number.
+
+    There 1 / delta may be infinite, and an exact zero times infinity is NaN. With 0 all elements count as zero.
+    """
     return torch.where(delta >= torch.finfo(delta.dtype).tiny, 1 / delta, 0.0)
 
 
@@ -120,18 +139,26 @@ def _magnitude(u: Tensor, scale: VoteScale) -> Tensor:
 
 
 def cast(flat: Tensor, bits: int, ranks: int, step: int) -> Tensor:
-    """This rank's ballots, words (ranks, bits w), from floats (ranks 64 w,) in units of delta, which it overwrites."""
+    """Return this rank's ballots, words (ranks, bits w), one row for each rank that counts.
+
+    Args:
+        flat: (ranks 64 w,) floats in units of delta; they are overwritten if `bits` is above 1.
+        bits: bits of a code.
+        ranks: number of ranks that count.
+        step: number of the step, which decides how exact zeros fall.
+    """
     if bits == 1:
         return pack_signs(flat, step).view(ranks, -1)
     half = 2 ** (bits - 1)
-    # floor of an exact zero is 0, and of the smallest number below it -1: so half of the zeros vote each way.
+    # The floor of an exact zero is 0, and that of a tiny negative number is -1. Subtracting a tiny number from every
+    # second element makes half of the zeros vote each way. Without it, all zeros would vote +1.
     below = (0.0, _TINY) if tie_bit(step) else (_TINY, 0.0)
     codes = subtract_alternating(flat, *below).floor_().add_(half).clamp_(0, 2 * half - 1).to(torch.uint8)
     return pack_codes(codes.view(ranks, -1), bits)
 
 
 def send(ballots: Tensor, group: Communicator) -> Tensor:
-    """Give row r to rank r; returns the rows that came, (ranks, words), in rank order."""
+    """Send row r of `ballots` to rank r and return the rows received, (ranks, words), in rank order."""
     received = torch.empty_like(ballots)
     sizes = [ballots.shape[1]] * group.size
     group.all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True).wait()
@@ -139,17 +166,17 @@ def send(ballots: Tensor, group: Communicator) -> Tensor:
 
 
 def tell(winner: Tensor, group: Communicator) -> Tensor:
-    """Give this rank's words (w,) to all; returns everybody's, (ranks w,)."""
+    """Send this rank's words (w,) to all ranks and return the words of all ranks, (ranks w,)."""
     everywhere, pending = _tell(winner, group)
     pending.wait()
     return everywhere
 
 
 def _tell(winner: Tensor, group: Communicator) -> tuple[Tensor, Pending]:
-    """As `tell`, under way.
+    """Start what `tell` does and return the memory for the result and the pending collective.
 
-    On a CPU as an all_to_all of copies, whose messages all leave at once: gloo's all_gather goes round a ring, and
-    each of its ranks - 1 rounds waits for a processor that backward keeps busy.
+    On a CPU this is an all_to_all of copies, whose messages all leave at once. Gloo's all_gather goes round a ring, and
+    each of its ranks - 1 rounds waits for a processor that the backward pass keeps busy.
     """
     everywhere = winner.new_empty(group.size * len(winner))
     if winner.is_cuda:
@@ -158,14 +185,16 @@ def _tell(winner: Tensor, group: Communicator) -> tuple[Tensor, Pending]:
     return everywhere, group.all_to_all_single(everywhere, winner.repeat(group.size), sizes, sizes, async_op=True)
 
 
-Take = Callable[[Tensor, Tensor], object]  # everyone's heads (ranks, h), and the winning words of all parts
+# Receives the outcome of a vote: every rank's header (ranks, h) and the winning words of all slices.
+Take = Callable[[Tensor, Tensor], object]
 
 
 @dataclass
 class _Flight:
-    """Words under way: ballots (ranks, w) to the ranks that count them, or winners (ranks w,) to all.
+    """The words of one vote under way.
 
-    `heads` (ranks, h) are what came with the ballots.
+    These are ballots (ranks, w) to the ranks that count them, or winning words (ranks w,) to all. `heads` (ranks, h)
+    are the headers that came with the ballots, and `take` receives the outcome.
     """
 
     pending: Pending
@@ -175,15 +204,17 @@ class _Flight:
 
 
 class Rounds:
-    """Votes of one step, in one order on all ranks: ballots travel while those before are counted.
+    """The votes of one step, in the same order on all ranks.
+
+    They form a pipeline, in which ballots travel while earlier ones are counted:
 
         cast 1 | cast 2, count 1 | cast 3, count 2, take 1 | ... | count n, take n - 1 | take n
 
     Args:
-        groups: ranks that vote, then those, group by group, that pass each other what each of them won.
-        bits: of an element in a ballot.
-        step: for the ties.
-        voters: the first ones, whose ballots count; None: all.
+        groups: the ranks that vote first; then groups whose ranks pass each other the winning words, in this order.
+        bits: bits of an element in a ballot.
+        step: number of the step, which decides how ties fall.
+        voters: number of ranks, the first ones, whose ballots count; None for all.
     """
 
     def __init__(self, groups: Sequence[Communicator], bits: int, step: int, voters: int | None = None):
@@ -192,23 +223,31 @@ class Rounds:
         self._told: _Flight | None = None
 
     def cast(self, ballots: Tensor, head: int, take: Take) -> None:
-        """Give row r of `ballots` (ranks, head + words) to rank r, and `take` the outcome when it is there."""
+        """Send row r of `ballots` (ranks, head + words) to rank r, and advance the earlier votes.
+
+        Args:
+            ballots: a row for each rank that counts, each beginning with the header.
+            head: words of the header.
+            take: receives the outcome once it has arrived, in a later call of `cast` or `finish`.
+        """
         received, sizes = torch.empty_like(ballots), [ballots.shape[1]] * len(ballots)
         pending = self._groups[0].all_to_all_single(received.view(-1), ballots.reshape(-1), sizes, sizes, async_op=True)
         self._advance(_Flight(pending, received[:, head:], received[:, :head], take))
 
     def finish(self) -> None:
-        """Return when all outcomes are taken."""
+        """Return when all outcomes have been taken."""
         self._advance(None)
         self._advance(None)
 
     def _advance(self, sent: _Flight | None) -> None:
+        """Move every vote one stage on: count the ballots sent before, and take the winners counted before."""
         counted = None
         if (last := self._sent) is not None:
             last.pending.wait()
             ballots = last.words[: self._voters].contiguous()
             everywhere, pending = _tell(count(ballots, self._bits, self._step), self._groups[0])
             counted = _Flight(pending, everywhere, last.heads, last.take)
+        # The counted words are already on their way to all ranks here, so taking an earlier outcome overlaps with them.
         if (told := self._told) is not None:
             told.pending.wait()
             winner = told.words
@@ -219,7 +258,13 @@ class Rounds:
 
 
 def count(ballots: Tensor, bits: int, step: int) -> Tensor:
-    """The winning bits, (w,) words, of ballots (ranks, bits * w)."""
+    """Return the winning bits, (w,) words.
+
+    Args:
+        ballots: (ranks, bits w) words.
+        bits: bits of an element in a ballot.
+        step: number of the step, which decides how ties fall.
+    """
     if bits == 1 and triton_vote.usable(ballots.device):
         return triton_vote.majority(ballots, tie_word(step))
     if bits == 1:
@@ -229,18 +274,26 @@ def count(ballots: Tensor, bits: int, step: int) -> Tensor:
     total = codes[0].to(torch.int16 if ranks * 255 < 2**15 else torch.int32)
     for row in codes[1:]:
         total += row
-    # The votes' sum is 2 total - twice: 1 where it is positive, or zero and the tie falls so.
+    # A code c is sent as c + 2^(p-1), so the votes 2 c + 1 of all ranks add up to 2 total - twice. The winning bit is 1
+    # if that is positive, or if it is zero and the tie falls to 1. A tie passes the limit `won`, but not `lost`.
     twice = ranks * (2**bits - 1)
     won, lost = (twice + 1) // 2 - 1, twice // 2
     return pack_above(total, won, lost) if tie_bit(step) else pack_above(total, lost, won)
 
 
 def majority(planes: Sequence[Tensor], step: int) -> Tensor:
-    """The bits that more than half of the planes (w,) hold; ties as the mask of `step` says."""
+    """Return the bits that more than half of the planes hold. Ties fall by the mask of `step`.
+
+    Args:
+        planes: one (w,) tensor of words for each rank.
+        step: number of the step.
+    """
     ranks = len(planes)
     counter = _add_up(planes)
     more = torch.zeros_like(planes[0])
     equal = torch.full_like(planes[0], -1)
+    # Compare the bitwise counts with ranks // 2, from the highest binary digit down, for 64 elements at a time: `more`
+    # marks counts that are already larger, `equal` those that agree so far.
     for weight in reversed(range(max(len(counter), (ranks // 2).bit_length()))):
         digit = counter[weight] if weight < len(counter) else torch.zeros_like(more)
         if ranks // 2 >> weight & 1:
@@ -252,7 +305,11 @@ def majority(planes: Sequence[Tensor], step: int) -> Tensor:
 
 
 def _add_up(planes: Sequence[Tensor]) -> list[Tensor]:
-    """Binary digits, lowest first, of the number of planes that hold each bit: full adders, three planes to two."""
+    """Count for each bit how many planes hold it, with full adders that turn three planes into two.
+
+    Returns:
+        The binary digits of the counts as planes, lowest digit first.
+    """
     counter: list[Tensor] = []
     column = list(planes)
     while column:

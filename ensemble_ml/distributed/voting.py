@@ -1,12 +1,20 @@
 """Exchanges that vote on Lion's signs: ours, and the published ones that it is compared with.
 
-Every rank forms u = beta1 m + (1 - beta1) g from its own gradient and momentum, so momenta differ between ranks, unless
-they are averaged now and then (`momentum`). A ballot begins with a few words that tell the others whether this rank's
-numbers are finite and which parameters it used; so all ranks know it with the votes, and leave out the same steps.
+Every rank forms u from its own gradient and momentum, and the ranks vote on the sign of u:
 
-`clip` bounds the norm of the rank's own gradient, as an estimate of the whole batch's: of all of it, and then the votes
-wait for the end of backward; or of each bucket, to its share sqrt(elements / all elements) of `clip`. Where ranks share
-a sample, or average before they vote, no rank has a gradient of its own before a bucket is averaged.
+    u = beta1 m + (1 - beta1) g
+
+    m   this rank's momentum
+    g   this rank's gradient
+
+Momenta therefore differ between ranks, unless they are averaged from time to time (`momentum`). A ballot begins with a
+header of a few words: whether this rank's numbers are finite, and which parameters it used. So all ranks have these
+facts together with the votes, and leave out the same steps.
+
+`clip` bounds the norm of the rank's own gradient, which serves as an estimate of the whole batch's. With
+`clip_by=total` it is the norm of the whole gradient, and the votes wait for the end of the backward pass. With
+`clip_by=bucket` each bucket is clipped to its share sqrt(elements / all elements) of `clip`. If ranks share a sample,
+or average before they vote, no rank has a gradient of its own before a bucket is averaged, so only `bucket` works.
 """
 
 from __future__ import annotations
@@ -33,17 +41,20 @@ from ensemble_ml.optim.lion import Lion
 
 
 class Vote(BucketExchange):
-    """One vote a bucket, `bits` out and one bit back.
+    """An exchange with one vote a bucket, `bits` out and one bit back.
 
     Args:
-        group: ranks that vote.
+        group: the ranks that vote.
         bits: 1, 2, 4 or 8 bits an element that a rank sends.
         scale: what codes are multiples of.
-        inner: ranks that average in full precision first (of one node, or of one sample's parts) and then share the
-            work: each sends its part of the ballot, and they pass the winning bits round.
-        clip_by: see the head of the file.
+        inner: ranks that average in full precision first (the ranks of a node, or of one sample's shards). They then
+            share the work: each sends its slice of the ballot, and they pass each other the winning bits.
+        clip_by: how `clip` is applied; see the head of the file.
         plan: when momenta are averaged.
-        settings: of `BucketExchange`.
+        settings: passed to `BucketExchange`.
+
+    Raises:
+        UserError: `clip` cannot be applied to the total norm because ranks average first.
     """
 
     def __init__(
@@ -84,8 +95,11 @@ class Vote(BucketExchange):
 
     @property
     def voters(self) -> int:
-        """Ranks of `group`, the first ones, whose ballots count: in a short batch some have no sample, and what their
-        momenta say would outvote the gradients of those that have."""
+        """Return the number of ranks of `group`, the first ones, whose ballots count.
+
+        In a short batch some ranks have no sample. Their ballots would consist of momentum alone and could outvote the
+        gradients of the others.
+        """
         return self.group.size if self.with_samples is None else -(-self.with_samples // self.inner.size)
 
     @property
@@ -94,7 +108,7 @@ class Vote(BucketExchange):
 
     @property
     def ranks(self) -> int:
-        """All ranks that take part, inner ones too."""
+        """Return the number of all ranks that take part, inner ones included."""
         return self.group.size * self.inner.size
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -134,11 +148,11 @@ class Vote(BucketExchange):
 
     @property
     def momenta(self) -> list[Tensor]:
-        """This rank's momentum of each parameter."""
+        """Return this rank's momentum of each parameter."""
         return [self._lion.momentum(p) for p in self.params]
 
     def average_momenta(self) -> None:
-        """Let all ranks have the mean momentum."""
+        """Replace the momenta by their mean over the ranks."""
         average(self.momenta, self.group)
 
     def local_state(self) -> dict[str, Tensor]:
@@ -167,7 +181,7 @@ class Vote(BucketExchange):
         self._vote(flat, self._header(magnitude, used), views, magnitude, partial(self._take, number, used))
 
     def _take(self, number: int, used: Sequence[bool], everyone: Tensor, winner: Tensor) -> None:
-        """Everyone's headers (P, h) and the winning words of a whole bucket."""
+        """Store the outcome of a bucket: every rank's header (P, h), and the winning words as signs."""
         self._headers.append(everyone)
         self._mark_used(self.buckets[number], everyone, used)
         unpack_signs(winner, self._flats[number])
@@ -176,9 +190,15 @@ class Vote(BucketExchange):
         self._rounds.finish()
 
     def _average_inside(self, bucket: Bucket, flat: Tensor, views: list[Tensor], used: Sequence[bool]) -> list[bool]:
-        """Replace gradients by the inner ranks' mean, or by their sum as the whole batch's gradient would be."""
+        """Replace gradients by the inner ranks' mean, or by their sum scaled to the whole batch.
+
+        Returns:
+            For each parameter of the bucket, whether any inner rank used it.
+        """
         for view, grad in zip(views, self._grads(bucket), strict=True):
             view.copy_(grad) if grad is not None else view.zero_()
+        # Which parameters were used, and the inner ranks' share of the batch, travel behind the gradients in one
+        # message.
         counts = torch.tensor([float(u) for u in used], device=flat.device)
         share = torch.tensor([self.share or 0.0], device=flat.device)
         joined = torch.cat([flat[: bucket.elements], counts, share])
@@ -195,7 +215,7 @@ class Vote(BucketExchange):
         return found
 
     def _scale(self, params: Sequence[Tensor]) -> None:
-        """Make a share of the batch's gradient an estimate of the whole, whatever the share; nothing stays nothing."""
+        """Scale gradients of a share of the batch to the size of the whole batch's gradient; zero stays zero."""
         if self.reduction is Reduction.sum and self.inner.size == 1:
             whole = self._whole(self.share or 0.0)
             for p in params:
@@ -203,12 +223,13 @@ class Vote(BucketExchange):
                     p.grad *= whole
 
     def _whole(self, share: float) -> float:
-        """What a sum over `share` of the batch is taken times to be as large as one over all of it."""
+        """Return the factor that scales a sum over `share` of the batch to the size of a sum over all of it."""
         if self.share is None:
             return float(self.group.size)
         return 1 / share if share else 0.0
 
     def _clip_bucket(self, bucket: Bucket) -> None:
+        """Clip the gradients of one bucket to its share of `clip`, and keep the squared norm for the log."""
         if not self.clip or self.clip_by is ClipBy.total:
             return
         params = [self.params[s.index] for s in bucket.slots]
@@ -217,7 +238,11 @@ class Vote(BucketExchange):
         self._squares.append(norm.square())
 
     def _fill(self, bucket: Bucket, views: list[Tensor], flat: Tensor) -> Tensor:
-        """Put u of each parameter into its view; returns the sums of magnitudes, (slots,), or of u for one bit, ()."""
+        """Write u of each parameter of a bucket into its view.
+
+        Returns:
+            The sum of magnitudes of each parameter, (slots,); for one bit the sum of u, ().
+        """
         flat[bucket.elements :].zero_()
         for slot, view in zip(bucket.slots, views, strict=True):
             p = self.params[slot.index]
@@ -225,28 +250,34 @@ class Vote(BucketExchange):
             torch.mul(self._lion.momentum(p), beta, out=view)
             if p.grad is not None:
                 view.add_(p.grad, alpha=1 - beta)
-        # The words between parameters must stay zero: flat held signs.
+        # The padding between parameters must be zero again: the buffer held the signs of the step before.
         for slot in bucket.slots:
             end = slot.start + slot.elements
             flat[end : slot.start + words(slot.elements) * WORD].zero_()
-        # One bit needs no magnitudes, only to know whether all is finite; the plain sum takes a quarter of the time.
+        # One bit needs no magnitudes. The result only shows whether all numbers are finite, and a plain sum takes a
+        # quarter of the time.
         return flat.sum() if self.bits == 1 else torch.stack(list(torch._foreach_norm(views, 1)))
 
     def _header(self, magnitude: Tensor, used: Sequence[bool]) -> Tensor:
-        """(h,) words: whether something is not finite, then a bit for each parameter that this rank used."""
+        """Return the header (h,) of a ballot.
+
+        It holds whether a number is not finite, then one bit for each parameter that this rank used.
+        """
         bits = sum(int(u) << i for i, u in enumerate(used))
+        # 63 bits a word, since words are signed.
         packed = [bits >> (63 * i) & (2**63 - 1) for i in range(-(-len(used) // 63))]
         sick = (~torch.isfinite(magnitude.sum())).long()
         return torch.cat([sick.view(1), integers(packed, magnitude.device)])
 
     def _vote(self, flat: Tensor, header: Tensor, views: list[Tensor], magnitude: Tensor, take: Take) -> None:
-        """Vote on a bucket, and let `take` have the outcome; maybe only in a later call, or in `_drain`."""
+        """Vote on a bucket. `take` receives the outcome, possibly only in a later call or in `_drain`."""
         if self.bits > 1:
             self._to_units(views, magnitude)
         ballots = cast(flat.view(self.inner.size, -1)[self.inner.rank], self.bits, self.group.size, self.step)
         self._rounds.cast(torch.cat([header.expand(self.group.size, -1), ballots], 1), len(header), take)
 
     def _to_units(self, views: list[Tensor], magnitude: Tensor) -> None:
+        """Divide the views by delta, so that codes are their floors."""
         sizes = integers([max(v.numel(), 1) for v in views], magnitude.device)
         if self.scale is VoteScale.linf:
             magnitude = torch.stack(list(torch._foreach_norm(views, float("inf"))))
@@ -256,7 +287,10 @@ class Vote(BucketExchange):
         torch._foreach_mul_(views, list(inverse(delta).unbind()))
 
     def _mark_used(self, bucket: Bucket, everyone: Tensor, used: Sequence[bool]) -> None:
-        """Give a zero gradient to parameters that only other ranks used, so that the optimizer steps them here too."""
+        """Give a zero gradient to parameters that only other ranks used.
+
+        The optimizer then steps them on this rank too, as it does on the others.
+        """
         if all(used):
             return
         rows = everyone[:, 1:].tolist()
@@ -267,7 +301,7 @@ class Vote(BucketExchange):
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
         sick = torch.stack([h[:, 0] for h in self._headers]).sum(0)
-        # A ballot is of all inner ranks, which are `inner.size` in a row (`choice._groups`).
+        # A ballot stands for all inner ranks, which have `inner.size` consecutive numbers (see `choice._groups`).
         rows = torch.nonzero(sick).flatten().tolist()
         culprits = tuple(rank for row in rows for rank in range(row * self.inner.size, (row + 1) * self.inner.size))
         norm = torch.stack(self._squares).sum().sqrt() if self._squares else total_norm(self.params)
@@ -275,10 +309,11 @@ class Vote(BucketExchange):
 
 
 class LionCub(Vote):
-    """Lion Cub as published (arXiv:2411.16462): after backward, everything in one buffer.
+    """The Lion Cub exchange as published (arXiv:2411.16462): after the backward pass, with everything in one buffer.
 
-    Eight bits: codes of at most floor(127 / ranks) steps to either side, so that an int8 all-reduce cannot overflow;
-    none is left beyond 127 ranks. One bit: all_to_all, unpacked and added up as int8, all_gather.
+    With eight bits, codes are limited to floor(127 / ranks) steps on either side, so that an int8 all-reduce cannot
+    overflow. No step is left beyond 127 ranks. With one bit, signs go through all_to_all, are unpacked and added as
+    int8, and go back through all_gather.
     """
 
     def __init__(self, group: Communicator, *, bits: int = 8, **settings: object):
@@ -308,7 +343,10 @@ class LionCub(Vote):
 
 
 class DistributedLion(Vote):
-    """Distributed Lion by majority vote (arXiv:2404.00438): after backward, every rank gathers every rank's bits."""
+    """The Distributed Lion exchange by majority vote (arXiv:2404.00438).
+
+    After the backward pass, every rank gathers the bits of all ranks and counts all votes itself.
+    """
 
     def __init__(self, group: Communicator, **settings: object):
         super().__init__(group, **(settings | {"overlap": False, "bits": 1}))  # type: ignore[arg-type]
@@ -323,7 +361,7 @@ class DistributedLion(Vote):
 
 
 def _add_signs(ballots: Tensor) -> Tensor:
-    """Sum over ranks of the signs in words (P, w), as float (64 w,)."""
+    """Return the sum over ranks of the signs in packed words (P, w), as float (64 w,)."""
     kind = torch.int8 if len(ballots) < 128 else torch.int16
     total = torch.zeros(ballots.shape[1] * WORD, dtype=kind, device=ballots.device)
     for row in ballots:
