@@ -1,10 +1,12 @@
-"""Parameters in fixed buckets, and the hooks that tell when a bucket's gradients are there.
+"""Parameters in fixed buckets, and the hooks that detect when a bucket's gradients are complete.
 
-Buckets go in the reverse order of the parameters, which is about the order in which backward finishes them. Small ones
-from all over the network, among them those that it reaches last, come behind (`late` of an optimizer's group): else
-the first bucket would wait for the end of backward, and all others for it. Buckets never change;
-DistributedDataParallel makes its own anew after the first step, so that a resumed run differs. Each parameter starts on
-a word of 64 elements, and its elements lie as they do in memory.
+Buckets go in the reverse order of the parameters, which is roughly the order in which the backward pass finishes them.
+Small parameters from all over the network come last (`late` in a group of the optimizer): some of them are finished at
+the very end, and in front they would hold up the first bucket, and all others behind it.
+
+Buckets never change. DistributedDataParallel rebuilds its buckets after the first step, so a resumed run would not be
+bit-equal to an uninterrupted one. Each parameter starts on a word of 64 elements, and its elements lie in the order
+that they have in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ensemble_ml.distributed.pack import WORD, words
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: its number, the element it starts at, its elements."""
+    """The place of a parameter in a bucket: its index, the element at which it starts, and how many elements it has."""
 
     index: int
     start: int
@@ -31,26 +33,31 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are exchanged together; `elements` is a multiple of 64."""
+    """A set of parameters that are exchanged together. `elements` is a multiple of 64."""
 
     slots: tuple[Slot, ...]
     elements: int
 
     def flat(self, params: Sequence[Tensor], *, multiple: int = WORD) -> Tensor:
-        """Zeros (n,) float32 with room for the bucket, n a multiple of `multiple`."""
+        """Return zeros (n,) float32 for the elements of the bucket; n is a multiple of `multiple`."""
         size = -(-self.elements // multiple) * multiple
         return torch.zeros(size, device=params[self.slots[0].index].device)
 
     def views(self, flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of `flat` in the shapes of the parameters, axes in their order in memory."""
+        """Return the parts of `flat` as views in the shapes of the parameters, in their memory formats."""
         return [_like(flat[s.start : s.start + s.elements], params[s.index]) for s in self.slots]
 
 
 def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] = ()) -> tuple[Bucket, ...]:
-    """Buckets of at most `limit` elements; a larger parameter has one of its own.
+    """Distribute parameters over buckets of at most `limit` elements. A larger parameter gets a bucket of its own.
 
     Args:
-        late: places in `params` of those that come last.
+        params: all parameters, in the order of the model.
+        limit: elements of a bucket.
+        late: indices into `params` of those that come last.
+
+    Returns:
+        The buckets in the order in which they are exchanged.
     """
     made: list[Bucket] = []
     slots: list[Slot] = []
@@ -68,16 +75,19 @@ def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] =
 
 
 def _like(flat: Tensor, p: Tensor) -> Tensor:
+    """Return a view of `flat` with the shape of `p`, and with its strides if its memory has no gaps."""
     dense = torch.empty_like(p).stride() == p.stride()
     return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
 
 
 class Arrivals:
-    """Calls `full(bucket number)` for each bucket in turn as backward fills them: 0, 1, 2, ... on every rank alike.
+    """A set of hooks that call `full(bucket number)` for each bucket in turn: 0, 1, 2, ...
 
-    A bucket waits for those before it. What backward leaves unfilled (parameters that it did not use, or a rank without
-    a sample) is handed on by `flush`, so every rank joins every exchange. Nothing is expected of parameters that are
-    frozen as the step begins.
+    in the same order on every rank.
+
+    A bucket waits for those before it. `flush` hands on the buckets that the backward pass leaves incomplete
+    (parameters that it did not use, or a rank without a sample), so every rank joins every exchange. Parameters that
+    are frozen when the step begins are not waited for.
     """
 
     def __init__(self, params: Sequence[Tensor], buckets: Sequence[Bucket], full: Callable[[int], None]):
@@ -93,13 +103,14 @@ class Arrivals:
         for i, p in enumerate(self._params):
             if p.requires_grad:
                 self._missing[self._home[i]].add(i)
-                if i not in self._hooks:  # it may have been frozen so far
+                # A parameter may have been frozen until now and have no hook yet.
+                if i not in self._hooks:
                     self._hooks[i] = p.register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))  # type: ignore[misc]
         self._next = 0
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Let gradients add up without handing them on."""
+        """Let gradients accumulate without handing on buckets, within this context."""
         self._held = True
         try:
             yield
@@ -117,6 +128,7 @@ class Arrivals:
             hook.remove()
 
     def _arrived(self, index: int) -> None:
+        """Note that a gradient is complete, and hand on the buckets that this completes."""
         if self._held or self.defer:
             return
         bucket = self._home[index]

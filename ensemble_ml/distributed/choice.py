@@ -1,4 +1,7 @@
-"""The exchange that a configuration asks for, over communicators of its own, and what a checkpoint keeps of it."""
+"""The exchange that a configuration asks for, and the part of its state that a checkpoint keeps.
+
+Each exchange gets communicators that nothing else uses.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ from ensemble_ml.optim.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
+# Makes a communicator of the ranks given, None on ranks that are not among them.
 Connect = Callable[[tuple[int, ...], Topology], Communicator | None]
 
 
 def process_group(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
-    """A communicator of `ranks`, None on the others; all ranks of the job call this."""
+    """Return a communicator of `ranks`, None on the others. All ranks of the job call this."""
     group = new_group(ranks)
     return TorchCommunicator(group) if topology.rank in ranks else None
 
@@ -40,12 +44,13 @@ def make_exchange(
     reduction: Reduction = Reduction.sum,
     connect: Connect = process_group,
 ) -> Exchange:
-    """The exchange of `config` between the ranks that train one set of weights; all ranks of the job call this.
+    """Make the exchange of `config` between the ranks that train one set of weights. All ranks of the job call this.
 
     Args:
-        topology: of the job. Ranks that share a sample always average in full precision before a vote.
-        local_size: ranks of a node, which `hierarchical` averages too.
-        reduction: sum or mean of the ranks' gradients is that of the whole batch.
+        config: the optimizer's settings.
+        topology: the mesh of the job. Ranks that share a sample always average in full precision before a vote.
+        local_size: ranks of a node, which average before a vote with `hierarchical`.
+        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
         connect: makes the communicators.
 
     Raises:
@@ -66,7 +71,14 @@ def make_exchange(
 def exchange_between(
     config: OptimConfig, outer: Communicator, inner: Communicator, reduction: Reduction = Reduction.sum
 ) -> Exchange:
-    """The exchange of `config` over communicators that nothing else uses: `inner` averages before `outer` votes."""
+    """Make the exchange of `config` over communicators that nothing else uses.
+
+    Args:
+        config: the optimizer's settings.
+        outer: the ranks that vote, or that average without votes.
+        inner: the ranks that average before `outer` votes.
+        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
+    """
     name = config.exchange
     if config.votes and outer.size > 1:
         return _vote(config, outer, inner, reduction)
@@ -83,6 +95,7 @@ def exchange_between(
 
 
 def _vote(config: OptimConfig, outer: Communicator, inner: Communicator, reduction: Reduction) -> Vote:
+    """Make the voting exchange that `config` names."""
     settings: dict[str, Any] = {
         "inner": inner,
         "reduction": reduction,
@@ -99,6 +112,7 @@ def _vote(config: OptimConfig, outer: Communicator, inner: Communicator, reducti
 
 
 def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int:
+    """Return how many ranks average before a vote: those of a sample, or those of a node."""
     if not config.hierarchical:
         return topology.spatial
     ranks = topology.data * topology.spatial
@@ -111,7 +125,10 @@ def _inner_size(config: OptimConfig, topology: Topology, local_size: int) -> int
 
 
 def _groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Communicator, Communicator]:
-    """(outer, inner): `inner_size` ranks in a row, and the ranks at this place of each such row. Made by all ranks."""
+    """Return the communicators (outer, inner) of this rank. All ranks of the job call this.
+
+    Inner groups are `inner_size` consecutive ranks. An outer group holds the ranks at the same place of each of them.
+    """
     found: dict[str, Communicator] = {"outer": NullCommunicator(), "inner": NullCommunicator()}
     for members in topology.groups("data", "lat", "lon"):
         rows = [members[i : i + inner_size] for i in range(0, len(members), inner_size)]
@@ -124,6 +141,7 @@ def _groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Comm
 
 
 def _try_type(group: Communicator, dtype: torch.dtype, name: ExchangeName) -> None:
+    """Sum a few numbers of this type, and raise a UserError if the backend cannot."""
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     try:
         group.all_reduce(torch.ones(2, dtype=dtype, device=device))
@@ -135,7 +153,14 @@ def _try_type(group: Communicator, dtype: torch.dtype, name: ExchangeName) -> No
 
 @dataclass(frozen=True)
 class OwnState:
-    """What one rank holds apart from the others: part `rank` of `ranks`; `keep` where no other rank holds the same."""
+    """The state that one rank holds apart from the others.
+
+    Attributes:
+        rank: number of this part of the state.
+        ranks: number of parts.
+        tensors: the tensors by name.
+        keep: whether this rank writes the part. Several ranks may hold the same one, and one of them writes it.
+    """
 
     rank: int
     ranks: int
@@ -144,9 +169,12 @@ class OwnState:
 
 
 def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> OwnState | None:
-    """What this rank holds apart, uncopied; None where ranks hold all in common. Every rank calls this.
+    """Return the state that this rank holds apart, uncopied; None if all ranks hold all in common.
 
-    `mean` averages momenta instead, in place, so that the run goes on from what the checkpoint says.
+    Every rank calls this.
+
+    With `mean`, momenta are averaged instead, in place, so that the running job continues from the same values as a
+    resumed one.
     """
     if not isinstance(exchange, BucketExchange):
         return None
@@ -161,18 +189,22 @@ def own_state(exchange: Exchange, kept: MomentumKept = MomentumKept.ranks) -> Ow
 
 
 def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[str, Tensor]]) -> None:
-    """Give this rank its tensors back; on another number of ranks, or where they keep nothing apart any more, all of
-    them get the mean, or an equal share of what adds up.
+    """Give this rank its tensors back from a checkpoint.
+
+    If the number of ranks has changed, or ranks hold nothing apart any more, all ranks get the mean of the parts, or an
+    equal share of tensors that add up.
 
     Args:
-        ranks: parts that were kept; 0 does nothing.
-        read: tensors of a part; one at a time is held.
+        exchange: the exchange of this run.
+        ranks: number of parts in the checkpoint; 0 does nothing.
+        read: returns the tensors of a part. Only one part is held in memory at a time.
     """
     if not ranks:
         return
     size, place = (exchange.group.size, exchange.group.rank) if isinstance(exchange, BucketExchange) else (1, 0)
     apart = bool(exchange.local_state())
-    # As many ranks that now share a sample average gradients, for which their momenta have to be equal.
+    # The same number of ranks may now share a sample and average gradients. Their momenta must then be equal, so the
+    # parts are not given back one by one.
     if ranks == size and apart:
         exchange.load_local_state(dict(read(place)))
         return

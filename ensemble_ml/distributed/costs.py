@@ -1,12 +1,16 @@
-"""What a training step costs: measured local work, and messages over links of known latency and bandwidth.
+"""The cost model of a training step: measured local compute, and messages over links of known latency and bandwidth.
 
-    step      = compute + halo + norm + exposed
-    halo      = sum over convolutions, split axes and passes (forward, backward, recomputed) of 2 alpha + beta * bytes;
-                messages along both axes that travel at once have an alpha and a beta of their own
-    norm      = 2 alpha log2(S) + beta * bytes for each sum or gather over S ranks (norms, the weights of the loss)
-    exposed   = what of the exchange of gradients is left when backward is done
+    step    = compute + halo + norm + exposed
+    halo    = sum of (2 alpha + beta bytes) over convolutions, split axes and passes
+    norm    = sum of (2 alpha log2(S) + beta bytes) over sums and gathers
 
-Seconds and bytes. Bytes are those of one rank; it sends and receives at once, so the larger of the two counts.
+    alpha     latency of a message, in seconds
+    beta      seconds a byte
+    S         number of ranks of a sum or gather (norms, the weights of the loss)
+    exposed   the part of the gradient exchange that is left when the backward pass is done
+
+Passes are forward, backward, and recomputed forward. Messages along both axes that travel at once have an alpha and a
+beta of their own. Bytes are those of one rank. A rank sends and receives at once, so the larger of the two counts.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ from ensemble_ml.distributed.echo import Message
 class Link:
     """A connection between ranks.
 
-    `alpha`: seconds of a message; `beta`: seconds a byte; `free`: bytes that pass without waiting for the line, as long
-    as it was idle before (buffers of switches and traffic shapers).
+    Attributes:
+        alpha: latency of a message, in seconds.
+        beta: seconds a byte.
+        free: bytes that pass at no cost if the link was idle before (buffers of switches and traffic shapers).
     """
 
     alpha: float
@@ -32,25 +38,25 @@ class Link:
     free: float = 0.0
 
     def exchange(self, size: float) -> float:
-        """Seconds of an exchange with both neighbours, `size` bytes out of (or into) this rank."""
+        """Return the seconds of an exchange with both neighbours, `size` bytes out of (or into) this rank."""
         return 2 * self.alpha + self.beta * max(0.0, size - self.free)
 
     def collective(self, size: float, ranks: int) -> float:
-        """Seconds of a sum or a gather over `ranks`."""
+        """Return the seconds of a sum or a gather of `size` bytes over `ranks`."""
         return 2 * self.alpha * math.log2(max(ranks, 1)) + self.beta * size
 
 
-Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; () is the one of all others
-AT_ONCE = ("lat and lon",)  # of exchanges along both axes that travel at the same time
+Links = Mapping[tuple[str, ...], Link]  # by the axes that messages go along; () holds for all other axes
+AT_ONCE = ("lat and lon",)  # the key of exchanges along both axes that travel at the same time
 
 
 def link_of(links: Links, axes: tuple[str, ...]) -> Link:
-    """The link of messages along `axes`."""
+    """Return the link of messages along `axes`."""
     return links.get(axes) or links[()]
 
 
 def message_seconds(message: Message, links: Links) -> float:
-    """Seconds of one collective."""
+    """Return the seconds of one collective."""
     link, size = link_of(links, message.axes), max(message.sent, message.received)
     if message.kind == "all_to_all":
         return link.exchange(size)
@@ -58,8 +64,10 @@ def message_seconds(message: Message, links: Links) -> float:
 
 
 def halo_seconds(messages: Sequence[Message], links: Links) -> float:
-    """Seconds of all exchanges of halos."""
+    """Return the seconds of all halo exchanges among the messages."""
     total = 0.0
+    # Messages of one wave are under way at the same time. If they go along both axes, the link measured for that
+    # applies.
     for _, together in groupby((m for m in messages if m.kind == "all_to_all"), key=lambda m: m.wave):
         wave = list(together)
         if AT_ONCE in links and len({message.axes for message in wave}) > 1:
@@ -71,8 +79,14 @@ def halo_seconds(messages: Sequence[Message], links: Links) -> float:
 
 @dataclass(frozen=True)
 class Piece:
-    """A step of one rank without its neighbours: seconds of all of it and of backward; when, as shares of backward,
-    each bucket of gradients is ready; whether it was measured, or reckoned from another piece."""
+    """The local work of one rank in a step, without its neighbours.
+
+    Attributes:
+        seconds: duration of the step.
+        backward: duration of the backward pass.
+        ready: for each bucket of gradients, when it is complete, as a fraction of the backward pass.
+        measured: whether this was measured, or extrapolated from another piece.
+    """
 
     seconds: float
     backward: float
@@ -80,15 +94,16 @@ class Piece:
     measured: bool = True
 
     def scaled(self, factor: float) -> Piece:
-        """The same for `factor` times as much work."""
+        """Return the same piece for `factor` times as much work."""
         return Piece(self.seconds * factor, self.backward * factor, self.ready, measured=False)
 
 
 def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
-    """A piece of so many floating-point operations, from those `known` with theirs.
+    """Extrapolate a piece of `flops` floating-point operations from `known` pieces with theirs.
 
-    Seconds go along the line a + b flops that lies nearest to the known ones by ratio, neither a nor b below zero: what
-    a step takes whatever its size (the optimizer, calls of kernels) does not shrink with a rank's part of the grid.
+    The nearest known piece is scaled along the line a + b flops, with a and b not negative, that fits the seconds of
+    the known pieces best by ratio. The constant a stands for work that does not shrink with a rank's shard: the
+    optimizer, and kernel launches.
     """
     nearest, piece = min(known, key=lambda pair: abs(pair[0] - flops))
     a, b = _line([f for f, _ in known], [p.seconds for _, p in known])
@@ -96,12 +111,13 @@ def reckoned(known: Sequence[tuple[float, Piece]], flops: float) -> Piece:
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """a and b >= 0 that make the sum of ((a + b x) / y - 1)^2 smallest."""
+    """Return a and b, neither below zero, that minimise the sum of ((a + b x) / y - 1)^2."""
     u, v = [1 / one for one in y], [one / other for one, other in zip(x, y, strict=True)]
     uu, uv, vv = (sum(p * q for p, q in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
     determinant = uu * vv - uv * uv
     if determinant > 1e-9 * uu * vv:
         a, b = (vv * sum(u) - uv * sum(v)) / determinant, (uu * sum(v) - uv * sum(u)) / determinant
+        # If the best line has a negative coefficient, that one is set to zero and the other fitted alone.
         if a >= 0 and b >= 0:
             return a, b
         if b < 0:
@@ -111,7 +127,7 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of a step, by what they are spent on, and bytes that a rank sends in it."""
+    """The predicted seconds of a step by what they are spent on, and the bytes that a rank sends in it."""
 
     compute: float
     halo: float
@@ -122,19 +138,21 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Return the seconds of the whole step."""
         return self.compute + self.halo + self.norm + self.exposed
 
 
 def step_cost(
     piece: Piece, messages: Sequence[Message], buckets: Sequence[Sequence[Message]], links: Links, *, overlap: bool
 ) -> Cost:
-    """The cost of a step.
+    """Predict the cost of a step.
 
     Args:
-        messages: of forward and backward.
-        buckets: the messages that exchange each bucket of gradients.
-        overlap: whether buckets are exchanged while backward goes on.
+        piece: the local work of a rank.
+        messages: the messages of the forward and backward passes.
+        buckets: for each bucket, the messages that exchange its gradients.
+        links: latency and bandwidth by mesh axes.
+        overlap: whether buckets are exchanged during the backward pass.
     """
     halo = halo_seconds(messages, links)
     norm = sum(message_seconds(m, links) for m in messages if m.kind != "all_to_all")
@@ -146,11 +164,15 @@ def step_cost(
 
 
 def exposed(times: Sequence[float], ready: Sequence[float], backward: float) -> float:
-    """Seconds after the end of backward that the exchange of buckets takes, one after the other, each once it is there.
+    """Return the seconds that the exchange of buckets takes after the end of the backward pass.
+
+    Buckets are exchanged one after the other, each as soon as it is complete.
 
     Args:
         times: seconds of each bucket's exchange.
-        ready: when each bucket is complete, as shares of backward; the last entry stands for all that follow.
+        ready: when each bucket is complete, as fractions of the backward pass. The last entry holds for all that
+            follow.
+        backward: seconds of the backward pass.
     """
     now = 0.0
     for i, seconds in enumerate(times):

@@ -1,8 +1,9 @@
-"""A rank without its neighbours: communicators that answer at once, and write down what a real one would have sent.
+"""Fake communicators for dry runs: they answer at once, and record what a real communicator would have sent.
 
-The same model, halo exchange and loss run on it as on a job of many ranks, so what they would send is counted and not
-listed by hand, and their local work can be timed alone. Other ranks answer as if they had sent what this one sends, or
-zeros where shapes differ: results mean nothing, shapes, bytes and times do. Tensors may be fake (no memory, no work).
+The same model, halo exchange and loss run on them as in a job of many ranks. So messages are counted and not listed by
+hand, and the local work of a rank can be timed alone. The answers are made as if the other ranks had sent what this one
+sends, or zeros if the shapes differ. Results are therefore meaningless; shapes, bytes and times are right. Tensors may
+be fake (without memory or work).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ensemble_ml.distributed.topology import Topology
 
 
 class Phase(Enum):
-    """When in a step something is sent; checkpointed activations are computed again in `backward`."""
+    """A part of a step in which something is sent. Activations that are recomputed count as `backward`."""
 
     forward = "forward"
     backward = "backward"
@@ -29,9 +30,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: over which axes of the mesh, by which function, and the bytes that leave and reach this rank.
+    """The record of one collective.
 
-    Exchanges of halos with the same `wave` are on their way at the same time.
+    Attributes:
+        axes: the axes of the mesh that it goes along.
+        kind: name of the collective.
+        ranks: number of ranks.
+        sent: bytes that leave this rank.
+        received: bytes that reach this rank.
+        phase: part of the step.
+        wave: halo exchanges with the same number are under way at the same time.
     """
 
     axes: tuple[str, ...]
@@ -53,12 +61,12 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends, as its communicators count them."""
+        """Return the bytes that this rank sends, as its communicators count them."""
         return sum(message.sent for message in self.messages)
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """What is sent in here belongs to `phase`."""
+        """Count everything that is sent in this context as part of `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -66,18 +74,18 @@ class Traffic:
             self.phase = before
 
     def note(self, axes: tuple[str, ...], kind: str, ranks: int, sent: int, received: int) -> None:
-        """Write a collective down."""
+        """Record a collective."""
         self.messages.append(Message(axes, kind, ranks, sent, received, self.phase, self.wave))
 
 
 class Awaited:
-    """A collective that is complete, but whose time passes when it is waited for."""
+    """A collective that is complete, but that stands for one whose time passes when it is waited for."""
 
     def __init__(self, traffic: Traffic):
         self._traffic = traffic
 
     def wait(self) -> None:
-        """Return; what is sent from now on is sent after it."""
+        """Begin a new wave: messages sent from now on are sent after this one has arrived."""
         self._traffic.wave += 1
 
 
@@ -132,7 +140,7 @@ class Echo:
 
 
 def echo_mesh(topology: Topology, traffic: Traffic) -> Mesh:
-    """The mesh of one rank of `topology`, all others being echoes."""
+    """Return the mesh of one rank of `topology`, with fake communicators that record in `traffic`."""
     groups: dict[tuple[str, ...], Communicator] = {}
     for axes in ROLES:
         members = topology.group(*axes)

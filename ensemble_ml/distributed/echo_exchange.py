@@ -1,4 +1,4 @@
-"""What an exchange of gradients sends, bucket by bucket, found by carrying it out with echoes for the other ranks."""
+"""The messages of a gradient exchange, bucket by bucket, found by a dry run with fake communicators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL_AXES = ("data", "lat", "lon")
 
 
 def echoes(traffic: Traffic) -> Connect:
-    """Makes communicators of echoes, which note what is sent in `traffic`."""
+    """Return a function that makes fake communicators, which record in `traffic` what is sent."""
 
     def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
         if topology.rank not in ranks:
@@ -33,7 +33,7 @@ def echoes(traffic: Traffic) -> Connect:
 
 
 def check_exchange(config: OptimConfig, topology: Topology, local_size: int) -> None:
-    """Raise a UserError where the settings do not fit the ranks."""
+    """Raise a UserError if the settings do not fit the ranks."""
     exchange = make_exchange(config, topology, local_size=local_size, connect=echoes(Traffic()))
     if isinstance(exchange, BucketExchange):
         exchange.close()
@@ -47,9 +47,18 @@ def exchange_traffic(
     parts: Sequence[Shard | None] | None = None,
     late: Sequence[bool] | None = None,
 ) -> tuple[list[list[Message]], bool]:
-    """The messages that exchange each bucket of gradients of parameters of `shapes`, and whether backward hides them.
+    """Find the messages that exchange the gradients of parameters of `shapes`.
 
-    `parts`: what `shard.own_part` says of each parameter; None where all are used whole. `late`: as `buckets` has it.
+    Args:
+        config: the optimizer's settings.
+        shapes: shapes of the parameters.
+        topology: the mesh of the job.
+        local_size: ranks of a node.
+        parts: what `shard.own_part` returns for each parameter; None if all ranks use all parameters whole.
+        late: for each parameter, whether it belongs to the last buckets (see `buckets`).
+
+    Returns:
+        The messages of each bucket, and whether the backward pass hides them.
 
     Raises:
         UserError: the settings do not fit the ranks.
@@ -67,7 +76,7 @@ def exchange_traffic(
     build(config, [{"params": [p for _, p in some], "late": flag} for flag, some in runs], 1, exchange)
     for p in params:
         p.grad = torch.zeros_like(p)
-    exchange.ready()  # the ranks compare their models, once
+    exchange.ready()  # here the ranks compare their models, which must not count as traffic of a step
     exchange.begin(0)
     sent = []
     for number in range(len(exchange.buckets)):

@@ -1,11 +1,13 @@
-"""Exchanges over ranks, a bucket at a time while backward goes on.
+"""Exchanges of gradients over ranks, one bucket at a time, while the backward pass goes on.
 
-On a CPU a thread of its own carries the buckets out, one after the other, over a communicator that nothing else uses;
-on a GPU they are enqueued from the hooks, so that one thread enqueues everything, and waited for after backward. Each
-rank brings the gradient of its own part of the batch; `reduction` says whether their sum or their mean is the gradient
-of the whole.
+On a CPU, a thread of the exchange carries out the buckets one after the other, over a communicator that nothing else
+uses. On a GPU, the hooks enqueue them, so that one thread enqueues all communication in one order; they are waited for
+after the backward pass.
 
-A parameter that no rank used stays as it is; one that some ranks used counts as a zero gradient on the others.
+Each rank contributes the gradient of its own part of the batch. `reduction` says whether their sum or their mean is the
+gradient of the whole batch.
+
+A parameter that no rank used is left unchanged. A parameter that some ranks used has a zero gradient on the others.
 """
 
 from __future__ import annotations
@@ -28,24 +30,25 @@ from ensemble_ml.optim.exchange import Exchange, Outcome, total_norm
 
 
 class Reduction(Enum):
-    """What of the ranks' gradients is the gradient of the whole batch."""
+    """A rule by which the ranks' gradients make the gradient of the whole batch."""
 
     sum = "sum"
     mean = "mean"
 
 
-ADDS_UP = "error."  # begins the names of a rank's own tensors of which the sum over ranks counts, not the mean
+# Prefix of the names of a rank's own tensors whose sum over the ranks matters, not their mean.
+ADDS_UP = "error."
 
 
 class BucketExchange(Exchange):
-    """Common to all exchanges over ranks: buckets, hooks, the thread.
+    """The base class of all exchanges over ranks: buckets, hooks and the thread.
 
     Args:
-        group: the ranks that exchange; used by nothing else.
-        reduction: sum or mean of the ranks' gradients.
-        clip: largest norm; see the subclasses for of what.
-        bucket_mb: float32 parameters of a bucket, 1e6 bytes.
-        overlap: exchange while backward goes on; else after it, all in one bucket.
+        group: the ranks that exchange. Nothing else may use this communicator.
+        reduction: whether the batch's gradient is the sum or the mean of the ranks' gradients.
+        clip: largest norm of the gradient, 0 for none; the subclasses say of which gradient.
+        bucket_mb: size of a bucket in units of 1e6 bytes of float32 parameters.
+        overlap: exchange during the backward pass; otherwise after it, in a single bucket.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class BucketExchange(Exchange):
         self.close()
 
     def ready(self) -> None:
-        """Make buckets and hooks, once; not in `attach`, since the order of axes in memory may be chosen after it.
+        """Make buckets and hooks, once.
+
+        This does not happen in `attach`, because the memory format of the parameters may be chosen after it.
 
         Raises:
             UserError: the models of the ranks differ.
@@ -92,7 +97,8 @@ class BucketExchange(Exchange):
     def begin(self, step: int) -> None:
         self.ready()
         assert self._arrivals is not None
-        wait(self._jobs)  # of a step that was given up: what they send must not mix with what follows
+        # Jobs of an abandoned step may still run. Their messages must not mix with those of this step.
+        wait(self._jobs)
         self._failed = False
         self._arrivals.defer = not self.overlap
         self.step = step
@@ -102,12 +108,12 @@ class BucketExchange(Exchange):
 
     @property
     def _groups(self) -> tuple[Communicator, ...]:
-        """What joins all ranks, from neighbours outwards."""
+        """Return the communicators that together join all ranks, from neighbours outwards."""
         return (self.group,)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
+        """Return the bytes that this rank has sent so far."""
         return self.group.bytes_sent
 
     @property
@@ -122,18 +128,20 @@ class BucketExchange(Exchange):
 
     def finish(self) -> Outcome:
         assert self._arrivals is not None
-        self.checked = True  # all ranks hear of a gradient that is not finite by the outcome
+        self.checked = True  # the outcome tells all ranks of a gradient that is not finite
         self._before_flush()
         self._arrivals.flush()
         start = time.perf_counter()
         wait(self._jobs)
         for job in self._jobs:
             job.result()
-        if self._thread is None:  # backward has not waited for it
+        # On a GPU the collectives were only enqueued during the backward pass.
+        if self._thread is None:
             with torch.no_grad():
                 self._drain()
         waited = time.perf_counter() - start
-        # What the thread waited for is hidden by backward, or in the time above; without it, backward itself waited.
+        # The thread's waiting was hidden by the backward pass, or is part of the time above. Without a thread, the
+        # backward pass itself waited, so the time since the beginning of the step counts.
         before = self._waited if self._thread is None else self.seconds_waited
         norm, culprits = self._conclude()
         waited += self.seconds_waited - before
@@ -148,6 +156,7 @@ class BucketExchange(Exchange):
             self._thread = None
 
     def _full(self, number: int) -> None:
+        """Exchange a bucket whose gradients are complete, or hand it to the thread."""
         if self._thread is None:
             self._carry_out(number)
         else:
@@ -167,30 +176,30 @@ class BucketExchange(Exchange):
 
     @torch.no_grad()
     def alone(self, number: int) -> None:
-        """Exchange one bucket from beginning to end, for those who ask what it takes."""
+        """Exchange one bucket from beginning to end, to find out what it sends and how long it takes."""
         self._exchange(number)
         self._drain()
         if self.apart and number == len(self.buckets) - 1:
             self._conclude()
 
     def _set_apart(self) -> None:
-        """Move what need not be exchanged from `params` to `apart`."""
+        """Move the parameters that need not be exchanged from `params` to `apart`."""
 
     def _prepare(self) -> None:
-        """Make what lasts from step to step."""
+        """Allocate what lasts from step to step."""
 
     def _before_flush(self) -> None:
-        """Do what has to wait for the end of backward, before the last buckets go."""
+        """Do what has to wait for the end of the backward pass, before the last buckets are exchanged."""
 
     def _exchange(self, number: int) -> None:
-        """Exchange one bucket, or begin to; in the thread, in the order of buckets."""
+        """Exchange one bucket, or begin to. The thread calls this, in the order of the buckets."""
         raise NotImplementedError
 
     def _drain(self) -> None:
-        """Complete what `_exchange` has begun; in the thread, after the last bucket."""
+        """Complete what `_exchange` has begun. The thread calls this after the last bucket."""
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
-        """Norm of the gradient, and the ranks whose gradients were not finite."""
+        """Return the norm of the gradient, and the ranks whose gradients were not finite."""
         raise NotImplementedError
 
     def _grads(self, bucket: Bucket) -> list[Tensor | None]:
@@ -198,13 +207,21 @@ class BucketExchange(Exchange):
 
 
 class GradientAverage(BucketExchange):
-    """Average gradients by all-reduce, in float32 or a shorter type; any optimizer may use the result.
+    """An exchange that averages gradients by all-reduce, in float32 or a shorter type.
 
-    `clip` bounds the norm of the averaged gradient, so nothing but the clipping waits for the end of backward. A number
-    that is not finite on one rank is so on all: the ranks' flags travel with the last elements of each bucket.
+    Any optimizer can use the result.
 
-    Where all ranks share one sample, terms of one cell each are left to the rank that has the cell: sums with the
-    others' zeros would be most of what is sent.
+    `clip` bounds the norm of the averaged gradient, so only the clipping waits for the end of the backward pass. All
+    ranks learn of a number that is not finite on one of them: the ranks' flags travel with the last elements of each
+    bucket.
+
+    If all ranks share one sample, the terms of a grid point's own stay with the rank that holds the point. Summing them
+    with the other ranks' zeros would be most of the traffic.
+
+    Args:
+        group: the ranks that exchange.
+        dtype: the type in which gradients are summed.
+        settings: passed to `BucketExchange`.
     """
 
     def __init__(self, group: Communicator, *, dtype: torch.dtype = torch.float32, **settings: object):
@@ -229,8 +246,9 @@ class GradientAverage(BucketExchange):
             self.group.all_reduce(tensor)
 
     def _prepare(self) -> None:
-        self._under_way: list[tuple[int, Pending, Tensor]] = []  # bucket, and what is summed up
-        # Behind the gradients: one number a parameter that says how many ranks used it, one a rank for its health.
+        self._under_way: list[tuple[int, Pending, Tensor]] = []  # number of a bucket, its collective, and the sums
+        # Behind the gradients of a bucket stand one number a parameter (how many ranks used it) and one a rank (whether
+        # its gradients are finite).
         self._flats, self._views = [], []
         for bucket in self.buckets:
             extra = len(bucket.slots) + self.group.size
@@ -244,7 +262,8 @@ class GradientAverage(BucketExchange):
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        for _, pending, _ in self._under_way:  # of a step that was given up on a GPU
+        # On a GPU, an abandoned step may have left collectives that nobody waited for.
+        for _, pending, _ in self._under_way:
             pending.wait()
         self._under_way.clear()
 
@@ -255,16 +274,17 @@ class GradientAverage(BucketExchange):
         for view, grad in zip(views, grads, strict=True):
             view.copy_(grad) if grad is not None else view.zero_()
         if all(g is not None for g in grads):
-            tail[: len(grads)].fill_(1.0)  # without a copy from the host, which a GPU would stop for
+            tail[: len(grads)].fill_(1.0)  # avoids a copy from the host, for which a GPU would have to stop
         else:
             tail[: len(grads)] = torch.tensor([float(g is not None) for g in grads], dtype=flat.dtype)
         if self.reduction is Reduction.mean:
             flat[: bucket.elements] /= self.group.size
-        # Zeros in the sum of a sick rank's flag with itself would hide it: the flag itself is always finite.
+        # The flag itself is 0 or 1, so the sum over ranks stays finite and shows which ranks are not.
         tail[len(grads) + self.group.rank] = (~torch.isfinite(flat[: bucket.elements].sum())).to(flat.dtype)
         sums = flat if self.dtype in (flat.dtype, torch.float32) else flat.to(self.dtype)
         self._under_way.append((number, self.group.all_reduce(sums, async_op=True), sums))
-        if self._thread is not None:  # which may wait; hooks, which are called within backward, may not
+        # The thread may wait for the result. Hooks may not, since they run inside the backward pass.
+        if self._thread is not None:
             self._drain()
 
     def _drain(self) -> None:
@@ -283,7 +303,7 @@ class GradientAverage(BucketExchange):
                     p.grad = view.to(p.dtype)
 
     def _health(self) -> Tensor:
-        """(ranks,) more than zero for those whose gradients are not finite."""
+        """Return (ranks,) numbers that are above zero for ranks whose gradients are not finite."""
         return torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
@@ -296,13 +316,19 @@ class GradientAverage(BucketExchange):
         if self.clip and not culprits:
             torch.nn.utils.clip_grads_with_norm_([*self.params, *self.apart], self.clip, norm)
         value = float(norm)
-        if not culprits and not torch.isfinite(norm):  # the sum itself left the type's range, on all ranks alike
+        # Every rank's gradient is finite, but the sum left the range of its type. All ranks see this alike.
+        if not culprits and not torch.isfinite(norm):
             culprits = tuple(range(self.group.size))
         return value, culprits
 
     @torch.no_grad()
     def _with_apart(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm with what is left to each rank, and one number a rank that says whether that is not finite."""
+        """Include the gradients that stay with each rank in the norm.
+
+        Returns:
+            The norm of the whole gradient, and (ranks,) numbers that are above zero for ranks whose gradients are not
+            finite.
+        """
         if self.reduction is Reduction.mean:
             for p in self.apart:
                 if p.grad is not None:

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same model: hashes of its layout and of its weights, compared before the first step."""
+"""The check that all ranks hold the same model: hashes of its layout and weights, compared before the first step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ensemble_ml.errors import UserError
 
 
 def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
-    """Compare layout (shapes, types, order of axes in memory) and weights with those of the first rank of all.
+    """Compare layout (shapes, types, memory formats) and weights with those of the first of all ranks.
 
     Args:
-        groups: which together join all ranks: those of neighbouring numbers first, then the ranks at one place of each
-            such row, so that ranks are told by their numbers in the job.
+        params: the parameters of this rank.
+        groups: communicators that together join all ranks. Those of neighbouring ranks come first, then those of the
+            ranks at the same place of each such group. The error can then name ranks by their numbers in the job.
 
     Raises:
-        UserError: on every rank, naming the ranks that differ.
+        UserError: raised on every rank, naming the ranks that differ.
     """
     if all(group.size == 1 for group in groups):
         return
@@ -42,13 +43,13 @@ def check_same_model(params: Sequence[Tensor], *groups: Communicator) -> None:
 
 
 def layout_hash(params: Sequence[Tensor]) -> int:
-    """63 bits that say how the parameters lie in memory."""
+    """Return 63 bits that identify how the parameters lie in memory."""
     return _number(hashlib.sha256(repr([(p.shape, p.stride(), p.dtype) for p in params]).encode()))
 
 
 @torch.no_grad()
 def weights_hash(params: Sequence[Tensor]) -> int:
-    """63 bits that say what the parameters are."""
+    """Return 63 bits that identify the values of the parameters."""
     found = hashlib.sha256()
     for p in params:
         found.update(p.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)

@@ -1,7 +1,7 @@
-"""Memory of tensors while some code runs: what is there now, and the most there ever was.
+"""A count of the memory of tensors while some code runs: the current number of bytes and the peak.
 
-Counts storages, each once, from the operation that made them until they are freed; on real tensors or on fake ones
-(`torch._subclasses.FakeTensorMode`), which have shapes and no memory. Rounding by the allocator and scratch memory
+Each storage counts once, from the operation that makes it until it is freed. This works on real tensors and on fake
+ones (`torch._subclasses.FakeTensorMode`), which have shapes and no memory. Rounding by the allocator and scratch memory
 inside an operation are not seen.
 """
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Footprint(TorchDispatchMode):
-    """Counts bytes while it is active: `now`, `peak`."""
+    """A context that counts the bytes of tensors made while it is active: `now` and `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,8 @@ class Footprint(TorchDispatchMode):
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves(args):  # what was there before is not counted when an operation returns it
+        # A storage that existed before must not count when an operation returns it, such as a view of an argument.
+        for leaf in tree_leaves(args):
             if isinstance(leaf, Tensor):
                 self._seen.setdefault(leaf.untyped_storage(), 0)
         found = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The whole field on one rank, from the parts that the ranks of a spatial group hold."""
+"""Collection of values from several ranks: whole fields from shards, bytes, and extremes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from ensemble_ml.distributed.shard import Shard
 
 
 def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
-    """The whole (..., Y, X) on the group's first rank, None on the others; `part` (..., y, x) on every rank."""
+    """Collect a whole field from the shards of a spatial group.
+
+    Args:
+        part: (..., y, x) this rank's shard.
+        shard: rows and columns of all ranks.
+        spatial: the ranks that share the field.
+
+    Returns:
+        The whole field (..., Y, X) on the group's first rank, None on the others.
+    """
     if spatial.size == 1:
         return part
     first = spatial.rank == 0
@@ -22,6 +31,7 @@ def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
     shapes = [(b - a, d - c) for a, b in shard.rows for c, d in shard.columns]  # in rank order
     sizes = [math.prod(lead) * rows * columns for rows, columns in shapes]
     buffer = part.new_empty(sum(sizes) if first else 0)
+    # One all_to_all_single, in which all ranks send to the first one only.
     sent = [part.numel()] + [0] * (spatial.size - 1)
     received = sizes if first else [0] * spatial.size
     spatial.all_to_all_single(buffer, part.reshape(-1), received, sent)
@@ -35,17 +45,21 @@ def gather(part: Tensor, shard: Shard, spatial: Communicator) -> Tensor | None:
 
 
 def sharing_cores(world: Communicator, device: torch.device) -> int:
-    """How many ranks may use this process's cores, itself included: all of a host, or fewer where they are bound."""
+    """Return how many ranks may use this process's cores, itself included.
+
+    These are all ranks of a host, or fewer if ranks are bound to cores.
+    """
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = f"{socket.gethostname()} {own}".encode()
     return gather_bytes(mine, world, device).count(mine)
 
 
 def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list[bytes]:
-    """What every rank of a group gives, in rank order, on all of them."""
+    """Return the bytes that every rank of a group gives, in rank order, on all of them."""
     sizes = torch.empty(group.size, dtype=torch.int64, device=device)
     group.all_gather(sizes, torch.tensor([len(data)], device=device))
     most = max(1, int(sizes.max()))
+    # An all_gather needs the same length on every rank, so shorter inputs are padded.
     padded = torch.zeros(most, dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
     found = torch.empty(group.size * most, dtype=torch.uint8, device=device)
@@ -55,7 +69,8 @@ def gather_bytes(data: bytes, group: Communicator, device: torch.device) -> list
 
 
 def agreed_extremes(low: Tensor, high: Tensor, spatial: Communicator) -> tuple[Tensor, Tensor]:
-    """Smallest and largest values over the ranks of a spatial group; NaN where no rank has any."""
+    """Return the smallest and largest values over the ranks of a spatial group; NaN if no rank has any."""
+    # One all-reduce by maximum does for both: the smallest value is the negative of the largest negative.
     both = torch.stack([torch.nan_to_num(-low, nan=-torch.inf), torch.nan_to_num(high, nan=-torch.inf)])
     spatial.all_reduce(both, op="max")
     both = torch.where(torch.isinf(both), torch.nan, both)

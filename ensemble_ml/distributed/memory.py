@@ -1,4 +1,4 @@
-"""How much memory a rank may use."""
+"""The memory that a rank may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from ensemble_ml.machine import memory_limit, taken_memory
 
 
 def rank_memory(local_size: int, device: torch.device) -> int:
-    """Bytes that each of `local_size` ranks of this node has: a GPU's, or its share of what this process may use."""
+    """Return the bytes that each of `local_size` ranks of this node may use.
+
+    On a GPU this is the GPU's memory. Otherwise it is an equal share of what this process may use, and no more than the
+    limit on its address space.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     own = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -19,10 +23,13 @@ def rank_memory(local_size: int, device: torch.device) -> int:
 
 
 def in_use(device: torch.device, memory: int) -> int:
-    """Bytes that a rank takes before it holds a model: the interpreter and its libraries, where they share memory.
+    """Return the bytes that a rank takes before it holds a model: the interpreter and its libraries.
+
+    This is 0 on a GPU, whose memory they do not use.
 
     Args:
-        memory: of `rank_memory`; where that is a limit on addresses (`ulimit -v`), those are what is counted.
+        device: the device of the rank.
+        memory: the result of `rank_memory`. If it is a limit on the address space (`ulimit -v`), addresses are counted.
     """
     if device.type == "cuda":
         return 0

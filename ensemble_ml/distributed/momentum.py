@@ -1,9 +1,9 @@
-"""When and which momenta of voting ranks are averaged.
+"""The schedule by which voting ranks average their momenta, and the choice of layers.
 
-Voting ranks update momentum from their own gradients, so momenta drift apart by the noise of the ranks' batches. Their
-average can be restored after every K steps, after intervals that double, or for the layers that need it most: those
-whose cross-rank variance is largest relative to their mean square, as far as a budget of bytes reaches. Variances are
-estimated from the same few hundred elements of each layer on every rank, which all ranks gather; so all choose alike.
+Voting ranks update momentum from their own gradients, so momenta drift apart by the noise of the ranks' batches. They
+can be averaged after every K steps, after intervals that double, or selectively: for the layers whose variance over
+ranks is largest relative to their mean square, within a budget of bytes. The variances are estimated from the same few
+hundred elements of each layer on every rank. All ranks gather these, so all choose the same layers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from torch import Tensor
 from ensemble_ml.config import MomentumSync
 from ensemble_ml.distributed.communicator import Communicator
 
-SAMPLED = 256  # elements of a layer that estimate its variance
+SAMPLED = 256  # elements of a layer from which its variance is estimated
 
 
 @dataclass(frozen=True)
 class Synchronised:
-    """One averaging: the layers taken, bytes that this rank sent, relative variance of each layer where measured."""
+    """The record of one averaging.
+
+    Attributes:
+        layers: the layers that were averaged.
+        bytes_sent: the bytes that this rank sent for it.
+        variance: relative variance of every layer, if it was measured.
+    """
 
     layers: tuple[int, ...]
     bytes_sent: int
@@ -31,21 +37,27 @@ class Synchronised:
 
 @dataclass(frozen=True)
 class MomentumPlan:
-    """`every` steps between averagings (the first interval where they grow), `budget` bytes of a selective one."""
+    """A plan of when momenta are averaged.
+
+    Attributes:
+        policy: never, at a fixed interval, at growing intervals, or selected layers at a fixed interval.
+        every: steps between averagings; the first interval if they grow.
+        budget: bytes of one selective averaging.
+    """
 
     policy: MomentumSync = MomentumSync.never
     every: int = 100
     budget: float = 1e6
 
     def due(self, step: int) -> bool:
-        """Whether momenta are averaged after `step` (counted from 0)."""
+        """Return whether momenta are averaged after `step` (counted from 0)."""
         if self.policy is MomentumSync.never or (step + 1) % self.every:
             return False
         turn = (step + 1) // self.every + 1
         return self.policy is not MomentumSync.growing or turn & (turn - 1) == 0  # after 1, 3, 7, 15 ... intervals
 
     def follow(self, momenta: Sequence[Tensor], group: Communicator, step: int) -> Synchronised | None:
-        """Average what is due after `step`; None where nothing is."""
+        """Average the momenta that are due after `step`; return a record of it, or None."""
         if group.size == 1 or not self.due(step):
             return None
         before = group.bytes_sent
@@ -63,7 +75,7 @@ def average(momenta: Sequence[Tensor], group: Communicator) -> None:
     """Replace tensors by their mean over the ranks of `group`, in one all-reduce."""
     if group.size == 1 or not momenta:
         return
-    # Elements in their order in memory, which is one order on all ranks.
+    # Elements are taken in their order in memory, which is the same on all ranks.
     flat = torch.cat([m.as_strided((m.numel(),), (1,)) for m in momenta])
     group.all_reduce(flat)
     flat /= group.size
@@ -72,9 +84,17 @@ def average(momenta: Sequence[Tensor], group: Communicator) -> None:
 
 
 def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int) -> list[float]:
-    """Variance over ranks (ddof 1) over the mean square, of each tensor, from up to SAMPLED of its elements.
+    """Estimate for each tensor the variance over ranks (ddof = 1) divided by the mean square.
 
-    0 where momenta agree, about the number of ranks where they are unrelated (1 + (P - 1) / P of it at most).
+    It is 0 if the momenta agree, about 1 if they are unrelated, and P / (P - 1) at most for P ranks.
+
+    Args:
+        momenta: this rank's tensors.
+        group: the ranks to compare.
+        step: number of the step, which shifts the elements that are looked at.
+
+    Returns:
+        One number for each tensor, from up to SAMPLED of its elements; the same on all ranks.
     """
     samples = [m.as_strided((m.numel(),), (1,))[positions(m.numel(), step).to(m.device)] for m in momenta]
     own = torch.cat(samples).float()
@@ -89,13 +109,13 @@ def relative_variance(momenta: Sequence[Tensor], group: Communicator, step: int)
 
 
 def positions(elements: int, step: int) -> Tensor:
-    """Elements that are looked at after `step`: evenly spaced, moved on from time to time."""
+    """Return the elements that are looked at after `step`: evenly spaced, and shifted from step to step."""
     count = min(elements, SAMPLED)
     return (torch.arange(count) * (elements // count) + step * 7919) % elements
 
 
 def choose(variance: Sequence[float], sizes: Sequence[float], budget: float) -> tuple[int, ...]:
-    """The layers with the largest variance that fit into `budget` bytes together, in order of their number."""
+    """Return the layers with the largest variance that fit into `budget` bytes together, in ascending order."""
     taken = []
     for i in sorted(range(len(sizes)), key=lambda i: (-variance[i], i)):
         if variance[i] > 0 and sizes[i] <= budget:

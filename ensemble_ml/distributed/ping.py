@@ -1,8 +1,8 @@
-"""Latency and bandwidth between ranks, measured by short exchanges, all ranks at once.
+"""Latency and bandwidth between ranks, measured by short exchanges of all ranks at once.
 
-In a step a rank computes between two messages, and its neighbours are not there at the same moment: they wait for each
-other, and where ranks share cores also for their turn on one. So here, too, each computes between exchanges, and what
-an exchange takes is by how much it lengthens the same work.
+In a step, a rank computes between two messages, and its neighbours do not arrive at the same moment. They wait for each
+other and, if ranks share cores, also for their turn on one. So each rank computes between exchanges here, too. The time
+of an exchange is the amount by which it lengthens the same work.
 """
 
 from __future__ import annotations
@@ -19,19 +19,27 @@ from ensemble_ml.distributed.costs import AT_ONCE, Link, Links
 from ensemble_ml.distributed.mesh import Mesh
 from ensemble_ml.models.speed import settle
 
-_SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes out of each rank
+_SMALL, _MIDDLE, _LARGE = 1 << 10, 1 << 17, 1 << 20  # bytes that each rank sends
 _ROUNDS, _REPEATS = 6, 7
-_WORK = 448  # rows of the matrix that is squared in between: a millisecond or so on one core
+_WORK = 448  # rows of the matrix that is squared between exchanges: about a millisecond on one core
 
 Make = Callable[[Communicator, int], Callable[[], object]]
-Known = dict[tuple[object, ...], Link]  # by what was measured, and the `id` of its communicators
+Known = dict[tuple[object, ...], Link]  # by the kind of measurement and the `id` of its communicators
 
 
 def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device | None = None) -> Links:
-    """The links of halo exchanges on each split axis and on both at once, and that of sums; the same on all ranks.
+    """Measure the links of a mesh: halo exchanges along each split axis and along both at once, and sums over ranks.
 
-    `known`: links that need not be measured again, and where new ones are added; `device`: where what a step sends
-    lies, the host by default.
+    All ranks call this, and get the same numbers.
+
+    Args:
+        mesh: the communicators.
+        known: links that need not be measured again; new ones are added.
+        device: where the tensors of a step lie; None for host memory.
+
+    Returns:
+        The links by mesh axes. `()` is the link of sums, with its latency given for one doubling of the number of
+        ranks.
     """
     known, place = {} if known is None else known, device or torch.device("cpu")
     world, links = mesh.world, dict[tuple[str, ...], Link]()
@@ -60,14 +68,19 @@ def measured_links(mesh: Mesh, known: Known | None = None, device: torch.device 
 
 
 def _fitted(group: Communicator, make: Make, world: Communicator, device: torch.device) -> Link:
+    """Fit latency, seconds a byte, and free bytes to the times of messages of three sizes."""
     small, middle, large = (_seconds(make(group, size), group, world, device) for size in (_SMALL, _MIDDLE, _LARGE))
     beta = max(0.0, (large - middle) / (_LARGE - _MIDDLE))
-    free = (small - middle) / beta + _MIDDLE if beta else 0.0  # where the line through both meets the small one's time
+    # The line through the middle and the large size meets the time of the small one at the number of free bytes.
+    free = (small - middle) / beta + _MIDDLE if beta else 0.0
     return Link(small / 2, beta, min(max(0.0, free), float(_MIDDLE)))
 
 
 def _seconds(run: Callable[[], object], group: Communicator, world: Communicator, device: torch.device) -> float:
-    """Seconds by which an exchange lengthens the work around it: median over repeats, of the slowest rank."""
+    """Return the seconds by which an exchange lengthens the work around it.
+
+    It is the median over repeats, of the slowest rank.
+    """
     x = torch.ones(_WORK, _WORK, device=device)
 
     def work() -> None:
@@ -98,7 +111,7 @@ def _round(run: Callable[[], object], group: Communicator, device: torch.device)
 
 
 def _swap(group: Communicator, size: int, device: torch.device) -> Callable[[], Pending]:
-    """Begins an exchange of halos with both neighbours, `size` bytes out of each rank."""
+    """Return a function that begins a halo exchange with both neighbours, in which each rank sends `size` bytes."""
     sent = [0] * group.size
     for neighbour in (group.rank - 1, group.rank + 1):
         sent[neighbour % group.size] += size // 8
@@ -107,7 +120,7 @@ def _swap(group: Communicator, size: int, device: torch.device) -> Callable[[], 
 
 
 def _waiting(*begin: Callable[[], Pending]) -> Callable[[], object]:
-    """Begins all, then waits for all."""
+    """Return a function that begins all of these exchanges, then waits for all."""
 
     def run() -> None:
         for pending in [one() for one in begin]:
@@ -117,6 +130,6 @@ def _waiting(*begin: Callable[[], Pending]) -> Callable[[], object]:
 
 
 def _sum(group: Communicator, size: int, device: torch.device) -> Callable[[], object]:
-    """A sum over ranks that sends `size` bytes out of each."""
+    """Return a function that sums over ranks such that each rank sends `size` bytes."""
     x = torch.zeros(max(1, size // 4 * group.size // (2 * (group.size - 1))), device=device)
     return lambda: group.all_reduce(x)

@@ -1,7 +1,8 @@
-"""Every way to share a run out over ranks, what each would cost, and the best of them.
+"""The planner: it lists every way to partition a run over ranks, predicts what each would cost, and picks the best.
 
-A partition is (data, lat, lon); it fits where ranks along an axis get whole blocks of 2^depth rows or columns, no part
-is thinner than the halo its neighbours need of it, the batch divides, and a step fits into the memory of a rank.
+A partition is (data, lat, lon). It is feasible if the ranks along an axis get whole blocks of 2^depth rows or columns,
+no shard is thinner than the halo that its neighbours need, the batch divides evenly, and a step fits into the memory of
+a rank.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ from ensemble_ml.errors import UserError
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partition: its degrees, the largest part of the grid (Y, X) that a rank holds, its samples; `why` it does not
-    fit, empty where it does; bytes of memory and the cost of a step, where they are known."""
+    """A possible partition of a run.
+
+    Attributes:
+        data: ranks along the data axis.
+        lat: ranks along latitude.
+        lon: ranks along longitude.
+        shape: (Y, X) of the largest shard that a rank holds.
+        samples: samples of a rank in a step.
+        why: the reason why the partition is not feasible; empty if it is.
+        memory: bytes that a step takes on a rank, if known.
+        cost: the predicted cost of a step, if known.
+    """
 
     data: int
     lat: int
@@ -36,23 +47,28 @@ class Candidate:
 
     @property
     def topology(self) -> Topology:
-        """Its mesh, seen from the first rank."""
+        """Return the mesh of this partition, seen from the first rank."""
         return Topology(data=self.data, lat=self.lat, lon=self.lon)
 
     def busiest(self, shard: Callable[[Topology], tuple[int, int]]) -> Topology:
-        """Its mesh, seen from a rank that holds a largest part, between two neighbours where there is such a one."""
-        rows, columns = ((min(1, n - 1), 0, n - 1) for n in (self.lat, self.lon))  # see `bands`; the first of equals
+        """Return the mesh, seen from a rank with a largest shard, if possible one between two neighbours.
+
+        Such a rank has the most work and the most messages, so it sets the time of a step.
+        """
+        # By the rules of `bands`, a largest shard is the second, the first or the last along an axis. The second comes
+        # first in the list, and `max` takes the first of equals.
+        rows, columns = ((min(1, n - 1), 0, n - 1) for n in (self.lat, self.lon))
         ranks = [self.topology.at(row * self.lon + column) for row in rows for column in columns]
         return max(ranks, key=lambda rank: math.prod(shard(rank)))
 
     @property
     def degrees(self) -> tuple[int, int, int]:
-        """(data, lat, lon)."""
+        """Return (data, lat, lon)."""
         return self.data, self.lat, self.lon
 
 
 def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]]:
-    """All (data, lat, lon) whose product is `ranks`, and that agree with the degrees that are given."""
+    """Yield all (data, lat, lon) whose product is `ranks` and that agree with the degrees that `wanted` fixes."""
     for lat in _divisors(ranks):
         for lon in _divisors(ranks // lat):
             found = ranks // lat // lon, lat, lon
@@ -62,6 +78,7 @@ def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]
 
 
 def _divisors(n: int) -> list[int]:
+    """Return all divisors of n in ascending order."""
     small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return small + [n // k for k in reversed(small) if k * k != n]
 
@@ -69,11 +86,13 @@ def _divisors(n: int) -> list[int]:
 def candidates(
     ranks: int, batch: int, wanted: ParallelConfig, shard: Callable[[Topology], tuple[int, int]]
 ) -> list[Candidate]:
-    """Every partition of `ranks`, with its reason where it does not fit.
+    """List every partition of `ranks`, each with the reason why it is not feasible, if any.
 
     Args:
-        batch: start dates a step.
-        shard: the part (Y, X) of the rank of a topology; raises a UserError where the grid cannot be shared out.
+        ranks: number of ranks.
+        batch: initialisation times in a step.
+        wanted: the degrees that the user fixed, or `auto`.
+        shard: returns the shard (Y, X) of a topology's rank; raises a UserError if the grid cannot be partitioned so.
 
     Raises:
         UserError: no partition agrees with the degrees that `wanted` fixes.
@@ -101,10 +120,15 @@ def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[
 
 
 def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], bool]) -> None:
-    """Refuse a number of ranks that no partition fits, and say what would work.
+    """Raise an error if no partition of this number of ranks is feasible.
+
+    Args:
+        found: the candidates.
+        ranks: number of ranks.
+        works: returns whether another number of ranks has a feasible partition.
 
     Raises:
-        UserError: nothing of `found` fits; `works` says whether another number of ranks would.
+        UserError: no candidate is feasible. The message names the nearest numbers of ranks that would work.
     """
     if any(not candidate.why for candidate in found):
         return
@@ -119,10 +143,12 @@ def check_any(found: Sequence[Candidate], ranks: int, works: Callable[[int], boo
 
 
 def pick(found: Sequence[Candidate]) -> Candidate:
-    """The candidate whose step is predicted to be fastest; of equals, the one with fewer ranks a sample.
+    """Return the feasible candidate with the shortest predicted step.
+
+    Of equals, take the one with fewer ranks a sample.
 
     Raises:
-        UserError: none fits.
+        UserError: none is feasible.
     """
     fitting = [c for c in found if not c.why and c.cost is not None]
     if not fitting:
@@ -131,7 +157,7 @@ def pick(found: Sequence[Candidate]) -> Candidate:
 
 
 def table(found: Sequence[Candidate], batch: int, best: Candidate | None = None) -> str:
-    """The candidates that fit as lines, fastest first, the best marked."""
+    """Format the feasible candidates as a table, fastest first, with the best one marked."""
     widths = (5, 5, 5, 12, 10, 9, 9, 10, 10, 9, 10)
     names = ("data", "lat", "lon", "part", "compute", "halo", "norm", "exchange", "step", "dates/s", "memory")
     below = ("", "", "", "rows x col", "ms", "ms", "ms", "ms", "ms", "", "MB")
@@ -152,12 +178,12 @@ def _row(c: Candidate, batch: int, best: bool) -> str:
 
 
 def reasons(found: Sequence[Candidate]) -> list[str]:
-    """One line for each partition that does not fit."""
+    """Return one line for each partition that is not feasible."""
     return [f"{candidate}: {candidate.why}" for candidate in found if candidate.why]
 
 
 def to_json(candidate: Candidate) -> Mapping[str, Any]:
-    """A candidate as plain values."""
+    """Return a candidate as plain values."""
     plain: dict[str, Any] = {"data": candidate.data, "lat": candidate.lat, "lon": candidate.lon}
     if candidate.why:
         return plain | {"why": candidate.why}

@@ -1,9 +1,16 @@
 """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): gradients averaged as products of two thin matrices.
 
-    M = gradient + error        P = orthonormal(mean(M Q))        Q = mean(M^T P)        error = M - P P^T M
+    M     = gradient + error
+    P     = orthonormal(mean(M Q))
+    Q     = mean(M^T P)
+    error = M - P P^T M
 
-A parameter is the matrix (first axis, all others); what would not become smaller is averaged in float32. Everything is
-one bucket after backward, as two all-reduces; the factor Q is kept from step to step, as a start.
+    M       the gradient of a parameter as a matrix (first axis, all others), with what was left out before
+    P, Q    factors of the approximation P Q^T; Q starts from the Q of the step before
+    error   the part of this rank's gradient that the approximation leaves out
+
+Parameters that would not become smaller are averaged in float32. All go in one bucket after the backward pass, as two
+all-reduces.
 """
 
 from __future__ import annotations
@@ -16,20 +23,27 @@ from ensemble_ml.distributed.exchange import ADDS_UP, GradientAverage, Reduction
 
 
 class PowerSGD(GradientAverage):
-    """Average gradients at rank `rank`; `clip` bounds the norm of the result."""
+    """An exchange that averages low-rank approximations of the gradients.
+
+    Args:
+        group: the ranks that exchange.
+        rank: number of columns of the factors.
+        settings: passed to `BucketExchange`; `clip` bounds the norm of the averaged gradient.
+    """
 
     def __init__(self, group: Communicator, *, rank: int = 4, **settings: object):
         super().__init__(group, **(settings | {"overlap": False}))  # type: ignore[arg-type]
         self.rank = rank
 
     def _prepare(self) -> None:
-        self._under_way = []  # nothing ever is
+        self._under_way = []  # every collective is waited for at once
         generator = torch.Generator().manual_seed(1)
         self.factors: dict[int, Tensor] = {}
         self.errors: dict[int, Tensor] = {}
         self._new_errors: dict[int, Tensor] = {}
         self._new_factors: dict[int, Tensor] = {}
-        # Of all parameters, not of those that are exchanged: which these are depends on how the grid is shared out.
+        # The state is named by the numbers of parameters among all of them, not among those exchanged: which ones are
+        # exchanged depends on the partition of the grid.
         every = (p for group in self.optimizer.param_groups for p in group["params"])
         self._numbers = {id(p): number for number, p in enumerate(every)}
         for i, p in enumerate(self.params):
@@ -60,7 +74,8 @@ class PowerSGD(GradientAverage):
         ranks_used = parts[-2].tolist()
         self._new_errors, self._new_factors, self._sick = {}, {}, parts[-1]
         for i, m in matrices.items():
-            if ranks_used[i]:  # else it is not stepped, and what was left out of it before waits for its next gradient
+            # A parameter that no rank used is not stepped. Its error is kept for its next gradient.
+            if ranks_used[i]:
                 self._put(i, left[i] @ right[i].T)
                 # The rank's own share of what was left out: its gradient less its part of the approximation.
                 self._new_errors[i], self._new_factors[i] = m - left[i] @ (left[i].T @ m), right[i]
@@ -86,10 +101,12 @@ class PowerSGD(GradientAverage):
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
         held = self.local_state()
-        for name in held.keys() & state.keys():  # a term that was not exchanged before starts anew
+        # A parameter that was not exchanged in the saved run starts without an error.
+        for name in held.keys() & state.keys():
             held[name].copy_(state[name])
 
     def _matrix(self, i: int, scale: float) -> Tensor:
+        """Return the gradient of a parameter as a matrix, scaled, plus the error of the steps before."""
         return self._flat_grad(i).view(_shape(self.params[i])) * scale + self.errors[i]
 
     def _flat_grad(self, i: int) -> Tensor:
@@ -103,6 +120,7 @@ class PowerSGD(GradientAverage):
         p.grad.copy_(values.view(p.shape))
 
     def _sum(self, parts: list[Tensor]) -> None:
+        """Sum all parts over the ranks in one all-reduce, in place."""
         if not parts:
             return
         flat = torch.cat([t.reshape(-1) for t in parts])
@@ -112,5 +130,6 @@ class PowerSGD(GradientAverage):
 
 
 def _shape(p: Tensor) -> tuple[int, int]:
+    """Return the shape (first axis, all others) of a parameter as a matrix."""
     rows = p.shape[0] if p.ndim > 1 else 1
     return rows, p.numel() // max(rows, 1)

@@ -1,8 +1,8 @@
-"""Other people's convolutions of a split tensor, for comparison: torch's DTensor, and PhysicsNeMo's ShardTensor on it.
+"""Convolutions of a split tensor by other libraries, for comparison: torch's DTensor, and PhysicsNeMo's ShardTensor.
 
-Only a benchmark uses them; they stand here because no other room may use `torch.distributed`.
+Only a benchmark uses them. They are here because no other package may use `torch.distributed`.
 
-Axes: B date, C channel, Y latitude, X longitude, Z plane.
+Axes: B init time, C channel, Y latitude, X longitude, Z level.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ Place = Callable[[Tensor, Tensor, int], tuple[Any, Tensor]]
 
 
 def dtensor_place(x: Tensor, weight: Tensor, axis: int) -> tuple[Any, Tensor]:
-    """`x` (B, C, Y, X, Z) split along `axis` over all ranks, and the weight on each, as DTensors."""
+    """Distribute `x` (B, C, Y, X, Z) along `axis` over all ranks, and the weight to each, as DTensors."""
     mesh = init_device_mesh(x.device.type, (dist.get_world_size(),))
     split = distribute_tensor(x, mesh, [Shard(axis)]).requires_grad_()
     return split, distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
 
 
 def shard_tensor_place() -> Place:
-    """The same by PhysicsNeMo, whose own convolution and padding are then called.
+    """Return a function that does the same by PhysicsNeMo, whose own convolution and padding are then called.
 
     Raises:
-        ImportError: it, or a package that it wants, is not there.
+        ImportError: PhysicsNeMo, or a package that it needs, is missing.
     """
     manager = importlib.import_module("physicsnemo.distributed").DistributedManager
     parallel = importlib.import_module("physicsnemo.domain_parallel")
     for name in ("custom_ops", "custom_ops._tensor_ops", "shard_utils.conv_patches", "shard_utils.padding"):
-        importlib.import_module(f"physicsnemo.domain_parallel.{name}")  # it does so by itself where there is a GPU
+        # The library imports these by itself only on a machine with a GPU.
+        importlib.import_module(f"physicsnemo.domain_parallel.{name}")
     made = dist.init_process_group
-    dist.init_process_group = lambda *_, **__: None  # the group is there; the manager would make it once more
+    dist.init_process_group = lambda *_, **__: None  # the process group exists; the manager would make it once more
     try:
         manager.initialize()
     finally:
@@ -54,20 +55,24 @@ def shard_tensor_place() -> Place:
 
 
 def convolved(split: Any, kernel: Tensor, *, circular: bool) -> Tensor:
-    """conv3d of 3 x 3 x 3, Y and X padded by what wraps round or by zeros; this rank's part."""
+    """Return this rank's shard of a 3 x 3 x 3 convolution, padded in Y and X by wrapping round or by zeros."""
     padded = F.pad(split, (0, 0, 1, 1, 1, 1), mode="circular") if circular else split
     found: Any = F.conv3d(padded, kernel, None, 1, (0, 0, 1) if circular else (1, 1, 1))
     return found.to_local()
 
 
 def gradients(split: Any, kernel: Tensor, own: Tensor, adjoint: Tensor, axis: int) -> tuple[Tensor, list[Tensor]]:
-    """This rank's part of the input gradient, and the weight gradient as it is found, and summed over ranks.
+    """Return this rank's shard of the input gradient, and the weight gradient as it is and summed over ranks.
 
     Args:
-        own: what `convolved` gave; adjoint: of the whole output.
+        split: the distributed input.
+        kernel: the weight.
+        own: the result of `convolved`.
+        adjoint: the gradient of the whole output.
+        axis: the axis along which the input is split.
     """
     part = adjoint.chunk(dist.get_world_size(), axis)[dist.get_rank()]
-    # Where the field was gathered, every rank has all of the result, and DTensor takes it as one.
+    # If the library gathered the field, every rank holds the whole result, and the whole adjoint belongs to it.
     (own * (adjoint if own.shape == adjoint.shape else part)).sum().backward()
     assert split.grad is not None and kernel.grad is not None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which rows and columns of the grid a rank holds, at every level of the U-Net."""
+"""The rows and columns of the grid that a rank holds, at every level of the U-Net."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ M = TypeVar("M", bound=Module)
 class Shard:
     """The part of a grid that belongs to one rank of a topology.
 
-    `rows` and `columns`: (first, last + 1) of every rank along latitude and longitude, in whole blocks of 2^depth, so
-    that pooling and upsampling by two never cross a border.
+    Shards are whole blocks of 2^depth rows and columns, so that pooling and upsampling by two never cross a border.
+
+    Attributes:
+        topology: the mesh, seen from this rank.
+        rows: (first, last + 1) row of every rank along latitude.
+        columns: (first, last + 1) column of every rank along longitude.
     """
 
     topology: Topology
@@ -30,27 +34,27 @@ class Shard:
 
     @property
     def own_rows(self) -> tuple[int, int]:
-        """(first, last + 1) row of this rank."""
+        """Return (first, last + 1) row of this rank."""
         return self.rows[self.topology.place.lat]
 
     @property
     def own_columns(self) -> tuple[int, int]:
-        """(first, last + 1) column of this rank."""
+        """Return (first, last + 1) column of this rank."""
         return self.columns[self.topology.place.lon]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Y, X) of this rank."""
+        """Return (Y, X), the rows and columns of this rank."""
         (top, bottom), (left, right) = self.own_rows, self.own_columns
         return bottom - top, right - left
 
     def cut(self, x: Tensor) -> Tensor:
-        """This rank's part of a whole field (..., Y, X)."""
+        """Return this rank's shard of a whole field (..., Y, X), as a view."""
         (top, bottom), (left, right) = self.own_rows, self.own_columns
         return x[..., top:bottom, left:right]
 
     def pooled(self, level: int) -> Shard:
-        """The same after `level` poolings by two; an odd last row or column makes a block of its own."""
+        """Return the shard after `level` poolings by two. An odd last row or column makes a block of its own."""
         step = 2**level
 
         def smaller(parts: Bounds) -> Bounds:
@@ -60,10 +64,15 @@ class Shard:
 
 
 def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
-    """Share a grid (Y, X) out over the ranks of a topology.
+    """Partition a grid over the ranks of a topology.
+
+    Args:
+        topology: the mesh, seen from this rank.
+        shape: (Y, X) of the grid.
+        depth: number of poolings by two.
 
     Raises:
-        UserError: more ranks along an axis than it has blocks of 2^depth points.
+        UserError: there are more ranks along an axis than blocks of 2^depth points.
     """
     rows = bands(shape[0], topology.lat, 2**depth)
     columns = shape[1] // 2**depth if shape[1] >= 2**depth else 1
@@ -76,17 +85,23 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
 
 
 def mark_own(p: Tensor, shard: Shard) -> None:
-    """Note that each rank of `shard` uses its own cells of `p` (..., Y, X) alone; copies of `p` know nothing of it."""
+    """Mark `p` (..., Y, X) as a parameter of which each rank of `shard` uses its own grid points only.
+
+    Copies of `p` do not carry the mark.
+    """
     p.own_part = shard  # type: ignore[attr-defined]
 
 
 def own_part(p: Tensor) -> Shard | None:
-    """What `mark_own` noted."""
+    """Return the shard by which `mark_own` marked a parameter, or None."""
     return getattr(p, "own_part", None)
 
 
 def copied(model: M) -> M:
-    """A deep copy whose parameters are marked as those of `model` are, so that its exchanges send what those would."""
+    """Return a deep copy of a model whose parameters carry the same marks.
+
+    Exchanges of the copy then send the same messages as those of the model.
+    """
     found = copy.deepcopy(model)
     for p, q in zip(model.parameters(), found.parameters(), strict=True):
         if (shard := own_part(p)) is not None:

@@ -1,7 +1,7 @@
-"""Ranks in one process: threads that meet at a barrier, each with a communicator that hands tensors over.
+"""Ranks simulated in one process: threads that meet at a barrier and hand tensors to each other.
 
-For tests, and for trainings that ask what an exchange does to the weights: every rank runs the same code as a process
-would, and gets the same numbers.
+This is for tests, and for trainings that measure what an exchange does to the weights. Every rank runs the same code as
+a process would, and gets the same numbers.
 """
 
 from __future__ import annotations
@@ -18,46 +18,47 @@ from ensemble_ml.distributed.communicator import Communicator, Done, Pending
 
 T = TypeVar("T")
 
-_PATIENCE = 600.0  # seconds until a rank that does not come is given up
+_PATIENCE = 600.0  # seconds that ranks wait for each other
 
 
 class Room:
-    """Where the ranks of a simulation meet."""
+    """A place where the simulated ranks exchange values."""
 
     def __init__(self, size: int):
         self.size, self.given = size, [None] * size
         self.barrier = threading.Barrier(size, timeout=_PATIENCE)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
-        """Everybody's values, in rank order."""
+        """Return the values of all ranks, in rank order."""
         self.given[rank] = value
         self.barrier.wait()
         found = list(self.given)
+        # Without a second barrier, a fast rank could overwrite its value before all others have read it.
         self.barrier.wait()
         return found
 
 
 class SimulatedCommunicator:
-    """The collectives by their definition."""
+    """A communicator of simulated ranks, whose collectives follow their definitions."""
 
     def __init__(self, room: Room, rank: int):
         self.room, self.rank, self.size, self.bytes_sent, self.seconds_waited = room, rank, room.size, 0, 0.0
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", async_op: bool = False) -> Pending:
-        """As `Communicator.all_reduce`; sums are taken in rank order."""
+        """Do as `Communicator.all_reduce`; sums are taken in rank order."""
         self.bytes_sent += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
         stacked = torch.stack(self.room.swap(self.rank, x.clone()))
         x.copy_({"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[op])
         return Done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        """As `Communicator.reduce_scatter`."""
+        """Do as `Communicator.reduce_scatter`."""
         self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
         out.copy_(torch.stack(self.room.swap(self.rank, x.clone())).sum(0).view(self.size, -1)[self.rank])
         return Done()
 
     def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        """As `Communicator.all_gather`."""
+        """Do as `Communicator.all_gather`."""
         self.bytes_sent += x.numel() * x.element_size() * (self.size - 1)
         out.copy_(torch.cat(self.room.swap(self.rank, x.clone())))
         return Done()
@@ -65,7 +66,7 @@ class SimulatedCommunicator:
     def all_to_all_single(
         self, out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], *, async_op: bool = False
     ) -> Pending:
-        """As `Communicator.all_to_all_single`."""
+        """Do as `Communicator.all_to_all_single`."""
         self.bytes_sent += (sum(sent) - sent[self.rank]) * x.element_size()
         parts = [given[self.rank] for given in self.room.swap(self.rank, x.clone().split(list(sent)))]
         assert [len(p) for p in parts] == list(received)
@@ -73,7 +74,7 @@ class SimulatedCommunicator:
         return Done()
 
     def broadcast(self, x: Tensor, *, source: int = 0, async_op: bool = False) -> Pending:
-        """As `Communicator.broadcast`."""
+        """Do as `Communicator.broadcast`."""
         x.copy_(self.room.swap(self.rank, x.clone())[source])
         return Done()
 
@@ -83,19 +84,23 @@ class SimulatedCommunicator:
 
 
 def on_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
-    """Results of work(communicator) on `size` ranks, in rank order."""
+    """Run `work(communicator)` on `size` simulated ranks and return the results in rank order.
+
+    If ranks fail, the error of the lowest rank that failed by itself is raised.
+    """
     room = Room(size)
 
     def guarded(rank: int) -> T:
         try:
             return work(SimulatedCommunicator(room, rank))
         except BaseException:
-            room.barrier.abort()  # nobody waits for a rank that failed
+            room.barrier.abort()  # the other ranks must not wait for one that failed
             raise
 
     with ThreadPoolExecutor(size) as pool:
         started = [pool.submit(guarded, rank) for rank in range(size)]
     errors = [error for future in started if (error := future.exception()) is not None]
+    # Ranks that only waited for the failed one have a BrokenBarrierError; the cause comes first.
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in started]

@@ -1,4 +1,7 @@
-"""Optimizers and learning rates: Lion, torch's AdamW, warm-up and cosine; what ranks agree on before a step."""
+"""Optimizers, learning rates, and the interface by which ranks agree before a step.
+
+The optimizers are Lion and torch's AdamW; the learning rate warms up and then follows a cosine.
+"""
 
 from ensemble_ml.optim.exchange import Exchange, Outcome
 from ensemble_ml.optim.lion import Lion

@@ -1,14 +1,15 @@
-"""What happens between backward and step. The base class is one rank's: nothing is exchanged.
+"""The interface of what happens between the backward pass and the optimizer's step.
 
     exchange.attach(optimizer)                  once
     exchange.begin(step)                        before backward; numbers the step
-    with exchange.hold(): loss.backward()       all but the last part of an accumulated gradient
+    with exchange.hold(): loss.backward()       all parts but the last of an accumulated gradient
     loss.backward()
     outcome = exchange.finish()                 gradients agreed on, checked and clipped
     optimizer.step()
 
-Exchanges over ranks (`ensemble_ml.distributed.exchange`) either average gradients, which any optimizer may then use, or
-vote on the signs that Lion moves along; `signs` gives those.
+The base class serves a single rank and exchanges nothing. Exchanges over ranks (`ensemble_ml.distributed.exchange`)
+work in one of two ways. They average gradients, which any optimizer can then use, or they vote on the signs along which
+Lion moves; `signs` returns these.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the exchange of one step.
+    """The outcome of the exchange of one step.
 
-    `norm` is the gradient's before clipping (this rank's own, where ranks vote); `culprits` are the ranks whose
-    gradients were not finite (where ranks average before they vote, all that share such a mean); `waited` seconds
-    were spent until the others' part was there, beside those that backward hid.
+    Attributes:
+        norm: norm of the gradient before clipping. If ranks vote, it is this rank's own gradient.
+        culprits: ranks whose gradients were not finite. If ranks average before they vote, these are all ranks that
+            share such a mean.
+        waited: seconds spent waiting for other ranks, without those hidden by the backward pass.
+        bytes_sent: bytes that this rank sent.
     """
 
     norm: float
@@ -40,28 +44,37 @@ class Outcome:
 
     @property
     def finite(self) -> bool:
-        """Whether the step may be taken; the same on every rank."""
+        """Return whether the step may be taken. The answer is the same on every rank."""
         return not self.culprits
 
 
 class Exchange:
-    """One rank alone: gradients stay as they are.
+    """The exchange of a single rank: gradients stay as they are.
+
+    It is also the base class of all exchanges.
 
     Args:
-        clip: largest norm of the gradient; 0 leaves it alone.
+        clip: largest norm of the gradient; 0 for no clipping.
+
+    Attributes:
+        share: fraction of the batch that this rank computes; None for as much as the others.
+        with_samples: number of ranks, the first ones, that have samples of the batch; None for all.
+        params: the parameters that are exchanged.
+        apart: the parameters of which each rank steps only its own grid points.
+        checked: whether `finish` has checked the gradients since the last step.
     """
 
     def __init__(self, clip: float = 0.0):
         self.clip = clip
-        self.share: float | None = None  # of the batch, what this rank computes; None: as much as the others
-        self.with_samples: int | None = None  # ranks, the first ones, that have samples of the batch; None: all
+        self.share: float | None = None
+        self.with_samples: int | None = None
         self.params: list[Tensor] = []
-        self.apart: list[Tensor] = []  # of which each rank steps its own cells alone
-        self.checked = False  # whether `finish` has looked at the gradients since the last step
+        self.apart: list[Tensor] = []
+        self.checked = False
 
     @property
     def abstains(self) -> bool:
-        """Whether this rank's gradient says nothing, and its momentum stays as it is."""
+        """Return whether this rank's gradient does not count and its momentum stays unchanged."""
         return False
 
     def attach(self, optimizer: Optimizer) -> None:
@@ -75,11 +88,11 @@ class Exchange:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Gradients of a backward pass in here wait for those of later ones."""
+        """Let gradients of the backward passes in this context accumulate for a later one."""
         yield
 
     def finish(self) -> Outcome:
-        """Return once the gradients, or signs, of all ranks are agreed on."""
+        """Return once all ranks agree on gradients or signs."""
         norm = total_norm(self.params)
         if not math.isfinite(float(norm)):
             return Outcome(float(norm), (0,))
@@ -89,43 +102,54 @@ class Exchange:
         return Outcome(float(norm))
 
     def signs(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """The directions that ranks voted for; None where Lion takes the signs of its own updates."""
+        """Return the directions that the ranks voted for, or None if Lion takes the signs of its own updates."""
         return None
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that this rank has waited in the exchange's own collectives so far, hidden by backward or not."""
+        """Return the seconds that this rank has waited in the exchange's collectives so far.
+
+        Waiting that the backward pass hides is included.
+        """
         return 0.0
 
     def after_step(self) -> dict[str, Any]:
-        """Follow the optimizer's step; returns what the log should tell of it."""
+        """Act after the optimizer's step. Return values for the log."""
         return {}
 
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
-        """Bring the ranks' parts of `held`, each in the shape of `p` of `apart`, together on all of them."""
+        """Bring the ranks' parts of some tensors together on all of them.
+
+        Args:
+            p: a parameter of `apart`.
+            held: tensors in the shape of `p`, of which each rank holds its own grid points.
+        """
 
     def local_state(self) -> dict[str, Tensor]:
-        """Tensors that differ between ranks and that a resumed run needs."""
+        """Return the tensors that differ between ranks and that a resumed run needs."""
         return {}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
-        """Take back this rank's tensors, or their mean over the ranks of a run of another size: here, momenta."""
+        """Restore this rank's tensors; here, these are momenta.
+
+        If the saved run had another number of ranks, the caller passes the mean over its ranks.
+        """
         for i, p in enumerate(self.params):
             momentum, saved = getattr(self.optimizer, "momentum", None), state.get(f"momentum.{i}")
             if momentum is not None and saved is not None:
                 momentum(p).copy_(saved)
 
     def close(self) -> None:
-        """Let go of threads and hooks."""
+        """Release threads and hooks."""
 
 
 def total_norm(params: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Norm of all gradients together, where the parameters are."""
+    """Return the norm of all gradients together, on the device of the parameters."""
     grads = [dense_values(p.grad) for p in params if p.grad is not None]
     found = torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
     return found.to(params[0].device) if params else found
 
 
 def dense_values(grad: Tensor) -> Tensor:
-    """Return a gradient, or the values that a sparse one holds, summed where it names an element twice."""
+    """Return a gradient, or the values of a sparse one, summed where it names an element twice."""
     return grad.coalesce().values() if grad.is_sparse else grad

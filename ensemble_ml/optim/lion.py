@@ -1,17 +1,19 @@
 """Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, arXiv:2302.06675).
 
-    u      = beta1 * momentum + (1 - beta1) * gradient
-    weight = weight * (1 - lr * weight_decay) - lr * sign(u)
+    u        = beta1 * momentum + (1 - beta1) * gradient
+    weight   = weight * (1 - lr * weight_decay) - lr * sign(u)
     momentum = beta2 * momentum + (1 - beta2) * gradient
 
-(their Algorithm 2; the decay is applied first, which is the same up to a term lr^2 * weight_decay and is the order of
-lion-pytorch and of the authors' own code). Every weight moves by exactly `lr` a step, so the learning rate is a third
-to a tenth of AdamW's and the decay three to ten times as large.
+This is Algorithm 2 of the paper. The decay is applied first, as in lion-pytorch and in the authors' own code; this
+equals the paper's order up to a term lr^2 * weight_decay. Every weight moves by exactly `lr` in a step, apart from the
+decay. The learning rate is therefore a third to a tenth of AdamW's, and the decay three to ten times as large.
 
-Over several ranks the signs may come from a vote: an `Exchange` says so, and its base class is the one rank's.
+Over several ranks the signs may come from a vote. The optimizer asks its `Exchange` for them, whose base class serves a
+single rank.
 
-A single gradient that is NaN or infinite would stay in the momentum for ever: the weight would never move again, or
-always to one side, and both stay finite, so nobody would see it. Such a step is refused before anything changes.
+A gradient that is NaN or infinite would stay in the momentum for ever. The weight would then never move again, or
+always in one direction. Both leave the weight finite, so nobody would notice. Such a step is refused before anything
+changes.
 """
 
 from __future__ import annotations
@@ -31,25 +33,26 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Lion(Optimizer):
-    """Lion for one rank and many.
+    """The Lion optimizer, for one rank or many.
+
+    Used alone, `step` checks all gradients first and raises an error if one is not finite. Weights and momenta are then
+    unchanged, so a caller may skip the step and go on. After `exchange.finish()` it does not check again, because the
+    outcome has the answer (the trainer ends the run, or skips the step with `optim.nonfinite=skip`).
+
+    The momentum of weights in bfloat16 or float16 is kept in float32.
 
     Args:
         params: tensors, or dictionaries of a group's `params` and its own settings.
         lr: length of a step, in units of the weights.
-        betas: share of the momentum in the update, and the momentum's decay.
-        weight_decay: decoupled decay; weights shrink by `lr * weight_decay` a step.
-        exchange: what ranks agree on before a step; `attach` is called here.
-        stochastic: round weights in bfloat16 or float16 up or down at random, right on average, so that steps smaller
-            than their spacing are not lost; the draws depend on step and position alone.
-
-    The momentum of weights in bfloat16 or float16 is float32.
-
-    Used alone, `step` looks at all gradients first, and raises where one is not finite; weights and momenta are still
-    those before it, so a caller may leave the step out and go on. After `exchange.finish()` it does not look again: the
-    outcome has said so (the trainer ends the run, or leaves the step out with `optim.nonfinite=skip`).
+        betas: share of the momentum in the update, and the decay of the momentum.
+        weight_decay: decoupled decay; weights shrink by `lr * weight_decay` in a step.
+        exchange: what ranks agree on before a step; its `attach` is called here.
+        stochastic: round weights in bfloat16 or float16 up or down at random, with the exact value as the mean. Steps
+            smaller than the spacing of such numbers would otherwise be lost. The draws depend on step and position
+            only.
 
     Raises:
-        UserError: a setting, or that of a group, is outside its range; in `step`, a gradient is not finite.
+        UserError: a setting is out of range; in `step`, a gradient is not finite.
     """
 
     def __init__(
@@ -72,17 +75,23 @@ class Lion(Optimizer):
         """Add a group of parameters, with its own settings or those of the optimizer.
 
         Raises:
-            UserError: a setting is outside its range.
+            UserError: a setting is out of range.
         """
         _check(**{key: param_group.get(key, default) for key, default in self.defaults.items()})
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; parameters without a gradient stay as they are.
+        """Take one step. Parameters without a gradient are left unchanged.
+
+        Args:
+            closure: recomputes the loss before the step, as in torch's optimizers.
+
+        Returns:
+            The loss of the closure, or None.
 
         Raises:
-            UserError: a gradient is not finite; nothing has changed.
+            UserError: a gradient is not finite. Nothing has changed then.
         """
         loss = None
         if closure is not None:
@@ -93,14 +102,14 @@ class Lion(Optimizer):
         self.exchange.checked = False
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # The foreach kernels want one device and one type a call.
+            # The foreach kernels need one device and one type in a call.
             for kind in dict.fromkeys((p.device, p.dtype) for p in params):
                 self._update(group, [p for p in params if (p.device, p.dtype) == kind])
         self.steps += 1
         return loss
 
     def momentum(self, p: Tensor) -> Tensor:
-        """The momentum of a parameter, zeros before its first step."""
+        """Return the momentum of a parameter, zeros before its first step."""
         state = self.state[p]
         if "exp_avg" not in state:
             kind = torch.float32 if p.dtype in _HALF else p.dtype
@@ -108,11 +117,11 @@ class Lion(Optimizer):
         return state["exp_avg"]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of torch's optimizers, and the number of `steps`."""
+        """Return the state of torch's optimizers, and the number of `steps`."""
         return super().state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state; the momentum of weights in half precision stays float32, which torch would round."""
+        """Load a state. The momentum of weights in half precision stays float32, which torch would round."""
         super().load_state_dict(state_dict)
         self.steps = state_dict.get("steps", 0)
         given = state_dict["state"]
@@ -122,8 +131,9 @@ class Lion(Optimizer):
                 self.state[p]["exp_avg"] = given[index]["exp_avg"].to(p.device, torch.float32, copy=True)
 
     def _refuse_what_is_not_finite(self) -> None:
+        """Raise a UserError that names the first parameter whose gradient is not finite."""
         params = [p for group in self.param_groups for p in group["params"]]
-        # The largest magnitude is not finite exactly where one gradient is not; a sum of squares might overflow.
+        # The largest magnitude is finite if and only if all gradients are; a sum of squares might overflow.
         if math.isfinite(float(total_norm(params, math.inf))):
             return
         grads = ((i, p.grad) for i, p in enumerate(params) if p.grad is not None)
@@ -134,6 +144,7 @@ class Lion(Optimizer):
         )
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Step the parameters of one device and type, and update their momenta."""
         half = params[0].dtype in _HALF
         grads = [p.grad.float() if half else p.grad for p in params if p.grad is not None]
         momenta = [self.momentum(p) for p in params]
@@ -153,6 +164,7 @@ class Lion(Optimizer):
             torch._foreach_add_(momenta, grads, alpha=1 - beta2)
 
     def _round_into(self, params: list[Tensor], weights: list[Tensor]) -> None:
+        """Round the exact weights into the parameters' half-precision type."""
         number = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for p, exact in zip(params, weights, strict=True):
             seed = self.steps << 20 | number[id(p)]
@@ -169,9 +181,10 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Round float32 to a neighbour in bfloat16 or float16, the nearer the likelier; its mean over seeds is x.
+    """Round float32 to one of its two neighbours in bfloat16 or float16, at random.
 
-    Ranks that hold the same x and seed on the same kind of device get the same result.
+    The nearer neighbour is the more likely one, such that the mean over seeds is `x`. Ranks that hold the same `x` and
+    seed on the same kind of device get the same result.
     """
     generator = torch.Generator(x.device).manual_seed(seed)
     draw = torch.rand(x.shape, generator=generator, device=x.device)

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, and the optimizer that a configuration asks for."""
+"""The learning rate as a pure function of the step, and the optimizer that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ Schedule = Callable[[int], float]
 
 
 def warmup_cosine(step: int, *, steps: int, peak: float, warmup: int, final: float) -> float:
-    """Learning rate of `step` (counted from 0): linear warm-up, then a half cosine down to `final * peak`.
+    """Return the learning rate of `step`: a linear warm-up, then half a cosine down to `final * peak`.
 
-    A warm-up that would take more than half of a short run is cut to half of it. Steps beyond the last keep its rate,
-    and a run of a single one takes it at the peak.
-    (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts.)
+    The schedule is that of Loshchilov and Hutter 2017 (arXiv:1608.03983), without restarts. A warm-up that would take
+    more than half of a short run is cut to half of it. Steps beyond the last one keep the final rate, and a run of a
+    single step takes it at the peak.
+
+    Args:
+        step: number of the step, from 0.
+        steps: number of steps in the run.
+        peak: learning rate at the end of the warm-up.
+        warmup: steps of the warm-up.
+        final: last learning rate as a fraction of `peak`.
     """
     warmup = min(warmup, steps // 2)
     if step < warmup:
@@ -39,11 +46,18 @@ def build(
     steps: int,
     exchange: Exchange | None = None,
 ) -> tuple[Optimizer, Schedule]:
-    """Make the optimizer of `config` over `params` (tensors or groups) and its schedule for a run of `steps`.
-
-    `exchange` is attached to it; without one, a rank is alone.
+    """Make the optimizer of `config` and its learning-rate schedule.
 
     The schedule keeps no state: set `group["lr"] = schedule(step)` before each step.
+
+    Args:
+        config: the optimizer's settings.
+        params: tensors, or dictionaries of groups.
+        steps: number of steps in the run.
+        exchange: what ranks agree on before a step; it is attached to the optimizer. None for a single rank.
+
+    Returns:
+        The optimizer, and a function that gives the learning rate of a step.
     """
     betas = (config.beta1, config.beta2)
     optimizer: Optimizer
