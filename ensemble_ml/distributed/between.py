@@ -1,9 +1,10 @@
-"""What a partitioned network does between its layers, looked at in its first pass.
+"""The check of what a partitioned network does between its layers, made in its first forward pass.
 
-A layer knows its neighbours. A function that somebody's `forward` calls (an interpolation, a mean over the map) sees
-this rank's part alone, keeps its shape, and would give other numbers than one process without a word. So what is not
-known to work point by point (`follow`) is refused. What a forward makes of sizes alone, as coordinates by
-`linspace(-1, 1, x.shape[2])`, works point by point; `trial` finds it.
+A partitioned layer exchanges data with its neighbours. A function that the user's `forward` calls between layers (an
+interpolation, a mean over the map) sees only this rank's shard. It keeps its shape and would silently give other
+numbers than one process. So every function that is not known to work point by point (see `follow`) is refused. Values
+that a forward makes from sizes alone, such as coordinates by `linspace(-1, 1, x.shape[2])`, pass this check, because
+such functions work point by point; `trial` finds these.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ensemble_ml.distributed.follow import follow, name_of
 from ensemble_ml.distributed.views import Axes, TogetherError, tensors
 from ensemble_ml.errors import UserError
 
-# A function's name, the tensors that it made and those among its arguments, whether these are fields, and the numbers
-# among its arguments.
+# A callback that receives a function's name, the tensors that it made, those among its arguments (both with a flag that
+# marks fields), and the numbers among its arguments.
 Seen = Callable[[str, list[tuple[Tensor, bool]], list[tuple[Tensor, bool]], list[float]], None]
 
 
@@ -34,19 +35,22 @@ def watch_first_pass(
     before: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
     seen: Seen | None = None,
 ) -> None:
-    """Let the next forward pass of `model` refuse what needs other ranks' points, or may, but within `layers`.
+    """Watch the next forward pass of `model`, and refuse functions outside `layers` that may need other ranks' points.
 
-    The pass raises a UserError that names the function. Later passes are not watched, but for the first one in the
-    other mode, of training or of evaluation, which may do other things.
+    The pass raises a UserError that names the function. Later passes are not watched, except for the first one in the
+    other mode (training or evaluation), which may do other things.
 
     Args:
-        last: whether this rank's part is the last one along each of the `axes`, which alone may be cut at its end.
-        before: called with the arguments of the pass before it begins, while the model has no hook of these.
+        model: the partitioned network.
+        axes: latitude and longitude among the axes of a field.
+        layers: the layers of the network; functions inside them are not watched.
+        last: whether this rank's shard is the last one along each of the `axes`. Only that one may be cut at its end.
+        before: called with the arguments of the pass before it begins, while the model has no hooks of these.
         seen: called after each function between the layers that makes tensors.
     """
     mode = _Between(axes, last, seen)
     handles: list[RemovableHandle] = []
-    watched: set[bool] = set()  # modes of training
+    watched: set[bool] = set()  # the values of `model.training` that have been watched
 
     def enter(layer: nn.Module, given: tuple[Any, ...]) -> None:
         mode.inside += 1
@@ -78,7 +82,8 @@ def watch_first_pass(
         mode.ndim = fields[0].ndim if fields else 0
         mode.known.update(dict.fromkeys(fields, axes))
         mode.__enter__()
-        if model in layers:  # torch calls its pre-hooks already, and would miss a new one
+        # If the model is a single layer, torch is already calling its pre-hooks and would miss the new one.
+        if model in layers:
             enter(model, given)
 
     def end(*_: Any) -> None:
@@ -96,6 +101,7 @@ def watch_first_pass(
 
 
 def _refusal(name: str) -> UserError:
+    """Return the error for a function between layers that cannot be partitioned."""
     return UserError(
         f"partition: {name}() between the layers of the model would see one rank's part of the field alone, or is not"
         " known to work point by point; use a layer for it (nn.Upsample, nn.AvgPool2d, ...), or leave it out"
@@ -103,15 +109,16 @@ def _refusal(name: str) -> UserError:
 
 
 class _Between(TorchFunctionMode):
-    """Refuses what does not work point by point along split axes while no layer is at work (`inside` is zero).
+    """A mode that refuses functions which do not work point by point along split axes, while no layer runs.
 
-    `known` says where the split axes lie in fields that were made on the way, in whatever shape.
+    `inside` counts the layers that are running. `known` holds where the split axes lie in fields that were made on the
+    way, of whatever shape.
     """
 
     def __init__(self, axes: tuple[int, int], last: tuple[bool, bool], seen: Seen | None = None):
         super().__init__()
         self.axes, self.last, self.seen, self.inside = axes, last, seen, 0
-        self.ndim = 0  # of the model's input; zero where that is not known
+        self.ndim = 0  # number of axes of the model's input; zero if unknown
         self.known: Any = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -120,13 +127,16 @@ class _Between(TorchFunctionMode):
         given = kwargs or {}
         fields = [] if self.inside else [one for one in tensors((args, given)) if self.at(one) is not None]
         found = function(*args, **given)
-        if fields and all(one.numel() for one in fields):  # without a sample there is nothing to see
+        # On a rank without a sample, fields are empty and cannot be followed.
+        if fields and all(one.numel() for one in fields):
             name = name_of(function)
             try:
                 axes = follow(function, args, given, found, self.at, self.last)
             except (TogetherError, LookupError, TypeError, ValueError, AttributeError, StopIteration):
-                raise _refusal(name) from None  # or its arguments are none that are known
-            # Layers would take the one axis for the other; einsum without an arrow turns them by the alphabet.
+                # Errors other than TogetherError mean arguments of a form that `follow` does not know.
+                raise _refusal(name) from None
+            # Layers would take latitude for longitude. Einsum without an arrow orders axes by the alphabet and may swap
+            # them, which is found when a layer gets the result.
             if axes and self.turned(axes) and name != "einsum" and not any(self.turned(self.at(one)) for one in fields):
                 raise _refusal(name)
             for one in tensors(args[0] if found is None else found):
@@ -140,11 +150,14 @@ class _Between(TorchFunctionMode):
         return found
 
     def turned(self, axes: Axes | None) -> bool:
-        """Whether longitude and latitude have changed places."""
+        """Return whether longitude and latitude have changed places."""
         return axes is not None and (axes[0] < axes[1]) != (self.axes[0] < self.axes[1])
 
     def at(self, value: Tensor) -> Axes | None:
-        """Where it has the split axes; what has the model's axes and came from elsewhere is taken for a field too."""
+        """Return where the split axes lie in a tensor, or None if it is not a field.
+
+        A tensor from elsewhere with the axes of the model's input counts as a field, too.
+        """
         known = self.known.get(value)
         if known is not None:
             return known  # type: ignore[no-any-return]

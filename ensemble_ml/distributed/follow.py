@@ -1,8 +1,8 @@
-"""Where the split axes of a field lie after a function, as far as it takes no points together along them.
+"""The split axes of a field followed through functions that do not combine points along them.
 
-No list of what takes points together could be whole, so the lists are of what is known: functions that torch itself
-calls pointwise, changes of shape, which are tried on a probe, and those whose axes can be read from their arguments.
-Any other function is refused.
+A list of all functions that combine points could never be complete. So the lists here are of what is known to be safe:
+functions that torch itself tags as pointwise, changes of shape, which are tried on a probe, and functions whose axes
+can be read from their arguments. Every other function is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ensemble_ml.distributed.views import At, Axes, TogetherError, agreed, reshaped, set_in, taken, tensors
 
+# Functions that work along axes, which they get as an argument. They are allowed along all but the split axes.
 _ALONG = {
     "mean", "sum", "prod", "std", "var", "std_mean", "var_mean", "norm", "vector_norm", "amax", "amin", "max", "min",
     "median", "nanmean", "nansum", "logsumexp", "softmax", "log_softmax", "cumsum", "cumprod", "argmax", "argmin",
@@ -25,11 +26,13 @@ _ALONG = {
     "gather", "scatter", "scatter_add", "index_add", "trapezoid", "trapz", "cumulative_trapezoid", "gradient",
     "softmin", "take_along_dim", "normalize", "cosine_similarity", "cross", "vecdot", "glu",
 }  # fmt: skip
+# Those of them that take the axes as their third argument, and not as the second.
 _SECOND = {
     "roll", "quantile", "nanquantile", "norm", "vector_norm", "diff", "topk", "kthvalue", "take_along_dim", "normalize",
     "cosine_similarity", "cross", "vecdot", *(name for name in _ALONG if "fft" in name),
 }  # fmt: skip
-_LAST: dict[str, Any] = {  # the axes where none are given
+# The axes along which these work if none are given. The other functions of `_ALONG` then work along all axes.
+_LAST: dict[str, Any] = {
     **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "argsort", "topk", "kthvalue", "mode"), -1),
     **dict.fromkeys(("trapezoid", "trapz", "cumulative_trapezoid", "diff", "cross", "vecdot", "glu"), -1),
     **dict.fromkeys(("fft2", "ifft2", "rfft2", "irfft2"), (-2, -1)),
@@ -41,14 +44,16 @@ _VIEWS = {
     "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "expand", "expand_as", "broadcast_to",
 }  # fmt: skip
 _PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "einsum", "tensordot", "linear"}
-_ALIKE = {  # of the shape of the first argument, and of its values or of none of any field
+# Functions that leave the axes of the first argument where they are. Their values are its own, or those of no field.
+_ALIKE = {
     "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
     "cfloat", "cdouble", "cpu", "cuda", "contiguous", "detach", "data", "requires_grad", "clone", "alias", "real",
     "imag", "resolve_conj", "resolve_neg", "zeros_like", "ones_like", "full_like", "empty_like", "zero", "fill",
     "retain_grad", "register_hook", "pin_memory", "bucketize", "channel_shuffle", "embedding", "one_hot",
     "view_as_real", "view_as_complex",
 }  # fmt: skip
-_POINTWISE = {  # which torch does not tag, most because they are made of others
+# Pointwise functions that torch does not tag, most of them because they are composed of others.
+_POINTWISE = {
     *(f"__{way}{name}__" for way in ("", "r", "i") for name in ("and", "or", "xor", "lshift", "rshift", "add", "sub",
     "mul", "div", "truediv", "floordiv", "mod", "pow")), "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
     "__neg__", "__pos__", "__abs__", "__invert__", "divide", "multiply", "subtract", "floor_divide", "absolute",
@@ -57,29 +62,36 @@ _POINTWISE = {  # which torch does not tag, most because they are made of others
     "hardswish", "prelu", "selu", "expit", "gammaln", "psi", "multigammaln", "isreal", "isclose", "complex", "polar",
     "copy", "_threshold", "broadcast_tensors", "gammainc", "gammaincc", "log_ndtr", "ndtr",
 }  # fmt: skip
+# Functions that return no tensors: facts about a tensor, and access to attributes.
 _FACTS = {
     "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
     "is_signed", "is_tensor", "is_same_size", "element_size", "get_device", "storage_offset", "data_ptr",
     "result_type", "is_inference", "is_pinned", "has_names", "is_conj", "is_neg", "__len__", "__hash__", "__repr__",
     "__format__", "__set__", "__get__",
 }  # fmt: skip
-_ELLIPSIS = "".join(map(chr, range(0x3B1, 0x3C9)))  # letters for the axes that an ellipsis of einsum stands for
+_ELLIPSIS = "".join(map(chr, range(0x3B1, 0x3C9)))  # Greek letters for the axes of an ellipsis in einsum
 
 
 def follow(
     function: Any, args: Sequence[Any], given: Mapping[str, Any], found: Any, at: At, last: tuple[bool, bool]
 ) -> Axes | None:
-    """Where the split axes lie in the tensors that `function` has `found`; None where these are no fields.
+    """Return where the split axes lie in the tensors that `function` has returned; None if these are not fields.
 
     Args:
-        last: whether this rank's part is the last one along each of the axes, which alone may be cut at its end.
+        function: a torch function.
+        args: its positional arguments.
+        given: its keyword arguments.
+        found: its result.
+        at: returns where the split axes lie in a tensor.
+        last: whether this rank's shard is the last one along each axis. Only that one may be cut at its end.
 
     Raises:
-        TogetherError: it takes points together along one of them, or is not known.
+        TogetherError: the function combines points along a split axis, or is not known.
     """
     name = name_of(function)
     own = name if name.endswith("__") else name.rstrip("_")
-    if own in _VIEWS and own != name:  # in place: its axes were elsewhere before
+    # A view in place would change the axes of a tensor whose place is already recorded.
+    if own in _VIEWS and own != name:
         raise TogetherError
     field, axes = next((one, place) for one in tensors((args, given)) if (place := at(one)) is not None)
     if name == "__setitem__":
@@ -111,7 +123,7 @@ def follow(
 
 
 def name_of(function: Any) -> str:
-    """A function's name as users write it, without the module; of a property, its own."""
+    """Return the name of a function as users write it, without the module; for a property, the property's name."""
     name = str(getattr(function, "__name__", ""))
     if name == "__get__":
         name = str(getattr(function.__self__, "__name__", name))
@@ -119,12 +131,13 @@ def name_of(function: Any) -> str:
 
 
 def works_by_point(name: str) -> bool:
-    """Return whether a function, in place or not, is known to take each point by itself."""
+    """Return whether a function, in place or not, is known to act on each point by itself."""
     own = name if name.endswith("__") else name.rstrip("_")
     return own in _POINTWISE or _tagged(own)
 
 
 def _if(allowed: bool, axes: Axes | None) -> Axes | None:
+    """Return `axes` if this is allowed, and raise a TogetherError otherwise."""
     if not allowed:
         raise TogetherError
     return axes
@@ -132,7 +145,10 @@ def _if(allowed: bool, axes: Axes | None) -> Axes | None:
 
 @cache
 def _tagged(name: str) -> bool:
-    """Whether torch says that a function takes each point by itself; random numbers differ with the part."""
+    """Return whether torch tags a function as pointwise.
+
+    `rrelu` is excluded, because its random numbers would differ between shards.
+    """
     for full in (name, f"special_{name}"):
         packet = getattr(torch.ops.aten, full, None) if name != "rrelu" else None
         kinds = packet.overloads() if packet is not None else ()
@@ -142,7 +158,7 @@ def _tagged(name: str) -> bool:
 
 
 def _aligned(args: Sequence[Any], given: Mapping[str, Any], made: Tensor, at: At) -> Axes:
-    """By the rule of broadcasting: axes are counted from the last."""
+    """Return the place of the split axes by the rule of broadcasting: axes are counted from the last."""
     placed = [(one, axes) for one in tensors((args, given)) if (axes := at(one)) is not None]
     return agreed([(a + made.ndim - one.ndim, b + made.ndim - one.ndim) for one, (a, b) in placed])
 
@@ -150,10 +166,11 @@ def _aligned(args: Sequence[Any], given: Mapping[str, Any], made: Tensor, at: At
 def _along(
     name: str, args: Sequence[Any], given: Mapping[str, Any], found: Any, field: Tensor, axes: Axes
 ) -> Axes | None:
-    """What works along axes that it is told; where it is told none, along all or its own."""
+    """Follow a function that works along the axes given as an argument; without one, along all axes or its default."""
     at = 2 if name in _SECOND else 1
     dims = next((given[key] for key in ("dim", "dims", "axis") if key in given), args[at] if len(args) > at else None)
-    if isinstance(dims, Tensor):  # where points lie: the axis is the last
+    # Functions such as `trapezoid` may get the positions of points in place of an axis, and use the last axis then.
+    if isinstance(dims, Tensor):
         dims = -1
     if dims is None or isinstance(dims, bool) or dims in ((), []):
         dims = _LAST.get(name)
@@ -169,7 +186,7 @@ def _along(
 
 
 def _crosses(name: str, x: Tensor, args: Sequence[Any], given: Mapping[str, Any], axes: Axes) -> bool:
-    """Whether one of these functions needs neighbours along one of `axes`."""
+    """Return whether one of these functions needs neighbours along one of `axes`."""
     if name == "interpolate":
         return not _repeats(x, args, given, axes)
     if name == "pad":
@@ -182,7 +199,11 @@ def _crosses(name: str, x: Tensor, args: Sequence[Any], given: Mapping[str, Any]
 def _repeated(
     name: str, args: Sequence[Any], given: Mapping[str, Any], found: Tensor, field: Tensor, axes: Axes
 ) -> Axes | None:
-    """Copies one after the other are those of the part; each point several times is what the whole has there."""
+    """Follow a function that repeats a field.
+
+    Whole copies one after the other would be copies of the shard, so they are only allowed along other axes. Repeating
+    each point several times gives what the whole field has there.
+    """
     if name == "repeat_interleave":
         times, dim = (*args[1:], None, None)[:2]
         each = isinstance(given.get("repeats", times), int) and isinstance(given.get("dim", dim), int)
@@ -192,7 +213,7 @@ def _repeated(
 
 
 def _joined(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
-    """Fields put together along another axis, or along a new one."""
+    """Follow a function that joins fields along another axis, or along a new one."""
     row, column = agreed([axes for one in tensors((args, given)) if (axes := at(one)) is not None])
     ndim = next(tensors((args, given))).ndim
     dim = next((given[key] for key in ("dim", "axis") if key in given), args[1] if len(args) > 1 else 0)
@@ -204,7 +225,7 @@ def _joined(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) ->
 
 
 def _multiplied(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
-    """A product that sums over no split axis."""
+    """Follow a product, which must not sum over a split axis."""
     if name == "einsum":
         return _summed(args, at)
     keys = ("input", "other", "tensor1", "tensor2", "mat2", "vec", "weight")
@@ -242,7 +263,7 @@ def _multiplied(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At
 
 
 def _summed(args: Sequence[Any], at: At) -> Axes:
-    """The same of einsum: a letter of a split axis is kept, and is the same in all fields."""
+    """Follow einsum: the letters of the split axes must be kept in the result, in the same places for all fields."""
     if not isinstance(args[0], str):
         raise TogetherError
     inputs, arrow, out = args[0].replace(" ", "").partition("->")
@@ -264,7 +285,7 @@ def _summed(args: Sequence[Any], at: At) -> Axes:
 
 
 def _repeats(x: Tensor, args: Sequence[Any], given: Mapping[str, Any], axes: Axes) -> bool:
-    """Whether an interpolation repeats each point a whole number of times, which needs no neighbour."""
+    """Return whether an interpolation repeats each point a whole number of times, for which it needs no neighbour."""
     if given.get("mode", args[3] if len(args) > 3 else "nearest") != "nearest":
         return False
     size = given.get("size", args[1] if len(args) > 1 else None)

@@ -1,13 +1,19 @@
-"""Any network of stock layers over several ranks: `partition(model, mesh)`.
+"""Partition of any network of stock layers over several ranks: `partition(model, mesh)`.
 
-Layers change their class in place and keep parameters, buffers and names. Each computes its part of what the layer
-would give on the whole field, with its own padding mode at the outer edges; formulas in `halo` and here:
+Layers change their classes in place and keep parameters, buffers and names. Each computes its shard of the result on
+the whole field, with its own padding mode at the outer edges. The halos of convolutions stand in `halo`; the others
+are:
 
-    transposed convolution(k, s, p)     left = floor((k - 1 - p) / s)   right = ceil(p / s), then the own points
-    pooling(k, s)                       left = 0                        right = k - s
-    linear upsampling                   one point on each side; nearest: none
+    transposed convolution    left = floor((k - 1 - p) / s)   right = ceil(p / s), then crop to the own points
+    pooling                   left = 0                        right = k - s
+    linear upsampling         left = 1                        right = 1
+    nearest upsampling        none
 
-Parts must start at multiples of every stride and scale on the way, as `shard.make_shard` cuts them.
+    k   kernel size
+    s   stride
+    p   padding
+
+Shards must start at multiples of every stride and scale on the way, as `shard.make_shard` cuts them.
 """
 
 from __future__ import annotations
@@ -30,9 +36,10 @@ from ensemble_ml.distributed.trial import Layout, try_parts
 from ensemble_ml.errors import UserError
 from ensemble_ml.models.padding import Beyond, EdgeRule
 
+# What lies beyond the ends of the whole axis, by padding mode. A circular axis has no ends, so its rule is never used.
 _RULES = {"zeros": EdgeRule(Beyond.ZERO), "replicate": EdgeRule(Beyond.REPLICATE), "circular": EdgeRule(Beyond.ZERO)}
 _REPLICATE = _RULES["replicate"]
-# What acts on each point alone; Linear on the last axis, which must not be a split one.
+# Layers that act on each point alone. Linear acts on the last axis, which must not be a split one.
 _POINTWISE = (
     nn.Identity, nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid,
     nn.Softplus, nn.Hardswish, nn.Hardsigmoid, nn.ReLU6, nn.Linear,
@@ -47,28 +54,30 @@ def partition(
     overlap: Overlap | None = None,
     trial: bool = True,
 ) -> nn.Module:
-    """Let `model` compute this rank's part of a field, in place, and return it.
+    """Make `model` compute this rank's shard of a field, in place, and return it.
 
-    Over several ranks that share a sample, the first forward pass of each mode (training, evaluation) is watched: a
-    function between the layers that is not known to work point by point is refused. Before that pass copies of the
-    model run on a field of this process and on its first and last part; a model whose parts differ from the whole is
-    refused, as where its forward makes coordinates, weights, divisors or random numbers of the shape at hand. A model
-    that cannot be tried so, since it cannot be copied for one, is let pass with a warning, as is one with large
-    fields of two sizes of which neither is a multiple of the other. Copies call no hook of the model or its layers.
+    If several ranks share a sample, the model is checked in two ways. First, a trial runs before the first forward
+    pass: copies of the model compute a field in this process, and its first and last shard. A model whose shards differ
+    from the whole field is refused, for example one whose forward makes coordinates, weights, divisors or random
+    numbers by the shape of its input. A model that cannot be tried, such as one that cannot be copied, only gives a
+    warning. So does one with large fields of two sizes of which neither is a multiple of the other. The copies call no
+    hooks of the model or its layers. Second, the first forward pass of each mode (training, evaluation) is watched:
+    functions between the layers that are not known to work point by point are refused.
 
     Args:
-        mesh: of the job. Where no ranks share a sample, norms over the batch change, if ranks share that, and dropout,
-            also on one rank: its masks then do not depend on the partition.
+        model: a network of stock layers.
+        mesh: the mesh of the job. Some layers change even if no ranks share a sample: norms over the batch, if ranks
+            share the batch, and dropout, whose masks then do not depend on the partition.
         axes: latitude and longitude among the axes of the tensors; (3, 4) for (B, C, Z, Y, X).
-        overlap: switch by which convolutions compute while their halos travel; off where it is None.
-        trial: whether copies run first. A model that knows its rank's place, and makes its coordinates by it, needs
-            False.
+        overlap: a switch that makes convolutions compute while their halos travel; None for off.
+        trial: whether the trial runs. A model that makes its coordinates by its rank's place needs False.
 
     Raises:
-        UserError: a layer that cannot be shared out: its name and type. The first forward pass raises one where the
-            model itself takes points together between its layers, or gives a part other values than the whole.
+        UserError: a layer cannot be partitioned; the message has its name and type. The first forward pass raises one
+            if the model combines points between its layers, or if a shard differs from the whole field.
     """
-    chosen = {name: _kind(name, module) for name, module in model.named_modules()}  # refuse before changing anything
+    # All classes are chosen first, so that a refused model is left unchanged.
+    chosen = {name: _kind(name, module) for name, module in model.named_modules()}
     overlap = overlap or Overlap()
     for name, module in model.named_modules():
         kind = chosen[name]
@@ -86,7 +95,8 @@ def partition(
 
         def before(given: tuple[Any, ...], named: dict[str, Any]) -> None:
             if trial and model not in layers:
-                # Under torch.compile a trial would be compiled for minutes. Else its import alone would take seconds.
+                # Under torch.compile, compiling the trial would take minutes, so compilation is switched off for it.
+                # `torch.compiler.disable` imports the compiler, which takes seconds, so it is used only if needed.
                 compiles = "torch._dynamo" in sys.modules
                 (torch.compiler.disable(try_parts) if compiles else try_parts)(model, given, named, layout)
 
@@ -95,7 +105,7 @@ def partition(
 
 
 def _rate(layer: Any, axis: int) -> Fraction:
-    """Return how many points along an axis come out of a layer for one that goes in."""
+    """Return the number of output points of a layer for each input point along an axis."""
     if isinstance(layer, nn.Upsample):
         return Fraction(_tuple(layer.scale_factor, axis - 1)[axis - 2])
     stride = Fraction(_tuple(getattr(layer, "stride", 1), axis - 1)[axis - 2])
@@ -103,12 +113,16 @@ def _rate(layer: Any, axis: int) -> Fraction:
 
 
 def _sharers(module: nn.Module, mesh: Mesh) -> int:
-    """Over how many ranks the values lie that a layer takes together."""
+    """Return the number of ranks over which the values lie that a layer combines."""
     return mesh.topology.spatial * (mesh.topology.data if norms.over_batch(module) else 1)
 
 
 def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
-    """The class that a layer changes to; None for those that act on each point."""
+    """Return the class that a layer changes to, or None if it acts on each point.
+
+    Raises:
+        UserError: the layer cannot be partitioned.
+    """
     for stock, kind in _KINDS.items():
         if type(module) is stock:
             why = _obstacle(module)
@@ -123,7 +137,8 @@ def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
             " torch.nn.utils.parametrize.remove_parametrizations"
         )
     own = not type(module).__module__.startswith("torch.") and not isinstance(module, (*_KINDS, *_POINTWISE))
-    if own and next(module.children(), None) is not None:  # somebody's arrangement of layers, which are looked at
+    # A user's module that only arranges layers. The layers are examined on their own.
+    if own and next(module.children(), None) is not None:
         return None
     known = ", ".join(stock.__name__ for stock in _KINDS)
     raise UserError(
@@ -133,6 +148,7 @@ def _kind(name: str, module: nn.Module) -> type[nn.Module] | None:
 
 
 def _obstacle(module: Any) -> str:
+    """Return why a layer cannot be partitioned with its settings, or an empty text."""
     if isinstance(module, nn.Conv2d | nn.Conv3d) and module.padding_mode not in _RULES:
         return f"padding_mode={module.padding_mode} cannot be shared out; use {', '.join(_RULES)}"
     if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):
@@ -160,17 +176,21 @@ def _tuple(value: Any, length: int) -> tuple[Any, ...]:
 
 
 def _split(self: Any) -> list[tuple[int, Any]]:
-    """(axis, communicator) of the split axes, latitude first."""
+    """Return (axis, communicator) of the split axes, latitude first."""
     comms = (self.part_mesh.lat, self.part_mesh.lon)
     return [(axis, comm) for axis, comm in zip(self.part_axes, comms, strict=True) if comm.size > 1]
 
 
 def _surrounded(x: Tensor, sides: Sequence[Side]) -> Tensor:
+    """Pad a shard by its halo along the split axes."""
     return halo(x, sides[0], sides[1] if len(sides) > 1 else None)
 
 
 def _check_part(side: Side, length: int, step: int, reach: int) -> None:
-    """Raise a UserError where a part does not begin the next one at a multiple of the stride, or gives no point."""
+    """Raise a UserError if a shard is not a multiple of the stride, or is too short for a single result.
+
+    If a shard before the last is no multiple of the stride, the next one does not begin at a multiple.
+    """
     if side.comm.rank < side.comm.size - 1 and length % step:
         raise UserError(
             f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, not a"
@@ -199,7 +219,7 @@ class _PartConv:
             sides.append(Side(axis, left, d * (k - 1) - left - s + 1, right, wraps, rule, rule, comm))
             _check_part(sides[-1], x.shape[axis], s, d * (k - 1) + 1)
         zeros = self.padding_mode == "zeros"
-        # What the convolution itself can pad costs no copy of the field.
+        # Padding by the convolution itself needs no copy of the field.
         free = tuple(left if zeros and left == right else 0 for left, right in rest)
         rest = [[left - own, right - own] for (left, right), own in zip(rest, free, strict=True)]
         if any(map(any, rest)):
@@ -211,7 +231,7 @@ class _PartConv:
 
 
 def _pads(conv: Any) -> list[tuple[int, int]]:
-    """What a convolution pads on each side of each of its axes."""
+    """Return the padding of a convolution on both sides of each of its axes."""
     if conv.padding == "valid":
         return [(0, 0)] * len(conv.kernel_size)
     if conv.padding == "same":
@@ -221,11 +241,11 @@ def _pads(conv: Any) -> list[tuple[int, int]]:
 
 
 class PartConv2d(_PartConv, nn.Conv2d):
-    """Conv2d on this rank's part."""
+    """A Conv2d on this rank's shard."""
 
 
 class PartConv3d(_PartConv, nn.Conv3d):
-    """Conv3d on this rank's part."""
+    """A Conv3d on this rank's shard."""
 
 
 class _PartTransposed:
@@ -244,6 +264,7 @@ class _PartTransposed:
             left, right, n = (k - 1 - p) // s, -(-p // s), x.shape[axis]
             last = comm.rank == comm.size - 1
             sides.append(Side(axis, left, right, 0, comm=comm))
+            # Every shard but the last yields n s points. The last one yields what is left of the stock layer's result.
             wanted = (n - 1) * s - 2 * p + k + extra[i] if last else n * s
             there = (n + (0 if last else right) - 1) * s + k - p
             cuts.append((axis, p + left * s, wanted))
@@ -256,7 +277,10 @@ class _PartTransposed:
         return x
 
     def _extra(self: Any, x: Tensor, output_size: Sequence[int]) -> list[int]:
-        """The output padding by which this rank's part gets the given size, which is that of the part."""
+        """Return the output padding that gives this rank's shard the size asked for.
+
+        `output_size` is the size of the shard, not of the whole field.
+        """
         name = f"{type(self).__name__.removeprefix('Part')} output_size={tuple(output_size)}"
         if len(output_size) not in (x.ndim - 2, x.ndim):
             raise UserError(f"{name}: {x.ndim - 2} or {x.ndim} numbers are wanted")
@@ -274,11 +298,11 @@ class _PartTransposed:
 
 
 class PartConvTranspose2d(_PartTransposed, nn.ConvTranspose2d):  # type: ignore[misc]
-    """ConvTranspose2d on this rank's part."""
+    """A ConvTranspose2d on this rank's shard."""
 
 
 class PartConvTranspose3d(_PartTransposed, nn.ConvTranspose3d):  # type: ignore[misc]
-    """ConvTranspose3d on this rank's part."""
+    """A ConvTranspose3d on this rank's shard."""
 
 
 class _PartPool:
@@ -299,23 +323,23 @@ class _PartPool:
 
 
 class PartMaxPool2d(_PartPool, nn.MaxPool2d):
-    """MaxPool2d on this rank's part."""
+    """A MaxPool2d on this rank's shard."""
 
 
 class PartMaxPool3d(_PartPool, nn.MaxPool3d):
-    """MaxPool3d on this rank's part."""
+    """A MaxPool3d on this rank's shard."""
 
 
 class PartAvgPool2d(_PartPool, nn.AvgPool2d):
-    """AvgPool2d on this rank's part."""
+    """An AvgPool2d on this rank's shard."""
 
 
 class PartAvgPool3d(_PartPool, nn.AvgPool3d):
-    """AvgPool3d on this rank's part."""
+    """An AvgPool3d on this rank's shard."""
 
 
 class PartUpsample(nn.Upsample):
-    """Nearest or linear upsampling on this rank's part."""
+    """A nearest or linear upsampling of this rank's shard."""
 
     part_mesh: Mesh
     part_axes: tuple[int, int]
@@ -324,6 +348,7 @@ class PartUpsample(nn.Upsample):
         norms.check_axes(self, x)
         if self.mode == "nearest":
             return super().forward(x)
+        # Linear weights reach one point beyond the shard. The upsampled neighbours are cut off again.
         scales = _tuple(self.scale_factor, x.ndim - 2)
         split, own = _split(self), x.shape
         edges = [Side(axis, 1, 1, first=_REPLICATE, last=_REPLICATE, comm=comm) for axis, comm in split]
@@ -335,12 +360,11 @@ class PartUpsample(nn.Upsample):
 
 
 class PartDropout(nn.Dropout):
-    """Dropout whose mask is a function of a seed and the place in the whole field, so of no partition of it.
+    """A dropout whose mask depends on a seed and the place in the whole field, and so not on the partition.
 
-    Ranks that train on other dates draw other masks.
-
-    The seed comes from torch's generator, which must be in the same state on all ranks of a spatial group; so a
-    recomputed forward pass (activation checkpointing) draws the same mask again.
+    Ranks that train on other init times draw other masks. The seed comes from torch's generator, which must be in the
+    same state on all ranks of a spatial group. A recomputed forward pass (activation checkpointing) therefore draws the
+    same mask again.
     """
 
     part_mesh: Mesh
@@ -350,7 +374,7 @@ class PartDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return x
         if self.p == 1:
-            return x * 0  # x / (1 - p) has no gradient
+            return x * 0  # x / (1 - p) would divide by zero
         seed = int(torch.randint(2**62, ()))
         mesh = self.part_mesh
         index = torch.zeros([1] * x.ndim, dtype=torch.int64, device=x.device)
@@ -365,17 +389,17 @@ class PartDropout(nn.Dropout):
 
 
 def _extent(length: int, comm: Any, device: torch.device) -> tuple[int, int]:
-    """Where this rank's part of an axis begins, and how long the whole is."""
+    """Return where this rank's shard of an axis begins, and the length of the whole axis."""
     lengths = torch.empty(comm.size, dtype=torch.int64, device=device)
     comm.all_gather(lengths, torch.tensor([length], device=device))
     return int(lengths[: comm.rank].sum()), int(lengths.sum())
 
 
 def _mixed(word: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014), on words of 64 bits that wrap."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood 2014), on words of 64 bits that wrap."""
 
     def shifted(x: Tensor, bits: int) -> Tensor:
-        return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts the sign in
+        return (x >> bits) & ((1 << (64 - bits)) - 1)  # the mask removes sign bits, which torch shifts in
 
     word = (word ^ shifted(word, 30)) * -4658895280553007687
     word = (word ^ shifted(word, 27)) * -7723592293110705685

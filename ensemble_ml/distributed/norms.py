@@ -1,7 +1,17 @@
-"""Norms over a field that is shared out: moments of the parts, merged by Chan's formula in rank order.
+"""Normalisation layers over a partitioned field: moments of the shards, merged by Chan's formula in rank order.
 
-Means of parts of different sizes do not add; (n, mean, M2) merge exactly (Chan, Golub and LeVeque 1983,
-doi:10.1080/00031305.1983.10483115). One all_gather carries them; its backward is the sum over ranks.
+Means of shards of different sizes do not add, but (n, mean, M2) merge exactly (Chan, Golub and LeVeque 1983,
+doi:10.1080/00031305.1983.10483115):
+
+    n    = n_a + n_b
+    mean = mean_a + (mean_b - mean_a) n_b / n
+    M2   = M2_a + M2_b + (mean_b - mean_a)^2 n_a n_b / n
+
+    n      number of values
+    mean   their mean
+    M2     their sum of squared deviations from the mean
+
+One all_gather carries the moments; its backward pass is a sum over ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +30,12 @@ from ensemble_ml.errors import UserError
 
 
 def check_axes(layer: Any, x: Tensor, spatial: int | None = None) -> None:
-    """Raise a UserError where `x` has no axis of the batch: the split ones would be taken for others.
+    """Raise a UserError if `x` has no batch axis. Another axis would then be taken for the partitioned one.
 
-    `spatial` is the number of axes after batch and channels; None for layers that take several numbers.
+    Args:
+        layer: a partitioned layer.
+        x: its input.
+        spatial: number of axes after batch and channels; None for layers that accept several numbers.
     """
     least = max(layer.part_axes) + 1
     wanted = least if spatial is None else spatial + 2
@@ -50,18 +63,25 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, comm: Communicator) -> Tensor:
-    """(P, ...): every rank's `x`, all of one shape; differentiable."""
+    """Return every rank's `x`, all of one shape, as (P, ...). The result is differentiable."""
     return _AllGather.apply(x, comm)
 
 
 def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, mean, M2) of `x` over `dims` and the ranks of `comm`, the axes kept with length one; differentiable.
+    """Return (n, mean, M2) of `x` over some axes and the ranks of `comm`. The result is differentiable.
 
-    A rank may have no values at all: it adds nothing.
+    A rank without values contributes nothing.
+
+    Args:
+        x: this rank's shard.
+        dims: the axes to reduce, which are kept with length one.
+        comm: the ranks that hold the shards.
     """
     values = math.prod(x.shape[d] for d in dims)
-    count = x.new_full((), float(values))  # without a copy from the host, which a GPU would stop for
-    mean = x.sum(list(dims), keepdim=True) / max(values, 1)  # of no values, zero: NaN would stay NaN in the others' sum
+    # `new_full` avoids a copy from the host, for which a GPU would have to stop.
+    count = x.new_full((), float(values))
+    # Without values the mean is zero. NaN would make the merged mean of all ranks NaN.
+    mean = x.sum(list(dims), keepdim=True) / max(values, 1)
     m2 = ((x - mean) ** 2).sum(list(dims), keepdim=True)
     if comm.size == 1:
         return count, mean, m2
@@ -75,8 +95,9 @@ def moments(x: Tensor, dims: Sequence[int], comm: Communicator) -> tuple[Tensor,
 
 
 def _merged(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the moments of two shards by Chan's formula."""
     count = a[0] + b[0]
-    delta, share = b[1] - a[1], b[0] / count.clamp(min=1)  # neither may have values
+    delta, share = b[1] - a[1], b[0] / count.clamp(min=1)  # both shards may be without values
     return count, a[1] + delta * share, a[2] + b[2] + delta**2 * (a[0] * share)
 
 
@@ -92,21 +113,21 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 class PartGroupNorm(nn.GroupNorm):
-    """GroupNorm over the whole grid."""
+    """A GroupNorm over the whole grid."""
 
     part_mesh: Mesh
     part_axes: tuple[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
         check_axes(self, x)
-        size = math.prod(x.shape[1:]) // self.num_groups  # -1 cannot be told where there is no sample
+        size = math.prod(x.shape[1:]) // self.num_groups  # `reshape` cannot infer -1 if there is no sample
         grouped = _wide(x).reshape(x.shape[0], self.num_groups, size)
         scaled = _scaled(grouped, moments(grouped, (2,), self.part_mesh.spatial), self.eps)
         return _affine(scaled.view(x.shape), self.weight, self.bias).to(x.dtype)
 
 
 def _normalised(self: Any, x: Tensor, dims: Sequence[int], comm: Communicator) -> Tensor:
-    """Batch or instance norm by the statistics at hand, which are also kept where the layer tracks them."""
+    """Normalise by the current statistics, and update the running ones if the layer tracks them."""
     check_axes(self, x, 2 if isinstance(self, nn.BatchNorm2d | nn.InstanceNorm2d) else 3)
     kind, x = x.dtype, _wide(x)
     found = moments(x, dims, comm)
@@ -116,12 +137,16 @@ def _normalised(self: Any, x: Tensor, dims: Sequence[int], comm: Communicator) -
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: a count above 65,504 is infinite in float16, and bfloat16 has three digits for a mean."""
+    """Return `x` in float32 at least.
+
+    A count above 65,504 is infinite in float16, and bfloat16 has three digits for a mean.
+    """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 @torch.no_grad()
 def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Update the running statistics of a layer as torch does."""
     count, mean, m2 = found
     momentum = self.momentum or 0.0
     if isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # instance norm counts no batches
@@ -129,7 +154,8 @@ def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
         momentum = self.momentum if self.momentum is not None else 1 / int(self.num_batches_tracked)  # type: ignore[arg-type]
     found_here = torch.stack([mean, m2 / (count - 1)]).reshape(2, -1, self.num_features)
     values = found_here.sum(1)
-    if not isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # the mean over the samples of all data ranks
+    # Instance norm keeps the mean over all samples, those of other data ranks included.
+    if not isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):
         samples = values.new_tensor([float(found_here.shape[1])])
         total = all_gather(torch.cat([values.flatten(), samples]), self.part_mesh.data).sum(0)
         values = total[:-1].view(2, -1) / total[-1]
@@ -142,8 +168,10 @@ def _uses_batch(self: Any) -> bool:
 
 
 def over_batch(layer: nn.Module) -> bool:
-    """Whether a norm takes the samples of a batch together, for its result or for what it keeps; instance norm that
-    keeps nothing does not, but torch's own fails without a sample."""
+    """Return whether a norm combines the samples of a batch, for its result or for its running statistics.
+
+    Instance norm without running statistics does not, but is included: torch's own version fails without a sample.
+    """
     return isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm2d | nn.InstanceNorm3d)
 
 
@@ -166,16 +194,16 @@ class _PartInstanceNorm:
 
 
 class PartBatchNorm2d(_PartBatchNorm, nn.BatchNorm2d):
-    """BatchNorm over the whole grid and the whole batch."""
+    """A BatchNorm over the whole grid and the whole batch."""
 
 
 class PartBatchNorm3d(_PartBatchNorm, nn.BatchNorm3d):
-    """BatchNorm over the whole grid and the whole batch."""
+    """A BatchNorm over the whole grid and the whole batch."""
 
 
 class PartInstanceNorm2d(_PartInstanceNorm, nn.InstanceNorm2d):
-    """Instance norm over the whole grid."""
+    """An instance norm over the whole grid."""
 
 
 class PartInstanceNorm3d(_PartInstanceNorm, nn.InstanceNorm3d):
-    """Instance norm over the whole grid."""
+    """An instance norm over the whole grid."""

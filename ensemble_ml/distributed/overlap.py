@@ -1,13 +1,14 @@
-"""A convolution of a rank's part of a field, computed while its halo is on the way.
+"""A convolution of a rank's shard that is computed while its halo travels.
 
-Forward: the strips are posted, the whole part is convolved with zeros where they will stand, and the few outer rows (or
-columns) of the result that see them are computed anew once they are there. So the bulk is one call of the shape that
-it would have anyway: cutting the inside out would copy it, and the result again. Backward: the gradient of the input
-comes first, its halo goes back to the neighbours while the gradient of the weights is computed.
+In the forward pass the strips are sent first. The whole shard is then convolved with zeros in place of the halo, and
+the few outer rows (or columns) of the result that depend on the halo are computed again once it has arrived. So most of
+the work is one call at the usual shape. Computing the interior alone would copy it, and the result once more. In the
+backward pass the gradient of the input comes first, and its halo travels back to the neighbours while the gradient of
+the weights is computed.
 
-Where both axes are split, rows go first because corners travel with columns; then columns are what is hidden. Where
-longitude alone is, rows from across the poles come with the columns, and forward waits for both: all four sides would
-have to be computed anew.
+If both axes are split, rows go first because corners travel with the columns, and only the exchange of columns is
+hidden. If only longitude is split and rows come from across the poles, these travel together with the columns, and the
+forward pass waits for both: all four sides would have to be computed again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ensemble_ml.distributed.strips import Across, Side
 
 @dataclass(eq=False)
 class Overlap:
-    """Whether convolutions compute while their halos travel: one switch, shared by all layers of a model."""
+    """A switch that is shared by all layers of a model: whether convolutions compute while their halos travel."""
 
     on: bool = False
 
@@ -40,7 +41,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Window:
-    """Stride, padding on axes that are not split, dilation and groups of a convolution."""
+    """The stride, padding (on axes that are not split), dilation and groups of a convolution."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -48,7 +49,7 @@ class Window:
     groups: int = 1
 
     def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The stock convolution."""
+        """Apply the stock convolution."""
         function = F.conv3d if x.ndim == 5 else F.conv2d
         return function(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -57,15 +58,27 @@ def halo_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, rows: Side | None, columns: Side | None,
     across: Across | None = None, *, overlap: bool = False,
 ) -> Tensor:  # fmt: skip
-    """This rank's part of the convolution of a whole field: `window` on `halo(x, rows, columns, across)`.
+    """Return this rank's shard of the convolution of a whole field: `window` on `halo(x, rows, columns, across)`.
+
+    Args:
+        x: (B, C, ...) the shard.
+        weight: the kernel of a stock convolution in two or three dimensions.
+        bias: its bias, or None.
+        window: stride, padding, dilation and groups.
+        rows: how latitude is padded; None if it is not split.
+        columns: how longitude is padded; None if it is not split.
+        across: how rows are continued across a pole.
+        overlap: compute while the halo travels, where that is possible.
 
     Raises:
-        UserError: this rank's part is thinner than the halo that a neighbour needs of it.
+        UserError: this rank's shard is thinner than the halo that a neighbour needs of it.
     """
     sides = check(x, rows, columns)
     split = any(side.meets and side.comm.size > 1 for side in sides)
     if not (overlap and split) or any(side.crops_somewhere for side in sides):
         return window.of(halo(x, rows, columns, across), weight, bias)
+    # Inside the custom function autocast is off, so its casts are made here. The backward pass needs input, weight and
+    # gradient of one type.
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
@@ -116,6 +129,7 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, rows: Side | None, columns: Side | None,
     across: Across | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the convolution and return the padded shard, which the backward pass needs, and the result."""
     padded, filling = begin_padding(x, rows, columns, across)
     if at_once(rows, columns):
         for one in filling:
@@ -130,11 +144,13 @@ def _forward(
     travelling.finish_ends()
     for is_first, neighbour in zip((True, False), side.neighbours(), strict=True):
         if neighbour is not None:
-            side.beyond(travelling.padded, is_first).zero_()  # what the memory held before may be slow to multiply
+            # Uninitialised memory may hold numbers that are slow to multiply, such as subnormal ones.
+            side.beyond(travelling.padded, is_first).zero_()
     _fill(padded, filling[late + 1 :])
     out = window.of(padded, weight, bias)
     travelling.finish_strips()
     _fill(padded, filling[late + 1 :])
+    # Compute the outer results again, now that the halo is there.
     for first, last in _outer(padded, out, weight, window, side):
         step, reach = window.stride[side.dim - 2], _reach(weight, window, side)
         piece = padded.narrow(side.dim, first * step, (last - 1 - first) * step + reach)
@@ -143,7 +159,7 @@ def _forward(
 
 
 def _fill(padded: Tensor, local: list[Filling]) -> None:
-    """Fill axes that are not split; twice is once too often for a corner, and no harm."""
+    """Fill axes that are not split. This runs before and after the halo arrives, since corners depend on it."""
     for one in local:
         again = Filling(padded, one.side, None, None)
         again.begin()
@@ -151,11 +167,12 @@ def _fill(padded: Tensor, local: list[Filling]) -> None:
 
 
 def _reach(weight: Tensor, window: Window, side: Side) -> int:
+    """Return how many points of the input one result depends on along an axis."""
     return window.dilation[side.dim - 2] * (weight.shape[side.dim] - 1) + 1
 
 
 def _outer(padded: Tensor, out: Tensor, weight: Tensor, window: Window, side: Side) -> list[tuple[int, int]]:
-    """(first, last + 1) of the results that see what neighbours hold, on each side."""
+    """Return (first, last + 1) of the results on each side that depend on the neighbours' points."""
     (left, right), (before, after) = side.pads, side.neighbours()
     step, total = window.stride[side.dim - 2], out.shape[side.dim]
     begin = min(-(-left // step), total) if before is not None else 0
@@ -167,11 +184,15 @@ def _outer(padded: Tensor, out: Tensor, weight: Tensor, window: Window, side: Si
 
 
 def choose_overlap(switch: Overlap, step: Callable[[], Any], group: Communicator) -> dict[str, float]:
-    """Time `step` both ways, set `switch` to the faster, the same on all ranks; returns the seconds of both.
+    """Time `step` with and without overlap, and set `switch` to the faster way, the same on all ranks.
 
-    What counts is the slowest rank's median; every rank calls `step` eight times, of which the first two do not count.
+    The slowest rank's median counts. Every rank calls `step` eight times; the first call of each way is not counted.
+
+    Returns:
+        The seconds of both ways, as "off" and "on".
     """
     times: dict[bool, list[float]] = {False: [], True: []}
+    # Both ways alternate, so that a slow change of the machine's speed affects both alike.
     for _ in range(4):
         for on in times:
             switch.on = on

@@ -1,19 +1,22 @@
-"""A trial of a partitioned network before its first pass: does a part get what the whole field has there?
+"""A trial of a partitioned network before its first pass: does a shard get the numbers that the whole field has there?
 
-A forward may make positions, weights, divisors or random numbers of the shape at hand: `linspace(-1, 1, x.shape[2])`,
-`x / x.shape[2]`, the first rows of a table. Each works point by point and differs from part to part; no list of
-functions tells it from a harmless use of the same shape. So copies of the network run three times in this process, on a
-field of the size of the job's where that is small: once on the whole, whose layers' inputs and outputs are kept, then
-on its first and on its last part. There each layer, which is known to be right, must be given its part of what it was
-given on the whole, and hands over its part of what it made. What differs was made between the layers.
+A forward may make positions, weights, divisors or random numbers by the shape of its input: `linspace(-1, 1,
+x.shape[2])`, `x / x.shape[2]`, the first rows of a table. Each of these works point by point and still differs from
+shard to shard. No list of functions can tell them from a harmless use of the same shape.
 
-Layers are played from the record, so parts need no neighbours, no rank waits for another, and rounding does not grow
-from layer to layer. A large field is tried in small, and in its own size on fake tensors, which have no values: there
-each pass must take the same way, with the same numbers.
+So copies of the network run three times in this process, on a field of the job's size if that is small. The first run
+computes the whole field and records the inputs and outputs of all layers. The other two compute its first and its last
+shard. There, each layer must receive its shard of the recorded input, and passes on its shard of the recorded output,
+since layers are known to be right. A difference was therefore made between the layers.
 
-Nothing may hide behind the values. So parameters that the forward itself uses, the record and the field have no zeros
-(behind a gate whose weight is zero at first, anything would pass) and no two numbers alike, and small parameters grow.
-What differs, as positions do, must not meet a field at all, however small the factor before it.
+Because layers are replayed from the record, shards need no neighbours, no rank waits for another, and rounding does not
+grow from layer to layer. A large field is tried twice: in a smaller size, and in its own size on fake tensors. These
+have no values, so each pass must call the same functions with the same numbers.
+
+No value may hide a difference. A gate whose weight is zero at first would let anything pass. So the field, the recorded
+outputs and the parameters that the forward itself uses are changed: they have no zeros and no two equal numbers, and
+small parameters grow. A tensor that differs between shards, as positions do, must not meet a field at all, however
+small the factor before it.
 """
 
 from __future__ import annotations
@@ -45,22 +48,25 @@ from ensemble_ml.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_POINTS = 2**15  # of a whole field that is tried as it is; larger ones are tried in small
-_ROWS = 4  # at least, of a small part at its coarsest
-_LARGEST = 0.1  # at least, of the numbers of a free parameter: weights of Linear have about that
+_POINTS = 2**15  # largest number of points of a field that is tried in its own size
+_ROWS = 4  # least number of rows of a small shard at its coarsest level
+_LARGEST = 0.1  # least magnitude of a free parameter's largest number, about that of a Linear layer's weights
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CASTS = frozenset({"to", "type_as"})  # a field among their arguments lends its kind alone
+_CASTS = frozenset({"to", "type_as"})  # a field among their arguments only gives its type or device
 Way = list[tuple[str, list[float]]]  # functions and the numbers among their arguments
-# For latitude and longitude, the lengths in a part and in the whole of the trial by the length here.
+# For latitude and longitude: (length in a shard, length of the whole) in the trial, by the length in the job.
 Lengths = tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How fields are shared out, and which layers know it.
+    """The partition of a field, and the layers that know it.
 
-    `stock` maps classes of layers that know their neighbours to those of torch; `rate(layer, axis)` tells how many
-    points come out of one for a point that goes in.
+    Attributes:
+        axes: latitude and longitude among the axes of a field.
+        ranks: number of ranks along each.
+        stock: torch's class for each class of layers that exchange with neighbours.
+        rate: `rate(layer, axis)` returns the number of output points for each input point.
     """
 
     axes: Axes
@@ -69,46 +75,59 @@ class Layout:
     rate: Callable[[nn.Module, int], Fraction]
 
     def played(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Return the names of the layers that know their neighbours, and the layers."""
+        """Return the names of the layers that exchange with neighbours, and the layers."""
         return [(name, module) for name, module in model.named_modules() if type(module) in self.stock]
 
 
 class _Small(Enum):
-    """Which axes of a field are shorter in a trial than in the job."""
+    """A choice of the axes of a field that are shorter in a trial than in the job."""
 
     none = "none"
-    split = "split"  # a buffer may have the length of an axis that is not shared out
+    split = "split"  # only the split axes, since a buffer may have the length of the other axis
     both = "both"
 
 
 class _UnknownError(Exception):
-    """The trial cannot tell."""
+    """An error that means that the trial cannot decide."""
 
 
 class _DifferentError(UserError):
-    """A part is not what the whole has there."""
+    """An error for a shard that differs from the whole field."""
 
 
 @dataclass
 class _Record:
-    """What happened on the whole field, in its order."""
+    """The record of what happened on the whole field, in order."""
 
     layers: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  # name, input and output
     made: list[tuple[str, list[Tensor], list[float]]] = field(default_factory=list)  # by functions between the layers
 
     def way(self) -> Way:
-        """Return the functions that work by point, and their numbers, which are no sizes."""
+        """Return the pointwise functions and their numbers.
+
+        The numbers of other functions may be sizes, which differ between a shard and the whole.
+        """
         return [(name, numbers) for name, _, numbers in self.made if works_by_point(name)]
 
 
 def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], layout: Layout) -> None:
-    """Compare the passes of parts of a field with that of the whole. Where the model cannot be tried, warn.
+    """Compare the results on shards of a field with that on the whole field.
+
+    Log a warning if the model cannot be tried.
+
+    Args:
+        model: the partitioned model.
+        args: the positional arguments of its pass.
+        named: the keyword arguments of its pass.
+        layout: the partition.
 
     Raises:
-        UserError: they differ; the function where they begin to is named. Or a part cannot be computed.
+        UserError: the results differ; the message names the first function that makes a difference. Or a shard cannot
+            be computed.
     """
     fields = [one for one in tensors((args, named)) if one.ndim > max(layout.axes)]
-    if not all(one.numel() for one in fields):  # a rank without samples
+    # A rank without samples has nothing to try.
+    if not all(one.numel() for one in fields):
         return
     why = (
         _why_unknown(model, args, named, layout, fields) if fields else "none of its arguments has the axes of a field"
@@ -123,7 +142,7 @@ def try_parts(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], la
 def _why_unknown(
     model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], layout: Layout, fields: Sequence[Tensor]
 ) -> str:
-    """Try the model; return why that could not be done, and nothing where parts equal the whole."""
+    """Try the model. Return why this was impossible, or an empty text if shards equal the whole."""
     large = max(one.numel() // one.shape[1] for one in fields) * layout.ranks[0] * layout.ranks[1] > _POINTS
     try:
         trial = _Trial(_template(model, layout), layout, (args, named))
@@ -144,9 +163,10 @@ def _why_unknown(
 
 
 def _attempt(trial: _Trial, lengths: Lengths, fake: FakeTensorMode | None = None) -> Exception | None:
-    """Return None where parts equal the whole, and what went wrong where nobody can say."""
+    """Return None if shards equal the whole, and the failure if the trial cannot decide."""
     failures: list[Exception] = []
-    # Vectors that go with an axis, as latitudes, grow with it; what does not go with one, as a step, must not.
+    # It is unknown whether a vector of an axis's length belongs to that axis. A vector of latitudes must be resized
+    # with it, others must not. So both are tried.
     for vectors in (False, True):
         try:
             trial.compare(_Sizes(trial.layout.axes, lengths, vectors), fake)
@@ -168,15 +188,15 @@ class _Sizes:
 
     axes: Axes
     lengths: Lengths
-    vectors: bool  # also of tensors with fewer axes than a field
+    vectors: bool  # whether tensors with fewer axes than a field are resized too
 
     @property
     def real(self) -> bool:
-        """Return whether parts are as long as here."""
+        """Return whether shards are as long as in the job."""
         return all(here == part for lengths in self.lengths for here, (part, _) in lengths.items())
 
     def of(self, x: Tensor) -> dict[int, tuple[int, int]]:
-        """Return the lengths in a part and in the whole of those axes of `x` that are shared out."""
+        """Return (length in a shard, length of the whole) for the axes of `x` that are split."""
         if x.ndim > max(self.axes):
             return {axis: lengths[x.shape[axis]] for axis, lengths in zip(self.axes, self.lengths, strict=True)}
         split: dict[int, tuple[int, int]] = {}
@@ -187,13 +207,13 @@ class _Sizes:
         return split
 
     def shape(self, x: Tensor) -> list[int]:
-        """Return the shape that a part of the trial has where the job has `x`."""
+        """Return the shape that a shard of the trial has in place of the job's tensor `x`."""
         lengths = self.of(x)
         return [lengths[axis][0] if axis in lengths else size for axis, size in enumerate(x.shape)]
 
 
 def _steps(model: nn.Module, layout: Layout) -> list[int]:
-    """Return the products of all strides along the split axes: parts begin at their multiples."""
+    """Return the product of all strides along each split axis. Shards begin at multiples of it."""
     layers = layout.played(model)
     return [math.prod(layout.rate(layer, axis).denominator for _, layer in layers) for axis in layout.axes]
 
@@ -202,7 +222,8 @@ def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], sma
     """Choose the lengths of a trial.
 
     Raises:
-        _UnknownError: fields of several sizes would have to be shorter, and nobody knows how these go together.
+        _UnknownError: fields of several sizes would have to be shorter, and it is unknown how their sizes belong
+            together.
     """
     chosen = []
     for axis, ranks, step in zip(layout.axes, layout.ranks, steps, strict=True):
@@ -211,20 +232,22 @@ def _lengths(fields: Sequence[Tensor], layout: Layout, steps: Sequence[int], sma
         shortest = min(here)
         shrinks = small is _Small.both or (small is _Small.split and ranks > 1)
         parts = {n: n if ranks == 1 else n - n % step or n for n in here}
-        if shrinks:  # as odd as they are: what alternates from row to row must not fit by chance, or fail by chance
+        # Small shards keep the job's number of blocks modulo `_ROWS`, so that a pattern that alternates from row to row
+        # neither fits nor fails by chance.
+        if shrinks:
             if any(n % shortest for n in here):
                 sizes = " and ".join(map(str, sorted(here)))
                 raise _UnknownError(f"fields of {sizes} points along an axis cannot be made smaller together")
             part = min(parts[shortest], (_ROWS + parts[shortest] // step % _ROWS) * step)
             parts = {n: n // shortest * part for n in here}
         count = min(ranks, 2) if shrinks else ranks
-        # Where some fields have one point and others more, that one is for all.
+        # If some fields have one point along the axis and others more, the single point is broadcast over all.
         chosen.append({1: (1, 1)} | {n: (part, part * count) for n, part in parts.items()})
     return chosen[0], chosen[1]
 
 
 def _template(model: nn.Module, layout: Layout) -> nn.Module:
-    """Return a copy with weights that hide nothing; those of layers that are played stay the same tensors."""
+    """Return a copy of the model whose weights hide nothing. Weights of replayed layers stay the same tensors."""
     shared = _shared(model, layout)
     template = copy.deepcopy(model, {**shared, **_instead(model)})
     numbers = torch.Generator().manual_seed(0)
@@ -242,10 +265,10 @@ def _template(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def _instead(model: nn.Module) -> dict[int, Any]:
-    """Return what a copy of the model has in the place of what cannot or must not be copied, by identity.
+    """Return replacements for what a copy of the model cannot or must not have, by identity.
 
-    Hooks are left out, since they would be called with made-up values, but for those of torch that make a weight.
-    Activations that a module has kept belong to a graph, which cannot be copied.
+    Hooks are left out, since they would be called with made-up values, except for torch's own that compute a weight.
+    Activations that a module has stored belong to a graph, which cannot be copied.
     """
     instead: dict[int, Any] = {}
     for module in model.modules():
@@ -258,22 +281,27 @@ def _instead(model: nn.Module) -> dict[int, Any]:
 
 
 def _makes_weight(hook: Any) -> bool:
+    """Return whether a hook is one of torch's that compute a weight, such as `weight_norm`."""
     return any(kind.__module__.startswith("torch.nn.utils.") for kind in type(hook).__mro__)
 
 
 def _reveal(x: Tensor, numbers: torch.Generator) -> None:
-    """Change free weights in place so that they hide nothing: a gate of 1e-5 would hide what it is a factor of."""
+    """Change free weights in place so that they hide nothing.
+
+    A gate of 1e-5 would hide the values that it multiplies.
+    """
     if not (x.is_floating_point() and x.numel()):
         return
     largest = torch.linalg.vector_norm(x, math.inf).item()
     if 0 < largest < _LARGEST:
         x.mul_(_LARGEST / largest)
-    for some in x.view(-1).split(_POINTS):  # not all at once, which would take several times the memory
+    # In pieces, because all at once would take several times the memory.
+    for some in x.view(-1).split(_POINTS):
         some.copy_(_generic(some, numbers))
 
 
 def _shared(model: nn.Module, layout: Layout) -> dict[int, Any]:
-    """Return what copies share with the model, by identity: weights of layers that are played, and the mesh."""
+    """Return what copies share with the model, by identity: weights of replayed layers, the mesh and the switch."""
     layers = [layer for _, layer in layout.played(model)]
     shared = [p for layer in layers for p in layer.parameters(recurse=False)]
     shared += [vars(layer)[name] for layer in layers for name in ("part_mesh", "part_overlap")]
@@ -281,7 +309,7 @@ def _shared(model: nn.Module, layout: Layout) -> dict[int, Any]:
 
 
 def _generic(x: Tensor, numbers: torch.Generator) -> Tensor:
-    """Return `x` without zeros, and without two numbers alike; signs and magnitudes stay about what they are."""
+    """Return `x` without zeros and without two equal numbers. Signs and magnitudes stay roughly the same."""
     if not x.is_floating_point():
         return x
     noise = torch.rand(x.shape, generator=numbers).to(x)
@@ -290,16 +318,16 @@ def _generic(x: Tensor, numbers: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A model to be tried, and the arguments that it was called with."""
+    """A model to be tried, and the arguments of its pass."""
 
     template: nn.Module
     layout: Layout
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
     def compare(self, sizes: _Sizes, fake: FakeTensorMode | None) -> None:
-        """Raise a UserError where the first or the last part is not what the whole has there."""
-        # Each pass has a copy of its own: running means, or a grid that is made once and kept, stay with it. Weights,
-        # which no pass without gradients changes, are the template's.
+        """Raise a UserError if the first or the last shard differs from the whole field."""
+        # Each pass gets its own copy, because a pass may change running means, or make a grid once and keep it. Weights
+        # do not change without gradients, so they are shared.
         shared = _shared(self.template, self.layout) | {id(p): p for p in self.template.parameters()}
         nets = [copy.deepcopy(self.template, dict(shared)) for _ in range(3)]
         numbers = torch.Generator().manual_seed(1)
@@ -313,6 +341,7 @@ class _Trial:
     def _compare_part(
         self, net: nn.Module, end: bool, whole: Any, results: list[Tensor], record: _Record, sizes: _Sizes
     ) -> None:
+        """Compare one shard with the whole field, and raise a UserError if it differs."""
         own = _Record()
         part = _mapped(lambda x, y: _part(y, sizes.shape(x), end).clone(), self.arguments, whole)
         try:
@@ -332,13 +361,14 @@ class _Trial:
             _compare_ways(record.way(), own.way())
 
     def _pass(self, net: nn.Module, arguments: tuple[Any, Any]) -> Any:
+        """Run a network without gradients, with the same random numbers in each pass."""
         device = next(tensors(self.arguments)).device
         with _random_as_before(device), torch.no_grad():
             return net(*arguments[0], **arguments[1])
 
 
 def _compare_ways(whole: Way, part: Way) -> None:
-    """Raise a UserError where a part takes another way than the whole, or with other numbers."""
+    """Raise a UserError if a shard calls other functions than the whole field, or calls them with other numbers."""
     end: tuple[str, list[float]] = ("", [])
     for one, other in zip_longest(whole, part, fillvalue=end):
         if one != other:
@@ -346,6 +376,7 @@ def _compare_ways(whole: Way, part: Way) -> None:
 
 
 def _refusal(what: str) -> UserError:
+    """Return the error for a tensor that differs on a shard."""
     return _DifferentError(
         f"partition: {what} differs on one rank's part of the field from what the whole has there: it is made of the"
         " part's own size, positions or random numbers; give coordinates and weights as channels of the input, and the"
@@ -354,7 +385,7 @@ def _refusal(what: str) -> UserError:
 
 
 def _mapped(change: Callable[..., Tensor], *values: Any) -> Any:
-    """Return the same lists, tuples and dictionaries with other tensors, made of those at the same place in each."""
+    """Return the same lists, tuples and dictionaries with changed tensors, each made from those at the same place."""
     first = values[0]
     if isinstance(first, Tensor):
         return change(*values)
@@ -367,7 +398,7 @@ def _mapped(change: Callable[..., Tensor], *values: Any) -> Any:
 
 
 def _grown(x: Tensor, lengths: Mapping[int, tuple[int, int]], numbers: torch.Generator) -> Tensor:
-    """Return a field of the trial, made of values of `x` at random places."""
+    """Return a field of the trial, made from values of `x` at random places."""
     x = x.detach()
     for axis, (_, size) in lengths.items():
         places = torch.randint(x.shape[axis], (size,), generator=numbers)
@@ -376,7 +407,7 @@ def _grown(x: Tensor, lengths: Mapping[int, tuple[int, int]], numbers: torch.Gen
 
 
 def _part(whole: Tensor, shape: Sequence[int], end: bool) -> Tensor:
-    """Return the first or the last part, of this shape; axes of the whole's length stay whole."""
+    """Return the first or the last shard of this shape. Axes that have the whole's length stay whole."""
     for axis, size in enumerate(shape):
         if whole.shape[axis] > size:
             whole = whole.narrow(axis, whole.shape[axis] - size if end else 0, size)
@@ -384,10 +415,13 @@ def _part(whole: Tensor, shape: Sequence[int], end: bool) -> Tensor:
 
 
 def _same(whole: Tensor, part: Tensor, end: bool, exact: bool = False) -> bool:
-    """Return whether a part is what the whole has there, but for rounding; of fake tensors, whether shapes fit.
+    """Return whether a shard equals the whole field there, up to rounding. For fake tensors, compare shapes.
 
     Args:
-        exact: whether rounding is that of one function of single numbers, and not of sums over channels.
+        whole: the tensor of the whole field.
+        part: the tensor of the shard.
+        end: whether it is the last shard, and not the first.
+        exact: whether only the rounding of a single function is allowed, and not that of sums over channels.
     """
     if whole.ndim != part.ndim or whole.dtype != part.dtype:
         return False
@@ -404,7 +438,7 @@ def _same(whole: Tensor, part: Tensor, end: bool, exact: bool = False) -> bool:
 
 @contextmanager
 def _random_as_before(device: torch.device) -> Iterator[None]:
-    """Let all passes draw the same random numbers, and the job those that it would have drawn."""
+    """Let all passes draw the same random numbers, and restore the job's generators afterwards."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -415,11 +449,12 @@ def _random_as_before(device: torch.device) -> Iterator[None]:
 
 
 def _leaves(net: nn.Module) -> list[nn.Module]:
+    """Return the modules that have no children."""
     return [module for module in net.modules() if next(module.children(), None) is None]
 
 
 def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.Generator) -> nn.Module:
-    """Let `net` compute the whole field, and keep what happens."""
+    """Prepare `net` to compute the whole field and to record what happens."""
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
         output = _generic(output, numbers)
@@ -438,21 +473,22 @@ def _recording(net: nn.Module, record: _Record, layout: Layout, numbers: torch.G
 
 
 def _fill(name: str, made: list[tuple[Tensor, bool]]) -> None:
-    """Let memory that nobody has written be the same in all passes."""
+    """Set uninitialised memory to zero, so that it is the same in all passes."""
     if "empty" in name:
         for one, _ in made:
             one.zero_()
 
 
 def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end: bool) -> nn.Module:
-    """Let `net` compute a part of the field, its layers hand over their parts of the record, and `own` keep the way.
+    """Prepare `net` to compute a shard, with its layers replayed from the record.
 
-    Its pass raises a UserError at the first field that is not the part of the whole's.
+    Its pass raises a UserError at the first field that differs from the whole field's shard. `own` records the
+    functions that the pass calls.
     """
     layers, made = iter(record.layers), iter(record.made)
-    first = ""  # function of which the values differ, of a field or not
+    first = ""  # the first function whose values differ, of a field or not
     aligned = True
-    differing: Any = WeakTensorKeyDictionary()  # its keys are tensors that are no fields
+    differing: Any = WeakTensorKeyDictionary()  # its keys are tensors that differ and are not fields
 
     def play(name: str, layer: nn.Module, *args: Any, **named: Any) -> Tensor:
         recorded, before, after = next(layers, (None, None, None))
@@ -473,14 +509,17 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
         own.made.append((name, [], numbers))
         recorded, wholes, _ = next(made, ("", [], []))
         aligned = aligned and recorded == name and len(wholes) == len(results)
-        if not aligned:  # another way was taken, which may lead to the same
+        # The pass has called other functions than the recorded one. The result may still be the same, and is compared
+        # at the next layer.
+        if not aligned:
             return
         differs = any(one in differing for one, _ in used)
         if differs and name not in _CASTS and any(is_field for _, is_field in used):
             raise _refusal(f"{first}() between the layers of the model")
         for whole, (one, is_field) in zip(wholes, results, strict=True):
             differing.pop(one, None)
-            # What was made of positions is the same only where hardly a digit differs: 1 + 1e-5 * position is not.
+            # Of tensors made from differing ones, only nearly identical values count as the same: 1 + 1e-5 * position
+            # does not.
             if not _same(whole, one, end, exact=differs):
                 first = first or name
                 if is_field:
@@ -495,7 +534,10 @@ def _playing(net: nn.Module, record: _Record, own: _Record, layout: Layout, end:
 
 
 def _place(whole: int, part: int, rate: Fraction, end: bool) -> tuple[int, int]:
-    """Return where the output of a part begins and ends in that of the whole; the last one ends with it anyway."""
+    """Return where the output of a shard begins and ends in that of the whole field.
+
+    The end counts for the first shard only; the last one ends with the whole.
+    """
     start = (whole - part) * rate if end else Fraction(0)
     stop = start + part * rate
     if start.denominator != 1 or (stop.denominator != 1 and not end):

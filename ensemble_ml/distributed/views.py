@@ -1,6 +1,7 @@
-"""Where the split axes of a field lie in a view of it, or in what an index takes, by trying these on a probe.
+"""The split axes of a field followed through views and indices, by applying these to a probe.
 
-The probe has the field's shape and no memory; an axis is known again by its stride, or is not there any more.
+The probe is a tensor of the field's shape without memory. An axis is recognised by its stride; if no axis of the result
+has it, the axis is gone.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import torch
 from torch import Tensor
 
 Axes = tuple[int, int]  # latitude and longitude among the axes of a tensor
-At = Callable[[Tensor], Axes | None]  # where they lie in a tensor; None where it is no field
-_APART = 1009  # a prime, by which strides of the probe are no products of sizes
+At = Callable[[Tensor], Axes | None]  # returns where they lie in a tensor; None if it is not a field
+_APART = 1009  # a prime factor of the probe's strides, so that no product of sizes equals one of them
 
 
 class TogetherError(Exception):
-    """A function takes points together along a split axis, or nobody knows whether it does."""
+    """An error for a function that combines points along a split axis, or of which this is unknown."""
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in lists, tuples and dictionaries."""
+    """Yield all tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -32,21 +33,35 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def agreed(places: Sequence[Axes]) -> Axes:
-    """The place on which all agree: fields that lie otherwise against each other would pair other points."""
+    """Return the place on which all agree.
+
+    Fields whose axes lie differently against each other would pair points of different places.
+
+    Raises:
+        TogetherError: they differ.
+    """
     if len(set(places)) != 1:
         raise TogetherError
     return places[0]
 
 
 def reshaped(function: Any, name: str, args: Sequence[Any], given: Mapping[str, Any], at: At) -> Axes:
-    """Where the split axes are, whole and in their order, in a view of a probe.
+    """Return where the split axes lie in the result of a function that changes the shape.
+
+    Args:
+        function: a view or a change of shape.
+        name: its name.
+        args: its positional arguments.
+        given: its keyword arguments.
+        at: returns where the split axes lie in a tensor.
 
     Raises:
-        TogetherError: the split axes are not there any more, or only in part.
+        TogetherError: the result has not both axes whole and in their order.
     """
     x = next(tensors((args, given)))
     axes = at(x)
-    if axes is None:  # brought to the shape of a field
+    # Another tensor is brought to the shape of a field, as by `expand_as`.
+    if axes is None:
         return agreed([place for one in tensors((args, given)) if (place := at(one)) is not None])
     if name == "view" and any(isinstance(one, torch.dtype) for one in (*args, *given.values())):
         return axes
@@ -54,13 +69,16 @@ def reshaped(function: Any, name: str, args: Sequence[Any], given: Mapping[str, 
     try:
         swapped = [probe if one is x else one for one in args]
         seen = function(*swapped, **{key: probe if one is x else one for key, one in given.items()})
-    except RuntimeError as error:  # no view: points would have to be moved
+    except RuntimeError as error:  # the result is not a view, so points would have to be moved
         raise TogetherError from error
     return _seen(probe, next(tensors(seen)), axes, whole=True)
 
 
 def _probe(x: Tensor, axes: Axes) -> Tensor:
-    """Nothing of the shape of `x`, whose split axes are known by their strides; other axes lie as densely as ever."""
+    """Return a tensor of the shape of `x` without memory, whose split axes have unique strides.
+
+    Other axes are dense.
+    """
     strides, step = [0] * x.ndim, _APART
     for axis in reversed(axes):
         strides[axis] = step
@@ -73,12 +91,13 @@ def _probe(x: Tensor, axes: Axes) -> Tensor:
 
 
 def _seen(probe: Tensor, view: Tensor, axes: Axes, *, whole: bool) -> Axes:
-    """Where a view of the probe has the split axes; `whole`: with all their points."""
+    """Return where a view of the probe has the split axes, with all their points if `whole`."""
     places = []
     for axis in axes:
         size, stride = probe.shape[axis], probe.stride(axis)
         there = [i for i in range(view.ndim) if view.shape[i] == size or (view.shape[i] < size and not whole)]
-        if size > 1:  # the stride of an axis of one point says nothing
+        # The stride of an axis of a single point is arbitrary and identifies nothing.
+        if size > 1:
             there = [i for i in there if view.stride(i) == stride]
         if not there:
             raise TogetherError
@@ -87,14 +106,20 @@ def _seen(probe: Tensor, view: Tensor, axes: Axes, *, whole: bool) -> Axes:
 
 
 def taken(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
-    """What an index takes, which may be no part of a split axis.
+    """Return where the split axes lie in the result of an index, which must not take a part of a split axis.
+
+    Args:
+        args: the tensor and the index.
+        at: returns where the split axes lie in a tensor.
+        last: whether this rank's shard is the last one along each axis, which may be cut at its end.
 
     Raises:
-        TogetherError: the split axes are not there any more, or only in part.
+        TogetherError: the split axes are gone, or incomplete.
     """
     x, index = args
     axes = at(x)
-    if axes is None:  # what stands in a table for a field of numbers
+    # The tensor is a table, and the index a field of numbers that are looked up in it.
+    if axes is None:
         if not isinstance(index, Tensor) or index.dtype is torch.bool:
             raise TogetherError
         return agreed([place for place in (at(index),) if place is not None])
@@ -106,15 +131,21 @@ def taken(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
 
 
 def set_in(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
-    """Where the split axes are in what values are set in.
+    """Return where the split axes lie in a tensor whose values are set by index.
+
+    Args:
+        args: the tensor, the index and the values.
+        at: returns where the split axes lie in a tensor.
+        last: not used; it gives this function the signature of `taken`.
 
     Raises:
-        TogetherError: the split axes are not there any more, or only in part.
+        TogetherError: the split axes are gone, or incomplete.
     """
     x, index, value = args
     single = not isinstance(value, Tensor) or value.ndim == 0
     axes = at(x)
-    if axes is None:  # memory for several fields, side by side
+    # The tensor is memory for several fields, side by side, so its axes are those of the values.
+    if axes is None:
         place = None if single else at(value)
         if place is None:
             raise TogetherError
@@ -122,14 +153,18 @@ def set_in(args: Sequence[Any], at: At, last: tuple[bool, bool]) -> Axes:
         axes = place[0] + more, place[1] + more
         if any(x.shape[axis] != value.shape[axis - more] for axis in axes):
             raise TogetherError
-    points = isinstance(index, Tensor) and index.dtype is torch.bool and single  # one value at the points of a mask
+    # A single value set at the points of a mask works point by point.
+    points = isinstance(index, Tensor) and index.dtype is torch.bool and single
     if not points and _cuts(_basic(index), x.shape, axes, ()):
         raise TogetherError
     return axes
 
 
 def _basic(index: Any) -> tuple[Any, ...]:
-    """The same index with places for all that it chooses by values: one of each axis, in the room of what is chosen."""
+    """Return the same index with plain positions in place of indices by values, so that it can be applied to the probe.
+
+    An index by values becomes position 0 on its axes, and new axes of the shape of the result.
+    """
     listed = index if isinstance(index, tuple) else [index]
     places = [int(place) if isinstance(place, Tensor) and place.ndim == 0 else place for place in listed]
     chosen = [i for i, place in enumerate(places) if not (place is None or isinstance(place, int | slice | type(...)))]
@@ -150,8 +185,10 @@ def _basic(index: Any) -> tuple[Any, ...]:
 
 
 def _cuts(index: Sequence[Any], shape: Sequence[int], axes: Axes, ends: Collection[int]) -> bool:
-    """Whether an index takes a part of a split axis, which would be a part of each rank's part; at the end of the last
-    rank's (`ends`) it may."""
+    """Return whether an index takes a part of a split axis, which would be a part of each rank's shard.
+
+    Along the axes in `ends`, a cut at the end is allowed: this rank's shard is the last one there.
+    """
     given = sum(place is not None and place is not Ellipsis for place in index)
     axis = 0
     for place in index:
@@ -167,8 +204,10 @@ def _cuts(index: Sequence[Any], shape: Sequence[int], axes: Axes, ends: Collecti
 
 
 def _from_start(place: Any, least: int) -> bool:
-    """Whether it takes all, or the first so many, `least` or more: how an upsampled field is cut to the size of what it
-    is added to."""
+    """Return whether a slice takes all points, or the first `least` or more.
+
+    An upsampled field is cut in this way to the size of the field that it is added to.
+    """
     if not isinstance(place, slice) or place.start not in (None, 0) or place.step not in (None, 1):
         return False
     return place.stop is None or place.stop >= least
