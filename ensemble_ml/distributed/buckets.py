@@ -76,6 +76,7 @@ def make_buckets(params: Sequence[Tensor], limit: float, late: Collection[int] =
 
 def _like(flat: Tensor, p: Tensor) -> Tensor:
     """Return a view of `flat` with the shape of `p`, and with its strides if its memory has no gaps."""
+    # `empty_like` keeps the strides of a tensor without gaps, so equal strides mean that there are none.
     dense = torch.empty_like(p).stride() == p.stride()
     return flat.as_strided(p.shape, p.stride(), flat.storage_offset()) if dense else flat.view(p.shape)
 
@@ -137,6 +138,8 @@ class Arrivals:
                 f"parameter {index}: a second gradient in one step, after its bucket was exchanged; run all backward"
                 " passes but the last inside exchange.hold()"
             )
+        # A bucket may be complete before an earlier one. It is handed on once all before it are complete, so that every
+        # rank exchanges the buckets in the same order.
         self._missing[bucket].discard(index)
         while self._next < len(self._sizes) and not self._missing[self._next]:
             self._hand_on()

@@ -134,6 +134,7 @@ def _groups(topology: Topology, inner_size: int, connect: Connect) -> tuple[Comm
         rows = [members[i : i + inner_size] for i in range(0, len(members), inner_size)]
         columns = list(zip(*rows, strict=True))
         for role, sets in (("inner", rows), ("outer", columns)):
+            # torch requires every rank to take part in making every group, so all groups are gone through.
             for ranks in sets:
                 made = connect(tuple(ranks), topology) if len(ranks) > 1 else None
                 found[role] = made or found[role]
@@ -208,6 +209,8 @@ def restore_state(exchange: Exchange, ranks: int, read: Callable[[int], Mapping[
     if ranks == size and apart:
         exchange.load_local_state(dict(read(place)))
         return
+    # The number of ranks has changed: sum up all parts, then divide by the number of parts for a mean, or by the number
+    # of ranks for an equal share.
     total = {name: value.clone() for name, value in read(0).items()}
     for rank in range(1, ranks):
         for name, value in read(rank).items():

@@ -116,7 +116,7 @@ class NullCommunicator:
 
 
 class TorchCommunicator:
-    """A process group of torch.distributed (gloo or NCCL)."""
+    """A process group of torch.distributed, by gloo or NCCL."""
 
     def __init__(self, group: Any):
         self._group = group
@@ -182,6 +182,7 @@ class TorchCommunicator:
         else:
             own = not staged and out.is_contiguous()
             to = out if own else torch.empty(out.shape, dtype=out.dtype, device=given.device)
+        # Collectives always start asynchronously; a synchronous call waits for its own work below.
         work = call(to) if out is x else call(to, given)
         pending = _Work(self, work, given, to, out)
         if async_op:
@@ -197,6 +198,7 @@ class _Work:
         self._comm, self._work, self._given, self._to, self._out = comm, work, given, to, out
 
     def wait(self) -> None:
+        """Return once the result is in its destination."""
         if self._work is None:
             return
         start = time.perf_counter()

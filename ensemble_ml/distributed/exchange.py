@@ -71,6 +71,7 @@ class BucketExchange(Exchange):
         self._failed = False
 
     def attach(self, optimizer: Optimizer) -> None:
+        """Serve the parameters of `optimizer`. Buckets and hooks are made later, by `ready`."""
         super().attach(optimizer)
         self.close()
 
@@ -95,6 +96,7 @@ class BucketExchange(Exchange):
             self._thread = ThreadPoolExecutor(1, "exchange")
 
     def begin(self, step: int) -> None:
+        """Prepare for the backward pass of `step`."""
         self.ready()
         assert self._arrivals is not None
         # Jobs of an abandoned step may still run. Their messages must not mix with those of this step.
@@ -118,15 +120,18 @@ class BucketExchange(Exchange):
 
     @property
     def seconds_waited(self) -> float:
+        """Return the seconds that this rank has waited in the exchange's collectives so far."""
         return self.group.seconds_waited
 
     @contextmanager
     def hold(self) -> Iterator[None]:
+        """Let gradients of the backward passes in this context accumulate for a later one."""
         assert self._arrivals is not None
         with self._arrivals.hold():
             yield
 
     def finish(self) -> Outcome:
+        """Exchange the buckets that are left, wait for all of them, and return the outcome."""
         assert self._arrivals is not None
         self.checked = True  # the outcome tells all ranks of a gradient that is not finite
         self._before_flush()
@@ -148,6 +153,7 @@ class BucketExchange(Exchange):
         return Outcome(norm, culprits, waited, self.bytes_sent - self._sent)
 
     def close(self) -> None:
+        """Remove the hooks and end the thread."""
         if self._arrivals is not None:
             self._arrivals.close()
             self._arrivals = None
@@ -164,6 +170,8 @@ class BucketExchange(Exchange):
 
     @torch.no_grad()
     def _carry_out(self, number: int) -> None:
+        """Exchange one bucket, unless an earlier one has failed."""
+        # After a failure the ranks are out of step, so no later bucket is exchanged.
         if self._failed:
             return
         try:
@@ -238,6 +246,10 @@ class GradientAverage(BucketExchange):
 
     @torch.no_grad()
     def complete(self, p: Tensor, held: Sequence[Tensor]) -> None:
+        """Bring the ranks' parts of each tensor of `held` together on all ranks.
+
+        Each rank sets what lies outside its own shard to zero, so a sum over the ranks gives the whole tensor.
+        """
         shard = own_part(p)
         assert shard is not None
         for tensor in held:
@@ -246,6 +258,7 @@ class GradientAverage(BucketExchange):
             self.group.all_reduce(tensor)
 
     def _prepare(self) -> None:
+        """Allocate one buffer for each bucket."""
         self._under_way: list[tuple[int, Pending, Tensor]] = []  # number of a bucket, its collective, and the sums
         # Behind the gradients of a bucket stand one number a parameter (how many ranks used it) and one a rank (whether
         # its gradients are finite).
@@ -268,6 +281,7 @@ class GradientAverage(BucketExchange):
         self._under_way.clear()
 
     def _exchange(self, number: int) -> None:
+        """Copy the gradients of a bucket into one buffer and start their sum over the ranks."""
         bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
         grads = self._grads(bucket)
         tail = flat[bucket.elements :].zero_()
@@ -288,6 +302,7 @@ class GradientAverage(BucketExchange):
             self._drain()
 
     def _drain(self) -> None:
+        """Wait for the sums, and make them the gradients of the parameters."""
         while self._under_way:
             number, pending, sums = self._under_way.pop(0)
             pending.wait()
@@ -297,8 +312,9 @@ class GradientAverage(BucketExchange):
             counts = flat[bucket.elements : bucket.elements + len(bucket.slots)].tolist()
             for slot, view, used in zip(bucket.slots, self._views[number], counts, strict=True):
                 p = self.params[slot.index]
+                # The buffer itself becomes the gradient, which saves a copy. The next step's gradients take its place.
                 if used and view.dtype == p.dtype:
-                    p.grad = view  # until the next step's gradients take its place
+                    p.grad = view
                 elif used:
                     p.grad = view.to(p.dtype)
 
@@ -307,6 +323,7 @@ class GradientAverage(BucketExchange):
         return torch.stack([flat[-self.group.size :] for flat in self._flats]).sum(0)
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
+        """Clip the gradients, and return their norm and the ranks whose gradients were not finite."""
         health = self._health()
         norm = total_norm(self.params)
         if self.apart:

@@ -57,4 +57,5 @@ def weights_hash(params: Sequence[Tensor]) -> int:
 
 
 def _number(found: hashlib._Hash) -> int:
+    """Return the first 63 bits of a hash, which fit into an int64."""
     return int.from_bytes(found.digest()[:8], "little") >> 1

@@ -35,6 +35,7 @@ class Footprint(TorchDispatchMode):
         return found
 
     def _count(self, storage: Any) -> None:
+        """Add a storage that was not seen before, and subtract it when it is freed."""
         if storage in self._seen:
             return
         size = storage.nbytes()

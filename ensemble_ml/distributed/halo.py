@@ -83,6 +83,8 @@ def cropped(x: Tensor, sides: Sequence[Side]) -> Tensor:
 
 
 class _Halo(torch.autograd.Function):
+    """The autograd function of `halo`, whose backward pass is the adjoint of the padding."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Side | None, columns: Side | None, across: Across | None) -> Tensor:
         ctx.sides = rows, columns, across
@@ -104,8 +106,8 @@ def begin_padding(
     """Make the padded tensor, start the exchange, and copy the interior meanwhile.
 
     Returns:
-        The padded tensor and the fillings that remain to be finished, in order. The first one has begun, or all of them
-        if both axes travel at once.
+        The padded tensor and the fillings that remain to be finished, in order. The rows have begun, and so have the
+        columns if both axes travel at once.
     """
     pads = [(0, 0)] * x.ndim
     for side in (rows, columns):
@@ -135,8 +137,9 @@ def begin_padding(
 def at_once(rows: Side | None, columns: Side | None) -> bool:
     """Return whether both axes can be exchanged at the same time.
 
-    This holds if every rank has all rows and every row beyond the ends comes from across a pole. The corners can then
-    come from there too, and neighbours along the columns hold only rows that this rank has as well.
+    This holds if columns are split, every rank has all rows, and every row beyond the ends comes from across a pole.
+    The corners can then come from there too, and neighbours along the columns hold only rows that this rank has as
+    well.
     """
     if rows is None or columns is None or rows.comm.size > 1 or columns.comm.size == 1 or rows.crops:
         return False
@@ -200,6 +203,7 @@ class Filling:
         """Fill the points beyond the ends of the whole axis."""
         side, padded = self.side, self.padded
         for is_first, rule, _ in side.ends():
+            # A row from across a pole is filled below.
             target = side.beyond(padded, is_first)
             if rule.beyond is Beyond.ZERO:
                 target.zero_()
@@ -230,6 +234,7 @@ class Adjoint:
         poles: Poles | None = None,
     ):  # fmt: skip
         self.side = side
+        # Everything that other ranks need is sent before the local work, so that it travels meanwhile.
         self._poles = Poles(grad, side, columns, across)
         self._poles.post()
         if side.meets:
@@ -245,6 +250,7 @@ class Adjoint:
         self._inner = inner if own and _is_dense(inner) else inner.clone()
         for is_first, rule, _ in side.ends():
             if rule.beyond is Beyond.REPLICATE:
+                # All padding rows are copies of the outermost row, so their gradients add up on it.
                 beyond = side.beyond(grad, is_first).sum(side.dim, keepdim=True)
                 side.outermost(self._inner, is_first, 0, 1).add_(beyond)
 
@@ -306,8 +312,10 @@ class Folding:
             self._step(wait=False)
 
     def _step(self, *, wait: bool) -> None:
+        """Fold the next axis, or begin to if that would wait for a neighbour."""
         side, columns, across = self._rest.pop(0)
         adjoint = Adjoint(self._grad, side, columns, across, own=self._own, poles=self._poles)
+        # After the first axis the gradient is a tensor of this object's own, which may be changed in place.
         self._own = True
         if wait or not (side.meets and side.comm.size > 1):
             self._grad = adjoint.finish()

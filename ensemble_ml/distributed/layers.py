@@ -172,6 +172,7 @@ def _obstacle(module: Any) -> str:
 
 
 def _tuple(value: Any, length: int) -> tuple[Any, ...]:
+    """Return a value for each axis as a tuple of this length, whether it was one value or several."""
     return tuple(value) if isinstance(value, tuple | list) else (value,) * length
 
 
@@ -204,6 +205,8 @@ def _check_part(side: Side, length: int, step: int, reach: int) -> None:
 
 
 class _PartConv:
+    """A mixin for convolutions: a halo exchange on the split axes, then the stock convolution."""
+
     part_mesh: Mesh
     part_axes: tuple[int, int]
     part_overlap: Overlap
@@ -249,6 +252,8 @@ class PartConv3d(_PartConv, nn.Conv3d):
 
 
 class _PartTransposed:
+    """A mixin for transposed convolutions: a halo exchange, the stock function, then a crop to the own points."""
+
     part_mesh: Mesh
     part_axes: tuple[int, int]
 
@@ -306,6 +311,8 @@ class PartConvTranspose3d(_PartTransposed, nn.ConvTranspose3d):  # type: ignore[
 
 
 class _PartPool:
+    """A mixin for pooling: a halo exchange on the right, then the stock pooling."""
+
     part_mesh: Mesh
     part_axes: tuple[int, int]
 
@@ -383,6 +390,8 @@ class PartDropout(nn.Dropout):
             start, total = (0, x.shape[axis]) if comm is None else _extent(x.shape[axis], comm, x.device)
             places = torch.arange(start, start + x.shape[axis], device=x.device)
             index = index * total + places.view([-1 if a == axis else 1 for a in range(x.ndim)])
+        # `index` numbers the elements of the whole field. A hash of seed and index gives each element a random number
+        # that does not depend on the shard that it lies in.
         word = _mixed(_mixed(index ^ seed) + mesh.topology.place.data)
         uniform = (word & (2**53 - 1)).double() * 2.0**-53
         return torch.where(uniform >= self.p, x / (1 - self.p), torch.zeros_like(x))

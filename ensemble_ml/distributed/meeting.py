@@ -116,11 +116,14 @@ def _reached(host: str, port: int, patience: timedelta) -> None:
 
 
 def _serve(world: World, port: int, patience: timedelta) -> Any:
+    """Start the store on this rank, for connections from all hosts."""
     return dist.TCPStore("0.0.0.0", port, world.size, True, patience, wait_for_workers=False)
 
 
 def _meet_through_agent(world: World, patience: timedelta) -> tuple[str, int, Any]:
+    """Start a store on rank 0, and pass its address to the other ranks through the store of torchrun's agent."""
     agent = dist.TCPStore(world.host, world.port, world.size, False, patience, wait_for_workers=False)  # type: ignore[arg-type]
+    # The agent's store survives a restart of the ranks, so each restart needs a key of its own.
     key = f"ensemble_ml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if world.rank:
         host, _, port = agent.get(key).decode().rpartition(":")
@@ -131,6 +134,11 @@ def _meet_through_agent(world: World, patience: timedelta) -> tuple[str, int, An
 
 
 def _meet_through_mpi(world: World, patience: timedelta) -> tuple[str, int, Any]:
+    """Start a store on rank 0, and broadcast its address to the other ranks through MPI.
+
+    Raises:
+        UserError: mpi4py is missing, or belongs to another MPI than the launcher.
+    """
     try:
         import mpi4py
         from mpi4py import MPI

@@ -47,6 +47,8 @@ def check_axes(layer: Any, x: Tensor, spatial: int | None = None) -> None:
 
 
 class _AllGather(torch.autograd.Function):
+    """The autograd function of `all_gather`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
@@ -57,6 +59,8 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Every rank's result depends on this rank's input, so the gradients of all ranks add up. The sum is in place,
+        # and autograd may still use `grad`.
         grad = grad.contiguous().clone()
         ctx.comm.all_reduce(grad)
         return grad[ctx.comm.rank], None
@@ -102,11 +106,13 @@ def _merged(a: tuple[Tensor, Tensor, Tensor], b: tuple[Tensor, Tensor, Tensor]) 
 
 
 def _scaled(x: Tensor, found: tuple[Tensor, Tensor, Tensor], eps: float) -> Tensor:
+    """Return `x` with mean 0 and variance 1 by the moments given."""
     count, mean, m2 = found
     return (x - mean) * torch.rsqrt(m2 / count + eps)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Multiply by a weight and add a bias for each channel, where the layer has them."""
     shape = (1, -1, *[1] * (x.ndim - 2))
     x = x if weight is None else x * weight.view(shape)
     return x if bias is None else x + bias.view(shape)
@@ -164,6 +170,7 @@ def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
 
 
 def _uses_batch(self: Any) -> bool:
+    """Return whether a layer uses the statistics of the batch, and not the running ones."""
     return self.training or self.running_mean is None
 
 
@@ -176,6 +183,8 @@ def over_batch(layer: nn.Module) -> bool:
 
 
 class _PartBatchNorm:
+    """A mixin for BatchNorm: moments over all ranks that train one set of weights."""
+
     part_mesh: Mesh
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,6 +194,8 @@ class _PartBatchNorm:
 
 
 class _PartInstanceNorm:
+    """A mixin for instance norm: moments over all ranks that share a sample."""
+
     part_mesh: Mesh
 
     def forward(self, x: Tensor) -> Tensor:

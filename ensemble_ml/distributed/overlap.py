@@ -91,6 +91,8 @@ def _lowered(x: Tensor, low: torch.dtype) -> Tensor:
 
 
 class _HaloConv(torch.autograd.Function):
+    """The autograd function of `halo_conv`, which computes while halos travel, in both passes."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, rows: Side | None,
@@ -119,6 +121,7 @@ class _HaloConv(torch.autograd.Function):
             found = gradients(True, False, False)[0]
             assert found is not None
             then = Folding(found, rows, columns, across, own=True)
+        # The halo of the input's gradient is on its way to the neighbours while these are computed.
         others = gradients(False, ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])[1:]
         if then is not None:
             found = then.finish()
@@ -135,6 +138,8 @@ def _forward(
         for one in filling:
             one.finish()
         return padded, window.of(padded, weight, bias)
+    # Only the last exchange with another rank is hidden; those before it are completed first, because it carries their
+    # corners.
     late = max(i for i, one in enumerate(filling) if one.side.meets and one.side.comm.size > 1)
     for one in filling[:late]:
         one.begin()

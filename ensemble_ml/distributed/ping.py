@@ -101,6 +101,7 @@ def _seconds(run: Callable[[], object], group: Communicator, world: Communicator
 
 
 def _round(run: Callable[[], object], group: Communicator, device: torch.device) -> float:
+    """Return the seconds of some runs, begun by all ranks of the group at the same time."""
     group.barrier()
     settle(device)
     start = time.perf_counter()

@@ -79,6 +79,7 @@ def degrees(ranks: int, wanted: ParallelConfig) -> Iterator[tuple[int, int, int]
 
 def _divisors(n: int) -> list[int]:
     """Return all divisors of n in ascending order."""
+    # Divisors come in pairs k and n / k, of which one is at most the square root of n.
     small = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
     return small + [n // k for k in reversed(small) if k * k != n]
 
@@ -110,6 +111,7 @@ def candidates(
 
 
 def _fitted(candidate: Candidate, batch: int, shard: Callable[[Topology], tuple[int, int]]) -> Candidate:
+    """Return the candidate with its shape, or with the reason why it is not feasible."""
     if batch % candidate.data:
         why = f"parallel.data={candidate.data}: batch_size={batch} does not divide"
         return replace(candidate, why=f"{why}; use a multiple of {candidate.data}")
@@ -168,6 +170,7 @@ def table(found: Sequence[Candidate], batch: int, best: Candidate | None = None)
 
 
 def _row(c: Candidate, batch: int, best: bool) -> str:
+    """Format a candidate as a line of the table."""
     part = f"{c.shape[0]} x {c.shape[1]}"
     row = f"{c.data:>5}{c.lat:>5}{c.lon:>5}  {part:>10}"
     if c.cost is None:

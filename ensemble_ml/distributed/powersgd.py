@@ -36,7 +36,9 @@ class PowerSGD(GradientAverage):
         self.rank = rank
 
     def _prepare(self) -> None:
+        """Choose the parameters that are approximated and make their factors and errors."""
         self._under_way = []  # every collective is waited for at once
+        # All ranks must start from the same factors, so the generator has a fixed seed.
         generator = torch.Generator().manual_seed(1)
         self.factors: dict[int, Tensor] = {}
         self.errors: dict[int, Tensor] = {}
@@ -54,6 +56,10 @@ class PowerSGD(GradientAverage):
                 self.errors[i] = torch.zeros(rows, columns, device=p.device, dtype=self._wide)
 
     def _exchange(self, number: int) -> None:
+        """Average all gradients in two all-reduces.
+
+        The first carries the left factors and the small parameters, the second the right factors.
+        """
         scale = 1.0 if self.reduction is Reduction.sum else 1 / self.group.size
         matrices = {i: self._matrix(i, scale) for i in self.factors}
         left = {i: m @ self.factors[i] for i, m in matrices.items()}
@@ -87,6 +93,10 @@ class PowerSGD(GradientAverage):
         return self._sick
 
     def _conclude(self) -> tuple[float, tuple[int, ...]]:
+        """Return norm and culprits as the base class does.
+
+        Keep the new errors and factors only if the step is taken.
+        """
         norm, culprits = super()._conclude()
         if not culprits:
             self.errors.update(self._new_errors)
@@ -94,12 +104,14 @@ class PowerSGD(GradientAverage):
         return norm, culprits
 
     def local_state(self) -> dict[str, Tensor]:
+        """Return errors and factors, named by the numbers of their parameters."""
         self.ready()
         names = {i: self._numbers[id(self.params[i])] for i in self.factors}
         errors = {f"{ADDS_UP}{names[i]}": v for i, v in self.errors.items()}
         return errors | {f"factor.{names[i]}": v for i, v in self.factors.items()}
 
     def load_local_state(self, state: dict[str, Tensor]) -> None:
+        """Restore errors and factors in place."""
         held = self.local_state()
         # A parameter that was not exchanged in the saved run starts without an error.
         for name in held.keys() & state.keys():

@@ -75,6 +75,7 @@ def make_shard(topology: Topology, shape: tuple[int, int], depth: int) -> Shard:
         UserError: there are more ranks along an axis than blocks of 2^depth points.
     """
     rows = bands(shape[0], topology.lat, 2**depth)
+    # Every rank needs a whole block of columns here, unlike rows, whose last block may be short.
     columns = shape[1] // 2**depth if shape[1] >= 2**depth else 1
     if topology.lon > columns:
         raise UserError(

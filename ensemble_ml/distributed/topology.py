@@ -93,6 +93,7 @@ class Topology:
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """Yield every group along `axes` once, in the same order on every rank."""
+        # One member of each group stands for it: the one whose coordinates along `axes` are zero.
         across = [(0,) if axis in axes else range(n) for axis, n in zip(AXES, self.shape, strict=True)]
         for place in product(*across):
             yield self.at(rank_of(self.shape, Place(*place))).group(*axes)

@@ -114,4 +114,5 @@ def majority(ballots: Tensor, tie: int) -> Tensor:
 
 
 def _grid(words: Tensor) -> tuple[int]:
+    """Return the number of programs for so many words."""
     return (-(-words.shape[-1] // _BLOCK),)

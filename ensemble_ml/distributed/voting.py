@@ -87,10 +87,12 @@ class Vote(BucketExchange):
 
     @property
     def bytes_sent(self) -> int:
+        """Return the bytes that this rank has sent so far, in votes and in averages before them."""
         return self.group.bytes_sent + self.inner.bytes_sent
 
     @property
     def seconds_waited(self) -> float:
+        """Return the seconds that this rank has waited, in votes and in averages before them."""
         return self.group.seconds_waited + self.inner.seconds_waited
 
     @property
@@ -104,6 +106,7 @@ class Vote(BucketExchange):
 
     @property
     def abstains(self) -> bool:
+        """Return whether this rank's ballots do not count in this step."""
         return self.group.rank >= self.voters
 
     @property
@@ -112,12 +115,18 @@ class Vote(BucketExchange):
         return self.group.size * self.inner.size
 
     def attach(self, optimizer: Optimizer) -> None:
+        """Serve the parameters of `optimizer`.
+
+        Raises:
+            UserError: the optimizer is not Lion.
+        """
         if not isinstance(optimizer, Lion):
             raise UserError(f"{type(self).__name__}: ranks vote on signs, which only Lion takes; use optim=lion")
         super().attach(optimizer)
         self._lion = optimizer
 
     def _prepare(self) -> None:
+        """Allocate one buffer for each bucket, long enough to be cut into equal slices of whole words for all ranks."""
         optimizer = self._lion
         self._beta = {p: group["betas"][0] for group in optimizer.param_groups for p in group["params"]}
         multiple = WORD * self.ranks
@@ -130,6 +139,7 @@ class Vote(BucketExchange):
         self._wait = bool(self.clip) and self.clip_by is ClipBy.total
 
     def begin(self, step: int) -> None:
+        """Prepare for the backward pass of `step`."""
         super().begin(step)
         assert self._arrivals is not None
         self._arrivals.defer = self._wait or not self.overlap
@@ -138,9 +148,11 @@ class Vote(BucketExchange):
         self._rounds = Rounds([self.group, self.inner], self.bits, step, self.voters)
 
     def signs(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the winning signs of some parameters, as views of the buckets."""
         return [self._signs[p] for p in params]
 
     def after_step(self) -> dict[str, Any]:
+        """Average momenta where the plan says so, and return a record for the log."""
         done = self.plan.follow(self.momenta, self.group, self.step)
         if done is None:
             return {}
@@ -156,9 +168,11 @@ class Vote(BucketExchange):
         average(self.momenta, self.group)
 
     def local_state(self) -> dict[str, Tensor]:
+        """Return the momenta of this rank."""
         return {f"momentum.{i}": m for i, m in enumerate(self.momenta)}
 
     def _before_flush(self) -> None:
+        """Clip the whole gradient, if `clip_by=total` asks for it."""
         if self._wait:
             self._scale(self.params)
             norm = total_norm(self.params)
@@ -166,10 +180,12 @@ class Vote(BucketExchange):
             self._squares.append(norm.square())
 
     def _exchange(self, number: int) -> None:
+        """Form the updates u of a bucket and vote on them."""
         bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
         used = [g is not None for g in self._grads(bucket)]
         if self.inner.size > 1:
             used = self._average_inside(bucket, flat, views, used)
+        # A rank that did not use a parameter has a zero gradient of it if another rank of the inner group used it.
         for slot, there in zip(bucket.slots, used, strict=True):
             p = self.params[slot.index]
             if p.grad is None and there:
