@@ -234,7 +234,8 @@ def _multiplied(name: str, args: Sequence[Any], given: Mapping[str, Any], at: At
         first, second = second, first
     count = 1
     over: list[tuple[int, ...]] = [(first.ndim - 1,), (max(second.ndim - 2, 0),)]
-    if name == "linear":  # (out, in), and no field
+    # The second argument of `linear` is a weight (out, in), not a field.
+    if name == "linear":
         over[1] = tuple(range(second.ndim))
     if name == "tensordot":
         dims = given.get("dims", rest[0] if rest else 2)

@@ -197,7 +197,8 @@ def _check_part(side: Side, length: int, step: int, reach: int) -> None:
             f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, not a"
             f" multiple of the stride {step}; share whole blocks out"
         )
-    if length + sum(side.widths(side.comm.rank)) < reach:  # only the last part's halo may be none
+    # Only the last shard can be too short, because its halo is narrower.
+    if length + sum(side.widths(side.comm.rank)) < reach:
         raise UserError(
             f"partition: axis {side.dim} of rank {side.comm.rank} of {side.comm.size} has {length} points, fewer than"
             f" the {reach} of a kernel; split this axis over fewer ranks (parallel.lat, parallel.lon)"
@@ -294,7 +295,8 @@ class _PartTransposed:
             i, n, comm = axis - 2, x.shape[axis], split.get(axis)
             least = (n - 1) * self.stride[i] - 2 * self.padding[i] + self.dilation[i] * (self.kernel_size[i] - 1) + 1
             most = least + self.stride[i] - 1
-            if comm is not None and comm.rank < comm.size - 1:  # the whole field goes on
+            # The field continues on the next rank, so the size of this shard is fixed.
+            if comm is not None and comm.rank < comm.size - 1:
                 least = most = n * self.stride[i]
             if not least <= size <= most:
                 raise UserError(f"{name}: this rank's part of axis {axis} can have {least} to {most} points")

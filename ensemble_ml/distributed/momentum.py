@@ -54,7 +54,8 @@ class MomentumPlan:
         if self.policy is MomentumSync.never or (step + 1) % self.every:
             return False
         turn = (step + 1) // self.every + 1
-        return self.policy is not MomentumSync.growing or turn & (turn - 1) == 0  # after 1, 3, 7, 15 ... intervals
+        # With growing intervals, averagings come after 1, 3, 7, 15, ... of the first interval.
+        return self.policy is not MomentumSync.growing or turn & (turn - 1) == 0
 
     def follow(self, momenta: Sequence[Tensor], group: Communicator, step: int) -> Synchronised | None:
         """Average the momenta that are due after `step`; return a record of it, or None."""

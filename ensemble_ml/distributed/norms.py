@@ -155,7 +155,8 @@ def _track(self: Any, found: tuple[Tensor, Tensor, Tensor]) -> None:
     """Update the running statistics of a layer as torch does."""
     count, mean, m2 = found
     momentum = self.momentum or 0.0
-    if isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):  # instance norm counts no batches
+    # Instance norm does not count batches.
+    if isinstance(self, nn.BatchNorm2d | nn.BatchNorm3d):
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = self.momentum if self.momentum is not None else 1 / int(self.num_batches_tracked)  # type: ignore[arg-type]
     found_here = torch.stack([mean, m2 / (count - 1)]).reshape(2, -1, self.num_features)

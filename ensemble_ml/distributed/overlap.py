@@ -183,7 +183,8 @@ def _outer(padded: Tensor, out: Tensor, weight: Tensor, window: Window, side: Si
     begin = min(-(-left // step), total) if before is not None else 0
     end = total
     if after is not None and right:
-        seen = padded.shape[side.dim] - right - _reach(weight, window, side) + 1  # the first start that sees it
+        # The first input position from which a kernel reaches into the halo.
+        seen = padded.shape[side.dim] - right - _reach(weight, window, side) + 1
         end = max(begin, -(-max(seen, 0) // step))
     return [(a, b) for a, b in ((0, begin), (end, total)) if a < b]
 

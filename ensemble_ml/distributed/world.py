@@ -131,7 +131,8 @@ def _read(env: Mapping[str, str], launcher: Launcher) -> World | None:
     for name, other in ((names.rank, names.size), (names.size, names.rank)):
         if name not in env:
             raise UserError(f"{other}={env[other]}: {name} is not set beside it; set both or neither")
-    if launcher is Launcher.mpich and names.local_size not in env and "PMI_LOCAL_SIZE" in env:  # Cray's
+    # Cray's MPICH has other names for the ranks of a node.
+    if launcher is Launcher.mpich and names.local_size not in env and "PMI_LOCAL_SIZE" in env:
         names = _Names(names.rank, names.size, "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
     rank, size = _number(env, names.rank), _number(env, names.size)
     if not 0 <= rank < size:
