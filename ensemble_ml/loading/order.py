@@ -1,8 +1,11 @@
-"""Which start dates and which members a step reads: pure functions of the seed.
+"""Draw the order of start dates and the members of each sample, as pure functions of the seed.
 
-Every draw is counter-based (Philox, Salmon et al. 2011, doi:10.1145/2063384.2063405): the words of any epoch and sample
-come directly, without those before them, so a resumed run and a reader that plans ahead see the same future. Raw words
-are sorted here, because NumPy promises the words of a bit generator for ever, but not its permutations.
+Every draw uses a counter-based random generator (Philox: Salmon et al. 2011, doi:10.1145/2063384.2063405). Its counter
+holds the epoch and the sample, so the random words of any epoch and sample are computed directly, without drawing those
+before them. A resumed run and a reader that plans ahead therefore see the same future.
+
+NumPy guarantees that the raw words of a bit generator never change, but it gives no such guarantee for
+`Generator.permutation`. This module therefore sorts raw words itself, so a seed means the same order for ever.
 """
 
 from __future__ import annotations
@@ -18,23 +21,50 @@ from ensemble_ml.errors import UserError
 
 
 class Stream(IntEnum):
-    """Separate sequences under one seed; the numbers are part of what a seed means."""
+    """An independent random sequence under one seed.
+
+    The numbers are part of what a seed means: changing one would change every run.
+    """
 
     DATES = 1
     MEMBERS = 2
 
 
 def words(seed: int, stream: Stream, epoch: int, sample: int, count: int) -> np.ndarray:
-    """Return `count` raw uint64 words that belong to (seed, stream, epoch, sample) alone."""
-    # The lowest word of the counter advances with each draw; those above it hold the place.
+    """Return random words that depend on (seed, stream, epoch, sample) alone.
+
+    Args:
+        seed: Seed of the run; it is taken modulo 2^64.
+        stream: Purpose of the words, so that dates and members are drawn independently.
+        epoch: Number of the epoch, from 0.
+        sample: Number of the sample, from 0.
+        count: Number of words.
+
+    Returns:
+        (count,) uint64 raw words of Philox.
+    """
+    # Philox adds 1 to the lowest word of the counter for each block of output. Sample and epoch are put into the words
+    # above it, so that the sequences of two samples never overlap.
     counter = np.array([0, sample, epoch, 0], np.uint64)
     key = np.array([seed % 2**64, int(stream)], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
-@lru_cache(maxsize=4)  # of a few threads and epochs: each step would draw its epoch anew
+@lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
-    """Order of `n` samples in an epoch: a stable argsort of raw words, (n,) int64, not to be written to."""
+    """Return the order in which an epoch visits its samples.
+
+    The order is a stable argsort of raw random words. The last few results are cached, because every step of an epoch
+    asks for the same order.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        n: Number of samples.
+
+    Returns:
+        (n,) int64 permutation of 0 to n - 1. The array is shared and read-only.
+    """
     order = np.argsort(words(seed, Stream.DATES, epoch, 0, n), kind="stable")
     order.flags.writeable = False
     return order
@@ -43,14 +73,25 @@ def epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
 def member_subset(
     seed: int, epoch: int, sample: int, n_members: int, sizes: Sequence[int], there: np.ndarray | None = None
 ) -> np.ndarray:
-    """Draw which members a sample shows in an epoch: sorted positions, (size,) int64.
+    """Draw which members a sample shows in an epoch.
 
-    The size is drawn from those of `sizes` that the members allow, each as likely as its count in the list. `there`
-    are the positions of the members that the sample has, None for all `n_members`: the members' order is drawn over
-    all of them and those that are not there are passed over, so a gap elsewhere changes nothing here.
+    First the number of members is drawn, then the members. The random order covers all `n_members`, and members that
+    the sample lacks are skipped. A member that is missing from another sample therefore changes nothing here.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        sample: Number of the sample, from 0.
+        n_members: Number of members of the full ensemble.
+        sizes: Allowed numbers of members. A number that is listed twice is drawn twice as often. Numbers larger than
+            the members at hand are ignored.
+        there: Ascending positions of the members that this sample has; None stands for all `n_members`.
+
+    Returns:
+        (size,) int64 positions of the chosen members, ascending.
 
     Raises:
-        UserError: no size fits.
+        UserError: No size in `sizes` fits the members at hand.
     """
     most = n_members if there is None else len(there)
     allowed = [size for size in sizes if size <= most]
@@ -59,6 +100,8 @@ def member_subset(
     drawn = words(seed, Stream.MEMBERS, epoch, sample, n_members + 1)
     size = allowed[int(drawn[0] % np.uint64(len(allowed)))]
     order = np.argsort(drawn[1:], kind="stable")
+    # Skip absent members only after the order is drawn. Drawing among the present ones would change the whole subset
+    # whenever one member is missing.
     if most < n_members:
         among = np.zeros(n_members, bool)
         among[there] = True
@@ -68,7 +111,10 @@ def member_subset(
 
 @dataclass(frozen=True)
 class Order:
-    """The samples of every step: epochs of `n` samples in batches of `batch_size`, the last of an epoch maybe short."""
+    """The samples of every step of a run.
+
+    An epoch visits all `n` samples once, in global batches of `batch_size`; the last batch of an epoch may be shorter.
+    """
 
     seed: int
     n: int
@@ -76,19 +122,30 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of global batches in an epoch."""
         return -(-self.n // self.batch_size)
 
     def samples(self, step: int) -> int:
-        """How many samples global `step` (counted from 0) has."""
+        """Return the number of samples in a step.
+
+        Args:
+            step: Global step of the run, from 0.
+        """
         return min(self.batch_size, self.n - step % self.steps_per_epoch * self.batch_size)
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Samples of `epoch` in their order, (n,)."""
+        """Return the samples of an epoch in their order, (n,) int64."""
         return epoch_order(self.seed, epoch, self.n)
 
     def step(self, step: int) -> tuple[int, np.ndarray]:
-        """Epoch of global `step` (counted from 0) and its samples (at most batch_size,)."""
+        """Return the epoch and the samples of a step.
+
+        Args:
+            step: Global step of the run, from 0.
+
+        Returns:
+            Number of the epoch, and the samples of the global batch, (at most batch_size,) int64.
+        """
         epoch, position = divmod(step, self.steps_per_epoch)
         first = position * self.batch_size
         return epoch, self.epoch(epoch)[first : first + self.batch_size]

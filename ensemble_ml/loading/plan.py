@@ -1,11 +1,22 @@
-"""Where every byte of a run comes from, decided before the first read: a pure function of seed, ranks and cache sizes.
+"""Plan where every byte of a run comes from, before the first read.
 
-With each sample used once an epoch, a cache of K samples over all ranks cannot save more than K reads an epoch, so no
-policy reads less than F + (E-1)(F-K) samples from slow storage (F samples, E epochs). Holding any K samples for good,
-each on one rank, reaches that bound: there is nothing to evict. A sample that is held is read from slow storage by its
-holder alone, once; another rank that needs it asks the holder. Where samples can be read from any place on, the end of
-a cache holds the head of one more, and the bound is reached to the byte (if a sample is left for each end). NoPFS
-(Dryden et al. 2021, doi:10.1145/3458817.3476181) places rank by rank instead, and holds duplicates.
+The plan is a pure function of the seed, the number of ranks and the cache sizes, so all ranks compute the same one.
+
+With each sample used once an epoch, a cache that holds K samples over all ranks can save at most K reads an epoch. No
+policy can therefore read fewer samples from slow storage than
+
+    F + (E - 1) (F - K)
+
+    F    number of samples
+    E    number of epochs
+    K    number of samples that all ranks hold together
+
+Holding any K samples for the whole run, each on exactly one rank, reaches this bound, and nothing is ever evicted. Only
+the rank that holds a sample reads it from slow storage, and only once; other ranks that need it ask the holder. Where a
+sample can be read from any offset on, the space left at the end of a cache holds the head of one more sample. The bound
+is then reached to the byte, provided that enough samples remain to fill every such space.
+
+NoPFS (Dryden et al. 2021, doi:10.1145/3458817.3476181) places samples for each rank on its own and holds duplicates.
 
 Axes: F samples, P ranks.
 """
@@ -30,7 +41,7 @@ STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that nobody h
 
 @dataclass(frozen=True)
 class Room:
-    """Room for samples on each rank, in bytes."""
+    """The cache capacity of each rank, in bytes of memory and of local disk."""
 
     ram: int
     disk: int = 0
@@ -43,9 +54,13 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank holds each sample (NOBODY: none), in which tier, at which offset there, and how many bytes of it.
+    """The place of each sample in the caches: four arrays (F,).
 
-    Arrays (F,); `kept` is less than a sample's size where only its head is held.
+    Attributes:
+        owner: The rank that holds the sample, NOBODY where none does.
+        tier: RAM, DISK, or STORAGE where no rank holds it.
+        offset: Byte at which the sample begins in its cache, -1 where no rank holds it.
+        kept: Bytes of the sample that are held. This is less than its size where only the head is held.
     """
 
     owner: np.ndarray
@@ -54,15 +69,18 @@ class Placement:
     kept: np.ndarray
 
     def held(self, rank: int, tier: int) -> np.ndarray:
-        """Samples that `rank` holds in `tier`, ascending."""
+        """Return the samples that `rank` holds in `tier`, ascending."""
         return np.flatnonzero((self.owner == rank) & (self.tier == tier))
 
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What one rank uses in one epoch, in its order of use: arrays (N,).
+    """The uses of one rank in one epoch, in order: three arrays (N,).
 
-    `step` counts over the whole run, `position` is the place in the global batch.
+    Attributes:
+        step: Global step, counted over the whole run.
+        position: Place in the global batch.
+        sample: Number of the sample.
     """
 
     step: np.ndarray
@@ -72,21 +90,22 @@ class Reads:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The reads of a run.
+    """A plan of every read of a run.
 
     Args:
-        order: samples of every global batch.
-        epochs: E.
+        order: Samples of every global batch.
+        epochs: Number of epochs, E.
         sizes: (F,) bytes of each sample in a cache.
-        tiers: room on each rank.
-        ranks: P, those that share the global batch.
-        assign: `fixed` gives each rank its own slice of the global batch; `locality` gives a sample to its holder where
-            the slices stay as long as they were. The global batch holds the same samples either way.
-        stored: (F,) bytes of each sample on slow storage; None where they are those of a cache.
-        heads: whether a sample can be read from any place on, so that its head alone may be held.
+        tiers: Cache capacity of each rank.
+        ranks: Number of ranks that share the global batch, P.
+        assign: `fixed` gives each rank its own slice of the global batch. `locality` gives a sample to the rank that
+            holds it, as long as every rank keeps its number of samples. The global batch holds the same samples either
+            way.
+        stored: (F,) bytes of each sample on slow storage; None where they equal `sizes`.
+        heads: Whether a sample can be read from any offset on, so that a cache may hold its head alone.
 
     Raises:
-        UserError: sizes do not fit the order, or nothing is to be read.
+        UserError: The sizes do not fit the order, or there is nothing to read.
     """
 
     order: Order
@@ -109,7 +128,7 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """16 hex digits: ranks with equal hashes have planned the same run."""
+        """Return 16 hex digits that are equal on ranks that have planned the same run."""
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes, "<i8").tobytes())
         order = (self.order.seed, self.order.n, self.order.batch_size)
         digest.update(np.ascontiguousarray(self.on_storage, "<i8").tobytes())
@@ -119,34 +138,42 @@ class Plan:
 
     @property
     def on_storage(self) -> np.ndarray:
-        """(F,) bytes of each sample on slow storage."""
+        """Return the bytes of each sample on slow storage, (F,) int64."""
         return np.asarray(self.sizes if self.stored is None else self.stored, np.int64)
 
     @property
     def holds_all(self) -> bool:
-        """Whether every sample has a place in memory."""
+        """Return whether every sample is held whole in the memory of some rank."""
         where = self.placement
         return bool(((where.tier == RAM) & (where.kept == self.sizes)).all())
 
     @cached_property
     def placement(self) -> Placement:
-        """Who holds what, for the whole run."""
+        """Return the place of each sample, which stays the same for the whole run."""
         return place(self.order, self.ranks, self.sizes, self.tiers, heads=self.heads)
 
     @cached_property
     def copies(self) -> Copies:
-        """Samples of other ranks that each rank keeps besides, in memory that its own leave free."""
+        """Return the samples of other ranks that each rank also keeps, in memory that its own leave free."""
         where, sizes = self.placement, np.asarray(self.sizes, np.int64)
         own = np.where(where.tier == RAM, where.offset + where.kept, 0)
         used = np.zeros(self.ranks, np.int64)
         held = where.owner != NOBODY
         np.maximum.at(used, where.owner[held], own[held])
         epochs = self.epochs if self.ranks > 1 else 0
+        # Only whole samples are copied: the rest of a sample of which a head is held comes from slow storage at every
+        # use anyway.
         whole = np.where(where.kept == sizes, where.owner, NOBODY)
         return choose(self.users, epochs, whole, sizes, used, self.tiers.ram)
 
     def reads(self, epoch: int, rank: int, *, start_step: int = 0) -> Reads:
-        """What `rank` uses in `epoch`, from the global step `start_step` on."""
+        """Return the uses of a rank in an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            rank: Rank whose uses are listed.
+            start_step: Global step from which uses count; earlier ones are left out.
+        """
         samples, user = self.users(epoch)
         index = np.arange(len(samples))
         step = index // self.order.batch_size + epoch * self.order.steps_per_epoch
@@ -154,13 +181,25 @@ class Plan:
         return Reads(step[mine], index[mine] % self.order.batch_size, samples[mine])
 
     def users(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples of `epoch` in the order of the global batches, and the rank that uses each: (F,) both."""
+        """Return the samples of an epoch and the rank that uses each.
+
+        Returns:
+            (F,) samples in the order of the global batches, and (F,) ranks.
+        """
         samples = self.order.epoch(epoch)
         index = np.arange(len(samples))
         return samples, self._ranks_of(samples, index // self.order.batch_size, index % self.order.batch_size)
 
     def run(self, rank: int, *, start_step: int = 0) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (step, positions, samples) of `rank` for every global step from `start_step` on, empty ones too."""
+        """Yield the samples of a rank for every global step from `start_step` on.
+
+        Args:
+            rank: Rank whose samples are listed.
+            start_step: First global step.
+
+        Yields:
+            Global step, positions in the global batch, and samples. Both arrays are empty where the rank has no sample.
+        """
         for epoch in range(start_step // self.order.steps_per_epoch, self.epochs):
             reads = self.reads(epoch, rank, start_step=start_step)
             first = epoch * self.order.steps_per_epoch
@@ -172,6 +211,8 @@ class Plan:
         fixed = shares(self.order, self.ranks, step, position)
         if self.assign is Assign.fixed or self.ranks == 1:
             return fixed
+        # `locality` exchanges samples within a global batch only, so the batch stays the same. Each rank keeps as many
+        # samples as in the fixed assignment, so the work stays balanced.
         owner = self.placement.owner[samples]
         out = np.empty_like(fixed)
         bounds = np.append(np.flatnonzero(np.diff(step, prepend=-1)), len(step))
@@ -181,16 +222,25 @@ class Plan:
         return out
 
     def explain(self) -> Traffic:
-        """Count what the run moves, without running it."""
+        """Count the bytes that the run will move, without running it."""
         return Traffic.of(self)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a whole run over all ranks, by where they come from.
+    """The bytes that a whole run moves over all ranks, by where they come from.
 
-    `bound` is the least that any policy reads with as much room; `storage` is above it by what does not divide: the
-    ends of caches that are smaller than a sample. `held` and `total` are bytes as they lie on slow storage.
+    Attributes:
+        storage: Bytes read from slow storage. They exceed `bound` only by the space at the ends of caches in which no
+            sample fits.
+        ram: Bytes taken from the rank's own memory.
+        disk: Bytes taken from the rank's own local disk.
+        peers: Bytes taken from other ranks.
+        bound: The fewest bytes that any policy with the same capacity reads from slow storage.
+        held: Bytes of the samples that are held, as they lie on slow storage.
+        total: Bytes of all samples, as they lie on slow storage.
+        epochs: Number of epochs.
+        steps: Global steps of an epoch.
     """
 
     storage: int
@@ -218,6 +268,7 @@ class Traffic:
             mine = (owner == user) & (epoch > 0)  # the first use of what a rank holds fills its cache
             for name, chosen in (("ram", mine & (tier == RAM)), ("disk", mine & (tier == DISK))):
                 moved[name] += int(size[chosen].sum())
+            # The first use of a copy still comes from its owner; only later uses find it in memory.
             copied, copy = plan.copies.find(user, samples)
             again = copied & there[copy]
             there[copy[copied]] = True
@@ -238,16 +289,20 @@ class Traffic:
     def seconds(
         self, *, storage_rate: float, compute: float, decode: float = 0.0, again: float | None = None
     ) -> tuple[float, str]:
-        """Predicted length of the run, and what limits most of it: storage, compute or decoding.
+        """Predict how long the run takes, and what limits it: storage, compute or decoding.
 
-        An epoch takes as long as the slowest of the three, because look-ahead is short beside an epoch; the batch that
-        storage gives last has then to be decoded and computed.
+        An epoch takes as long as the slowest of the three, because the look-ahead is short compared with an epoch.
+        Where storage is the slowest, the batch that it delivers last must still be decoded and computed, so one step is
+        added.
 
         Args:
-            storage_rate: bytes a second of slow storage, over all ranks.
-            compute: seconds an epoch that the slowest rank computes.
-            decode: seconds an epoch that it decodes, with all its threads.
-            again: the same of the epochs after the first, where they differ.
+            storage_rate: Speed of slow storage over all ranks, in bytes per second.
+            compute: Seconds per epoch that the slowest rank computes.
+            decode: Seconds per epoch that it decodes, with all its threads.
+            again: Seconds per epoch that it decodes after the first epoch; None where this is the same as `decode`.
+
+        Returns:
+            Seconds of the whole run, and the name of the limit that accounts for most of them.
         """
         lasts = {"storage": 0.0, "compute": 0.0, "decoding": 0.0}
         later, behind = decode if again is None else again, 0.0
@@ -261,20 +316,36 @@ class Traffic:
 
 
 def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Rank of each position of a global batch: slices as even as can be, in rank order."""
+    """Return the rank that uses each position of a global batch.
+
+    A global batch is cut into slices in rank order, whose lengths differ by at most one.
+
+    Args:
+        order: Order of the samples.
+        ranks: Number of ranks.
+        step: Global step of each position; any shape.
+        position: Place in the global batch, of the same shape.
+    """
     last = (step + 1) % order.steps_per_epoch == 0
     length = np.where(last, order.n - (order.steps_per_epoch - 1) * order.batch_size, order.batch_size)
     return ((position + 1) * ranks - 1) // length
 
 
 def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Give each sample of one batch to its holder while `room` (P,) lasts, the others to ranks with room, in order.
+    """Assign each sample of one batch to the rank that holds it, while that rank has room.
+
+    The remaining samples go to the ranks that still have room, in order.
 
     Args:
-        owner: (B,) holder of each sample, NOBODY for none.
-        room: samples that each rank takes; they sum to B.
+        owner: (B,) rank that holds each sample, NOBODY for none.
+        room: (P,) number of samples that each rank takes; they sum to B.
+
+    Returns:
+        (B,) rank that uses each sample.
     """
     ranks = len(room)
+    # Number the samples of each holder in batch order (`nth`). Those whose number is below the holder's room stay with
+    # it; this needs no loop over samples.
     keys = np.where(owner == NOBODY, ranks, owner)
     by_owner = np.argsort(keys, kind="stable")
     sorted_keys = keys[by_owner]
@@ -288,10 +359,20 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bool = False) -> Placement:
-    """Fill the caches without duplicates: each rank with what it uses first, spare room with what is left over.
+    """Fill the caches without duplicates.
 
-    A sample goes to RAM before disk. Samples larger than the room that is left are passed over; with `heads`, what is
-    left of each RAM in the end holds the head of one that nobody has.
+    Each rank holds the samples that it uses first. Capacity that is left then goes to samples that no rank holds yet.
+    Memory is filled before disk. A sample that is larger than the space left is skipped.
+
+    Args:
+        order: Order of the samples; its first epoch decides who uses what first.
+        ranks: Number of ranks, P.
+        sizes: (F,) bytes of each sample.
+        tiers: Cache capacity of each rank.
+        heads: Whether the space that is left in each memory at the end holds the head of a sample that no rank holds.
+
+    Returns:
+        The place of each sample.
     """
     count = order.n
     owner, tier = np.full(count, NOBODY, np.int32), np.full(count, STORAGE, np.uint8)
@@ -305,9 +386,9 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
     used = dict.fromkeys(free, 0)
 
     def fill(wanted: np.ndarray, rank: int, which: int) -> None:
-        """Take samples in the order given while they fit."""
+        """Place samples in the given order while they fit."""
         room = free[rank, which]
-        for _ in range(2):  # once more for smaller ones behind the first that did not fit
+        for _ in range(2):  # the second pass takes smaller samples behind the first one that did not fit
             ends = np.cumsum(sizes[wanted])
             fits = int(np.searchsorted(ends, room, side="right"))
             taken = wanted[:fits]
@@ -330,13 +411,19 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
         mine = samples[by_rank[bounds[rank] : bounds[rank + 1]]]
         fill(mine, rank, RAM)
         fill(mine[owner[mine] == NOBODY], rank, DISK)
+    # Only few caches can still take a sample. Searching all samples for each of a thousand ranks would take long, so
+    # the others are skipped.
     for (rank, which), room in list(free.items()):
-        if room and room >= smallest:  # few are: to search all samples for each of a thousand ranks takes long
+        if room and room >= smallest:
             fill(samples[owner[samples] == NOBODY], rank, which)
     kept = np.where(owner != NOBODY, sizes, 0)
+    # Heads fill the ends of the memories, one for each rank. A rank prefers a sample that it uses first itself, so its
+    # head is read by the rank that uses it. The candidates are the first such sample of every rank, and enough others
+    # for ranks that have none.
     left = np.flatnonzero(owner[samples] == NOBODY) if heads else index[:0]
-    own = np.unique(first_user[left], return_index=True)[1]  # each rank's first, and enough for those that have none
+    own = np.unique(first_user[left], return_index=True)[1]
     left = left[np.union1d(own, index[: min(ranks, len(left))])]
+    # The largest space comes first, because it saves the most bytes.
     for rank in sorted(range(ranks), key=lambda rank: -free[rank, RAM]):
         room = free[rank, RAM]
         if room and len(left):

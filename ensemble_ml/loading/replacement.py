@@ -1,7 +1,11 @@
-"""The optimal cache for chunks that are used at irregular times, because each sample shows a random subset of members.
+"""Decide what a cache keeps when units are used at irregular times.
 
-Belady's rule (1966, doi:10.1147/sj.52.0078) with bypass: what comes in must be needed sooner than what it displaces, or
-it does not come in. Optimal for chunks of one size, and near it for the nearly equal sizes of packed members.
+Each sample of training shows a random subset of members, so the packed bytes of a member (a chunk here) are used at
+irregular intervals. All future uses are known in advance. Belady's rule (1966, doi:10.1147/sj.52.0078) then gives the
+fewest misses: evict the chunk whose next use lies farthest in the future. With bypass, a new chunk enters the cache
+only if its next use comes before that of the chunks that it would evict.
+
+The rule is optimal for chunks of one size. It is close to optimal for packed members, whose sizes are nearly equal.
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """What a cache does at each use of a trace (A,): whether it has the chunk, keeps it after, and what it drops.
+    """The decisions of a cache over a trace of A uses.
 
-    `dropped` lists (use, chunk): the chunk leaves the cache when that use begins.
+    Attributes:
+        hit: (A,) bool, whether the cache holds the chunk when the use begins.
+        keep: (A,) bool, whether the cache holds the chunk after the use.
+        dropped: Pairs (use, chunk): the chunk leaves the cache when that use begins.
     """
 
     hit: np.ndarray
@@ -27,7 +34,16 @@ class Decisions:
 
 
 def next_uses(chunks: np.ndarray) -> np.ndarray:
-    """For each use of a trace (A,), when its chunk is used next: (A,) int64, NEVER where it is not."""
+    """Return, for each use, the position of the next use of the same chunk.
+
+    Args:
+        chunks: (A,) chunk of each use, in order of time.
+
+    Returns:
+        (A,) int64 positions in the trace; NEVER where a chunk is not used again.
+    """
+    # A stable sort puts all uses of one chunk side by side and keeps them in order of time, so each is followed by its
+    # successor.
     order = np.argsort(chunks, kind="stable")
     same = chunks[order][1:] == chunks[order][:-1]
     following = np.full(len(chunks), NEVER)
@@ -39,9 +55,12 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
     """Run Belady's rule with bypass over a trace.
 
     Args:
-        chunks: (A,) the chunk of each use, in order.
-        sizes: bytes of each chunk.
-        capacity: bytes of the cache.
+        chunks: (A,) chunk of each use, in order of time.
+        sizes: Size of each chunk in bytes.
+        capacity: Size of the cache in bytes.
+
+    Returns:
+        The decision at each use, and the evictions.
     """
     following = next_uses(chunks).tolist()
     hit, keep = np.zeros(len(chunks), bool), np.zeros(len(chunks), bool)
@@ -50,11 +69,14 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
     room, dropped = int(capacity), []
     size_of = np.asarray(sizes).tolist()
     for use, (chunk, soon) in enumerate(zip(chunks.tolist(), following, strict=True)):
+        # A chunk that is not used again, or that exceeds the whole cache, is never admitted.
         if chunk in resident:
             hit[use] = True
         elif soon == NEVER or size_of[chunk] > capacity:
             continue
         else:
+            # Bypass: the chunks whose next use is later than that of the new one must free enough space. If they do
+            # not, nothing is evicted and their heap entries are restored.
             victims, gained = _victims(resident, farthest, size_of, size_of[chunk] - room, soon)
             if gained < size_of[chunk] - room:
                 for victim in victims:
@@ -64,6 +86,7 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
                 del resident[victim]
                 dropped.append((use, victim))
             room += gained - size_of[chunk]
+        # After its last use a chunk frees its space at once, before the next use asks for it.
         if soon == NEVER:
             del resident[chunk]
             room += size_of[chunk]
@@ -78,7 +101,11 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
 def _victims(
     resident: dict[int, int], farthest: list[tuple[int, int]], sizes: list[int], needed: int, soon: int
 ) -> tuple[list[int], int]:
-    """Take chunks that are needed later than `soon` off the heap, farthest first, until `needed` bytes are gained."""
+    """Pop the chunks to evict, those with the farthest next use first.
+
+    Only chunks whose next use is later than `soon` are popped, and only until `needed` bytes are gained. Heap entries
+    whose chunk has been evicted or used since they were pushed are discarded on the way.
+    """
     victims: list[int] = []
     gained = 0
     while gained < needed and farthest:
