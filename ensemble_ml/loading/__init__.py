@@ -1,4 +1,4 @@
-"""How start dates reach the model: order of an epoch, member subsets, batches read ahead; a clairvoyant loader."""
+"""Load start dates for training: epoch order, member subsets, batches read ahead, and the clairvoyant loader."""
 
 from ensemble_ml.loading.batches import Batch, Batches, batches_by_size, fixed_batches
 from ensemble_ml.loading.clairvoyant import ClairvoyantLoader

@@ -1,11 +1,12 @@
-"""A loader that knows all its reads in advance.
+"""Load any data set with a loader that knows all its reads in advance.
 
     loader = ClairvoyantLoader(dataset, batch_size=8, epochs=10, seed=0, ram=4 << 30)
     for batch in loader:
         loss = step(batch["0"])
 
-Threads fetch packed samples in the order of the plan and decode them into buffers that are used again as soon as nobody
-holds the batch that lies in them; nothing is forked, and nothing is pickled.
+The seed fixes the order of all samples, so the loader plans every read of the run before the first one (`plan.py`).
+Threads fetch packed samples in the planned order and decode them into buffers. A buffer is reused as soon as nothing
+refers to the batch in it any more. No process is forked and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -47,15 +48,18 @@ from ensemble_ml.machine import free_memory
 
 log = logging.getLogger(__name__)
 
-_STALL = 30.0  # seconds of waiting after which slow storage is named
-_ALGORITHM = "philox-argsort-1"  # of the order; part of the state
+_STALL = 30.0  # seconds of waiting after which the log names the file that is read
+_ALGORITHM = "philox-argsort-1"  # how the order is drawn; part of the state
 
 
 class Batch(dict[str, torch.Tensor]):
-    """Tensors (b, ...) by name, with the `step` of the run and the `samples` and `positions` in the global batch.
+    """A batch of tensors (b, ...) by name, with its step and its samples.
 
-    Its tensors keep their values for as long as anything refers to them, unless the loader was made with
-    `reuse_buffers=True`. Copies to a GPU may be `non_blocking`: asking for the next batch waits until they are made.
+    The attributes are `step`, the global step of the run; `samples`, the numbers of the samples; and `positions`, their
+    places in the global batch.
+
+    The tensors keep their values for as long as anything refers to them, unless the loader was made with
+    `reuse_buffers=True`. Copies to a GPU may be `non_blocking`: a request for the next batch waits until they are done.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], step: int, positions: np.ndarray, samples: np.ndarray):
@@ -64,7 +68,11 @@ class Batch(dict[str, torch.Tensor]):
 
 
 def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
-    """How many nodes the ranks are on, and the bytes that each of them may take: the same on all, whole pages."""
+    """Return the number of nodes of the ranks, and the bytes of memory that each rank may take.
+
+    Each rank may take half of the free memory of its node, divided by the ranks on that node. The smallest of these, in
+    whole pages, holds for all ranks, because the plan must be the same on all of them.
+    """
     own = f"{free_memory()} {node}".encode()
     told = [one.decode().split(" ", 1) for one in (gather(own) if gather is not None else [own])]
     ranks = Counter(name for _, name in told)
@@ -73,7 +81,11 @@ def _neighbours(gather: Gather | None, node: str) -> tuple[int, int]:
 
 
 def _whole_numbers(**settings: Any) -> list[int]:
-    """Return the values as `int`; raise a UserError where one is no whole number, before threads stumble over it."""
+    """Return the values as `int`.
+
+    Raises:
+        UserError: A value is not a whole number. The check comes early, so that the error does not come from a thread.
+    """
     for key, value in settings.items():
         if not isinstance(value, Integral):
             raise UserError(f"{key}={value!r}: must be a whole number")
@@ -81,38 +93,42 @@ def _whole_numbers(**settings: Any) -> list[int]:
 
 
 class ClairvoyantLoader:
-    """The batches of one rank, from `start_step` to the end of the last epoch; used once, or closed by `with`.
+    """A loader of the batches of one rank, from `start_step` to the end of the last epoch.
 
-    Batches may be kept, as those of torch's DataLoader: the memory of a batch is used again only when no tensor, view,
-    NumPy array or autograd graph refers to it any more. What is kept takes memory of its own, beside `memory`.
+    It is used once, and may be closed early by `with` or `close`. A loop that was left early is continued by the next
+    loop; `next(iter(loader))` therefore consumes one batch.
+
+    Batches may be kept, like those of torch's DataLoader. The memory of a batch is reused only when no tensor, view,
+    NumPy array or autograd graph refers to it any more. Batches that are kept need memory in addition to `memory`.
 
     Args:
         source: `Items`, or any map-style dataset (`len` and `[i]`) of arrays or tensors of fixed shape, as
-            `DatasetItems` wants them.
-        batch_size: of the global batch, shared by all ranks.
-        epochs: how often every sample is used.
-        seed: of the order.
-        rank, ranks: this process among those that share the batch.
-        gather: brings every rank's bytes to all ranks (an all-gather of objects); needed where ranks > 1.
-        ram, disk: bytes of samples to hold on this rank, the same on all; None takes half the free memory of the node
-            that has least of it for each of its ranks. They are held packed, or decompressed where all fit so and no
-            more travels between nodes for it.
-        folder: for the cache on local disk. A later run with the same plan finds it filled where `source` names
+            `DatasetItems` accepts them.
+        batch_size: Number of samples of the global batch, which all ranks share.
+        epochs: Number of times that every sample is used.
+        seed: Seed of the order.
+        rank: This process among those that share the batch, from 0.
+        ranks: Number of processes that share the batch.
+        gather: All-gather of bytes: it returns every rank's bytes on all ranks. It is required where ranks > 1.
+        ram: Bytes of memory in which this rank holds samples, the same on all ranks. None takes half of the free memory
+            of a node for each of its ranks together, as on the node that has least. Samples are held packed; they are
+            held decompressed where all of them fit and no more bytes travel between nodes for it.
+        disk: Bytes of local disk for the same purpose.
+        folder: Folder of the cache on local disk. A later run with the same plan finds it filled where `source` names
             its content (`StoreItems`, or `DatasetItems(dataset, name)`).
-        assign: `fixed` or `locality`.
-        threads: that fetch and decode.
-        ahead: batches of look-ahead.
-        start_step: the first global step; `load_state_dict` sets it.
-        host: name under which other nodes reach this one.
-        node: a name that ranks share only where they share memory; None takes host name and device of /dev/shm.
-        reuse_buffers: write over the memory of a batch once the next one is asked for, whoever still holds it. This
-            saves the memory of one batch; a batch that is kept then changes in silence, so copy what you keep.
+        assign: `fixed` or `locality`, see `Plan`.
+        threads: Number of threads that fetch and decode.
+        ahead: Number of batches of look-ahead.
+        start_step: First global step; `load_state_dict` sets it, too.
+        host: Name under which other nodes reach this one.
+        node: Name that ranks share only where they share memory; None takes host name and device of /dev/shm.
+        reuse_buffers: Whether the memory of a batch is overwritten once the next batch is requested, even if something
+            still refers to it. This saves the memory of one batch, but a batch that is kept changes silently: copy what
+            you keep.
 
     Raises:
-        UserError: settings that do not fit, ranks that differ in them, a second loop when all has been handed out, or
-            while another is under way.
-
-    A loop that was left is gone on with by the next one: `next(iter(loader))` uses a batch up.
+        UserError: Settings do not fit, or differ between ranks. Also for a loop after all batches were handed out, and
+            for a second loop at the same time.
     """
 
     def __init__(
@@ -149,9 +165,12 @@ class ClairvoyantLoader:
             source if isinstance(source, Items) else _adopt(source, batch_size, seed, rank, ranks, gather)
         )
         nodes, share = 1, 0
-        if ram is None or isinstance(self.items, Openable):  # alike on all ranks, so all of them gather
+        # A collective operation: its condition is the same on all ranks, so either all of them take part or none.
+        if ram is None or isinstance(self.items, Openable):
             nodes, share = _neighbours(gather, node or this_node())
-        if ram is None and disk:  # a cache on disk is of a plan, which free memory shall not change every time
+        # A cache on disk belongs to one plan, and the plan depends on the memory. Free memory is rounded coarsely, so
+        # that a small change does not make the cache useless.
+        if ram is None and disk:
             share = _coarse(share)
         room = Room(share if ram is None else ram, disk)
         order = Order(seed, len(self.items.sizes), batch_size)
@@ -178,8 +197,10 @@ class ClairvoyantLoader:
         self._release = weakref.finalize(self, _close, self.tiers, self._peers)
 
     def _open(self, items: Openable, *, together: bool) -> None:
-        """Keep samples decompressed if all fit: it saves that work in later epochs. On several nodes (not `together`)
-        no more bytes may travel for it."""
+        """Hold samples decompressed if all of them fit, which saves decompression in later epochs.
+
+        On several nodes (not `together`) this is done only if no more bytes travel between ranks for it.
+        """
         opened, plan = items.opened(), self.plan
         wide = replace(plan, sizes=opened.sizes, stored=opened.stored, heads=False)
         if wide.holds_all and (together or wide.explain().peers <= plan.explain().peers):
@@ -187,27 +208,30 @@ class ClairvoyantLoader:
 
     @property
     def steps(self) -> int:
-        """Global steps of the whole run."""
+        """Return the number of global steps of the whole run."""
         return self.plan.epochs * self.plan.order.steps_per_epoch
 
     @property
     def memory(self) -> int:
-        """Bytes that the loader takes at most: cache, decoded batches, a sample or two a thread, peers' too.
+        """Return the most bytes of memory that the loader takes.
 
-        Batches that the user keeps beyond the next one come on top.
+        They hold the cache, the decoded batches, and one or two packed samples for each thread of this rank and for the
+        threads that serve other ranks. Batches that the user keeps beyond the next one come on top.
         """
         order, ranks = self.plan.order, self.plan.ranks
         batch = -(-min(order.batch_size, order.n) // ranks) * sum(one.bytes for one in self.items.arrays.values())
         packed = 0 if self.plan.stored is None else int(self.plan.stored.max())
         sample = int(self.items.sizes.max()) + packed
-        batches = self._ahead + 1 + (not self._reuse_buffers)  # the last batch is held until the next one is there
+        batches = self._ahead + 1 + (not self._reuse_buffers)  # the user holds one batch until the next one is ready
         return self.plan.tiers.ram + batches * batch + ranks * self._threads * sample
 
     def __len__(self) -> int:
         return self.steps - self.step
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._engine is not None and self.step == self.steps:  # else a loop over epochs would learn from one alone
+        # Without this error, `for epoch in ...: for batch in loader` would find no batch after the first pass, and the
+        # training would end early without a word.
+        if self._engine is not None and self.step == self.steps:
             raise UserError(
                 f"ClairvoyantLoader: its {self.plan.epochs} epochs have been handed out, one after the other, in one"
                 " loop; make another loader for more"
@@ -230,14 +254,19 @@ class ClairvoyantLoader:
             if not self._engine.close():
                 self._release.detach()  # the threads that are left write to it
             self._looped = False
-        self._release()  # nothing is left to hand out
+        self._release()
 
     def _check_open(self) -> None:
+        """Raise a UserError if the loader was closed or has handed out all batches."""
         if not self._release.alive:
             raise UserError("ClairvoyantLoader: it was closed, or has handed out all; make another loader")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, after the batch that was handed out last: about a hundred bytes."""
+        """Return the state of the run after the last batch that was handed out, about a hundred bytes.
+
+        It names seed, number of samples, global batch size, next step, algorithm of the order, and fingerprint of the
+        data. The number of ranks is not part of it, because the global batches do not depend on it.
+        """
         order = self.plan.order
         return {
             "algorithm": _ALGORITHM,
@@ -249,10 +278,11 @@ class ClairvoyantLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, on any number of ranks.
+        """Continue from `state`, on any number of ranks.
 
         Raises:
-            UserError: it is of another order or other data, or the loader has come to its end.
+            UserError: The state belongs to another order or to other data, its step is beyond the end of the run, or
+                this loader is closed.
         """
         self._check_open()
         mine = self.state_dict()
@@ -265,7 +295,7 @@ class ClairvoyantLoader:
         self.step = int(state["step"])
 
     def close(self) -> None:
-        """End threads and connections, give back memory; harmless when called again."""
+        """End threads and connections, and free the memory. Calling it again does nothing."""
         if self._engine is not None and not self._engine.close():
             self._release.detach()  # the threads that are left write to it
         self._release()
@@ -278,28 +308,29 @@ class ClairvoyantLoader:
 
 
 def _close(tiers: Tiers, peers: Peers | None) -> None:
+    """Close the connections first, and the caches only if no thread still answers other ranks from them."""
     if peers is None or peers.close():
         tiers.close()
 
 
 def _coarse(size: int) -> int:
-    """`size` with its three leading bits: an eighth less at most."""
+    """Round `size` down to its three leading bits, which takes less than a fifth of it away."""
     unit = 1 << max(size.bit_length() - 3, 0)
     return size // unit * unit
 
 
 def _adopt(dataset: Any, batch_size: int, seed: int, rank: int, ranks: int, gather: Gather | None) -> DatasetItems:
-    """A dataset as items, known from the sample that this rank uses first.
+    """Wrap a dataset as items whose shapes are read from the first sample that this rank uses.
 
-    Ranks that use none of the first batch, which is smaller than their number, hear from others what samples are like:
-    to read one for it would be in vain, as others use it.
+    A rank may use no sample of the first batch, where that is smaller than the number of ranks. Such a rank receives
+    the shapes from the others; reading a sample for this alone would be wasted, because other ranks use it.
     """
     check_map_style(dataset)
     order = Order(seed, len(dataset), batch_size)
     batch = order.step(0)[1]
     own = batch[shares(order, ranks, np.zeros(len(batch), int), np.arange(len(batch))) == rank]
     items = DatasetItems(dataset, first=int(own[0])) if len(own) else None
-    if gather is not None and len(batch) < ranks:  # alike on all ranks, so all of them gather
+    if gather is not None and len(batch) < ranks:  # true on all ranks or on none, so all of them gather
         told = gather(b"" if items is None else shapes_to_json(items.arrays).encode())
         if items is None:
             items = DatasetItems(dataset, like=shapes_from_json(next(text for text in told if text).decode()))
@@ -311,7 +342,11 @@ Buffers = dict[str, np.ndarray]  # memory of a batch, (b, ...) by name
 
 
 class Engine:
-    """The threads of one run through a plan, and the buffers that they decode into."""
+    """The threads that run through a plan, and the buffers into which they decode.
+
+    A batch passes through these states: its buffers are taken from `_spare` (or made), filled by the threads
+    (`_filled`), handed out to the user (`_lent`), and returned to `_spare` when nothing refers to its arrays any more.
+    """
 
     def __init__(self, loader: ClairvoyantLoader, run: Iterator[tuple[int, np.ndarray, np.ndarray]]):
         self.items, self.tiers = loader.items, loader.tiers
@@ -319,23 +354,23 @@ class Engine:
         order, ranks = loader.plan.order, loader.plan.ranks
         self._most = -(-min(order.batch_size, order.n) // ranks)
         self._change = threading.Condition()
-        self._free = loader._ahead + 1  # batches that may be begun; one is in the user's hands
-        self._spare: list[Buffers] = []  # nobody uses them
-        self._filled: dict[int, Buffers] = {}  # number of a batch -> where it is decoded to
-        self._lent: dict[int, tuple[Buffers, list[weakref.ref]]] = {}  # number of a batch that is handed out -> its own
-        self._returned: deque[int] = deque()  # number of a batch, for each array of it that nobody holds any more
-        self._let_go: Counter[int] = Counter()  # number of a batch -> how many of its arrays that is
-        self._missing: dict[int, int] = {}  # number of a batch -> samples that are not decoded yet
+        self._free = loader._ahead + 1  # batches that may be started; the user holds one
+        self._spare: list[Buffers] = []  # buffers that are free for another batch
+        self._filled: dict[int, Buffers] = {}  # batch number -> buffers that it is decoded into
+        self._lent: dict[int, tuple[Buffers, list[weakref.ref]]] = {}  # batch number -> buffers in use
+        self._returned: deque[int] = deque()  # batch number, once for each array that was released
+        self._let_go: Counter[int] = Counter()  # batch number -> number of arrays that were released
+        self._missing: dict[int, int] = {}  # batch number -> samples that are not decoded yet
         self._made: deque[tuple[int, np.ndarray, np.ndarray]] = deque()
         self._ended, self._stopped = False, False
         self._error: BaseException | None = None
         self._tasks = self._list_tasks()
         self._take = threading.Lock()
-        self._left: bool | None = None  # whether threads were left at work; None before the end
+        self._left: bool | None = None  # whether threads still run after `close`; None before it
         self._workers = start(loader._threads, self._work)
 
     def _list_tasks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (number of the batch, place in it, sample); waits while enough batches are ahead."""
+        """Yield (batch number, place in the batch, sample) and wait while enough batches are ahead."""
         for number, (step, positions, samples) in enumerate(self._run):
             with self._change:
                 while not self._free and not self._stopped:
@@ -344,7 +379,7 @@ class Engine:
                     return
                 self._free -= 1
                 buffers = self._spare.pop() if self._spare else None
-            if buffers is None:  # outside of the lock: to pin memory takes its time
+            if buffers is None:  # outside the lock, because pinning memory is slow
                 buffers = {k: _buffer((self._most, *one.shape), one.dtype) for k, one in self.items.arrays.items()}
             with self._change:
                 self._filled[number] = buffers
@@ -358,6 +393,7 @@ class Engine:
             self._change.notify_all()
 
     def _work(self) -> None:
+        """Fetch and decode samples until the tasks end. An error is kept for the user's thread."""
         try:
             packed = _scratch(max(1, int(self.items.sizes.max())))
             while not self._stopped:
@@ -372,6 +408,7 @@ class Engine:
                 self._change.notify_all()
 
     def _make(self, packed: memoryview, number: int, place: int, sample: int) -> None:
+        """Fetch one packed sample and decode it into its place in the batch."""
         part = self.tiers.fetch(sample, packed[: int(self.items.sizes[sample])])
         buffers = self._filled[number]
         self.items.decode(sample, part, {name: array[place, ...] for name, array in buffers.items()})
@@ -385,26 +422,28 @@ class Engine:
         while self._wait_for(number):
             try:
                 yield self._lend(number)
-            finally:  # also where the loop is left, and its memory given back
+            finally:  # also where the user leaves the loop, and its memory is freed
                 unused = self._unused()
-                wait_for_copies()  # of what is not held any more, too: its copies may be under way
+                wait_for_copies()  # a tensor may be gone while its copy to a GPU is still running
             with self._change:
                 del self._missing[number]
                 self._free += 1
                 self._spare += unused
-                del self._spare[self._free :]  # of batches that were kept for a while: more than can be begun
+                del self._spare[self._free :]  # batches that were kept for a while return more buffers than can be used
                 self._change.notify_all()
             number += 1
 
     def _lend(self, number: int) -> Batch:
-        # A tensor's storage holds the very array that it was made from, and so does all that shares the storage: views,
-        # what autograd has saved, `tensor.numpy()`. The tensor itself may be gone by then, so the array is watched.
+        """Hand out a batch, and watch when nothing refers to its arrays any more."""
+        # The storage of a tensor refers to the array that it was made from. Everything that shares the storage does so,
+        # too: views, what autograd has saved, and `tensor.numpy()`. The tensor itself may be gone by then, so the array
+        # is watched and not the tensor.
         buffers, (step, positions, samples) = self._filled.pop(number), self._made.popleft()
         arrays = {name: array[: len(samples)] for name, array in buffers.items()}
         returned = self._returned
 
-        # It is called wherever the last holder ends, in any thread and in the midst of anything, so it takes no lock
-        # and does one thing that cannot be interrupted; `_unused` counts.
+        # Python calls this wherever the last reference ends: in any thread, between any two instructions. It therefore
+        # takes no lock and does a single atomic operation; `_unused` does the counting.
         def let_go(_: weakref.ref) -> None:
             returned.append(number)
 
@@ -412,7 +451,7 @@ class Engine:
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, step, positions, samples)
 
     def _unused(self) -> list[Buffers]:
-        """Return the buffers of batches that nobody holds any more, or of all with `reuse_buffers`."""
+        """Return the buffers of batches to which nothing refers any more, or of all batches with `reuse_buffers`."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         self._let_go.update(returned)
         numbers = list(self._lent)
@@ -423,7 +462,11 @@ class Engine:
         return [self._lent.pop(number)[0] for number in numbers]
 
     def _wait_for(self, number: int) -> bool:
-        """Wait for a batch; False after the last."""
+        """Wait until a batch is decoded; return False after the last batch.
+
+        Raises:
+            BaseException: The error that ended a thread of the loader.
+        """
         began = time.monotonic()
         with self._change:
             while True:
@@ -438,7 +481,7 @@ class Engine:
                     log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 
     def close(self) -> bool:
-        """End the threads; False where some wait for storage. Harmless when called again."""
+        """End the threads; return False if some still wait for storage. Calling it again does nothing."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
@@ -448,14 +491,16 @@ class Engine:
 
 
 def _scratch(size: int) -> memoryview:
+    """Return memory for one packed sample."""
     try:
         return memoryview(mmap.mmap(-1, size))
-    except OSError as error:  # of the process's own limit, most likely
+    except OSError as error:  # most likely the memory limit of the process
         raise UserError(
             f"loading: no {size / 1e6:.0f} MB for a sample ({error.strerror}); take fewer threads"
         ) from error
 
 
 def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return page-aligned memory for one array of a batch, pinned where there is a GPU."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return pages(size)[:size].view(dtype).reshape(shape)

@@ -1,7 +1,8 @@
-"""The batches of a training run by plan: threads fetch packed units ahead of use, decode them and put batches together.
+"""Produce the batches of a training run by plan.
 
-Memory is a ring of page-aligned buffers that are used again and again (pinned where there is a GPU, to which a stream
-of its own copies them). How far ahead it reads is bounded by the ring.
+Threads fetch packed units ahead of their use, decode them and join them to batches. The memory of the batches is a ring
+of page-aligned buffers, which are used again and again. With a GPU they are pinned, and a CUDA stream of their own
+copies them to it. The size of the ring limits how far ahead the threads read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from ensemble_ml.loading.unit_cache import UnitCache
 
 log = logging.getLogger(__name__)
 
-_STALL = 30.0  # seconds of waiting after which slow storage is named
+_STALL = 30.0  # seconds of waiting after which the log names the file that is read
 
 
 @dataclass(eq=False)
 class _Job:
-    """A turn under way: its samples as they come, and the batch when it is whole."""
+    """A batch in progress: a turn of the schedule, its decoded samples so far, and the batch once it is complete."""
 
     number: int
     turn: Turn
@@ -44,14 +45,17 @@ class _Job:
 
 
 class Engine:
-    """The threads of one run through its schedule, at one data coordinate.
+    """The threads that run through a schedule, for one data coordinate.
 
     Args:
-        schedule: of the run; the plan of `cache` is for it.
-        cache: of this rank.
-        coordinate: data coordinate of this rank.
-        device: what batches are brought to.
-        alone: whether no other rank takes units from this one; else they stay until every rank has done a step more.
+        schedule: Schedule of the run, for which the plan of `cache` was made.
+        cache: Cache of this rank.
+        coordinate: Data coordinate of this rank.
+        device: Device to which batches are copied.
+        ahead: Number of batches of look-ahead.
+        threads: Number of threads that fetch and decode.
+        alone: Whether no other rank takes units from this one. Otherwise, units stay until every rank has finished one
+            more step.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Engine:
     ):
         self.schedule, self.cache, self._coordinate, self._device = schedule, cache, coordinate, device
         self._alone = alone
-        self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # one is in the user's hands
+        self._rings: list[dict[str, np.ndarray]] = [{} for _ in range(ahead + 1)]  # the user holds one
         self._free = list(range(ahead + 1))
         self._change = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -76,14 +80,23 @@ class Engine:
         self._tasks, self._take = self._list_tasks(), threading.Lock()
         self._current: _Job | None = None
         self._passed, self._since = -1, 0.0
-        self._left: bool | None = None  # whether threads were left at work; None before the end
+        self._left: bool | None = None  # whether threads still run after `close`; None before it
         self._workers = start(threads, self._work)
 
     def next(self, validation: bool, step: int | None = None) -> Batch | None:
-        """The next batch of this rank, in memory that is used again after the next call; None where another kind comes.
+        """Return the next batch of this rank.
+
+        The memory of the batch is reused after the next call.
+
+        Args:
+            validation: Whether a validation batch is wanted, or else a training batch.
+            step: Number of optimizer steps done before the batch; None accepts any.
+
+        Returns:
+            The batch, or None where the next batch is not of this kind or the schedule has ended.
 
         Raises:
-            UserError: what is wrong with the store.
+            UserError: The store cannot be read.
         """
         self._finish()
         began = time.monotonic()
@@ -107,13 +120,14 @@ class Engine:
         return self._device.take(job.batch, job.ready)
 
     def _finish(self) -> None:
-        """The batch in the user's hands is done with."""
+        """Release the batch that the user holds: free its buffers, and record which turn all ranks have passed."""
         job, self._current = self._current, None
         if job is None:
             return
         self.cache.timeline.add("compute", self._since, time.monotonic())
         self._device.wait(job.ready)
-        # Ranks agree on a gradient in every step, so the end of one says that all have had the batches up to it.
+        # All ranks exchange gradients in every training step, so its end shows that all of them have received the
+        # batches up to it. The end of a validation batch shows nothing about the other ranks.
         if self._alone or not job.turn.validation:
             self._passed = job.number
         with self._change:
@@ -121,13 +135,16 @@ class Engine:
             self._change.notify_all()
 
     def _wait(self) -> None:
+        """Wait for a change; after 30 s without one, log the file that is read."""
         if not self._change.wait(_STALL) and (slow := self.cache.slowest()):
             log.warning("loading: %s has been read for %.0f s without an answer", *slow)
 
     def _list_tasks(self) -> Iterator[tuple[_Job, int, range]]:
-        """Yield (job, place in it, uses of the sample); waits where the ring is full."""
+        """Yield (job, place in the batch, uses of the sample) and wait while the ring is full."""
         use = 0
         for number, turn in enumerate(self.schedule):
+            # Uses are numbered over all data coordinates in order (`Trace.of`), so the uses of the other coordinates
+            # are counted as well.
             before = sum(1 + len(draw.members) for c in range(self._coordinate) for draw in turn.read_by(c))
             after = [turn.read_by(c) for c in range(self._coordinate + 1, len(turn.shares))]
             draws = turn.read_by(self._coordinate)
@@ -146,6 +163,7 @@ class Engine:
             self._change.notify_all()
 
     def _open(self, number: int, turn: Turn, draws: tuple[Draw, ...]) -> _Job | None:
+        """Start the batch of a turn in the next free buffer of the ring; return None after `close`."""
         with self._change:
             while not self._free and not self._stopped:
                 self._change.wait()
@@ -158,6 +176,7 @@ class Engine:
         return job
 
     def _work(self) -> None:
+        """Fetch and decode samples until the tasks end. An error is kept for the thread of the user."""
         try:
             while not self._stopped:
                 with self._take:
@@ -172,6 +191,7 @@ class Engine:
                 self._change.notify_all()
 
     def _make(self, job: _Job, place: int, uses: range) -> None:
+        """Fetch and decode one sample, and complete its batch if it is the last one missing."""
         draw = job.draws[place]
         packed = [self.cache.obtain(use) for use in uses]
         with self.cache.timeline.span("decode"):
@@ -184,18 +204,21 @@ class Engine:
             self._complete(job)
 
     def _decode(self, draw: Draw, packed: list[np.ndarray]) -> Arrays:
+        """Decode one sample; read its units from storage again if they are damaged."""
         units = self.cache.units
         try:
             return read_sample(units.over(draw, packed), draw)
-        except UserError as error:  # every chunk has its checksum: is it the copy that is damaged, or the store?
+        except UserError as error:  # the checksum of a chunk failed: the copy is damaged, or the store itself
             log.warning("loading: %s; it is read anew", error)
             fresh = [self.cache.again(unit) for unit in units.of(draw).tolist()]
             return read_sample(units.over(draw, fresh), draw)
 
     def _complete(self, job: _Job) -> None:
+        """Join the samples of a batch in its buffer of the ring, and start the copy to the device."""
         ring = self._rings[job.slot]
 
         def memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            """Return the buffer of one array, enlarged where it is too small."""
             size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             if name not in ring or len(ring[name]) < size:
                 ring[name] = pages(size)
@@ -210,7 +233,7 @@ class Engine:
             self._change.notify_all()
 
     def close(self) -> bool:
-        """End the threads; False where some wait for storage. Harmless when called again."""
+        """End the threads; return False if some still wait for storage. Calling it again does nothing."""
         with self._change:
             self._stopped = True
             self._change.notify_all()

@@ -1,4 +1,7 @@
-"""Packed samples from wherever the plan says: this rank's caches, those of others, or slow storage."""
+"""Fetch packed samples from where the plan places them.
+
+A sample comes from the caches of this rank, from those of another rank, or from slow storage (`plan.py`).
+"""
 
 from __future__ import annotations
 
@@ -25,31 +28,31 @@ log = logging.getLogger(__name__)
 
 
 class Others(Protocol):
-    """The way to samples that other ranks hold."""
+    """The interface to samples that other ranks hold."""
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """The sample that `owner` holds, maybe in `scratch`; None where it cannot be had there."""
+        """Return the bytes of a sample that `owner` holds, possibly in `scratch`; None where they cannot be had."""
 
 
 class Alone:
-    """No other rank."""
+    """The null object for a run of one rank: there is no other rank to ask."""
 
     def get(self, owner: int, sample: int, scratch: memoryview) -> memoryview | None:
-        """Nothing can be had."""
+        """Return None: there is no other rank."""
         return None
 
 
 class Tiers:
-    """All packed samples, as one rank sees them; any thread may ask.
+    """All packed samples, as one rank reaches them. Any thread may ask.
 
     Args:
-        plan: who holds what.
-        rank: which of its ranks this is.
-        items: the samples on slow storage.
-        folder: of the cache on local disk; needed where the plan gives it room.
+        plan: Plan of the run, which says who holds what.
+        rank: This rank.
+        items: The samples on slow storage.
+        folder: Folder of the cache on local disk; required where the plan gives it capacity.
 
     Raises:
-        UserError: the folder is missing or cannot be used.
+        UserError: The folder is missing or cannot be used.
     """
 
     def __init__(self, plan: Plan, rank: int, items: Items, folder: Path | None = None):
@@ -76,16 +79,24 @@ class Tiers:
                 raise
 
     def fetch(self, sample: int, scratch: memoryview) -> memoryview:
-        """The packed sample: in place where it is held on this node, else in `scratch`, which must have its size.
+        """Return a packed sample.
+
+        Args:
+            sample: Number of the sample.
+            scratch: Memory of the sample's size, which is used where the sample is not held on this node.
+
+        Returns:
+            The bytes of the sample: in place where they are held whole on this node, else in `scratch`.
 
         Raises:
-            UserError: slow storage does not give it.
+            UserError: Slow storage does not deliver the sample.
         """
         owner = int(self.plan.placement.owner[sample])
         self.counters.add(samples=1)
         if owner == NOBODY:
             return self._read(sample, scratch)
         kept = int(self.plan.placement.kept[sample])
+        # Only the head is held: the rest is read from slow storage at every use.
         if kept < len(scratch):
             head = self._held(owner, sample, scratch[:kept])
             scratch[:kept] = head
@@ -94,7 +105,7 @@ class Tiers:
         return self._held(owner, sample, scratch)
 
     def _held(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
-        """What `owner` holds of a sample."""
+        """Return the bytes that `owner` holds of a sample, and count them by tier."""
         if owner == self.rank:
             mine = self.own(sample, scratch)
             if mine is not scratch:
@@ -103,6 +114,8 @@ class Tiers:
             return mine
         if sample not in self._copied:
             return self._from(owner, sample, scratch)
+        # The plan lets this rank keep a copy. The first use fetches and stores it; `_once` prevents two threads from
+        # doing so at the same time.
         with self._once(sample):
             found = self.slabs[RAM].get(sample)
             if found is not None:
@@ -113,7 +126,10 @@ class Tiers:
             return found
 
     def _from(self, owner: int, sample: int, scratch: memoryview) -> memoryview:
-        """A sample that another rank holds; from slow storage where that fails."""
+        """Return a sample that another rank holds.
+
+        Where that fails it is read from slow storage, and counted as a fallback.
+        """
         found = self.others.get(owner, sample, scratch)
         if found is not None:
             self.counters.add(peers=len(found))
@@ -122,8 +138,11 @@ class Tiers:
         return self._read(sample, scratch)
 
     def own(self, sample: int, scratch: memoryview) -> memoryview:
-        """What this rank holds of a sample, for whichever rank needs it: in place; or in `scratch`, where it had to be
-        read from slow storage, as the first time. Uses are counted by the rank that has them."""
+        """Return the bytes that this rank holds of a sample, for any rank that needs it.
+
+        They are in place where the sample is in a cache of this rank. The first time they are read from slow storage
+        into `scratch` and kept. Uses are not counted here but by the rank that uses the sample.
+        """
         slab = self.slabs[int(self.plan.placement.tier[sample])]
         with self._once(sample):
             found = slab.get(sample)
@@ -135,7 +154,7 @@ class Tiers:
 
     @contextmanager
     def _once(self, sample: int) -> Iterator[None]:
-        """Let one thread at a time fetch a sample, so that slow storage is asked once."""
+        """Let one thread at a time fetch a sample, so that slow storage is asked only once."""
         while True:
             with self._lock:
                 event = self._busy.get(sample)
@@ -150,6 +169,7 @@ class Tiers:
                 self._busy.pop(sample).set()
 
     def _read(self, sample: int, out: memoryview, start: int = 0) -> memoryview:
+        """Read a sample, or its bytes from `start` on, from slow storage into `out`."""
         me, whole = threading.get_ident(), len(out) == int(self.plan.sizes[sample])
         self._reading[me] = sample, time.monotonic()
         try:
@@ -164,18 +184,21 @@ class Tiers:
         return out
 
     def slowest(self) -> tuple[str, float] | None:
-        """What slow storage has been asked for longest and has not given, and for how many seconds."""
+        """Return the name of the sample that has been read for longest, and for how many seconds.
+
+        None stands for no read in progress.
+        """
         under_way = sorted(self._reading.copy().values(), key=lambda read: read[1])
         return (self.items.name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
 
     def close(self) -> None:
-        """Give back memory and files."""
+        """Free memory and files."""
         for slab in self.slabs.values():
             slab.close()
 
 
 def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
-    """What `rank` holds in `tier`; the same on every rank that asks."""
+    """Return the samples that `rank` holds in `tier` and their places, the same on every rank that asks."""
     held = plan.placement.held(rank, tier)
     offset = plan.placement.offset[held]
     if tier == RAM:
@@ -183,35 +206,36 @@ def slab_shape(plan: Plan, items: Items, rank: int, tier: int) -> Shape:
         held, offset = np.append(held, copied), np.append(offset, places)
         order = np.argsort(held)
         held, offset = held[order], offset[order]
-    kept = plan.placement.kept[held]  # of copies, which are made of whole samples alone, all bytes
+    kept = plan.placement.kept[held]  # copies are made of whole samples only, so this is their size
     return Shape(held, offset, kept, slab_key(plan, items, rank, tier))
 
 
 def slab_key(plan: Plan, items: Items, rank: int, tier: int) -> int:
-    """What names a rank's slab of these items under this plan."""
+    """Return a 63-bit number that identifies a rank's slab of these items under this plan."""
     said = f"{items.fingerprint()} {plan.hash} {rank} {tier}"
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "big") >> 1
 
 
 def _cache_name(items: Items, key: int) -> str:
+    """Return the file name of a cache, which begins with a hash of the data."""
     data = hashlib.sha256(items.fingerprint().encode()).hexdigest()[:8]
     return f"ensemble_ml-{data}-{key:016x}.cache"
 
 
 def _remove_stale(folder: Path, names: Collection[str], room: int) -> None:
-    """Remove caches in `folder` that no process uses and that are not of this run's ranks.
+    """Remove caches in `folder` that no process uses and that do not belong to the ranks of this run.
 
-    Those of the same data under another plan go at once; those of other data, which another loader of the next run may
-    want, where less than `room` bytes are free, the oldest first.
+    Caches of the same data under another plan are removed at once. Caches of other data may be of use to another loader
+    of the next run; they are removed, the oldest first, only while less than `room` bytes are free.
     """
     mine = next(iter(names)).rsplit("-", 1)[0]
     found: list[Path] = []
-    with suppress(OSError):  # a folder that cannot be entered is told where the slab is made
+    with suppress(OSError):  # a folder that cannot be read is reported when the slab is made
         found = sorted(folder.glob("ensemble_ml-*.cache"), key=_last_written) if folder.is_dir() else []
     for path in found:
         if path.name in names:
             continue
-        with suppress(OSError), open(path, "rb") as file:  # in use, somebody else's, or gone meanwhile
+        with suppress(OSError), open(path, "rb") as file:  # locked, owned by another user, or already gone
             if not path.name.startswith(f"{mine}-") and shutil.disk_usage(folder).free >= room:
                 continue
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -220,7 +244,7 @@ def _remove_stale(folder: Path, names: Collection[str], room: int) -> None:
 
 
 def _last_written(path: Path) -> float:
-    """When it was last written; 0 for one that is gone meanwhile."""
+    """Return the time of the last write, or 0 for a file that is already gone."""
     try:
         return path.stat().st_mtime
     except OSError:
