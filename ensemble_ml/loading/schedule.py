@@ -1,6 +1,7 @@
-"""Every batch of a training run in the order in which it is used: steps, and the validations between them.
+"""List every batch of a training run in the order of use: the training steps, and the validations between them.
 
-All of it follows from seed, dates and settings, the same on every rank, so that what is read can be planned.
+The schedule follows from the seed, the dates and the settings alone, so it is the same on every rank, and all reads can
+be planned from it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ Shares = tuple[tuple[Draw, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What all ranks use at one time: the shares of one global batch, or of a round of validation batches.
+    """One slot of the schedule: what all ranks use at the same time.
 
-    `shares` has one entry a data coordinate; one that is empty in training has a `stand_in`, which weighs nothing.
-    `step` counts the optimizer steps done before it.
+    It holds the shares of one global training batch, or one round of validation batches.
+
+    Attributes:
+        step: Number of optimizer steps done before it.
+        validation: Whether it belongs to a validation.
+        shares: Samples of each data coordinate. A share may be empty.
+        stand_in: Sample that a data coordinate with an empty share of a training batch reads instead. It has weight
+            zero.
     """
 
     step: int
@@ -29,26 +36,26 @@ class Turn:
     stand_in: Draw | None = None
 
     def read_by(self, coordinate: int) -> tuple[Draw, ...]:
-        """The samples that the ranks at a data coordinate read."""
+        """Return the samples that the ranks at a data coordinate read."""
         own = self.shares[coordinate]
         return own if own or self.stand_in is None else (self.stand_in,)
 
     def idle(self, coordinate: int) -> bool:
-        """Whether what they read is a stand-in."""
+        """Return whether the ranks at a data coordinate read a stand-in of weight zero."""
         return not self.shares[coordinate] and self.stand_in is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The turns of a run.
+    """The turns of a run, in order.
 
     Args:
-        batches: of all ranks together; its start and end are those of the schedule.
-        validation: batches of a validation, in order; they are dealt out to the data coordinates one by one.
-        validate_every: steps between validations; one more follows the last step.
-        validate_first: whether the run begins with a validation.
-        parts: data coordinates.
-        holders: (F,) the data coordinate that each training date should rather go to; None keeps the order's own.
+        batches: Global training batches; the schedule covers its first to its last step.
+        validation: Batches of one validation, in order. They are dealt out to the data coordinates one by one.
+        validate_every: Number of steps between validations. One more validation follows the last step.
+        validate_first: Whether the run begins with a validation.
+        parts: Number of data coordinates.
+        holders: (F,) data coordinate to which each training date should go if possible; None keeps the order's own.
     """
 
     batches: Batches
@@ -64,23 +71,30 @@ class Schedule:
             yield from self._validation(first)
         for step in range(first, last):
             shares = tuple(map(tuple, self.batches.draws(step, self.parts, self.holders)))
+            # A rank with an empty share still takes part in every collective operation, so it reads a stand-in.
             yield Turn(step, False, shares, None if all(shares) else self.batches.stand_in(step))
             if step + 1 == last or (step + 1) % self.validate_every == 0:
                 yield from self._validation(step + 1)
 
     def _validation(self, step: int) -> Iterator[Turn]:
+        """Yield the rounds of one validation. The last round may be shorter than the number of data coordinates."""
         for first in range(0, len(self.validation), self.parts):
             dealt = [tuple(group) for group in self.validation[first : first + self.parts]]
             yield Turn(step, True, (*dealt, *[()] * (self.parts - len(dealt))))
 
     @property
     def dates(self) -> np.ndarray:
-        """Indices of all start dates that are read, ascending."""
+        """Return the indices of all start dates that are read, ascending."""
         validated = [draw.date for group in self.validation for draw in group]
         return np.unique(np.concatenate([self.batches.dates, np.asarray(validated, int)]))
 
     def homes(self) -> np.ndarray:
-        """The data coordinate that holds each of `dates`: the one that would use it first, so shares are even."""
+        """Return the data coordinate that holds each of `dates`, as one number for each of them.
+
+        For a training date it is the coordinate that uses the date in epoch 0 when every batch is cut in its own order.
+        For other dates it is the coordinate that reads the date first in a validation. The shares of a batch are of
+        equal length (to within one), so the coordinates hold about equally many training dates.
+        """
         found: dict[int, int] = {}
         order = self.batches.order
         for step in range(order.steps_per_epoch):

@@ -1,8 +1,11 @@
-"""Packed units of one rank as its plan says: from its caches, from other ranks, or from slow storage.
+"""Hold the packed units of one rank as its plan says.
 
-What a turn reads and a cache shall hold is at hand in memory (`_coming`) until all ranks have passed the turn; only
-then is it written to the caches, in the order of the plan, over what the plan drops. So nobody's pages are written over
-while they are read. What no cache holds is let go when the last of its users has had it.
+A unit comes from the caches of this rank, from another rank, or from slow storage.
+
+A unit that a turn reads and a cache shall keep first stays in memory (`_coming`) until all ranks have passed the turn.
+Only then is it written to the cache, in the order of the plan, over the units that the plan drops. No page is therefore
+overwritten while another rank reads it. A unit that no cache keeps is released when the last of its users has received
+it.
 """
 
 from __future__ import annotations
@@ -27,31 +30,32 @@ log = logging.getLogger(__name__)
 
 
 class Others(Protocol):
-    """The way to units that other ranks hold."""
+    """The interface to units that other ranks hold."""
 
     def get(self, holder: int, use: int) -> np.ndarray | None:
-        """What a use needs, from its holder; None where it cannot be had there."""
+        """Return the unit that a use needs, from its holder; None where it cannot be had."""
 
 
 class Alone:
-    """No other rank."""
+    """The null object for a run of one rank: there is no other rank to ask."""
 
     def get(self, holder: int, use: int) -> np.ndarray | None:
-        """Nothing can be had."""
+        """Return None: there is no other rank."""
         return None
 
 
 class UnitCache:
-    """The units that one rank reads, holds and gives; any thread may ask.
+    """The units that one rank reads, holds and serves. Any thread may ask.
 
     Args:
-        plan: the fate of every use.
-        rank: which of its ranks this is.
-        units: on slow storage.
-        folder: of the cache on local disk; needed where the plan gives it room.
+        plan: Plan of every use.
+        rank: This rank.
+        units: The units on slow storage.
+        folder: Folder of the cache on local disk; required where the plan gives it capacity.
+        timeline: Record of what the threads do and when.
 
     Raises:
-        UserError: the folder cannot be used.
+        UserError: The folder cannot be used.
     """
 
     def __init__(
@@ -74,19 +78,19 @@ class UnitCache:
         self._turn = plan.trace.turn.tolist()
         owner = plan.home[plan.trace.unit] if len(plan.trace.unit) else plan.trace.unit
         self._kept = np.flatnonzero(plan.keep & (owner == rank)).tolist()
-        self._next = 0  # among `_kept`: what is before it has been written or dropped
+        self._next = 0  # index into `_kept`: uses before it have been written or skipped
         self._passed = -1
         self._coming: dict[int, Future[np.ndarray]] = {}
-        self._waited_for: dict[int, int] = {}  # use that no cache holds -> users that have not had it
+        self._waited_for: dict[int, int] = {}  # use that no cache keeps -> users that still wait for it
         self._resident: dict[int, tuple[int, Extents]] = {}
         self._reading: dict[int, tuple[int, float]] = {}  # thread -> unit and since when
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def obtain(self, use: int) -> np.ndarray:
-        """The packed unit that a use of this rank needs.
+        """Return the packed unit that a use of this rank needs.
 
         Raises:
-            UserError: slow storage does not give it.
+            UserError: Slow storage does not deliver it.
         """
         plan, unit = self.plan, int(self.plan.trace.unit[use])
         size = int(plan.sizes[unit])
@@ -103,24 +107,32 @@ class UnitCache:
         return self.again(unit)
 
     def again(self, unit: int) -> np.ndarray:
-        """A unit from slow storage that the plan has elsewhere: its holder is gone, or what it has is damaged."""
+        """Read a unit from slow storage although the plan has it elsewhere, and count it as a fallback.
+
+        This happens where its holder is gone, or where the copy that the holder has is damaged.
+        """
         self.counters.add(fallback=int(self.plan.sizes[unit]))
         return self._read(unit)
 
     def own(self, use: int) -> np.ndarray:
-        """What a use of any rank needs, of which this one is the holder."""
+        """Return the unit of a use of any rank, of which this rank is the holder."""
         return self._own(use)[0]
 
     def _own(self, use: int) -> tuple[np.ndarray, bool]:
-        """That, and whether it was held, or on its way: not so where a full disk has kept nothing."""
+        """Return the unit, and whether it was in a cache or on its way into one.
+
+        The second value is False where a full disk kept the unit from being stored, so it was read again.
+        """
         brought = int(self.plan.source[use])
         unit = int(self.plan.trace.unit[use])
+        # Several threads may want the same unit. The first one puts a future into `_coming` and reads; the others wait
+        # for it.
         with self._lock:
             coming = self._coming.get(brought)
             place = self._resident.get(brought) if coming is None else None
             mine = coming is None and place is None
             if mine and self._turn[brought] <= self._passed and brought != use:
-                brought = -1  # it should be here and is not: the disk was full
+                brought = -1  # the plan has it in a cache, but the disk was full
             elif mine and self._shared(brought):
                 self._coming[brought] = Future()
         if place is not None:
@@ -134,7 +146,11 @@ class UnitCache:
         return data, brought >= 0
 
     def _answered(self, use: int) -> None:
-        """One more of its users has what a use reads. Turns of a validation pass together, and it may be large."""
+        """Count that one more user has received a unit that no cache keeps, and release the unit after the last one.
+
+        The turns of a validation are passed together, and a validation may be large. Its units must not all stay until
+        then.
+        """
         with self._lock:
             left = self._waited_for.get(use, len(self.plan.users(use))) - 1
             self._waited_for[use] = left
@@ -143,11 +159,12 @@ class UnitCache:
                 self._coming.pop(use, None)
 
     def _shared(self, use: int) -> bool:
-        """Whether what a use reads is wanted by somebody else too: a cache, or another rank."""
+        """Return whether anybody else wants the unit that a use reads: a cache, or another rank."""
         users = self.plan.users(use)
         return bool(self.plan.keep[use]) or len(users) > 1 or self.rank not in users
 
     def _bring(self, use: int, unit: int) -> np.ndarray:
+        """Read a unit and give it, or the error, to all threads that wait for it."""
         coming = self._coming.get(use)
         try:
             data = self._read(unit)
@@ -160,6 +177,7 @@ class UnitCache:
         return data
 
     def _read(self, unit: int) -> np.ndarray:
+        """Read a unit from slow storage into new memory."""
         me, began = threading.get_ident(), time.monotonic()
         data = np.empty(int(self.plan.sizes[unit]), np.uint8)
         self._reading[me] = unit, began
@@ -172,14 +190,17 @@ class UnitCache:
         return data
 
     def where(self, use: int) -> tuple[int, Extents] | None:
-        """Tier and place of what a use needs, where a cache of this rank has it already."""
+        """Return tier and place of the unit of a use, or None where no cache of this rank holds it yet."""
         with self._lock:
             return self._resident.get(int(self.plan.source[use]))
 
     def passed(self, turn: int) -> None:
-        """All ranks have what they need of `turn` and those before it: bring the caches to where the plan is then."""
+        """Bring the caches up to date once all ranks have what they need of `turn` and those before it.
+
+        If another thread is doing so, this call does nothing; the next call catches up.
+        """
         if turn <= self._passed or not self._writing.acquire(blocking=False):
-            return  # another thread is at it, and the next call does what has come since
+            return
         try:
             while self._next < len(self._kept) and self._turn[self._kept[self._next]] <= turn:
                 self._keep(self._kept[self._next])
@@ -194,6 +215,7 @@ class UnitCache:
             self._writing.release()
 
     def _keep(self, use: int) -> None:
+        """Drop what the plan drops at a use, and write the unit that the use has read into its tier."""
         with self._lock:
             gone = [self._resident.pop(old) for old in self.plan.dropped(use) if old in self._resident]
             coming = self._coming.get(use)
@@ -207,14 +229,17 @@ class UnitCache:
         if kept is not None:
             with self._lock:
                 self._resident[use] = tier, kept
-                del self._coming[use]  # it would be there twice, and with it all of a validation
+                del self._coming[use]  # else all units of a validation would be in memory twice
 
     def slowest(self) -> tuple[str, float] | None:
-        """What slow storage has been asked for longest and has not given, and for how many seconds."""
+        """Return the name of the unit that has been read for longest, and for how many seconds.
+
+        None stands for no read in progress.
+        """
         under_way = sorted(self._reading.copy().values(), key=lambda read: read[1])
         return (self.units.name(under_way[0][0]), time.monotonic() - under_way[0][1]) if under_way else None
 
     def close(self) -> None:
-        """Give back memory and files."""
+        """Free memory and files."""
         for arena in self.arenas.values():
             arena.close()

@@ -1,8 +1,8 @@
-"""Packed units between ranks: out of the other's memory on one node, over TCP between nodes.
+"""Exchange packed units between ranks: through shared memory on one node, over TCP between nodes.
 
-A rank asks the holder for what a use needs; the holder reads it from slow storage if it has not yet. On one node the
-answer may be a place in the holder's memory, which the asker copies from. A peer that dies, is late or sends damaged
-bytes is a miss: the unit comes from slow storage, and is counted as such.
+A rank asks the holder for the unit of a use. The holder reads it from slow storage if it has not done so yet. On the
+same node the answer may be a place in the holder's memory, from which the asking rank copies the unit. If a peer dies,
+is late or sends damaged bytes, the unit is read from slow storage and counted as a fallback.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 _REQUEST = struct.Struct("!q?")  # use, whether the asker is on this node
 _REPLY = struct.Struct("!BIq")  # what follows, crc32c of the unit, bytes that follow
 _NOTHING, _BYTES, _PLACE = range(3)
-_LONGEST = 1 << 20  # bytes in which a place is told: of a few extents
-_SECONDS = 60.0  # without a byte, after which a peer is late, and storage is read instead
+_LONGEST = 1 << 20  # bytes of an answer that names a place, which is a list of a few extents
+_SECONDS = 60.0  # seconds without a byte after which a peer is late, and storage is read instead
 
 
 class UnitPeers:
-    """The way to all other ranks of a plan (implements `ensemble_ml.loading.unit_cache.Others`).
+    """The connections to all other ranks of a plan (implements `ensemble_ml.loading.unit_cache.Others`).
 
     Args:
-        cache: of this rank.
-        gather: brings the bytes of every rank of the plan to all.
-        host: under which other nodes reach this one.
-        node: a name that ranks share only where they share memory.
-        number: this rank's in the job, where that is not its number in the plan.
+        cache: Cache of this rank.
+        gather: All-gather of bytes over the ranks of the plan.
+        host: Name under which other nodes reach this one.
+        node: Name that ranks share only where they share memory.
+        number: Number of this rank in the job, where it differs from its number in the plan. Messages use it.
 
     Raises:
-        UserError: ranks have planned different runs.
+        UserError: Ranks have planned different runs.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class UnitPeers:
         self._lock = threading.Lock()
 
     def _answer(self, connection: socket.socket, use: int, near: bool) -> None:
+        """Answer another rank that asks for the unit of a use."""
         try:
             data = self._cache.own(use)
-        except UserError as error:  # the asker reads slow storage itself, and says what is wrong with it
+        except UserError as error:  # the asking rank reads slow storage itself and reports the error
             log.warning("loading: use %d cannot be served: %s", use, error)
             connection.sendall(_REPLY.pack(_NOTHING, 0, 0))
             return
@@ -80,7 +81,10 @@ class UnitPeers:
             connection.sendall(told)
 
     def get(self, holder: int, use: int) -> np.ndarray | None:
-        """What a use needs from `holder`; None where it is dead, late or refuses, or what it sends is damaged."""
+        """Return the unit of a use from its holder.
+
+        None stands for a holder that is dead, late or refuses, and for an answer that is damaged.
+        """
         if self._wire.silent(holder):
             return None
         try:
@@ -92,6 +96,11 @@ class UnitPeers:
             return None
 
     def _ask(self, holder: int, use: int) -> np.ndarray | None:
+        """Ask the holder for the unit of a use; return None where it has none or the bytes are damaged.
+
+        Raises:
+            OSError: The connection failed, or the answer cannot come from a rank of this run.
+        """
         question = _REQUEST.pack(use, self._shared(holder))
         connection, (kind, expected, size) = self._wire.ask(holder, question, _REPLY)
         if kind == _NOTHING:
@@ -113,7 +122,7 @@ class UnitPeers:
         return None
 
     def _shared(self, holder: int) -> bool:
-        """Whether the holder's memory can be opened."""
+        """Return whether the memory of the holder can be opened on this node."""
         if not self._wire.near(holder):
             return False
         try:
@@ -122,18 +131,23 @@ class UnitPeers:
             return False
 
     def _file(self, holder: int, tier: int) -> int:
+        """Return a descriptor of the holder's cache file in a tier, or -1 where it cannot be opened."""
         with self._lock:
             if (holder, tier) not in self._files:
                 try:
                     path, _, known = self._wire.addresses[holder].memory[str(tier)].rpartition("@")
                     self._files[holder, tier] = _opened(path, known)
-                except OSError as error:  # another user's, or /proc is closed: TCP works too
+                except OSError as error:  # another user's file, or /proc is not accessible: the units travel over TCP
                     log.info("loading: memory of rank %d cannot be shared (%s): its units are sent", holder, error)
                     self._files[holder, tier] = -1
             return self._files[holder, tier]
 
     def close(self) -> bool:
-        """End all connections; nobody may ask any more. False where some read of storage goes on for another rank."""
+        """End all connections, after which no rank may ask any more.
+
+        Returns:
+            False if a read of storage for another rank is still in progress.
+        """
         for file in self._files.values():
             if file >= 0:
                 os.close(file)
@@ -141,7 +155,11 @@ class UnitPeers:
 
 
 def _identity(file: int) -> str:
-    """Device and inode of an open file: they differ where a path leads elsewhere, in a process space of its own."""
+    """Return device and inode of an open file.
+
+    Containers may have a process namespace of their own, in which the same path leads to another file. The identity
+    differs then.
+    """
     facts = os.fstat(file)
     return f"{facts.st_dev}.{facts.st_ino}"
 
@@ -150,7 +168,7 @@ def _opened(path: str, known: str) -> int:
     """Open the file at `path`.
 
     Raises:
-        OSError: it cannot be opened, or is another than the one with the identity `known`.
+        OSError: It cannot be opened, or its identity is not `known`.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     if _identity(file) != known:

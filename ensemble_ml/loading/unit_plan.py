@@ -1,12 +1,16 @@
-"""Who reads, holds and drops each packed unit of a training run, decided before the first read.
+"""Plan which rank reads, holds and drops each packed unit of a training run, before the first read.
 
-A run shows a random subset of members of each start date, and its validation dates again and again, so units are used
-at irregular times: Belady's rule with bypass (`replacement.py`) reads the least from slow storage that a cache of the
-given size can. Where every unit is used once an epoch, holding any of them for good is as good and moves nothing.
-Every start date has a home among the ranks, and only the home keeps its units, so none is held twice; the homes decide
-apart, each for the units that it may keep.
+A run shows a random subset of members of each start date, and reads its validation dates again and again. Units are
+therefore used at irregular times. Belady's rule with bypass (`replacement.py`) reads the fewest bytes from slow storage
+that a cache of the given size allows. Where every unit is used exactly once an epoch, a cache that never changes is
+equally good and moves nothing.
 
-A pure function of the trace, the same on every rank. Axes: A uses, U units, P ranks.
+Every start date has a home among the ranks. Only the home keeps the units of the date, so no unit is held twice. Each
+home decides by itself about the units that it may keep.
+
+The plan is a pure function of the trace, so it is the same on every rank.
+
+Axes: A uses, U units, P ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +28,19 @@ from ensemble_ml.loading.replacement import Decisions, decide, next_uses
 from ensemble_ml.loading.schedule import Turn
 from ensemble_ml.loading.units import Units
 
-PAGE = mmap.PAGESIZE  # what a cache gives out: the plan counts in these
-_MOST = 3_000_000  # uses beyond which the exact rule would take longer than half a minute
+PAGE = mmap.PAGESIZE  # a cache allocates whole pages, so the plan counts in pages
+_MOST = 3_000_000  # number of uses beyond which Belady's rule would take longer than half a minute
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Uses in the order of the global batches: the turn, the unit, and the data coordinate that uses it; (A,) each."""
+    """The uses of a run in the order of the global batches: three arrays (A,).
+
+    Attributes:
+        turn: Position of the turn in the schedule.
+        unit: Number of the unit.
+        user: Data coordinate that uses it.
+    """
 
     turn: np.ndarray
     unit: np.ndarray
@@ -50,7 +60,10 @@ class Trace:
 
     @property
     def regular(self) -> bool:
-        """Whether every unit comes once in each round: then no cache does better than one that never changes."""
+        """Return whether every unit is used exactly once in each round.
+
+        No cache then does better than one that never changes.
+        """
         distinct = len(np.unique(self.unit))
         if not distinct or len(self.unit) % distinct:
             return False
@@ -60,16 +73,16 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class UnitPlan:
-    """The fate of every use.
+    """A plan of every use: where the unit comes from, and what the caches keep and drop.
 
     Args:
-        trace: of the run, from where it starts.
+        trace: Uses of the run, from the step at which it starts.
         sizes: (U,) bytes of each unit.
-        home: (U,) the rank that may hold each unit.
-        room: bytes of cache on each rank.
-        columns: ranks of one data coordinate that read the same rows (those along longitude); rank
-            `user * columns + column` of P.
-        ranks: P.
+        home: (U,) the only rank that may hold each unit.
+        room: Cache capacity of each rank.
+        columns: Number of ranks of one data coordinate that read the same rows (the ranks along longitude). Their
+            numbers are `user * columns + column`.
+        ranks: Number of ranks, P.
     """
 
     trace: Trace
@@ -81,7 +94,7 @@ class UnitPlan:
 
     @property
     def hash(self) -> str:
-        """16 hex digits: ranks with equal hashes have planned the same run."""
+        """Return 16 hex digits that are equal on ranks that have planned the same run."""
         digest = hashlib.sha256(repr((self.room, self.columns, self.ranks)).encode())
         for array in (self.trace.turn, self.trace.unit, self.trace.user, self.sizes, self.home):
             digest.update(np.ascontiguousarray(array, "<i8").tobytes())
@@ -89,18 +102,27 @@ class UnitPlan:
 
     @property
     def exact(self) -> bool:
-        """Whether the least possible is read; too long a run holds what it uses most, unchanged."""
+        """Return whether the plan reads the fewest possible bytes.
+
+        A run with too many uses holds the units that it uses most, without ever changing them.
+        """
         return len(self.trace.unit) <= _MOST or self.trace.regular
 
     @cached_property
     def _fate(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, list[int]]]:
-        """Of each use: the use that read it in (itself where it is read), the tier, whether it is kept; and drops."""
+        """Compute what happens at each use.
+
+        Returns:
+            The use that brings in the unit (the use itself where the unit is read), the tier, whether the unit is kept
+                (each (A,)), and the drops by use.
+        """
         count = len(self.trace.unit)
         source, tier = np.arange(count), np.full(count, STORAGE, np.uint8)
         keep = np.zeros(count, bool)
         dropped: dict[int, list[int]] = {}
         owner = self.home[self.trace.unit] if count else np.zeros(0, np.int64)
         static = self.trace.regular or count > _MOST
+        # The homes hold disjoint sets of units, so each cache is planned by itself.
         for rank in range(self.ranks):
             uses = np.flatnonzero(owner == rank)
             chunks = self.trace.unit[uses]
@@ -112,41 +134,62 @@ class UnitPlan:
 
     @property
     def source(self) -> np.ndarray:
-        """(A,) the use that brings in what this use needs: itself where it comes from slow storage."""
+        """Return the use that brings in what each use needs, (A,).
+
+        It is the use itself where the unit comes from slow storage.
+        """
         return self._fate[0]
 
     @property
     def tier(self) -> np.ndarray:
-        """(A,) STORAGE, or the tier (RAM, DISK) that the use finds its unit in; of one that is kept, where it goes."""
+        """Return the tier of each use, (A,).
+
+        It is the tier (RAM, DISK) in which the use finds its unit, or into which a unit that was read is put. It is
+        STORAGE for a unit that is read and not kept.
+        """
         return self._fate[1]
 
     @property
     def keep(self) -> np.ndarray:
-        """(A,) whether what is read stays in a cache."""
+        """Return whether a unit that is read at each use stays in a cache, (A,) bool."""
         return self._fate[2]
 
     @property
     def hit(self) -> np.ndarray:
-        """(A,) whether a cache has it."""
+        """Return whether a cache holds the unit of each use, (A,) bool."""
         return self.source != np.arange(len(self.source))
 
     def dropped(self, use: int) -> Sequence[int]:
-        """What the home drops before it keeps what `use` has read: the uses that had brought them in."""
+        """Return what the home drops before it keeps the unit that `use` has read.
+
+        Each drop is given by the use that had brought the unit in.
+        """
         return self._fate[3].get(use, ())
 
     @cached_property
     def holder(self) -> np.ndarray:
-        """(A,) the rank that reads the unit, or has it."""
+        """Return the rank that reads or holds the unit of each use, (A,).
+
+        A unit in a cache, or one that a cache will keep, belongs to its home. Other units are read by the ranks that
+        use them, spread over their columns.
+        """
         spread = self.trace.user * self.columns + self.trace.unit % self.columns
         return np.where(self.hit | self.keep, self.home[self.trace.unit], spread)
 
     def users(self, use: int) -> range:
-        """The ranks that use it."""
+        """Return the ranks that need the unit of a use."""
         first = int(self.trace.user[use]) * self.columns
         return range(first, first + self.columns)
 
     def traffic(self, rank: int | None = None) -> dict[str, int]:
-        """Bytes that a rank (None: all) takes from each tier: storage, ram, disk, peers; and `used`, their sum."""
+        """Count the bytes that a rank takes from each tier.
+
+        Args:
+            rank: Rank to count for; None counts for all ranks.
+
+        Returns:
+            Bytes by name: `storage`, `ram`, `disk`, `peers`, and `used`, the bytes that the ranks use in all.
+        """
         size, hit = self.sizes[self.trace.unit], self.hit
         ranks = range(self.ranks) if rank is None else [rank]
         found = dict.fromkeys(("storage", "ram", "disk", "peers", "used"), 0)
@@ -161,7 +204,7 @@ class UnitPlan:
         return found
 
     def held(self, rank: int) -> dict[int, int]:
-        """The most bytes that a rank holds in each tier at a time, in whole pages."""
+        """Return the most bytes that a rank holds in each tier at any time, in whole pages."""
         pages = (-(-np.asarray(self.sizes) // PAGE) * PAGE).tolist()
         unit, tier = self.trace.unit.tolist(), self.tier.tolist()
         now, most = {RAM: 0, DISK: 0}, {RAM: 0, DISK: 0}
@@ -174,12 +217,12 @@ class UnitPlan:
 
 
 def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
-    """Hold what is used most, and of that what comes first, for good."""
+    """Choose the units that are used most, earlier ones first among equals, and hold them for the whole run."""
     distinct, first, count = np.unique(chunks, return_index=True, return_counts=True)
     order = np.lexsort((first, -count))
     chosen = distinct[order]
     held = np.zeros(len(sizes), bool)
-    for _ in range(2):  # once more for smaller ones behind the first that did not fit
+    for _ in range(2):  # the second pass takes smaller units behind the first one that did not fit
         fits = int(np.searchsorted(np.cumsum(sizes[chosen]), room, side="right"))
         held[chosen[:fits]] = True
         room -= int(sizes[chosen[:fits]].sum())
@@ -201,9 +244,10 @@ def _replay(
     keep: np.ndarray,
     dropped: dict[int, list[int]],
 ) -> None:
-    """Give each unit that one home keeps its tier, memory first, and write its fate into the arrays (A,).
+    """Assign each unit that one home keeps to a tier, memory first, and write its fate into the arrays (A,).
 
-    A unit that fits into both tiers together but into neither is not kept; drops are told at the next thing kept.
+    The decisions were made for the capacity of both tiers together. A unit that then fits into neither tier alone is
+    not kept. A drop is recorded at the next use at which a unit is kept, because only then its space is needed.
     """
     free = {RAM: room.ram, DISK: room.disk}
     brought: dict[int, int] = {}  # unit -> the use that brought it in

@@ -1,7 +1,8 @@
-"""The packed pieces that a training run reads of a store: one a start date and member, and one for a date's targets.
+"""Divide what a training run reads of a store into units: one for each member of a start date, and one for its targets.
 
-A unit is what always travels together: the chunks of all leads, variables and own rows of a member, as they lie on
-disk; or those of the truth and of the full ensemble's spread. It is read, kept, sent and counted as a whole.
+A unit is what always travels together. The unit of a member holds the chunks of all leads, variables and rows that this
+rank needs, as they lie on disk. The unit of the targets holds those of the truth and of the full ensemble's spread. A
+unit is read, kept, sent and counted as a whole.
 """
 
 from __future__ import annotations
@@ -20,34 +21,37 @@ from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import Shard, ShardFile, chunk_spans, runs
 from ensemble_ml.store.source import Part
 
-_THREADS = 8  # that read indexes: a request of slow storage is mostly waiting
+_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
 
 
 @dataclass(frozen=True)
 class Run:
-    """Bytes of a shard that lie one behind the other."""
+    """A contiguous range of bytes in a shard."""
 
-    shard: int  # among those of the date
+    shard: int  # index into the shards of the date
     offset: int
     size: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Date:
-    """The shards of one start date: path, size and index of each; and the runs of each of its units."""
+    """The shards of one start date (path, size and index of each), and the runs of each of its units."""
 
     shards: tuple[tuple[str, int, np.ndarray], ...]
     runs: tuple[tuple[Run, ...], ...]
 
 
 class Units:
-    """The units of `dates` that `reader` needs: numbers `slot * (N + 1) + member`, and N for a date's targets.
+    """The units that `reader` needs of the start dates `dates`.
 
-    `sizes` (U,) are their packed bytes. Opening reads the index of every shard and the factors of every field, which
-    stay in memory.
+    Unit `slot * (N + 1) + member` belongs to a member of the date at position `slot`, where N is the number of members
+    of the full ensemble. The last one of each date, with `member` = N, holds the targets. `sizes` (U,) are the packed
+    bytes.
+
+    Opening reads the index of every shard and the packing factors of every field, and keeps both in memory.
 
     Raises:
-        UserError: the store lacks something, or a shard is damaged.
+        UserError: The store lacks something, or a shard is damaged.
     """
 
     def __init__(self, reader: Reader, dates: np.ndarray):
@@ -61,15 +65,15 @@ class Units:
         self.sizes = np.array([sum(run.size for run in unit) for date in self._found for unit in date.runs], np.int64)
 
     def of(self, draw: Draw) -> np.ndarray:
-        """Numbers of the units of a sample."""
+        """Return the numbers of the units of a sample: those of its members, then that of its targets."""
         slot = int(np.searchsorted(self.dates, draw.date))
         return slot * self.each + np.append(draw.members, self.each - 1)
 
     def read(self, unit: int, out: memoryview) -> None:
-        """Fill `out` with a unit's bytes, from slow storage; any thread may call it.
+        """Fill `out` with the bytes of a unit from slow storage. Any thread may call it.
 
         Raises:
-            UserError: a file is missing or cut short, or the store was replaced.
+            UserError: A file is missing or cut short, or the store was replaced.
         """
         date = self._found[unit // self.each]
         start, shard, opened = 0, None, -1
@@ -88,11 +92,16 @@ class Units:
         self.store.check_same()
 
     def reads(self, unit: int) -> int:
-        """Requests of slow storage that a unit takes."""
+        """Return the number of requests to slow storage that a unit takes."""
         return len(self._found[unit // self.each].runs[unit % self.each])
 
     def over(self, draw: Draw, packed: Sequence[np.ndarray]) -> Reader:
-        """A reader of one sample whose units (those of `of`, in that order) are in memory."""
+        """Return a reader of one sample whose units are in memory.
+
+        Args:
+            draw: The sample.
+            packed: Bytes of its units, in the order of `of`.
+        """
         units = self.of(draw)
         date = self._found[int(units[0]) // self.each]
         pieces: list[list[tuple[int, np.ndarray]]] = [[] for _ in date.shards]
@@ -105,12 +114,13 @@ class Units:
         return self.reader.over(self.store.through(shards.__getitem__))
 
     def name(self, unit: int) -> str:
-        """What messages call a unit: its largest file, and what of it."""
+        """Return the path of the shard that holds the longest run of a unit, for messages."""
         date = self._found[unit // self.each]
         largest = max(date.runs[unit % self.each], key=lambda run: run.size, default=Run(0, 0, 0))
         return date.shards[largest.shard][0]
 
     def _date(self, date: int) -> _Date:
+        """Find the byte ranges of all units of a start date."""
         shards: list[tuple[str, int, np.ndarray]] = []
         members: list[list[Run]] = [[] for _ in range(self.each)]
         for part in self._parts:
@@ -132,7 +142,7 @@ class Units:
 
 
 def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> list[tuple[int, np.ndarray]]:
-    """Chunks `numbers` of a shard by the unit that they belong to."""
+    """Group the chunks `numbers` of a shard by the unit to which they belong."""
     if part is not Part.FORECAST:
         return [(last, numbers)]
     member = np.unravel_index(numbers, spec.chunks)[0]
@@ -140,7 +150,7 @@ def _by_member(spec: ArraySpec, numbers: np.ndarray, part: Part, last: int) -> l
 
 
 class Pieces(Shard):
-    """A shard of which the index and some runs are in memory, as (offset, bytes)."""
+    """A shard of which the index and some runs are in memory, given as (offset, bytes)."""
 
     def __init__(self, path: str, size: int, index: np.ndarray, pieces: list[tuple[int, np.ndarray]]):
         self.path, self.size, self._index = path, size, index
@@ -148,7 +158,7 @@ class Pieces(Shard):
         self._offsets = [offset for offset, _ in self._pieces]
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes (size,) of the file from `start` on, in place where one run has them all."""
+        """Return `size` bytes of the file from `start` on, (size,) uint8; in place where one run holds them all."""
         if start == self.size - len(self._index):
             return self._index
         first = bisect_right(self._offsets, start) - 1
@@ -163,4 +173,4 @@ class Pieces(Shard):
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no file was opened."""
