@@ -1,6 +1,6 @@
-"""Batches for training (random dates and members) and for validation (fixed).
+"""Make the batches for training (random dates and members) and for validation (fixed dates and members).
 
-Axes: B date in a batch, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: B start date in a batch, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NewArray = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]  # memory for 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """One sample: a start date (an index into the store's) and the positions of the members that it shows."""
+    """One sample: a start date (an index into those of the store) and the positions of the members that it shows."""
 
     date: int
     members: np.ndarray
@@ -37,11 +37,16 @@ class Draw:
 
 @dataclass(eq=False)
 class Batch:
-    """Inputs, and targets at the predicted leads: (B, T_out, V, Z, Y, X) and (B, T_out, S, Y, X), NaN where absent.
+    """A batch of inputs and targets.
 
-    Targets are None where the model has no head for them. `target_spread_*` is NaN for a sample that shows all members:
-    its spread is the target itself, so it trains the distribution of the truth alone. A rank whose share of a short
-    batch is empty gets a sample without targets, `idle`: it weighs nothing, and the rank joins every exchange.
+    Targets stand at the predicted leads, (B, T_out, V, Z, Y, X) on pressure levels (`_p`) and (B, T_out, S, Y, X) at
+    the surface (`_s`), NaN where absent. They are None where the model has no head for them.
+
+    `target_spread_*` is NaN for a sample that shows all members. The spread of its inputs is the target itself, so such
+    a sample trains the distribution of the truth only.
+
+    A rank whose share of a short batch is empty gets a stand-in sample with NaN targets (`idle`). It has weight zero in
+    the loss, but the rank still takes part in every exchange between ranks.
     """
 
     inputs: EnsembleInput
@@ -53,7 +58,7 @@ class Batch:
     idle: bool = False
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32, *, non_blocking: bool = False) -> Batch:
-        """The same batch on another device, in another type."""
+        """Return the same batch on another device and in another type."""
         how = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
         moved: dict[str, Any] = {k: v.to(**how) for k, v in vars(self).items() if isinstance(v, Tensor)}  # type: ignore[call-overload]
         return Batch(self.inputs.to(**how), self.init_time, **moved, idle=self.idle)
@@ -63,18 +68,22 @@ class Batch:
 
 
 class Batches:
-    """The batches of global steps `start_step` to `steps` of a run; iterating twice gives the same ones twice.
+    """The training batches of the global steps `start_step` to `steps` of a run.
+
+    Iterating twice gives the same batches twice.
 
     Args:
-        reader: of the store.
-        dates: indices of the training dates.
-        batch_size: dates a step; the last batch of an epoch may be shorter.
-        seed: of dates and members (`order.py`).
-        sizes: how many members a sample may show.
-        share: (which, of how many) of the equal shares that each batch is cut into.
+        reader: Reader of the store.
+        dates: Indices of the training dates.
+        batch_size: Dates per step; the last batch of an epoch may be shorter.
+        seed: Seed of dates and members (`order.py`).
+        sizes: Numbers of members that a sample may show.
+        steps: Number of global steps of the whole run.
+        start_step: First global step.
+        share: (which, of how many) of the equal shares into which each batch is cut.
 
     Raises:
-        UserError: no date, or no size that leaves something to learn.
+        UserError: There is no date, or no size that leaves something to learn.
     """
 
     def __init__(
@@ -101,15 +110,22 @@ class Batches:
         return (self.batch(step) for step in range(self.start_step, self.steps))
 
     def batch(self, step: int) -> Batch:
-        """The batch of one global step (counted from 0), or this share of it."""
+        """Return this share of the batch of a global step.
+
+        Args:
+            step: Global step, from 0.
+        """
         draws = self.draws(step, self.share[1])[self.share[0]]
         idle = not draws
         return collate(self.reader, draws or [self.stand_in(step)], idle=idle)
 
     def draws(self, step: int, parts: int, holders: np.ndarray | None = None) -> list[list[Draw]]:
-        """The samples of one global step in `parts` shares, as equal as can be.
+        """Return the samples of a global step in `parts` shares, whose lengths differ by at most one.
 
-        `holders` (F,): the share that each training date should rather go to; None cuts the batch in its order.
+        Args:
+            step: Global step, from 0.
+            parts: Number of shares.
+            holders: (F,) share to which each training date should go if possible; None cuts the batch in its order.
         """
         epoch, samples = self.order.step(step)
         shares = np.array_split(samples, parts)
@@ -119,18 +135,33 @@ class Batches:
         return [[Draw(int(self.dates[s]), self.draw(epoch, int(s))) for s in share] for share in shares]
 
     def stand_in(self, step: int) -> Draw:
-        """What a rank reads whose share of a step is empty."""
+        """Return the sample that a rank reads if its share of a step is empty: the first one of the step."""
         epoch, samples = self.order.step(step)
         return Draw(int(self.dates[samples[0]]), self.draw(epoch, int(samples[0])))
 
     def draw(self, epoch: int, sample: int) -> np.ndarray:
-        """Members that a sample shows: of those that its date has whole."""
+        """Draw the members that a sample shows, among those that are complete on its date.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            sample: Position of the date among the training dates.
+
+        Returns:
+            (size,) positions of members, ascending.
+        """
         there = self.reader.available(int(self.dates[sample]))
         sizes = [size for size in self.sizes if size <= len(there) - self._spare]
         return member_subset(self.order.seed, epoch, sample, self.reader.full_size, sizes, there)
 
     def _usable(self, sizes: Sequence[int]) -> list[int]:
-        """With a spread head alone, samples of all members would teach nothing: they are not drawn."""
+        """Return the sizes that leave something to learn.
+
+        With a spread head alone, samples that show all members would teach nothing, because their spread is the target.
+        They are not drawn.
+
+        Raises:
+            UserError: No size is left.
+        """
         most = self.reader.full_size - self._spare
         allowed = [size for size in sizes if size <= most]
         if not allowed:
@@ -150,9 +181,14 @@ def fixed_batches(
     batch_size: int = 1,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Batches of `dates` in order, for validation: `members` are positions among the whole members of each date.
+    """Yield the validation batches of `dates`, in order.
 
-    `share`: (which, of how many) of the batches, dealt out one by one.
+    Args:
+        reader: Reader of the store.
+        dates: Indices of start dates.
+        members: Positions among the complete members of each date.
+        batch_size: Dates per batch.
+        share: (which, of how many) of the batches, which are dealt out one by one.
     """
     groups = fixed_draws(reader, dates, members, batch_size)[share[0] :: share[1]]
     return (collate(reader, group) for group in groups)
@@ -166,8 +202,17 @@ def batches_by_size(
     batch_size: int = 1,
     share: tuple[int, int] = (0, 1),
 ) -> Iterator[tuple[int, Batch]]:
-    """The `fixed_batches` of the first M members for each M of `sizes`, with their M: of the same dates one after the
-    other, for which these are read once."""
+    """Yield the `fixed_batches` of the first M members, for each M in `sizes`, together with M.
+
+    Batches of the same dates follow each other, so each date is read once for all sizes.
+
+    Args:
+        reader: Reader of the store.
+        dates: Indices of start dates.
+        sizes: Numbers of members, M.
+        batch_size: Dates per batch.
+        share: (which, of how many) of the batches, which are dealt out one by one.
+    """
     for group in fixed_draws(reader, dates, np.arange(max(sizes)), batch_size)[share[0] :: share[1]]:
         read = [_read_sizes(reader, draw, sizes) for draw in group]
         for size, samples in zip(sizes, zip(*read, strict=True), strict=True):
@@ -177,29 +222,36 @@ def batches_by_size(
 def fixed_draws(
     reader: Reader, dates: Iterable[int], members: Sequence[int] | np.ndarray, batch_size: int
 ) -> list[list[Draw]]:
-    """The samples of the batches of `fixed_batches`, before they are dealt out."""
+    """Return the samples of all batches of `fixed_batches`, before they are dealt out."""
     chosen = np.asarray(members)
     draws = [Draw(int(date), reader.available(int(date))[chosen]) for date in dates]
     return [draws[i : i + batch_size] for i in range(0, len(draws), batch_size)]
 
 
 def spare_members(spec: ModelSpec) -> int:
-    """Members of a date that no sample may show: one where only spread is learned, whose target all members make."""
+    """Return how many members of a date no sample may show.
+
+    It is one where only the spread is learned: the target is made of all members, so one must be held out. Otherwise it
+    is zero.
+    """
     return 0 if spec.config.postprocess else 1
 
 
 def collate(reader: Reader, draws: Sequence[Draw], *, idle: bool = False) -> Batch:
-    """Read the samples of a batch and put them together."""
+    """Read the samples of a batch and join them."""
     return join(reader, draws, [read_sample(reader, draw) for draw in draws], idle=idle)
 
 
 def read_sample(reader: Reader, draw: Draw) -> Arrays:
-    """Inputs and targets of one sample by name, without the axis B."""
+    """Read inputs and targets of one sample, by name and without the axis B."""
     return _read_sizes(reader, draw, [len(draw.members)])[0]
 
 
 def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays]:
-    """The same of the first members of a sample, of each of `sizes`; the targets are one memory."""
+    """Read a sample once, and return it with its first members, for each number in `sizes`.
+
+    All results share the memory of the targets.
+    """
     members, targets = reader.forecast(draw.date, draw.members), dict[str, np.ndarray]()
     for part, name, wanted in target_parts(reader.spec):
         if wanted:
@@ -209,14 +261,22 @@ def _read_sizes(reader: Reader, draw: Draw, sizes: Sequence[int]) -> list[Arrays
 
 
 def target_parts(spec: ModelSpec) -> tuple[tuple[Part, str, bool], ...]:
-    """Parts of the store that are targets, their names in a batch, and whether the model learns them."""
+    """Return the parts of the store that are targets, their names in a batch, and whether the model learns them."""
     return (Part.TRUTH, "truth", spec.config.postprocess), (Part.SPREAD, "target_spread", spec.config.spread)
 
 
 def join(
     reader: Reader, draws: Sequence[Draw], samples: Sequence[Arrays], *, idle: bool = False, new: NewArray | None = None
 ) -> Batch:
-    """Stack samples, into memory that `new` gives; the targets of an `idle` batch are NaN."""
+    """Stack samples to a batch.
+
+    Args:
+        reader: Reader of the store.
+        draws: The samples.
+        samples: Arrays of each sample by name.
+        idle: Whether the batch is a stand-in; its targets become NaN.
+        new: Function that returns memory for an array of the batch; None allocates it.
+    """
     spec = reader.spec
     counts = [len(draw.members) for draw in draws]
     stacked = {name: _stack(name, [sample[name] for sample in samples], max(counts), new) for name in samples[0]}
@@ -239,12 +299,16 @@ def join(
 
 
 def _hide(spec: ModelSpec, inputs: EnsembleInput, name: str, target: Tensor) -> Tensor:
-    """NaN, which weighs nothing, where no member given has a value: there is nothing to correct."""
+    """Set the target to NaN, which has weight zero, where none of the input members has a value.
+
+    There is no forecast to correct at such points.
+    """
     mean = inputs.mean_p if name.endswith("_p") else inputs.mean_s
     return torch.where(torch.isnan(mean[:, spec.lead_positions]), torch.nan, target)
 
 
 def _inputs(reader: Reader, fields: Fields) -> dict[str, np.ndarray]:
+    """Reduce the members of a sample to the inputs of the model, by name."""
     found: dict[str, np.ndarray] = {}
     for suffix, values in (("p", fields.pressure), ("s", fields.surface)):
         found[f"mean_{suffix}"], found[f"spread_{suffix}"] = reader.reduce(values)
@@ -258,6 +322,7 @@ def _inputs(reader: Reader, fields: Fields) -> dict[str, np.ndarray]:
 
 
 def _stack(name: str, arrays: list[np.ndarray], most: int, new: NewArray | None) -> Tensor:
+    """Stack one array of all samples along a new first axis; members are filled up to `most`."""
     if name.startswith("members_"):
         arrays = [filled(values, most) for values in arrays]
     if new is None:
@@ -267,7 +332,7 @@ def _stack(name: str, arrays: list[np.ndarray], most: int, new: NewArray | None)
 
 
 def filled(members: np.ndarray, most: int) -> np.ndarray:
-    """Zeros behind the members, up to `most`."""
+    """Append zeros to the members (M, ...) up to `most`, so that samples of different sizes can be stacked."""
     found = np.zeros((most, *members.shape[1:]), members.dtype)
     found[: len(members)] = members
     return found

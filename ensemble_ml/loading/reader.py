@@ -1,4 +1,4 @@
-"""Reads what a model needs of one start date, and reduces members to mean and spread.
+"""Read what a model needs of one start date, and reduce members to mean and spread.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -21,10 +21,14 @@ Span = tuple[int, int]
 
 
 class Reader:
-    """Fields of `source` in the order of `spec`; safe to use from several threads.
+    """A reader of the fields of `source` in the order of `spec`. Several threads may use it.
 
-    `window`: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
-    `zeros`: places (lead, surface variable) that are zero without being stored.
+    Args:
+        source: Tensor store or archive.
+        spec: Fields that the model needs.
+        window: ((first, last + 1) row, (first, last + 1) column) of the part of the grid that is read; None takes all.
+
+    The attribute `zeros` lists the places (lead, surface variable) whose value is zero without being stored.
     """
 
     def __init__(self, source: Source, spec: ModelSpec, *, window: tuple[Span, Span] | None = None):
@@ -39,14 +43,14 @@ class Reader:
         self._there: dict[int, np.ndarray] = {}
 
     def over(self, source: Source) -> Reader:
-        """The same reader of another way to the same fields."""
-        other = copy.copy(self)  # it shares what is known of the members
+        """Return the same reader on another source of the same fields."""
+        other = copy.copy(self)  # both share the cache of `available`
         other.source = source
         return other
 
     @property
     def full_size(self) -> int:
-        """N, the number of members that the source holds."""
+        """Return the number of members that the source holds, N."""
         return self.members
 
     def forecast(
@@ -57,12 +61,21 @@ class Reader:
         strict: bool = True,
         leads: tuple[int, ...] | None = None,
     ) -> Fields:
-        """Members at positions `members` for the input leads: (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X).
+        """Read members at the input leads.
 
-        NaN stands at points of `spec.masked` variables that have no value. `leads`: some of them, where not `strict`.
+        Args:
+            date: Index of the start date.
+            members: Positions of the members.
+            strict: Whether missing fields and values are errors.
+            leads: Some of the input leads, only where not `strict`; None takes all.
+
+        Returns:
+            Fields (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X) float32. They are NaN at points of variables in
+                `spec.masked` that have no value.
 
         Raises:
-            UserError: a field is missing, or a value NaN or infinite where its variable has no mask, and `strict`.
+            UserError: In strict mode, a field is missing, or a value is infinite, or NaN where its variable has no
+                mask.
         """
         positions = np.asarray(members)
         fields = self._read(Part.FORECAST, date, positions, leads)
@@ -72,7 +85,10 @@ class Reader:
         return fields
 
     def available(self, date: int) -> np.ndarray:
-        """Positions of the members that have all input fields on a date, ascending; no field is read for it."""
+        """Return the positions of the members that have all input fields on a date, ascending.
+
+        No field is read for this. The result is cached.
+        """
         date = int(date)
         if date not in self._there:
             whole = np.ones(self.members, bool)
@@ -82,10 +98,15 @@ class Reader:
         return self._there[date]
 
     def usable(self, dates: Iterable[int], least: int, what: str) -> np.ndarray:
-        """Those of `dates` that have `least` members or more with all input fields; the others are logged.
+        """Return those of `dates` on which at least `least` members have all input fields; log the others.
+
+        Args:
+            dates: Indices of start dates.
+            least: Number of members.
+            what: Name of the dates in messages.
 
         Raises:
-            UserError: none is left; names the first field that is missing.
+            UserError: No date is left. The message names the first missing field.
         """
         dates = np.asarray(dates, int)
         good = np.array([len(self.available(date)) >= least for date in dates], bool)
@@ -100,7 +121,7 @@ class Reader:
         return dates[good]
 
     def _inputs_present(self, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which input fields are there: bool (M, T_in, V, Z) and (M, T_in, S)."""
+        """Return which input fields are there: bool (M, T_in, V, Z) and (M, T_in, S)."""
         layout, spec = self.source.layout, self.spec
         leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
         levels = [layout.levels.index(level) for level in spec.levels]
@@ -113,27 +134,39 @@ class Reader:
         return pressure[:, leads][:, :, upper][:, :, :, levels], surface
 
     def _first_gap(self, date: int) -> str:
+        """Name the first missing field of a date, for a message."""
         for there, names in zip(self._inputs_present(date), (self.spec.variables, self.spec.surface), strict=True):
             if not there.all():
                 return self._field_text(np.argwhere(~there)[0], names, date, np.arange(self.members)) + " is missing"
         return f"{iso(self.time(date))} has {len(self.available(date))} members"
 
     def target(self, part: Part, date: int) -> Fields:
-        """Truth, mean or spread at the predicted leads: (T_out, V, Z, Y, X) and (T_out, S, Y, X), NaN where absent."""
+        """Read the truth, or the ensemble's mean or spread, at the predicted leads.
+
+        Returns:
+            Fields (T_out, V, Z, Y, X) and (T_out, S, Y, X) float32, NaN where absent.
+        """
         fields = self._read(part, date)
         return Fields(fields.pressure[0], fields.surface[0])
 
     def time(self, date: int) -> np.datetime64:
-        """Start of `date` (an index into the source's dates)."""
+        """Return the init time of a date, given by its index."""
         return self.source.layout.init_time[date]
 
     def _leads(self, part: Part) -> tuple[int, ...]:
+        """Return the leads in hours that are read of a part."""
         return self.spec.leads_in if part is Part.FORECAST else self.spec.leads_out
 
     def selection(
         self, part: Part, members: Sequence[int] | np.ndarray | None = None, leads: tuple[int, ...] | None = None
     ) -> Selection:
-        """What is read of a part; `members` are positions, None takes all."""
+        """Return what is read of a part, in coordinate values.
+
+        Args:
+            part: Part of the source.
+            members: Positions of members; None takes all.
+            leads: Leads in hours; None takes those of the model.
+        """
         spec, (rows, _) = self.spec, self.window
         numbers = None if members is None else tuple(self.source.layout.realization[p] for p in members)
         return Selection(
@@ -144,6 +177,7 @@ class Reader:
     def _read(
         self, part: Part, date: int, members: np.ndarray | None = None, leads: tuple[int, ...] | None = None
     ) -> Fields:
+        """Read a part of one date within the window."""
         fields = self.source.read(part, int(date), self.selection(part, members, leads))
         columns = self.window[1]
         if columns != (0, len(self.spec.longitude)):
@@ -156,14 +190,22 @@ class Reader:
         return fields
 
     def reduce(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and spread of members (M, ...) as `mean_and_spread`, or of those that have a value at a masked point."""
+        """Return mean and spread over the members (M, ...).
+
+        Where the model has masked variables, each point uses the members that have a value there.
+        """
         return masked_mean_and_spread(values) if self.spec.masked else mean_and_spread(values)
 
     def _check_finite(self, fields: Fields, date: int, positions: np.ndarray) -> None:
+        """Raise a UserError if any member's field holds NaN or infinity that no mask allows."""
         both = (fields.pressure, self.spec.variables), (fields.surface, self.spec.surface)
-        part = self.window != ((0, len(self.spec.latitude)), (0, len(self.spec.longitude)))  # it may be land alone
+        part = self.window != (
+            (0, len(self.spec.latitude)),
+            (0, len(self.spec.longitude)),
+        )  # a window may hold land only
         for (values, names), masked in zip(both, self._masked, strict=True):
-            # One sum a field is enough to see NaN or infinity, and needs no array of booleans.
+            # The sum of a field is finite exactly if all its values are (float64 sums of float32 cannot overflow). It
+            # needs no array of booleans.
             good = np.isfinite(values.sum(axis=(-2, -1), dtype=np.float64))
             for place in np.argwhere(~good & masked.reshape(-1, *[1] * (values.ndim - 5))).tolist():
                 field = values[tuple(place)]
@@ -171,7 +213,14 @@ class Reader:
             self.refuse(good, names, date, positions)
 
     def refuse(self, good: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> None:
-        """Raise a UserError for the first field that is not `good`: (M, T, V, Z) or (M, T, S)."""
+        """Raise a UserError for the first field that is not good.
+
+        Args:
+            good: Whether each field is good, bool (M, T, V, Z) or (M, T, S).
+            names: Names of the variables along the third axis.
+            date: Index of the start date.
+            positions: (M,) positions of the members.
+        """
         if good.all():
             return
         what = self._field_text(np.argwhere(~good)[0], names, date, positions)
@@ -181,6 +230,7 @@ class Reader:
         )
 
     def _field_text(self, place: np.ndarray, names: tuple[str, ...], date: int, positions: np.ndarray) -> str:
+        """Name one field for a message."""
         member, lead, variable, *level = place
         where = f" at {self.spec.levels[level[0]]} hPa" if level else ""
         number = self.source.layout.realization[positions[member]]
@@ -188,19 +238,26 @@ class Reader:
 
 
 def iso(time: np.datetime64) -> str:
-    """A start date as YYYY-MM-DDTHH:MM."""
+    """Format an init time as YYYY-MM-DDTHH:MM."""
     return str(time.astype("datetime64[m]"))
 
 
 def day_of_year(time: np.datetime64) -> int:
-    """1 on the first of January."""
+    """Return the day of the year of an init time, 1 on the first of January."""
     return int((time.astype("datetime64[D]") - time.astype("datetime64[Y]")).astype(int)) + 1
 
 
 def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sample standard deviation (ddof = 1; zero for one member) over the first axis, float32.
+    """Return mean and sample standard deviation over the first axis.
 
-    Sums are kept in float64, in two passes: geopotential is 500 times its spread.
+    The standard deviation has ddof = 1; it is zero for one member. Sums are kept in float64 and made in two passes,
+    because a field may be large compared with its spread: geopotential is 500 times its spread.
+
+    Args:
+        values: Members (M, ...) without missing values.
+
+    Returns:
+        Mean and spread (...) float32.
     """
     count = len(values)
     mean = values.sum(axis=0, dtype=np.float64)
@@ -213,14 +270,21 @@ def mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _square(values: np.ndarray) -> np.ndarray:
+    """Square an array in place."""
     values *= values
     return values
 
 
 def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `mean_and_spread`, at each point over the members that have a value there (not NaN); NaN where none has.
+    """Return mean and sample standard deviation over the members that have a value at each point.
 
-    One member at a time: no array of all members is made beside them.
+    A point without any value is NaN. Members are added one at a time, so no temporary array of all members is made.
+
+    Args:
+        values: Members (M, ...), NaN where a point has no value.
+
+    Returns:
+        Mean and spread (...) float32.
     """
     count = np.zeros(values.shape[1:], np.int32)
     for member in values:

@@ -1,4 +1,8 @@
-"""What training asks for its batches: `loading=clairvoyant` reads by plan, `loading=torch` with torch's DataLoader."""
+"""Give training its batches: `loading=clairvoyant` reads by plan, `loading=torch` uses torch's DataLoader.
+
+`PlannedLoader` and `TorchLoader` give the same batches for the same schedule. Training knows them only by the protocol
+`RunLoader`.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +38,33 @@ log = logging.getLogger(__name__)
 
 
 class RunLoader(Protocol):
-    """The batches of one rank, each used once, in the order of the schedule."""
+    """The interface of the batches of one rank, each used once, in the order of the schedule."""
 
     counters: Counters
 
     def train(self) -> Iterator[Batch]:
-        """Batches of the training steps."""
+        """Yield the batches of the training steps, up to the next validation where the loader reads by plan."""
 
     def validation(self, step: int) -> Iterator[Batch]:
-        """Batches of the validation after `step` steps."""
+        """Yield the batches of the validation after `step` steps."""
 
     def close(self) -> None:
-        """End threads and processes, give back memory; harmless when called again."""
+        """End threads and processes, and free the memory. Calling it again does nothing."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """The ranks that read the same rows, between which units may travel: this one is at `coordinate`, `column`.
+    """A group of ranks that read the same rows, between which units may travel.
 
-    `gather` brings the bytes of every rank of the lane to all, in the order of `coordinate * columns + column`.
+    Attributes:
+        coordinate: Data coordinate of this rank.
+        column: Position of this rank among those that share its data coordinate (the ranks along longitude).
+        parts: Number of data coordinates.
+        columns: Number of ranks of one data coordinate.
+        gather: All-gather of bytes over the group, in the order of `coordinate * columns + column`; None for a single
+            rank.
+        on_host: Number of ranks that share the memory of this host.
+        number: Number of this rank in the job, where it differs from its number in the group.
     """
 
     coordinate: int = 0
@@ -60,29 +72,37 @@ class Lane:
     parts: int = 1
     columns: int = 1
     gather: Gather | None = None
-    on_host: int = 1  # ranks that share this host's memory
-    number: int | None = None  # this rank's in the job, where that is not its number in the lane
+    on_host: int = 1
+    number: int | None = None
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks in the group."""
         return self.parts * self.columns
 
     @property
     def rank(self) -> int:
-        """This one among them."""
+        """Return the number of this rank in the group."""
         return self.coordinate * self.columns + self.column
 
     def least(self, value: int) -> int:
-        """The smallest that any rank has."""
+        """Return the smallest `value` of all ranks in the group. All of them must call it."""
         return value if self.gather is None else min(int(text) for text in self.gather(str(value).encode()))
 
 
 class PlannedLoader:
-    """Batches by plan (implements `RunLoader`).
+    """A loader that reads by plan (implements `RunLoader`).
+
+    Args:
+        config: Settings of loading.
+        schedule: All batches of the run, in order.
+        reader: Reader of the store.
+        device: Device to which batches are copied.
+        lane: Ranks that read the same rows.
+        timeline: File for a picture of what the threads did and when; None draws none.
 
     Raises:
-        UserError: settings that do not fit the store, or ranks that differ in them.
+        UserError: Settings do not fit the store, or differ between ranks.
     """
 
     def __init__(
@@ -114,36 +134,46 @@ class PlannedLoader:
             raise
 
     def train(self) -> Iterator[Batch]:
-        """Batches of the training steps."""
+        """Yield the batches of the training steps, up to the next validation."""
         assert self._engine is not None
         while (batch := self._engine.next(False)) is not None:
             yield batch
 
     def validation(self, step: int) -> Iterator[Batch]:
-        """Batches of the validation after `step` steps."""
+        """Yield the batches of the validation after `step` steps."""
         assert self._engine is not None
         while (batch := self._engine.next(True, step)) is not None:
             yield batch
 
     def close(self) -> None:
-        """End threads and connections, give back memory."""
+        """End threads and connections, and free the memory. Draw the timeline."""
         ended = (self._engine is None or self._engine.close()) and (self._peers is None or self._peers.close())
-        if ended:  # else the threads that are left write to it
+        if ended:  # else the remaining threads still write to it
             self.cache.close()
         try:
             self.timeline.draw()
-        except UserError as error:  # a picture less is no reason to end a run otherwise
+        except UserError as error:  # a missing picture is no reason to let a run fail
             log.warning("%s", error)
 
 
 def _stand_apart(_: int) -> None:
-    """Take a worker out of the process group of its run: a signal to all of that (scancel, Ctrl-C) is for the run to
-    answer, by a checkpoint; a worker that dies of it would end the run before. It ends when the run has."""
+    """Take a worker process out of the process group of its run.
+
+    A signal to the whole group (scancel, Ctrl-C) is meant for the run, which answers it with a checkpoint. A worker
+    that died of the signal would end the run before that. The worker ends when the run has ended.
+    """
     os.setpgid(0, 0)
 
 
 class TorchLoader:
-    """Batches by torch's DataLoader, each read when its turn has come (implements `RunLoader`)."""
+    """A loader on torch's DataLoader, which reads each batch in the order of use (implements `RunLoader`).
+
+    Args:
+        config: Settings of loading; `workers` and `ahead` apply.
+        schedule: All batches of the run, in order.
+        reader: Reader of the store.
+        part: Data coordinate of this rank.
+    """
 
     def __init__(self, config: LoadingConfig, schedule: Schedule, reader: Reader, part: int = 0):
         self.counters = Counters()
@@ -152,23 +182,24 @@ class TorchLoader:
         self._open: list[Any] = []
 
     def train(self) -> Iterator[Batch]:
-        """Batches of the training steps."""
+        """Return the batches of all training steps."""
         batches = self._schedule.batches
         return self._loader(Steps(self._schedule, self._part), range(batches.start_step, batches.steps))
 
     def validation(self, step: int) -> Iterator[Batch]:
-        """Batches of the validation after `step` steps."""
+        """Return the batches of the validation after `step` steps, which are the same after any step."""
         groups = list(self._schedule.validation)[self._part :: self._schedule.parts]
         return self._loader(Groups(self._reader, groups), range(len(groups)))
 
     def _loader(self, dataset: Dataset[Batch], order: range) -> Iterator[Batch]:
+        """Start the worker processes for the items `order` of a dataset, and return their batches."""
         loader = DataLoader(
             Answers(dataset),
             batch_size=None,
             sampler=order,
             num_workers=self._workers,
             prefetch_factor=-(-self._ahead // self._workers) if self._workers else None,  # of each worker
-            generator=torch.Generator(),  # else it draws from the one that training uses
+            generator=torch.Generator(),  # else it would draw from the generator of training
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             worker_init_fn=_stand_apart,
         )
@@ -176,10 +207,10 @@ class TorchLoader:
         return self._to_its_end(found)
 
     def _to_its_end(self, batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
-        """Let go of an iterator that has ended: each of them holds the pipes of its worker processes.
+        """Yield the batches, and drop the iterator after the last one: it holds the pipes of its worker processes.
 
         Raises:
-            UserError: what a batch's turn gave in its place.
+            UserError: A worker process returned this error in place of a batch.
         """
         for found in batches:
             if isinstance(found, UserError):
@@ -189,7 +220,7 @@ class TorchLoader:
             self._open.remove(batches)
 
     def close(self) -> None:
-        """End worker processes."""
+        """End the worker processes."""
         for iterator in self._open:
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
@@ -197,7 +228,7 @@ class TorchLoader:
 
 
 class Steps(Dataset[Batch]):
-    """The batch of each global step, by its number."""
+    """A dataset of the training batches, by the number of the global step."""
 
     def __init__(self, schedule: Schedule, part: int):
         self._batches, self._parts, self._part = schedule.batches, schedule.parts, part
@@ -208,7 +239,7 @@ class Steps(Dataset[Batch]):
 
 
 class Groups(Dataset[Batch]):
-    """The validation batches, by their number."""
+    """A dataset of the validation batches, by their number."""
 
     def __init__(self, reader: Reader, groups: Sequence[Sequence[Draw]]):
         self._reader, self._groups = reader, groups
@@ -218,8 +249,10 @@ class Groups(Dataset[Batch]):
 
 
 class Answers(Dataset[Batch | UserError]):
-    """The same batches; an error for the user takes the place of its batch, since what a worker process raises comes
-    out of torch's DataLoader with the worker's traceback in its text."""
+    """A dataset that returns a UserError in place of the batch that raised it.
+
+    An error that a worker process raises would come out of torch's DataLoader with the worker's traceback in its text.
+    """
 
     def __init__(self, dataset: Dataset[Batch]):
         self._dataset = dataset
@@ -238,17 +271,32 @@ def _as_it_is(found: Batch | UserError) -> Batch | UserError:
 def make_plan(
     config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane
 ) -> tuple[UnitPlan, Units, Schedule, int]:
-    """The plan, its units, the schedule that it is for, and the look-ahead that its memory allows."""
+    """Plan the loading of a run.
+
+    Args:
+        config: Settings of loading.
+        schedule: All batches of the run, in order.
+        reader: Reader of the store.
+        lane: Ranks that read the same rows.
+
+    Returns:
+        The plan, its units, the schedule for which it is made (with `holders` where `assign` is `locality`), and the
+            look-ahead in batches that the memory allows.
+    """
     units = Units(reader, schedule.dates)
     homes = schedule.homes()
     if config.assign is Assign.locality:
         schedule = replace(schedule, holders=homes[np.searchsorted(units.dates, schedule.batches.dates)])
     trace = Trace.of(schedule, units)
+    # The largest turn of this rank in packed bytes, and the packed bytes of a whole validation: both pass through
+    # memory beside the cache.
     own = np.bincount(trace.turn[trace.user == lane.coordinate], units.sizes[trace.unit[trace.user == lane.coordinate]])
     mine = [draw for group in list(schedule.validation)[lane.coordinate :: schedule.parts] for draw in group]
     together = sum(int(units.sizes[units.of(draw)].sum()) for draw in mine) // lane.columns if lane.ranks > 1 else 0
     room, ahead = cache_room(config, schedule, reader, lane, int(own.max(initial=0)), together)
+    # The dates of one data coordinate are spread over its columns, so that each column holds a share of them.
     home = np.repeat(homes * lane.columns + np.arange(len(homes)) % lane.columns, units.each)
+    # The plan must be the same on all ranks, so the rank with the least memory decides.
     tiers = Room(lane.least(room), lane.least(config.disk_bytes))
     plan = UnitPlan(trace, units.sizes, home, tiers, lane.columns, lane.ranks)
     if not plan.exact:
@@ -259,16 +307,29 @@ def make_plan(
 def cache_room(
     config: LoadingConfig, schedule: Schedule, reader: Reader, lane: Lane, packed: int, together: int = 0
 ) -> tuple[int, int]:
-    """Bytes of memory for the cache, and batches of look-ahead.
+    """Divide the memory of `loading.ram` between the cache and everything else.
 
-    `loading.ram` is for all of it: the ring of decoded batches, what threads decode into, packed units on their way
-    (`packed` bytes a batch at most), and the cache, which gets what is left. The turns of a validation pass `together`:
-    of their bytes, those that the cache shall hold wait beside it, so as much as it holds at most.
+    The ring of decoded batches, the memory into which threads decode, and packed units on their way come first. The
+    cache gets the rest. The turns of a validation are passed together: until then, units that the cache shall hold wait
+    beside it. They take at most as many bytes as the cache itself, so the cache gets at least half of the rest.
+
+    Args:
+        config: Settings of loading.
+        schedule: All batches of the run.
+        reader: Reader of the store.
+        lane: Ranks that read the same rows.
+        packed: Most packed bytes of one batch.
+        together: Packed bytes of a validation on this rank.
+
+    Returns:
+        Bytes of the cache in whole pages, and batches of look-ahead.
     """
     total = config.ram_bytes
     if total is None:
         total = free_memory() // 2 // lane.on_host
     batch, scratch = decoded_bytes(schedule, reader, lane)
+    # Too little memory first costs look-ahead. If even one batch ahead does not fit, the run goes on without a cache,
+    # and a warning says so.
     for ahead in range(config.ahead, 0, -1):
         needed = (ahead + 1) * (batch + packed) + packed + config.threads * scratch
         if needed <= total:
@@ -283,7 +344,16 @@ def cache_room(
 
 
 def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, int]:
-    """Bytes of a decoded batch of one rank, and of what a thread needs while it decodes a sample."""
+    """Estimate the memory of decoded values.
+
+    Args:
+        schedule: All batches of the run.
+        reader: Reader of the store.
+        lane: Ranks that read the same rows.
+
+    Returns:
+        Bytes of the largest decoded batch of one rank, and bytes that a thread needs while it decodes a sample.
+    """
     spec = reader.spec
     (top, bottom), (left, right) = reader.window
     field = 4 * (bottom - top) * (right - left)
@@ -293,8 +363,8 @@ def decoded_bytes(schedule: Schedule, reader: Reader, lane: Lane) -> tuple[int, 
     sample = field * spec.fields * (inputs * len(spec.leads_in) + targets * len(spec.leads_out))
     validated = max((len(group) for group in schedule.validation), default=0)
     most = max(-(-min(schedule.batches.order.batch_size, schedule.batches.order.n) // lane.parts), validated)
-    cut = field * spec.fields * len(spec.leads_in)  # of one member
-    whole = cut * spec.grid.shape[1] // (right - left)  # before columns are cut
-    beside = members * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # the cut, the mask
-    rounded = 2 if torch.cuda.is_available() else 1  # at most: torch pins memory in powers of two
+    cut = field * spec.fields * len(spec.leads_in)  # one member, columns of this rank
+    whole = cut * spec.grid.shape[1] // (right - left)  # one member, all columns
+    beside = members * ((cut if whole > cut else 0) + (whole // 4 if spec.masked else 0))  # copy of the cut, and mask
+    rounded = 2 if torch.cuda.is_available() else 1  # torch rounds pinned memory up to a power of two
     return rounded * most * sample, (members + 6) * whole + beside + sample
