@@ -1,7 +1,8 @@
-"""Room for packed units that come and go: pages of a file in memory or on local disk.
+"""Allocate pages of a file, in memory or on local disk, for packed units that come and go.
 
-In memory the file is a memfd, which other processes of the user open by its path under /proc; on disk it has no name.
-Either way the kernel takes it back when its last holder dies, however it dies: there is nothing to clean up.
+In memory the file is a memfd, which other processes of the same user open by its path under /proc. On disk it has no
+name. In both cases the kernel frees it when the last process that holds it ends, even by a crash, so there is nothing
+to clean up.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ Extents = tuple[tuple[int, int], ...]  # (offset, bytes) of the pieces of a unit
 
 
 class Arena:
-    """`size` bytes, whole pages, given out in pieces: any unit fits while there are pages enough.
+    """A file of `size` bytes, in whole pages, that is allocated in pieces.
 
-    One thread gives out and takes back; any thread may read.
+    A unit may be split into several pieces, so it fits as long as enough pages are free anywhere. One thread allocates
+    and frees; any thread may read.
+
+    Args:
+        size: Bytes of the file, rounded up to whole pages.
+        folder: Folder on local disk; None makes a file in memory.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: The folder cannot be written.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None):
@@ -43,16 +49,20 @@ class Arena:
 
     @property
     def address(self) -> str:
-        """Path under which other processes of the user can open it."""
+        """Return the path under which other processes of the same user can open the file."""
         return address_of(self.fd)
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Return the number of bytes that are free."""
         return sum(size for _, size in self._free)
 
     def put(self, data: np.ndarray) -> Extents | None:
-        """Keep `data`; None where the disk is full or there are no pages left, which costs a read later, no more."""
+        """Store the bytes of a unit.
+
+        Returns:
+            Their pieces, or None where the disk is full or too few pages are free. This only costs a later read.
+        """
         taken = self._take(-(-len(data) // PAGE) * PAGE)
         if taken is None:
             return None
@@ -72,13 +82,13 @@ class Arena:
         return tuple(found)
 
     def get(self, extents: Extents) -> np.ndarray:
-        """What was kept: in place where it is one piece."""
+        """Return the bytes of a unit: in place where it is one piece, else copied."""
         if len(extents) == 1:
             return self._all[extents[0][0] : sum(extents[0])]
         return np.concatenate([np.empty(0, np.uint8), *(self._all[a : a + size] for a, size in extents)])
 
     def give_back(self, extents: Extents) -> None:
-        """Take back the pages of a unit."""
+        """Free the pages of a unit, and merge adjacent free pieces."""
         free = sorted([*self._free, *((a, -(-size // PAGE) * PAGE) for a, size in extents)])
         joined: list[tuple[int, int]] = []
         for offset, size in free:
@@ -89,7 +99,7 @@ class Arena:
         self._free = joined
 
     def _take(self, size: int) -> list[tuple[int, int]] | None:
-        """Pages of `size` bytes: the first piece that has them all, else several."""
+        """Allocate `size` bytes of pages: the first free piece that is large enough, else several pieces."""
         for place, (offset, there) in enumerate(self._free):
             if there >= size:
                 self._free[place : place + 1] = [(offset + size, there - size)] if there > size else []
@@ -107,21 +117,21 @@ class Arena:
         return found
 
     def close(self) -> None:
-        """Give back the file; harmless when called again."""
+        """Free the file. Calling it again does nothing."""
         if self.fd >= 0:
             self._all = np.empty(0, np.uint8)
             if self._map is not None:
-                with suppress(BufferError):  # a unit is still in somebody's hands, who keeps the memory until then
+                with suppress(BufferError):  # a unit is still in use, and keeps the memory until it is released
                     self._map.close()
             os.close(self.fd)
             self.fd = -1
 
 
 def read_extents(fd: int, extents: Extents) -> np.ndarray:
-    """A unit from another process's arena, copied.
+    """Copy a unit out of the arena of another process.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: It cannot be read.
     """
     out = np.empty(sum(size for _, size in extents), np.uint8)
     done = 0
@@ -134,16 +144,17 @@ def read_extents(fd: int, extents: Extents) -> np.ndarray:
 
 
 def memory_file() -> int:
-    """An empty file in memory, which the kernel takes back when its last holder dies."""
+    """Make an empty file in memory, which the kernel frees when the last process that holds it ends."""
     return os.memfd_create("ensemble_ml", os.MFD_CLOEXEC)
 
 
 def address_of(fd: int) -> str:
-    """Path under which other processes of the user can open this process's file."""
+    """Return the path under which other processes of the same user can open a file of this process."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _on_disk(folder: Path) -> int:
+    """Make a file without a name in `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix="ensemble_ml-", dir=folder)
@@ -156,7 +167,7 @@ def _on_disk(folder: Path) -> int:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` at `offset`; a single write may stop early."""
+    """Write all of `data` at `offset`. A single call of the system may write less."""
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done:], offset + done)

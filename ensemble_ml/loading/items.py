@@ -1,4 +1,8 @@
-"""What a loader hands out: samples that lie packed on slow storage and are decoded into arrays."""
+"""Define the samples of a loader, which lie packed on slow storage and are decoded into arrays.
+
+`Items` is the interface. `DatasetItems` adapts any map-style dataset to it; `store_items.StoreItems` does so for a
+tensor store.
+"""
 
 from __future__ import annotations
 
@@ -16,84 +20,98 @@ from ensemble_ml.errors import UserError
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """Shape and type of one array of a sample, without the batch axis."""
+    """The shape and type of one array of a sample, without the batch axis."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def bytes(self) -> int:
-        """Bytes of one."""
+        """Return the bytes of one array."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def shapes_to_json(arrays: Mapping[str, ArrayShape]) -> str:
-    """What all samples are like, in words for other ranks; the order of the arrays stays."""
+    """Encode the shapes of a sample's arrays for other ranks, in the order of the arrays."""
     return json.dumps([[name, one.shape, one.dtype.str] for name, one in arrays.items()])
 
 
 def shapes_from_json(text: str) -> dict[str, ArrayShape]:
-    """The same back."""
+    """Decode shapes that `shapes_to_json` has encoded."""
     return {name: ArrayShape(tuple(shape), np.dtype(dtype)) for name, shape, dtype in json.loads(text)}
 
 
 @runtime_checkable
 class Items(Protocol):
-    """Samples 0 to F-1.
+    """The interface of samples 0 to F - 1.
 
-    `sizes` (F,) are their bytes in a cache; all samples become arrays of the same shapes.
+    `sizes` (F,) are their bytes in a cache. All samples become arrays of the same shapes.
     """
 
     sizes: np.ndarray
 
     @property
     def arrays(self) -> Mapping[str, ArrayShape]:
-        """Name -> shape and type of one sample's array."""
+        """Return shape and type of each array of a sample, by name."""
 
     def read(self, sample: int, out: memoryview) -> None:
-        """Fill `out` with the packed sample, from slow storage; any thread may call it."""
+        """Fill `out` with the packed sample from slow storage. Any thread may call it."""
 
     def decode(self, sample: int, packed: memoryview, out: Mapping[str, np.ndarray]) -> None:
-        """Unpack into one array for each of `arrays`; any thread may call it.
+        """Unpack a sample into one array for each of `arrays`. Any thread may call it.
 
         Raises:
-            UserError: the packed bytes are damaged; it names their file.
+            UserError: The packed bytes are damaged. The message names their file.
         """
 
     def name(self, sample: int) -> str:
-        """What messages call the sample: its file, where it has one."""
+        """Return the name of a sample in messages: its file, where it has one."""
 
     def fingerprint(self) -> str:
-        """A short hash of the data, so that a cache on disk is not taken for another's.
+        """Return a short hash of the data, so that a cache on disk is not used for other data.
 
-        Where it stands for every byte, `lasting = True` says so, and a cache on disk may serve later runs.
+        Where the hash stands for every byte, the attribute `lasting = True` says so. A cache on disk may then serve
+        later runs.
         """
 
 
 @runtime_checkable
 class Divisible(Items, Protocol):
-    """Items that can be read from any place on: a cache may hold the head of one, and only the rest is read again."""
+    """The interface of items that can be read from any offset on.
+
+    A cache may hold the head of such a sample; only the rest is then read again.
+    """
 
     def read_from(self, start: int, sample: int, out: memoryview) -> None:
-        """Fill `out` with bytes of the packed sample from `start` on, from slow storage; any thread may call it."""
+        """Fill `out` with bytes of the packed sample from `start` on, from slow storage. Any thread may call it."""
 
 
 @runtime_checkable
 class Openable(Items, Protocol):
-    """Items that can also be kept decompressed, which costs room and saves the decompression of every later use."""
+    """The interface of items that can also be held decompressed.
+
+    This costs memory and saves the decompression at every later use.
+    """
 
     def opened(self) -> Opened:
-        """The same samples, decompressed as they are read; reading them raises UserError where they are damaged."""
+        """Return the same samples, which are decompressed when they are read.
+
+        Reading them raises a UserError where they are damaged.
+        """
 
 
 class Opened(Items, Protocol):
-    """Items whose `sizes` (F,) are those of decompressed samples, and `stored` (F,) their bytes on slow storage."""
+    """The interface of decompressed items: `sizes` (F,) are decompressed bytes, `stored` (F,) those on slow storage."""
 
     stored: np.ndarray
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
-    """Refuse a dataset without samples 0 to len - 1 with a UserError."""
+    """Refuse a dataset that does not have samples 0 to len - 1.
+
+    Raises:
+        UserError: It has no `len` or no samples by number, or it is empty.
+    """
     try:
         size = len(dataset)
     except TypeError:
@@ -109,21 +127,21 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
 
 
 class DatasetItems:
-    """Any map-style dataset (`len` and `[i]`) whose samples are arrays or tensors of fixed shape.
+    """The samples of any map-style dataset (`len` and `[i]`), as arrays or tensors of fixed shape.
 
-    A sample may be one array, a tuple of them, or a dictionary; numbers count as arrays without axes. It is packed as
-    its bytes, one array after another, so that cached samples need no unpickling.
+    A sample may be one array, a tuple of arrays, or a dictionary; numbers count as arrays without axes. A packed sample
+    is the bytes of its arrays, one after another, so cached samples need no unpickling.
 
     Args:
-        dataset: where samples come from; `[i]` is called from several threads and has to give the same each time: what
-            is held is not asked for again, so draw random transforms after the loader.
-        name: what stands for it in messages and fingerprints, of this content and no other: with a name, a cache on
-            disk serves later runs; without one it serves the run that made it.
-        first: the sample that says what all are like; it is kept until its first use, so that it is read once.
-        like: what all are like, where another process has said so: none is read for it.
+        dataset: Source of the samples. `[i]` is called from several threads and must return the same each time. A
+            sample in a cache is not requested again, so draw random transforms after the loader.
+        name: Name of this content and no other, for messages and fingerprints. With a name, a cache on disk serves
+            later runs; without one, it serves only the run that made it.
+        first: Sample that defines the shapes. It is kept until its first use, so it is read only once.
+        like: Shapes of the arrays where another process has determined them; no sample is read for this.
 
     Raises:
-        UserError: it is no map-style dataset, it is empty, or its first sample is no array, or a masked one.
+        UserError: The dataset is not map-style or is empty, or its first sample is not an array or has masked values.
     """
 
     def __init__(
@@ -133,13 +151,18 @@ class DatasetItems:
         check_map_style(dataset, self._name)
         self._kept: dict[int, dict[str, np.ndarray]] = {}
         if like is None:
-            found = self._kept[first] = self._unpacked(first, kept=True)  # the dataset may use its arrays again
+            found = self._kept[first] = self._unpacked(first, kept=True)  # the dataset may reuse its arrays
             like = {key: ArrayShape(value.shape, value.dtype) for key, value in found.items()}
         self.arrays = dict(like)
         self.bytes = sum(one.bytes for one in self.arrays.values())
         self.sizes = np.full(len(dataset), self.bytes, np.int64)
 
     def _unpacked(self, sample: int, *, kept: bool = False) -> dict[str, np.ndarray]:
+        """Return the arrays of a sample by name; `kept` copies them.
+
+        Raises:
+            UserError: A part is not a numeric array of a type that torch knows, or has masked values.
+        """
         value = self.dataset[sample]
         if isinstance(value, Mapping):
             parts = {str(key): part for key, part in value.items()}
@@ -151,7 +174,7 @@ class DatasetItems:
         for key, part in parts.items():
             try:
                 array = np.asarray(part.detach() if hasattr(part, "detach") else part)
-            except (TypeError, ValueError, RuntimeError) as error:  # a tensor of a type that NumPy has not
+            except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of a type that NumPy lacks
                 raise UserError(f"{self.name(sample)}: {key} makes no array ({error}); float32 would do") from error
             if array.dtype.hasobject or array.dtype.kind in "USV":
                 raise UserError(f"{self.name(sample)}: {key} is {type(part).__name__}; arrays or numbers are needed")
@@ -167,10 +190,10 @@ class DatasetItems:
         return arrays
 
     def read(self, sample: int, out: memoryview) -> None:
-        """Fill `out` with the sample's bytes.
+        """Fill `out` with the bytes of a sample.
 
         Raises:
-            UserError: its arrays have other names, shapes or types than those of the first sample.
+            UserError: The arrays have other names, shapes or types than those of the first sample.
         """
         start = 0
         found = self._kept.pop(sample, None) or self._unpacked(sample)
@@ -198,10 +221,10 @@ class DatasetItems:
             start += shape.bytes
 
     def name(self, sample: int) -> str:
-        """The dataset's name and the sample's number."""
+        """Return the name of the dataset with the number of the sample."""
         return f"{self._name}: sample {sample}"
 
     def fingerprint(self) -> str:
-        """A hash of name, length and shapes: a dataset cannot be asked for more."""
+        """Return a hash of name, length and shapes, which is all that a dataset tells about itself."""
         said = repr((self._name, len(self.dataset), sorted((k, str(v)) for k, v in self.arrays.items())))
         return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -199,10 +199,8 @@ class Reader:
     def _check_finite(self, fields: Fields, date: int, positions: np.ndarray) -> None:
         """Raise a UserError if any member's field holds NaN or infinity that no mask allows."""
         both = (fields.pressure, self.spec.variables), (fields.surface, self.spec.surface)
-        part = self.window != (
-            (0, len(self.spec.latitude)),
-            (0, len(self.spec.longitude)),
-        )  # a window may hold land only
+        # A window of a partition may lie over land only, so a masked field may have no value there at all.
+        part = self.window != ((0, len(self.spec.latitude)), (0, len(self.spec.longitude)))
         for (values, names), masked in zip(both, self._masked, strict=True):
             # The sum of a field is finite exactly if all its values are (float64 sums of float32 cannot overflow). It
             # needs no array of booleans.

@@ -1,9 +1,11 @@
-"""Room for packed samples in memory or on local disk, readable by other processes of the same node.
+"""Hold packed samples in memory or on local disk, where other processes of the same node can read them.
 
-One file a rank and tier: a header with one word a sample that is held, then the samples at the offsets that the plan
-gave them. In memory the file is a memfd: other processes of the user open it by its path under /proc, and when its last
-holder dies, however it dies, the kernel gives it back. On disk it outlives the process, and a run with the same plan
-finds it filled.
+There is one file for each rank and tier. It begins with a header of one word for each sample that it may hold; the
+samples follow, at the offsets that the plan assigns.
+
+In memory the file is a memfd. Other processes of the same user open it by its path under /proc, and the kernel frees it
+when the last process that holds it ends, even by a crash. On disk the file outlives the process, and a run with the
+same plan finds it filled.
 """
 
 from __future__ import annotations
@@ -26,41 +28,48 @@ from ensemble_ml.loading.arena import PAGE, address_of, memory_file, write_all
 
 log = logging.getLogger(__name__)
 
-_PIECE = 1 << 20  # bytes of a checksum after which other threads have their turn: it does not let them in by itself
-_PATIENCE = 1.0  # seconds that another run may take to see that a cache is in use
+_PIECE = 1 << 20  # bytes of a checksum after which other threads may run; crc32c itself does not release the lock
+_PATIENCE = 1.0  # seconds to wait for another run that briefly locks a cache to see whether it is in use
 _MAGIC = 0x454D4C31  # "EML1"
 _FILLED = 1 << 32  # in a header word; the low half is the sample's crc32c
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Which samples a slab holds and where: `samples` (N,) ascending, `offset` and `size` (N,) in bytes."""
+    """The layout of a slab: which samples it holds and where.
+
+    Attributes:
+        samples: (N,) numbers of the samples, ascending.
+        offset: (N,) first byte of each, counted from the end of the header.
+        size: (N,) bytes of each.
+        key: 63 bits that identify plan and data. A file with another key is not this slab.
+    """
 
     samples: np.ndarray
     offset: np.ndarray
     size: np.ndarray
-    key: int  # 63 bits that name plan and data: a file with another key is not this slab
+    key: int
 
     @property
     def header(self) -> int:
-        """Bytes before the first sample: whole pages."""
+        """Return the bytes before the first sample, in whole pages."""
         return -(-(16 + 8 * len(self.samples)) // PAGE) * PAGE
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole file."""
+        """Return the bytes of the whole file."""
         return self.header + int((self.offset + self.size).max(initial=0))
 
     def find(self, sample: int) -> int:
-        """Place of `sample` among those held, -1 where it is none of them."""
+        """Return the position of `sample` among those held, -1 where it is not held."""
         place = int(np.searchsorted(self.samples, sample))
         return place if place < len(self.samples) and self.samples[place] == sample else -1
 
 
 class Slab:
-    """The samples of one rank in one tier; any thread may read and write.
+    """The samples of one rank in one tier. Any thread may read and write.
 
-    A reader never sees a sample that is half-written: its header word is set after its bytes, and holds their checksum.
+    A reader never sees a half-written sample: its header word is set after its bytes, and holds their checksum.
     """
 
     def __init__(self, fd: int, shape: Shape, *, writable: bool):
@@ -79,18 +88,20 @@ class Slab:
 
     @classmethod
     def in_memory(cls, shape: Shape) -> Slab:
-        """A new slab that vanishes with the process."""
+        """Make a slab that vanishes with the process."""
         fd = memory_file()
         os.ftruncate(fd, shape.bytes)
         return cls(fd, shape, writable=True)
 
     @classmethod
     def on_disk(cls, path: Path, shape: Shape, *, keep: bool) -> Slab:
-        """A slab in the file `path`; what an earlier run with the same key has left in it stays, if `keep`. Else the
-        file loses its name at once: nothing is left of it, however the process ends.
+        """Open or make a slab in the file `path`.
+
+        With `keep`, samples that an earlier run with the same key has left remain, and so does the file. Without it,
+        the file is unlinked at once, so nothing of it remains however the process ends.
 
         Raises:
-            UserError: another process uses the file, or it cannot be made.
+            UserError: Another process uses the file, or it cannot be made.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,10 +128,11 @@ class Slab:
 
     @classmethod
     def of_peer(cls, path: str, shape: Shape) -> Slab:
-        """Another process's slab on this node, to read.
+        """Open the slab of another process on this node for reading.
 
         Raises:
-            OSError, ValueError: it is not there, or is another one.
+            OSError: It cannot be opened.
+            ValueError: It is another slab.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -131,13 +143,14 @@ class Slab:
 
     @property
     def address(self) -> str:
-        """Path under which other processes of the user can open it."""
+        """Return the path under which other processes of the same user can open it."""
         return address_of(self.fd)
 
     def put(self, sample: int, data: memoryview) -> bool:
-        """Keep `data`; False where the disk is full, which the caller may ignore.
+        """Store a sample; return False where the disk is full, which the caller may ignore.
 
-        It is written, not copied into the mapped memory, which would kill the process where the disk is full.
+        The bytes are written with `pwrite`. A copy into the mapped memory would kill the process where the disk is
+        full.
         """
         place = self.shape.find(sample)
         assert place >= 0 and len(data) == self.shape.size[place], (sample, len(data))
@@ -152,7 +165,10 @@ class Slab:
         return True
 
     def get(self, sample: int) -> memoryview | None:
-        """The sample in place, valid until `close`; None where it is not here yet, or no longer what was written."""
+        """Return a sample in place, valid until `close`.
+
+        None stands for a sample that is not stored yet, or whose bytes no longer fit its checksum.
+        """
         place = self.shape.find(sample)
         word = int(self._words[2 + place]) if place >= 0 else 0
         if not word & _FILLED:
@@ -167,21 +183,24 @@ class Slab:
         return None
 
     def close(self) -> None:
-        """Give back the file; harmless when called again."""
+        """Free the file. Calling it again does nothing."""
         if self.fd >= 0:
             del self._words, self._all
-            with suppress(BufferError):  # a sample is still in somebody's hands, who keeps the memory until then
+            with suppress(BufferError):  # a sample is still in use, and keeps the memory until it is released
                 self._map.close()
             os.close(self.fd)
             self.fd = -1
 
 
 def _locked(path: Path) -> int:
-    """Open a file of that name and lock it; a run that clears away may hold it, or take its name, just then.
+    """Open the file `path` and lock it.
+
+    Another run that removes stale caches may lock the file, or unlink it, at this moment. The loop tries again until
+    the lock is on the file that stands at `path`.
 
     Raises:
-        BlockingIOError: another process has it for longer.
-        OSError: it cannot be made.
+        BlockingIOError: Another process holds the lock for longer than `_PATIENCE`.
+        OSError: The file cannot be made.
     """
     until = time.monotonic() + _PATIENCE
     while True:
@@ -203,8 +222,8 @@ def _locked(path: Path) -> int:
 
 
 def checksum(data: memoryview) -> int:
-    """crc32c of the bytes."""
-    view, found = np.frombuffer(data, np.uint8), 0  # it refuses memoryviews that can be written to
+    """Return the crc32c of the bytes."""
+    view, found = np.frombuffer(data, np.uint8), 0  # google_crc32c refuses writable memoryviews
     for start in range(0, len(view), _PIECE):
         found = google_crc32c.extend(found, view[start : start + _PIECE])
         time.sleep(0)

@@ -1,4 +1,6 @@
-"""Start dates of a tensor store as samples of a loader: only the chunks that are used travel, packed as on disk.
+"""Offer start dates of a tensor store as samples of a loader.
+
+Only the chunks that are used are read and moved, packed as they lie on disk.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -21,12 +23,19 @@ from ensemble_ml.store.schema import ArraySpec, Kind
 from ensemble_ml.store.shard import ShardFile, chunk_spans, read_chunks, runs
 from ensemble_ml.store.source import Part, Selection
 
-_THREADS = 8  # that read indexes: a request of slow storage is mostly waiting
+_THREADS = 8  # threads that read indexes; a request to slow storage mostly waits
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What a sample needs of one shard: its size, the bytes of its index, and runs of (offset, size) in file order."""
+    """The part of one shard that a sample needs.
+
+    Attributes:
+        path: Path of the shard.
+        size: Bytes of the whole file.
+        index: Bytes of its index.
+        runs: (offset, size) of each range of bytes, in file order.
+    """
 
     path: str
     size: int
@@ -35,27 +44,27 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        """Packed bytes of the runs."""
+        """Return the packed bytes of all runs."""
         return sum(size for _, size in self.runs)
 
 
 class StoreItems:
-    """Samples of a store (implements `ensemble_ml.loading.items.Items`): one start date each.
+    """The start dates of a store as samples (implements `ensemble_ml.loading.items.Items`).
 
-    A sample becomes `forecast_pressure` (M, T, V, Z, Y, X), `forecast_surface` (M, T, S, Y, X), and the same for every
-    other part with M = 1; float32, NaN where absent. Parts without a variable of a kind have no such array.
+    A sample becomes the arrays `forecast_pressure` (M, T, V, Z, Y, X) and `forecast_surface` (M, T, S, Y, X), and the
+    same for every other part with M = 1. They are float32, NaN where absent. A kind without a variable has no array.
+
+    Opening reads the index of every shard and the packing factors of every field. Both stay in memory: 16 bytes for
+    each chunk, and 8 to 16 bytes for each field.
 
     Args:
-        store: where they lie.
-        parts: what a sample holds; None takes the forecast and, where the store has it, the truth.
-        selection: members, leads, variables, levels and rows; None takes all.
-        dates: indices of start dates; None takes all.
-
-    Opening reads the index of every shard and the factors of every field, which are kept in memory: 16 bytes a chunk
-    and 8 to 16 bytes a field.
+        store: The opened store.
+        parts: Parts that a sample holds; None takes the forecast and, where the store has it, the truth.
+        selection: Members, leads, variables, levels and rows; None takes all.
+        dates: Indices of start dates, or a mask of them; None takes all.
 
     Raises:
-        UserError: the store lacks something selected, or a shard is damaged.
+        UserError: The store lacks something selected, or a shard is damaged.
     """
 
     def __init__(
@@ -78,6 +87,7 @@ class StoreItems:
         self.sizes = np.array([sum(piece.bytes for piece in pieces) for pieces in self._pieces], np.int64)
 
     def _shapes(self) -> dict[str, ArrayShape]:
+        """Return the shapes of a sample's arrays."""
         lay, chosen = self.store.layout, self.selection
 
         def count(wanted: Sequence[Any] | None, stored: Sequence[Any]) -> int:
@@ -97,6 +107,7 @@ class StoreItems:
         return found
 
     def _plan(self, date: int) -> tuple[Piece, ...]:
+        """Find the byte ranges of a start date in its shards."""
         pieces = []
         for part in self.parts:
             for spec, path, numbers in self.store.chunks(part, date, self.selection):
@@ -113,14 +124,14 @@ class StoreItems:
         return tuple(pieces)
 
     def read(self, sample: int, out: memoryview) -> None:
-        """Fill `out` with the runs of all shards of a sample, one behind the other."""
+        """Fill `out` with the runs of all shards of a sample, one after another."""
         self.read_from(0, sample, out)
 
     def read_from(self, start: int, sample: int, out: memoryview) -> None:
-        """Fill `out` with what `read` would give from byte `start` on.
+        """Fill `out` with the bytes that `read` would give from byte `start` on.
 
         Raises:
-            UserError: a file is missing or cut short, or the store was replaced.
+            UserError: A file is missing or cut short, or the store was replaced.
         """
         done, skip = 0, start
         for piece in self._pieces[sample]:
@@ -140,7 +151,7 @@ class StoreItems:
         self.store.check_same()
 
     def shards(self, sample: int, packed: memoryview) -> dict[str, PackedShard]:
-        """The shards of a sample by path, over its packed runs."""
+        """Return the shards of a sample by path, over its packed bytes."""
         data, start, found = np.frombuffer(packed, np.uint8), 0, {}
         for piece in self._pieces[sample]:
             found[piece.path] = PackedShard(piece, data[start : start + piece.bytes])
@@ -148,39 +159,43 @@ class StoreItems:
         return found
 
     def decode(self, sample: int, packed: memoryview, out: Mapping[str, np.ndarray]) -> None:
-        """Decode the packed runs of a sample into `out`, as `TensorStore.read` would from its files."""
+        """Decode the packed bytes of a sample into `out`, with the same result as `TensorStore.read`."""
         self.fill(self.store.through(self.shards(sample, packed).__getitem__), sample, out)
 
     def fill(self, store: TensorStore, sample: int, out: Mapping[str, np.ndarray]) -> None:
-        """Read a sample's arrays from `store`: this one over other bytes."""
+        """Read the arrays of a sample through `store`, which is this store over other bytes."""
         for part in self.parts:
             kinds = {kind: f"{part.value}_{kind.value}" for kind in Kind}
             place = {kind: out[name] for kind, name in kinds.items() if name in out}
             store.read(part, int(self.dates[sample]), self.selection, place)
 
     def chunks(self, sample: int) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Array, path of the shard and numbers of the chunks of each shard of a sample, as in `TensorStore.chunks`."""
+        """Yield the chunks of a sample, shard by shard, as `TensorStore.chunks` does.
+
+        Yields:
+            Array, path of the shard, and numbers of the chunks.
+        """
         for part in self.parts:
             yield from self.store.chunks(part, int(self.dates[sample]), self.selection)
 
     def opened(self) -> OpenedItems:
-        """The same samples for a cache that has room to hold them decompressed."""
+        """Return the same samples for a cache that can hold them decompressed."""
         return OpenedItems(self)
 
     def name(self, sample: int) -> str:
-        """Path of the sample's largest shard."""
+        """Return the path of the shard from which the sample takes most bytes."""
         return max(self._pieces[sample], key=lambda piece: piece.bytes).path
 
     lasting = True  # for every byte
 
     def fingerprint(self) -> str:
-        """A hash of the store and of what is taken from it."""
+        """Return a hash of the contents of the store and of what is selected from it."""
         said = repr((self.store.fingerprint(), [part.value for part in self.parts], self.selection))
         return hashlib.sha256(said.encode() + np.ascontiguousarray(self.dates, "<i8").tobytes()).hexdigest()[:16]
 
 
 class PackedShard:
-    """A shard of which only some runs and the index are in memory (implements `ensemble_ml.store.shard.Shard`)."""
+    """A shard of which only the index and some runs are in memory (implements `ensemble_ml.store.shard.Shard`)."""
 
     def __init__(self, piece: Piece, data: np.ndarray):
         self.path, self.size = piece.path, piece.size
@@ -189,7 +204,7 @@ class PackedShard:
         self._starts = np.cumsum([0, *(size for _, size in piece.runs)])
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes (size,) of the file from `start` on, where they are of a run or the index."""
+        """Return `size` bytes of the file from `start` on, (size,) uint8, where one run or the index holds them."""
         if start == self.size - len(self._index):
             return self._index
         run = int(np.searchsorted(self._offsets, start, side="right")) - 1
@@ -198,15 +213,17 @@ class PackedShard:
         return self._data[first : first + size]
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no file was opened."""
 
 
 class OpenedItems:
-    """Samples of a store whose chunks are kept decompressed (implements `ensemble_ml.loading.items.Items`).
+    """The samples of a store whose chunks are kept decompressed (implements `ensemble_ml.loading.items.Items`).
 
-    They lie one behind the other as stored integers (Z, rows, X), in the order of their files and without the rows
-    that fill up the last block: decoding is then a product and a sum a value. `stored` (F,) are the bytes on slow
-    storage, `sizes` (F,) those kept.
+    The chunks lie one after another as stored integers (Z, rows, X), in the order of their files. The rows that only
+    fill up the last block of the grid are left out. Decoding is then one multiplication and one addition for each
+    value.
+
+    `stored` (F,) are the bytes on slow storage, `sizes` (F,) the bytes that are kept.
     """
 
     def __init__(self, packed: StoreItems):
@@ -217,16 +234,17 @@ class OpenedItems:
         self.sizes = np.array([sum(one.size for one in places) for places in self._places], np.int64)
 
     def _place(self, sample: int, shards: Mapping[str, PackedShard]) -> tuple[Places, ...]:
+        """Return where the chunks of a sample lie once they are decompressed."""
         return tuple(
             Places.of(spec, path, chunk_spans(shards[path], spec, numbers))
             for spec, path, numbers in self.packed.chunks(sample)
         )
 
     def read(self, sample: int, out: memoryview) -> None:
-        """Fill `out` with the chunks of a sample, decompressed.
+        """Fill `out` with the decompressed chunks of a sample.
 
         Raises:
-            UserError: a file is missing, or a checksum does not fit.
+            UserError: A file is missing, or a checksum does not fit.
         """
         size = int(self.stored[sample])
         held: bytearray = getattr(self._scratch, "held", bytearray())
@@ -244,32 +262,33 @@ class OpenedItems:
             start += places.size
 
     def decode(self, sample: int, opened: memoryview, out: Mapping[str, np.ndarray]) -> None:
-        """Turn the integers of a sample into values, as `TensorStore.read` would from its files."""
+        """Turn the integers of a sample into values, with the same result as `TensorStore.read`."""
         start, held = 0, {}
         for places in self._places[sample]:
             held[places.path] = places.views(np.frombuffer(opened[start : start + places.size], np.uint8))
             start += places.size
 
         def given(path: str, _: ArraySpec, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray | None]]:
+            """Yield the decompressed chunks in place of those of the file."""
             views = held[path]
             return ((number, views.get(number)) for number in numbers.tolist())
 
         self.packed.fill(self.packed.store.over(given), sample, out)
 
     def name(self, sample: int) -> str:
-        """Path of the sample's largest shard."""
+        """Return the path of the shard from which the sample takes most bytes."""
         return self.packed.name(sample)
 
     lasting = True  # for every byte
 
     def fingerprint(self) -> str:
-        """That of the packed samples: they are the same data."""
+        """Return the fingerprint of the packed samples, which are the same data."""
         return self.packed.fingerprint()
 
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the chunks of one shard lie once they are opened: their `numbers`, in the order in which they lie."""
+    """The places of the decompressed chunks of one shard: their `numbers`, in the order in which they lie."""
 
     spec: ArraySpec
     path: str
@@ -277,24 +296,24 @@ class Places:
 
     @classmethod
     def of(cls, spec: ArraySpec, path: str, found: tuple[np.ndarray, np.ndarray]) -> Places:
-        """Those that are there, of what `chunk_spans` says."""
+        """Return the places of the chunks that exist, from the result of `chunk_spans`."""
         numbers, spans = found
         return cls(spec, path, numbers[: len(spans)].astype(np.int32))
 
     @property
     def rows(self) -> np.ndarray:
-        """Rows of each chunk that are of the grid."""
+        """Return the number of grid rows in each chunk; the last block of the grid may have fewer."""
         spec = self.spec
         return np.minimum(spec.rows, spec.grid[0] - self.numbers % spec.blocks * spec.rows)
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Return the bytes of all chunks."""
         levels, _, columns = self.spec.chunk
         return int(self.rows.sum()) * levels * columns * self.spec.dtype.itemsize
 
     def views(self, data: np.ndarray) -> dict[int, np.ndarray]:
-        """Each chunk (Z, rows, X) in `data`, by its number."""
+        """Return each chunk (Z, rows, X) as a view into `data`, by its number."""
         levels, _, columns = self.spec.chunk
         flat, found, start = data.view(self.spec.dtype), {}, 0
         for number, rows in zip(self.numbers.tolist(), self.rows.tolist(), strict=True):
@@ -305,10 +324,10 @@ class Places:
 
 
 def _positions(dates: Any, count: int) -> np.ndarray:
-    """Positions of start dates, of which a mask may be given.
+    """Return the positions of start dates, which may be given as a mask.
 
     Raises:
-        UserError: they are no whole numbers, or not among `count`.
+        UserError: They are not whole numbers, or not within 0 to `count` - 1.
     """
     if dates is None:
         return np.arange(count)

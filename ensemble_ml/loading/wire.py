@@ -1,9 +1,12 @@
-"""Ranks that ask each other over TCP: addresses, a server, connections. What is asked and answered is the caller's.
+"""Connect the ranks over TCP: addresses, a server for each rank, and connections between them.
 
-A rank that dies is not asked again. One that is late may only be reading slow storage, and what was asked of it is read
-here instead. If it is late several times in a row it is left alone for minutes, and at last for good: a host that is
-gone without a word costs a few patiences in all. A connection begins with a word that the ranks alone know: who scans
-ports is not answered.
+The questions and answers themselves belong to the caller (`peers.py`, `unit_peers.py`).
+
+A rank that has died is not asked again. A rank that is late may only be waiting for slow storage; what was requested of
+it is then read locally. If it is late several times in a row it is left alone for minutes, and finally for good. A host
+that has vanished silently therefore costs only a few timeouts in all.
+
+Each connection begins with a secret word that only the ranks know, so a port scanner gets no answer.
 """
 
 from __future__ import annotations
@@ -24,16 +27,26 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.threads import ended
 
 log = logging.getLogger(__name__)
-_AGAIN = 0.1  # seconds
-_PAUSES = (0.0, 0.0, 300.0, 1800.0)  # seconds that a rank is left alone after it was late 1, 2, ... times in a row
-_WORD = 32  # characters
+_AGAIN = 0.1  # seconds before the server accepts again after an error
+_PAUSES = (0.0, 0.0, 300.0, 1800.0)  # seconds that a rank is left alone after being late 1, 2, ... times in a row
+_WORD = 32  # characters of the secret word
 
 Gather = Callable[[bytes], list[bytes]]  # every rank's bytes, in rank order, on every rank
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank serves what it holds, and where its memory can be opened on the same node (by tier)."""
+    """The address of a rank: where it serves what it holds, and where its memory can be opened on the same node.
+
+    Attributes:
+        node: Name that ranks share only where they share memory.
+        host: Name under which other nodes reach it.
+        port: Port of its server.
+        word: Secret word with which a connection begins.
+        memory: Path of its cache file by tier.
+        plan: Hash of what it has planned.
+        number: Number of the rank in the job, as users know it.
+    """
 
     node: str
     host: str
@@ -41,11 +54,14 @@ class Address:
     word: str
     memory: dict[str, str]
     plan: str
-    number: int  # of the rank in the job, as users know it
+    number: int
 
 
 def this_node() -> str:
-    """A name that two processes share only where they share memory: host name and the device of /dev/shm."""
+    """Return a name that two processes share only where they share memory.
+
+    It is the host name with the device number of /dev/shm. The variable ENSEMBLE_ML_NODE overrides it.
+    """
     if name := os.environ.get("ENSEMBLE_ML_NODE"):
         return name
     device = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
@@ -53,17 +69,17 @@ def this_node() -> str:
 
 
 class Server:
-    """Answers other ranks, one thread a connection.
+    """A server that answers other ranks, with one thread for each connection.
 
     Args:
-        request: what a question looks like.
-        answer: called with the connection and the question's values; it sends the answer. Questions may come as soon as
-            the server is made.
+        request: Binary format of a question.
+        answer: Function that sends the answer; it gets the connection and the values of the question. Questions may
+            arrive as soon as the server is made.
     """
 
     def __init__(self, request: struct.Struct, answer: Callable[..., None]):
         self._request, self._answer = request, answer
-        self.word = secrets.token_hex(_WORD // 2)  # with which a connection has to begin
+        self.word = secrets.token_hex(_WORD // 2)  # a connection must begin with it
         self._listener = socket.create_server(("", 0), backlog=128)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -73,15 +89,17 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
+        """Return the port on which the server listens."""
         return int(self._listener.getsockname()[1])
 
     def _start(self, run: Callable[..., None], *args: object) -> None:
+        """Start a thread of the server."""
         thread = threading.Thread(target=run, args=args, name="loading-server", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _accept(self) -> None:
+        """Accept connections until the server is closed."""
         told = False
         while True:
             try:
@@ -89,7 +107,8 @@ class Server:
             except OSError as error:
                 if self._closing:
                     return
-                # Of one connection, or too many open files: what comes later may do.
+                # The error may concern one connection only, or pass when open files are closed, so the server keeps
+                # listening.
                 if not told:
                     log.warning("loading: a rank could not be let in (%s); it is tried again and again", error)
                 told = True
@@ -104,6 +123,7 @@ class Server:
             self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
+        """Check the secret word of a connection, then answer its questions."""
         asked, word = bytearray(self._request.size), bytearray(_WORD)
         try:
             with connection:
@@ -119,7 +139,11 @@ class Server:
                 self._open.discard(connection)
 
     def close(self) -> bool:
-        """End all connections and threads; False where some wait for storage."""
+        """End all connections and threads.
+
+        Returns:
+            False if a thread still waits for storage.
+        """
         with self._lock:
             self._closing = True
             ends = (self._listener, *self._open)
@@ -131,21 +155,21 @@ class Server:
 
 
 class Wire:
-    """This rank's server, and its connections to the others'.
+    """The server of this rank, and its connections to the servers of the others.
 
     Args:
-        server: of this rank; closed with the wire.
-        rank: this rank's place in what `gather` gives.
-        memory: where this rank's memory can be opened, by tier.
-        plan: hash of what this rank has planned.
-        gather: brings every rank's address to all.
-        host: under which other nodes reach this one.
-        node: a name that ranks share only where they share memory.
-        number: this rank's in the job, where that is not its place.
-        seconds: without a byte, after which a rank counts as late.
+        server: Server of this rank; it is closed with the wire.
+        rank: Place of this rank in the result of `gather`.
+        memory: Path of this rank's cache file, by tier.
+        plan: Hash of what this rank has planned.
+        gather: All-gather of bytes, which exchanges the addresses.
+        host: Name under which other nodes reach this one.
+        node: Name that ranks share only where they share memory.
+        seconds: Seconds without a byte after which a rank counts as late.
+        number: Number of this rank in the job, where it differs from `rank`.
 
     Raises:
-        UserError: ranks have planned different runs.
+        UserError: Ranks have planned different runs.
     """
 
     def __init__(
@@ -175,18 +199,21 @@ class Wire:
             server.close()
             raise
         self.dead: set[int] = set()
-        self._late: dict[int, tuple[int, float]] = {}  # rank -> how often in a row, and when the last time was
+        self._late: dict[int, tuple[int, float]] = {}  # rank -> times late in a row, and time of the last one
         self._until: dict[int, float] = {}  # rank -> when it may be asked again
         self._local = threading.local()
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
 
     def near(self, rank: int) -> bool:
-        """Whether `rank` shares memory with this one."""
+        """Return whether `rank` shares memory with this one."""
         return self.addresses[rank].node == self.addresses[self._rank].node
 
     def silent(self, rank: int) -> bool:
-        """Whether `rank` shall not be asked now. After a pause one thread tries, while others go on without."""
+        """Return whether `rank` must not be asked now.
+
+        When a pause ends, one thread tries the rank, while the others still go on without it.
+        """
         with self._lock:
             now = time.monotonic()
             if rank in self.dead or now < self._until.get(rank, now):
@@ -196,22 +223,26 @@ class Wire:
             return False
 
     def heard(self, rank: int) -> None:
-        """`rank` has answered, to the last byte."""
+        """Record that `rank` has answered completely, which ends its count of late answers."""
         if rank in self._late:
             with self._lock:
                 self._late.pop(rank, None)
                 self._until.pop(rank, None)
 
     def lose(self, rank: int, error: OSError) -> None:
-        """Give up an answer of `rank`, which was late; by any other error it has gone, and is asked no more."""
-        self._leave(rank)  # an answer that comes late would be taken for the next one
+        """Give up an answer of `rank`.
+
+        After a timeout the rank counts as late and may be paused. After any other error it counts as dead and is not
+        asked again.
+        """
+        self._leave(rank)  # on the same connection a late answer would be taken for the next one
         with self._lock:
             if rank in self.dead:
                 return
             number, what = self.addresses[rank].number, "what it holds comes from slow storage"
             if isinstance(error, TimeoutError):
                 count, last = self._late.get(rank, (0, 0.0))
-                if count and self._local.asked < last:  # several threads waited at a time
+                if count and self._local.asked < last:  # several threads timed out together, which counts once
                     return
                 self._late[rank] = count + 1, time.monotonic()
                 if count < len(_PAUSES):
@@ -226,7 +257,7 @@ class Wire:
             log.warning("loading: rank %d is no longer heard (%s); %s", number, error, what)
 
     def _leave(self, rank: int) -> None:
-        """End this thread's connection to `rank`."""
+        """End the connection of this thread to `rank`."""
         connection = getattr(self._local, "connections", {}).pop(rank, None)
         if connection is not None:
             connection.close()
@@ -234,7 +265,10 @@ class Wire:
                 self._connections.remove(connection)
 
     def connection(self, rank: int) -> socket.socket:
-        """The connection of this thread to `rank`: one a thread, so that several streams run at a time."""
+        """Return the connection of this thread to `rank`.
+
+        Each thread has its own, so several transfers run at the same time.
+        """
         mine: dict[int, socket.socket] | None = getattr(self._local, "connections", None)
         if mine is None:
             mine = self._local.connections = {}
@@ -250,10 +284,13 @@ class Wire:
         return mine[rank]
 
     def ask(self, rank: int, question: bytes, reply: struct.Struct) -> tuple[socket.socket, tuple[int, ...]]:
-        """Send a question; returns the connection, for what follows, and the values of the reply.
+        """Send a question to `rank`.
+
+        Returns:
+            The connection, from which the caller reads what follows, and the values of the reply.
 
         Raises:
-            OSError: `rank` has gone.
+            OSError: `rank` is late or has gone.
         """
         self._local.asked = time.monotonic()
         connection = self.connection(rank)
@@ -264,24 +301,28 @@ class Wire:
         return connection, reply.unpack(head)
 
     def close(self) -> bool:
-        """End all connections and the server; nobody may ask any more. False where it still reads what was asked."""
+        """End all connections and the server, after which no rank may ask any more.
+
+        Returns:
+            False if the server still reads what was requested.
+        """
         for connection in self._connections:
             connection.close()
         return self._server.close()
 
 
 def fill(connection: socket.socket, out: memoryview) -> None:
-    """Fill `out`.
+    """Receive exactly as many bytes as `out` holds.
 
     Raises:
-        ConnectionError: the other side has closed before.
+        ConnectionError: The other side closed the connection before.
     """
     if not receive(connection, out):
         raise ConnectionError("it sent too little")
 
 
 def receive(connection: socket.socket, out: memoryview) -> bool:
-    """Fill `out`; False where the other side has closed before."""
+    """Receive as many bytes as `out` holds; return False if the other side closed the connection before."""
     done = 0
     while done < len(out):
         count = connection.recv_into(out[done:])
