@@ -1,6 +1,7 @@
-"""Copies of samples that other ranks hold, in room that is left: chosen by next use, so that peers are asked once.
+"""Choose copies of samples that other ranks hold, for memory that is left over.
 
-A pure function of the plan, as everything in it: all ranks know all copies.
+Copies are chosen by their next use, so that a rank asks its peers for each of them only once. The choice is a pure
+function of the plan, so every rank knows all copies.
 
 Axes: F samples, N copies.
 """
@@ -17,19 +18,33 @@ NOBODY = -1
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """`keys` (N,) ascending are rank * F + sample; `offset` (N,) is where each lies in its rank's memory."""
+    """The copies that all ranks keep.
+
+    Attributes:
+        keys: (N,) rank * F + sample of each copy, ascending.
+        offset: (N,) byte at which each copy begins in the memory of its rank.
+        count: Number of samples, F.
+    """
 
     keys: np.ndarray
     offset: np.ndarray
     count: int  # F
 
     def of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples (n,) that `rank` copies, ascending, and their offsets (n,)."""
+        """Return the samples that `rank` copies, (n,) ascending, and their offsets, (n,)."""
         here = slice(*np.searchsorted(self.keys, [rank * self.count, (rank + 1) * self.count]))
         return self.keys[here] - rank * self.count, self.offset[here]
 
     def find(self, user: np.ndarray, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which uses (A,) are of a copy of their user, and the place of each in `keys` (0 where it is none)."""
+        """Find the uses that concern a copy kept by their user.
+
+        Args:
+            user: (A,) rank of each use.
+            sample: (A,) sample of each use.
+
+        Returns:
+            (A,) bool, whether the user keeps a copy, and (A,) the place of the copy in `keys` (0 where there is none).
+        """
         wanted = user.astype(np.int64) * self.count + sample
         place = np.searchsorted(self.keys, wanted)
         place[place == len(self.keys)] = 0
@@ -45,15 +60,18 @@ def choose(
     used: np.ndarray,
     room: int,
 ) -> Copies:
-    """Fill what is left of each rank's memory with samples of others, in the order in which it uses them first.
+    """Fill the memory that is left on each rank with samples of other ranks, in the order of their first use.
 
     Args:
-        users: epoch -> samples (F,) in the order of use, and the rank that uses each (F,).
-        epochs: how many.
-        owner: (F,) who holds each sample.
-        sizes: (F,) their bytes.
+        users: Function from an epoch to its samples (F,) in the order of use, and the rank that uses each (F,).
+        epochs: Number of epochs.
+        owner: (F,) rank that holds each sample.
+        sizes: (F,) bytes of each sample.
         used: (P,) bytes of each rank's memory that its own samples take.
-        room: bytes of memory of each rank.
+        room: Bytes of memory of each rank.
+
+    Returns:
+        The copies of all ranks.
     """
     count, sizes = len(owner), np.asarray(sizes, np.int64)
     end, keys, offsets = used.astype(np.int64).copy(), np.empty(0, np.int64), np.empty(0, np.int64)
@@ -65,12 +83,14 @@ def choose(
         samples, user = samples[other], user[other]
         key = user.astype(np.int64) * count + samples
         new = ~np.isin(key, keys)
+        # Sort by rank and keep the order of use within a rank. A cumulative sum then gives the offset of each copy
+        # without a loop over samples.
         order = np.argsort(user[new], kind="stable")
         samples, user, key = samples[new][order], user[new][order], key[new][order]
         total = np.cumsum(sizes[samples])
-        first = np.searchsorted(user, user)  # where the rank's own uses begin
+        first = np.searchsorted(user, user)  # index of the first use of the same rank
         start = end[user] + total - sizes[samples] - (total - sizes[samples])[first]
-        fits = start + sizes[samples] <= room  # a prefix of each rank's uses, because starts ascend
+        fits = start + sizes[samples] <= room  # a prefix of each rank's uses, because offsets ascend
         keys, offsets = np.append(keys, key[fits]), np.append(offsets, start[fits])
         np.maximum.at(end, user[fits], (start + sizes[samples])[fits])
     order = np.argsort(keys)

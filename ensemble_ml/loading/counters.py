@@ -1,4 +1,4 @@
-"""What a loader has moved, by tier, and how long its user waited."""
+"""Count what a loader has moved from each tier, and how long its user has waited."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """Bytes of samples, as storage or caches hold them, by where they came from; `fallback`: a peer should have sent.
+    """The counters of a loader: bytes of samples by where they came from, as storage or caches hold them.
 
-    `samples` counts uses; `waited` are the seconds in which a batch was asked for and not ready.
+    Attributes:
+        storage: Bytes read from slow storage.
+        ram: Bytes taken from the rank's own memory.
+        disk: Bytes taken from the rank's own local disk.
+        peers: Bytes taken from other ranks.
+        fallback: Bytes that a peer should have sent and that were read from slow storage instead.
+        samples: Number of uses of samples.
+        waited: Seconds in which a batch was requested and not ready.
+        lock: Lock for the threads that add to them.
     """
 
     storage: int = 0
@@ -23,12 +31,12 @@ class Counters:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **more: float) -> None:
-        """Add to some of the counters."""
+        """Add to some of the counters, by name."""
         with self.lock:
             for name, value in more.items():
                 setattr(self, name, getattr(self, name) + value)
 
     def snapshot(self) -> dict[str, float]:
-        """All counters by name."""
+        """Return all counters by name."""
         with self.lock:
             return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "lock"}

@@ -1,4 +1,7 @@
-"""Batches on their way to where the model is: on a GPU by a stream of its own, so that copies and compute overlap."""
+"""Bring batches to the device of the model.
+
+On a GPU this uses a CUDA stream of its own, so that copies and compute overlap.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from ensemble_ml.loading.batches import Batch
 
 
 class Device:
-    """Brings batches to `device`, in the type of the weights.
+    """A device to which batches are brought, in the type of the weights.
 
-    `bring` is called by a thread of the loader as soon as a batch is whole; `take` by the user when he wants it; `wait`
-    before the memory that the batch was brought from is used again. On a CPU `bring` does it all.
+    A thread of the loader calls `bring` as soon as a batch is complete. The user's thread calls `take` when it needs
+    the batch. `wait` is called before the memory from which the batch is copied is reused. On a CPU, `bring` does
+    everything.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
@@ -24,22 +28,29 @@ class Device:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def bring(self, batch: Batch) -> tuple[Batch, Any]:
-        """Begin to copy a batch; returns it as it will be, and what tells that it is there."""
+        """Start to copy a batch to the device.
+
+        Returns:
+            The batch on the device, and a CUDA event that marks the end of the copy (None on a CPU).
+        """
         if self._stream is None:
             return batch.to(self.device, self.dtype), None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            # From pinned memory, so that the thread does not wait; the type changes on the GPU.
+            # The memory is pinned, so the thread does not wait for the copy. The type is converted on the GPU.
             moved = batch.to(self.device, self.dtype, non_blocking=True)
             return moved, self._stream.record_event()
 
     def take(self, batch: Batch, ready: Any) -> Batch:
-        """The batch, for the stream that is current: later kernels on it wait for the copy, the caller does not."""
+        """Return the batch for use on the current stream.
+
+        Later kernels of that stream wait for the copy; the calling thread does not.
+        """
         if ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(ready)
             for tensor in (*vars(batch).values(), *vars(batch.inputs).values()):
                 if isinstance(tensor, Tensor):
-                    tensor.record_stream(stream)  # its memory is not given away before the stream is done with it
+                    tensor.record_stream(stream)  # else torch could reuse its memory while the stream still needs it
         return batch
 
     def wait(self, ready: Any) -> None:
@@ -49,10 +60,11 @@ class Device:
 
 
 def wait_for_copies() -> None:
-    """Return once the GPUs that this process has memory on have done all that it has asked them for.
+    """Return once the GPUs on which this process has memory have completed all its work.
 
-    From pinned memory `to("cuda", non_blocking=True)` returns before a byte is read, and on which stream or GPU a user
-    makes his copies is his affair. GPUs without memory of ours are left alone: a first call would open a context there.
+    From pinned memory, `to("cuda", non_blocking=True)` returns before a byte is read, and users may copy on any stream
+    and to any GPU. GPUs without memory of this process are skipped, because a first call would open a CUDA context
+    there.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -61,7 +73,10 @@ def wait_for_copies() -> None:
 
 
 def pages(size: int) -> np.ndarray:
-    """`size` bytes, or one where it is 0, that begin at a page; locked for copies to a GPU where there is one."""
+    """Allocate `size` bytes (at least one) that begin at a page.
+
+    Where there is a GPU the memory is pinned, so that copies to the GPU are asynchronous.
+    """
     if torch.cuda.is_available():
         return torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True).numpy()
     return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)

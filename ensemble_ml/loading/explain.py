@@ -1,7 +1,8 @@
-"""What a plan of loading will do, before anything is loaded: bytes from each tier, time, and what limits it.
+"""Predict what a plan of loading will do before anything is loaded: bytes from each tier, time, and what limits it.
 
-The time is that of a pipeline: slow storage reads turn by turn, threads decode, the model computes; reading may be no
-further ahead than the ring of buffers allows. Storage is one for all ranks; its speed is measured or given.
+The prediction follows a pipeline with three stages: slow storage reads turn by turn, threads decode, and the model
+computes. Reading is never further ahead than the ring of buffers allows. All ranks share one storage, whose speed is
+measured or given.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ from ensemble_ml.loading.schedule import Schedule
 from ensemble_ml.loading.unit_plan import UnitPlan
 from ensemble_ml.loading.units import Units
 
-_SAMPLE = 64e6  # bytes that a measurement of storage reads at most
+_SAMPLE = 64e6  # bytes after which a measurement of storage stops
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes a second of `storage` for all; seconds of `latency` a request, `decode` a sample, compute a `step`."""
+    """The speeds on which a prediction is based.
+
+    Attributes:
+        storage: Bytes per second of slow storage, for all ranks together.
+        latency: Seconds of a request to storage.
+        decode: Seconds that one thread takes to decode a sample.
+        step: Seconds that a training step computes.
+    """
 
     storage: float
     latency: float = 0.0
@@ -33,7 +41,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a run: in all, computing, and waiting for batches; and what the waiting is for."""
+    """The predicted time of a run, in seconds: in all, computing, and waiting for batches; and what limits it."""
 
     total: float
     compute: float
@@ -42,7 +50,14 @@ class Prediction:
 
 
 def measure(units: Units, schedule: Schedule) -> Speeds:
-    """Speed of storage and of decoding, from the samples of the first turns (which the system may have cached)."""
+    """Measure the speed of storage and of decoding, on the samples of the first turns.
+
+    The operating system may have these samples in its cache, which makes storage look faster than it is.
+
+    Args:
+        units: Units of the run.
+        schedule: All batches of the run.
+    """
     draws: list[Draw] = [draw for turn in islice(iter(schedule), 8) for draw in turn.read_by(0)]
     bytes_read, reading, decoding, done = 0, 0.0, 0.0, 0
     for draw in draws:
@@ -63,11 +78,17 @@ def measure(units: Units, schedule: Schedule) -> Speeds:
 def predict(
     plan: UnitPlan, units: Units, speeds: Speeds, *, ahead: int, threads: int, validations: np.ndarray, lanes: int = 1
 ) -> Prediction:
-    """Follow the pipeline of the slowest rank through all turns.
+    """Predict the time of a run by following the pipeline of the slowest rank through all turns.
 
     Args:
-        validations: (N,) whether each turn is one of validation, which costs a third of a step.
-        lanes: groups of ranks that read other rows from the same storage.
+        plan: Plan of the run.
+        units: Its units.
+        speeds: Measured or given speeds.
+        ahead: Number of batches of look-ahead.
+        threads: Number of threads that fetch and decode.
+        validations: (N,) bool, whether each turn belongs to a validation. Such a turn is taken to cost a third of a
+            step.
+        lanes: Number of groups of ranks that read other rows from the same storage.
     """
     trace = plan.trace
     turns = len(validations)
@@ -75,9 +96,9 @@ def predict(
     size = plan.sizes[trace.unit] * read
     requests = np.array([units.reads(unit) for unit in range(len(plan.sizes))])[trace.unit] * read
     stored = np.bincount(trace.turn, size, turns) * lanes / speeds.storage
-    # A rank's requests wait for their answers by as many threads; the ranks do so at the same time.
+    # Each thread of each rank can wait for one request at a time, so latencies overlap by that number.
     stored = np.maximum(stored, np.bincount(trace.turn, requests, turns) * speeds.latency / (threads * plan.ranks))
-    targets = trace.unit % units.each == units.each - 1  # one a sample
+    targets = trace.unit % units.each == units.each - 1  # each sample has exactly one unit of targets
     samples = np.bincount(trace.turn[targets], minlength=turns) * plan.columns / max(1, plan.ranks)
     decoded = np.ceil(samples) * speeds.decode / threads
     computed = np.where(validations, speeds.step / 3, speeds.step)
@@ -85,10 +106,14 @@ def predict(
 
 
 def _pipeline(stored: np.ndarray, decoded: np.ndarray, computed: np.ndarray, ahead: int) -> Prediction:
-    """Seconds of each turn in storage, decoding and compute, one after another but overlapping between turns."""
+    """Compute the end of each turn from its seconds of storage, decoding and compute.
+
+    The three stages of one turn follow each other; the stages of different turns overlap.
+    """
     ended: list[float] = []
     read = ready = end = waited = 0.0
     for turn, (storing, decoding, computing) in enumerate(zip(stored, decoded, computed, strict=True)):
+        # A buffer of the ring becomes free when the turn that used it before has been computed.
         free = ended[turn - ahead - 1] if turn > ahead else 0.0
         read = max(read, free) + storing
         ready = max(ready, read) + decoding
@@ -110,11 +135,16 @@ def explain(
     step: float | None = None,
     lanes: int = 1,
 ) -> str:
-    """Lines that tell what a plan of loading reads, from where, in what time, and what limits it.
+    """Describe in lines of text what a plan of loading reads, from where, in what time, and what limits it.
 
     Args:
-        step: seconds that a training step computes; None tells how long it has to be to hide all reading.
-        lanes: groups of ranks that read other rows.
+        config: Settings of loading.
+        plan: Plan of the run.
+        units: Its units.
+        schedule: All batches of the run.
+        ahead: Number of batches of look-ahead.
+        step: Seconds that a training step computes; None predicts the time without compute.
+        lanes: Number of groups of ranks that read other rows.
     """
     validations = np.array([turn.validation for turn in schedule], bool)
     found = measure(units, schedule)
@@ -140,7 +170,7 @@ def explain(
 
 
 def _what(plan: UnitPlan, ahead: int) -> list[str]:
-    """What is read, by which rule, and from where."""
+    """Describe what is read, by which rule, and from where."""
     traffic, trace = plan.traffic(), plan.trace
     distinct = np.unique(trace.unit)
     whole, used = max(1, int(plan.sizes[distinct].sum())), max(1, traffic["used"])

@@ -11,9 +11,13 @@ T = TypeVar("T")
 
 
 def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield `items` in order while a thread makes up to `depth` of them ahead; 0 makes each when it is asked for.
+    """Yield `items` in order while a thread makes up to `depth` of them ahead.
 
-    What goes wrong in the thread is raised here. Leaving the loop early ends the thread, which is waited for.
+    An error in the thread is raised here. Leaving the loop early ends the thread, for which this function waits.
+
+    Args:
+        items: Items to yield.
+        depth: Number of items ahead; 0 makes each item when it is requested.
     """
     if depth < 1:
         yield from items
@@ -36,7 +40,10 @@ def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
 
 
 def _fill(items: Iterable[Any], ready: queue.Queue[tuple[bool, Any]], stop: threading.Event) -> None:
+    """Put the items, then an end mark or the error, into the queue until `stop` is set."""
+
     def put(good: bool, item: Any) -> None:
+        """Put an item into the queue, waiting while it is full, unless `stop` is set."""
         while not stop.is_set():
             try:
                 # The wait is short so that a reader who has left does not hold up the thread's end.

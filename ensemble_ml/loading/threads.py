@@ -1,4 +1,4 @@
-"""Threads that work behind the user's back."""
+"""Start and end the background threads of a loader."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from contextlib import suppress
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 5.0  # seconds that a loader's end may wait for storage: a job that is told to stop has half a minute
+PATIENCE = 5.0  # seconds that a loader's end may wait for storage; a job that must stop has half a minute in all
 
 
 def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
-    """Run `work` on `count` threads that end with the process.
+    """Run `work` on `count` daemon threads, which end with the process.
 
-    They are of the scheduler's batch class: one that is woken does not take the core from another thread. When the user
-    asks for a batch he frees the buffer of the last one, which wakes a thread; of the normal class, that thread and
-    those it woke kept him from his core for 4 ms again and again (Linux 6.18, two ranks of four threads on two cores:
-    2 to 3 % of a step of 40 ms, though the batch was ready; so 0.5 %). Their share of the cores is the same.
+    The threads belong to the scheduler's batch class, so a thread that wakes up does not take the core from another
+    thread. When the user requests a batch, the buffer of the last one is freed, which wakes a thread. In the normal
+    class that thread, and those that it woke in turn, repeatedly kept the user's thread from its core for 4 ms.
+    Measured on Linux 6.18 with two ranks of four threads on two cores: 2 to 3 % of a step of 40 ms, although the batch
+    was ready; with the batch class 0.5 %. The threads' share of the cores is the same in both classes.
     """
 
     def run() -> None:
+        """Enter the batch class where the system allows it, then work."""
         with suppress(AttributeError, OSError):  # another system, or a container that forbids it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         work()
@@ -35,10 +37,17 @@ def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
 
 
 def ended(threads: Iterable[threading.Thread], slowest: Callable[[], tuple[str, float] | None] = lambda: None) -> bool:
-    """Wait for threads that have been told to stop; False where some do not, because storage does not answer: they
-    end with the process, and what they write to has to stay until then.
+    """Wait for threads that were asked to stop, for at most `PATIENCE` seconds.
 
-    `slowest`: what has been read for longest, and for how many seconds, where that is known.
+    A thread may be unable to stop because storage does not answer. It then ends with the process, and the memory to
+    which it writes must stay until then.
+
+    Args:
+        threads: The threads.
+        slowest: Function that returns what has been read for longest and for how many seconds, where this is known.
+
+    Returns:
+        Whether all threads have ended.
     """
     limit = time.monotonic() + PATIENCE
     left = []

@@ -1,4 +1,7 @@
-"""When each thread of a loader read, decoded and wrote, and when its user computed and waited: a picture of it."""
+"""Record what the threads of a loader do and when, and draw a picture of it.
+
+Threads read, decode and write to caches; the thread of the user computes and waits.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from pathlib import Path
 
 from ensemble_ml.errors import UserError
 
-_MOST = 200_000  # spans that are kept, a few tens of megabytes; later ones are counted only
+_MOST = 200_000  # spans that are kept, a few tens of megabytes; later ones are only counted
 KINDS = {"read": "tab:orange", "decode": "tab:blue", "keep": "tab:purple", "wait": "tab:red", "compute": "tab:green"}
 
 
 class Timeline:
-    """Spans (kind, thread, begin, end) in seconds from the start; any thread may add. Without a path: none is kept."""
+    """A record of spans (kind, thread, begin, end) in seconds from the start. Any thread may add one.
+
+    Without a path nothing is recorded.
+    """
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path else None
@@ -25,7 +31,7 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """Note how long the block takes."""
+        """Record how long the block takes."""
         if self.path is None:
             yield
             return
@@ -36,7 +42,7 @@ class Timeline:
             self.add(kind, begin, time.monotonic())
 
     def add(self, kind: str, begin: float, end: float) -> None:
-        """Note a span, by `time.monotonic`."""
+        """Record a span, given by two readings of `time.monotonic`."""
         if self.path is None:
             return
         if len(self.spans) >= _MOST:
@@ -45,10 +51,10 @@ class Timeline:
         self.spans.append((kind, threading.current_thread().name, begin - self.began, end - self.began))
 
     def draw(self) -> None:
-        """Write the picture: a row a thread, a colour a kind.
+        """Draw the picture, with one row for each thread and one colour for each kind.
 
         Raises:
-            UserError: the file cannot be written, or is of no known kind.
+            UserError: The file cannot be written, or its ending is not a known format.
         """
         if self.path is None or not self.spans:
             return
