@@ -1,6 +1,7 @@
-"""The tensor store: ensembles as packed integers in a Zarr v3 group, one shard a start date.
+"""The tensor store: ensembles as packed integers in a Zarr v3 group, with one shard for each start date.
 
-`StoreWriter` writes one, `open_store` opens it for reading; `Source` is the face that archives share with it.
+`StoreWriter` writes a store and `open_store` opens it for reading. `Source` is the interface that stores and archives
+share.
 """
 
 from ensemble_ml.store.metadata import is_store

@@ -1,4 +1,14 @@
-"""Packed fields: 16-bit integers with the reference and scale of each field, exactly as GRIB simple packing holds them.
+"""Pack fields into 16-bit integers with a reference and a scale for each field, exactly as GRIB simple packing does.
+
+    value = (X * scale + reference) * decimal
+
+    X          packed integer, 0 to 65535
+    reference  R, the smallest value of the field before the decimal factor
+    scale      2^E, a power of two
+    decimal    10^-D
+
+R, E and D are the reference value, binary scale factor and decimal scale factor of GRIB. Decoding gives ecCodes' values
+bit for bit (`decode`).
 
 Axes: ... any leading axes (member, lead, variable, level), Y latitude, X longitude.
 """
@@ -15,21 +25,28 @@ from ensemble_ml.store import native
 
 Where = Callable[[tuple[int, ...]], str]  # leading index of a field -> the phrase that names it in a message
 
-_LARGEST = 65535  # of the integers
+_LARGEST = 65535  # largest packed integer
 _SLAB = 1 << 18  # values decoded at a time, so that the float64 intermediate stays in cache
 
 
 @dataclass(frozen=True, eq=False)
 class PackedBlock:
-    """Fields as they lie in a store.
+    """A block of fields as they lie in a store.
 
-    `values` (..., Y, X) uint16, or float32 as they are; `reference`, `scale`, `decimal` (...) float64; `present` (...)
-    bool; `mask` (..., Y, X) bool, True where a point has no value (a bitmap: sea surface temperature over land), or
-    None where every point of every present field has one. A field's value is ((X * scale) + reference) * decimal; the
-    three are not used where `values` are float32.
+    The value of a field at a point is ((X * scale) + reference) * decimal. The three factors are not used where
+    `values` are float32.
+
+    Attributes:
+        values: (..., Y, X) uint16, or float32 values as they are.
+        reference: (...) float64.
+        scale: (...) float64.
+        decimal: (...) float64.
+        present: (...) bool, whether each field is there.
+        mask: (..., Y, X) bool, True where a point has no value (a bitmap, such as sea surface temperature over land).
+            None where every point of every present field has one.
 
     Raises:
-        ValueError: shapes or types do not belong together.
+        ValueError: Shapes or types do not belong together.
     """
 
     values: np.ndarray
@@ -57,25 +74,31 @@ class PackedBlock:
     def plain(
         cls, values: np.ndarray, present: np.ndarray | None = None, mask: np.ndarray | None = None
     ) -> PackedBlock:
-        """Wrap float32 `values` (..., Y, X) as they are; every field is present unless `present` (...) says no."""
+        """Wrap float32 values as they are.
+
+        Args:
+            values: (..., Y, X).
+            present: (...) bool; None where every field is present.
+            mask: (..., Y, X) bool or None.
+        """
         shape = values.shape[:-2]
         there = np.ones(shape, bool) if present is None else present
         return cls(np.asarray(values, np.float32), np.zeros(shape), np.ones(shape), np.ones(shape), there, mask)
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: type = np.uint16) -> PackedBlock:
-        """A block of `shape` (..., Y, X) with every field absent, to be filled field by field."""
+        """Make a block of `shape` (..., Y, X) with every field absent, to be filled field by field."""
         return cls.unfilled(np.zeros(shape, dtype))
 
     @classmethod
     def unfilled(cls, values: np.ndarray) -> PackedBlock:
-        """The same in an array that is there, whatever it holds."""
+        """Make a block with every field absent in an existing array, whatever that holds."""
         lead = values.shape[:-2]
         return cls(values, np.zeros(lead), np.zeros(lead), np.ones(lead), np.zeros(lead, bool))
 
     @property
     def packed(self) -> bool:
-        """Whether values are integers."""
+        """Return whether the values are packed integers."""
         return self.values.dtype == np.uint16
 
     def __getitem__(self, key: tuple[int | slice | np.ndarray | None, ...]) -> PackedBlock:
@@ -89,9 +112,23 @@ class PackedBlock:
 def grib_factors(bits: int, binary_scale: int, decimal_scale: int) -> tuple[float, float]:
     """Return (scale, decimal) of a GRIB message in simple packing, as ecCodes computes them.
 
-    WMO Manual on Codes 306, regulation 92.9.4: Y * 10^D = R + X * 2^E. ecCodes multiplies by a power of ten that it
-    builds by repeated division (codes_power), which is not always the double nearest to 10^-D; and a message of no
-    bits holds its value in R, whatever D says.
+    WMO Manual on Codes 306, regulation 92.9.4, defines the packing:
+
+        Y * 10^D = R + X * 2^E
+
+        Y  value
+        X  packed integer
+        R  reference value
+        E  binary scale factor
+        D  decimal scale factor
+
+    ecCodes multiplies by a power of ten that it builds by repeated division (codes_power). That is not always the
+    double nearest to 10^-D. A message of zero bits holds its value in R, whatever D is.
+
+    Args:
+        bits: Bits per value.
+        binary_scale: E.
+        decimal_scale: D.
     """
     if bits == 0:
         return 0.0, 1.0
@@ -102,16 +139,24 @@ def grib_factors(bits: int, binary_scale: int, decimal_scale: int) -> tuple[floa
 
 
 def exact_in_float32(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> bool:
-    """Whether decoding in float32 arithmetic gives the same bits as float64 rounded to float32, for every field."""
+    """Return whether `exact_fields` holds for every field."""
     return bool(np.all(exact_fields(reference, scale, decimal)))
 
 
 def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) -> np.ndarray:
-    """Whether decoding in float32 arithmetic gives the same bits as float64 rounded to float32, for each field.
+    """Return whether float32 arithmetic decodes each field to the same bits as float64 rounded to float32.
 
-    It does where `decimal` is one, `reference` is a float32 number and `scale` a normal power of two: X * scale is
-    then exact, so both ways round one sum of two float32 numbers, and rounding it to 53 bits first is innocuous
-    because 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?").
+    It does where `decimal` is one, `reference` is a float32 number, and `scale` is a normal power of two (or zero). X *
+    scale is then exact, so both computations round the sum of the same two float32 numbers. Rounding that sum to 53
+    bits first is innocuous, because 53 >= 2 * 24 + 2 (Figueroa 1995, "When is double rounding innocuous?").
+
+    Args:
+        reference: (...) float64.
+        scale: (...) float64.
+        decimal: (...) float64.
+
+    Returns:
+        (...) bool.
     """
     mantissa, exponent = np.frexp(scale)
     normal = (mantissa == 0.5) & (exponent > -125) & (exponent < 110)
@@ -121,16 +166,19 @@ def exact_fields(reference: np.ndarray, scale: np.ndarray, decimal: np.ndarray) 
 
 
 def dequantise(codes: np.ndarray, factors: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Decode `codes` (..., Y, X) uint16 into `out` of that shape, float32.
+    """Decode packed integers into an array.
 
-    `factors` are reference, scale and decimal (..., 1, 1). Where they are float32 the caller has made sure that
-    `exact_in_float32` holds.
+    Args:
+        codes: (..., Y, X) uint16.
+        factors: Reference, scale and decimal, (..., 1, 1) each. Float32 factors state that `exact_in_float32` holds;
+            the caller has to check this.
+        out: (..., Y, X) float32, which is filled.
     """
     reference, scale, decimal = factors
     if native.decode(codes, factors, scale.dtype == np.float32, out):
         return
     if scale.dtype == np.float32:
-        np.copyto(out, codes)  # a cast of its own is faster than one inside the product
+        np.copyto(out, codes)  # a separate cast is faster than one inside the product
         out *= scale
         out += reference
         return
@@ -141,10 +189,17 @@ def dequantise(codes: np.ndarray, factors: Sequence[np.ndarray], out: np.ndarray
 
 
 def decode(block: PackedBlock) -> np.ndarray:
-    """Return the values of `block`: (..., Y, X) float32, NaN where a field is not present or a point is masked.
+    """Decode the values of a block.
 
-    Bit-equal to ecCodes' float64 values rounded to float32. (Its own float32 values, `codes_get_float_array`, are the
-    same but for GRIB 2 with a decimal scale, where it computes in float32 and may miss the last bit.)
+    The result is bit-equal to ecCodes' float64 values rounded to float32. ecCodes' own float32 values
+    (`codes_get_float_array`) are the same, except for GRIB 2 with a decimal scale: ecCodes computes these in float32
+    and may miss the last bit.
+
+    Args:
+        block: Packed or float32 fields.
+
+    Returns:
+        (..., Y, X) float32, NaN where a field is absent or a point is masked.
     """
     lead, points = block.values.shape[:-2], block.values.shape[-2:]
     out = np.empty(block.values.shape, np.float32)
@@ -166,13 +221,17 @@ def decode(block: PackedBlock) -> np.ndarray:
 
 
 def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlock:
-    """Pack `values` (..., Y, X) float32 into integers of 16 bits, each field with its own reference and scale.
+    """Pack float32 values into 16-bit integers, each field with its own reference and scale.
 
-    The reference is the field's minimum and the scale the smallest power of two that spans it, as GRIB's simple
-    packing without a decimal scale does. Points of `mask` (..., Y, X) do not count, and become the integer 0.
+    As in GRIB simple packing without a decimal scale, the reference is the minimum of the field, and the scale is the
+    smallest power of two with which 65535 steps span the field.
+
+    Args:
+        values: (..., Y, X) float32.
+        mask: (..., Y, X) bool, points that do not count and become the integer 0; None for none.
 
     Raises:
-        UserError: a value that is not masked is NaN or infinite.
+        UserError: A value that is not masked is NaN or infinite.
     """
     values = np.asarray(values, np.float32)
     check_finite(values, mask=mask)
@@ -189,21 +248,32 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
 
 
 def _fill_with_minimum(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Replace masked points by the minimum of the other points of their field, which does not change its range."""
     low = np.where(mask, np.inf, values).min((-2, -1), keepdims=True)
     return np.where(mask, np.where(np.isfinite(low), low, 0), values).astype(np.float32)
 
 
 def _power_of_two(span: np.ndarray) -> np.ndarray:
+    """Return the scale of each field: the smallest power of two with which its span takes at most 65535 steps.
+
+    It is never below 2^-120, and it is 0 for a constant field.
+    """
     exponent = np.frexp(span / _LARGEST)[1]  # 2^(exponent-1) <= span / 65535 < 2^exponent
     exponent = np.where(np.rint(np.ldexp(span, 1 - exponent)) <= _LARGEST, exponent - 1, exponent)
     return np.where(span > 0, np.ldexp(1.0, np.maximum(exponent, -120)), 0.0)
 
 
 def error_bound(block: PackedBlock) -> np.ndarray:
-    """Largest error that quantising can have made in each field: (...) float64, in the units of the field.
+    """Return the largest error that quantising can have made in each field, in the units of the field.
 
-    Half a step of the integers, and half a unit in the last place of float32 for the value decoded; 0 for a field of
-    one value, and for values kept in float32.
+    It is half a step of the integers plus half a unit in the last place of the decoded float32. It is 0 for a constant
+    field and for values kept in float32.
+
+    Args:
+        block: Packed fields.
+
+    Returns:
+        (...) float64.
     """
     step = np.abs(block.scale * block.decimal)
     top = np.maximum(np.abs(block.reference), np.abs(block.reference + _LARGEST * block.scale)) * np.abs(block.decimal)
@@ -218,10 +288,16 @@ def check_finite(
     mask: np.ndarray | None = None,
     where: Where | None = None,
 ) -> None:
-    """Refuse NaN and infinity in the present fields of `values` (..., Y, X), but at points of `mask`.
+    """Refuse NaN and infinity in present fields, except at masked points.
+
+    Args:
+        values: (..., Y, X).
+        present: (...) bool; None where every field is present.
+        mask: (..., Y, X) bool or None.
+        where: Function that names a field by its leading index.
 
     Raises:
-        UserError: names the first such field by `where`, and says how many of its points are not numbers.
+        UserError: Names the first such field, and counts its points that are not numbers.
     """
     for index in np.ndindex(*values.shape[:-2]):
         if present is not None and not present[index]:

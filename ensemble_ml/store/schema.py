@@ -1,11 +1,15 @@
-"""How a tensor store lies on disk: names, axes, chunks and shards of its arrays, in one place for writer and reader.
+"""Define how a tensor store lies on disk: names, axes, chunks and shards of its arrays.
 
-A store is one Zarr v3 group. Each part has an array for variables on pressure levels and one for those at the surface
-(`forecast_pressure`, `forecast_surface`, `truth_pressure` ...), and beside a packed one `..._reference`, `..._scale`,
-`..._decimal` (one number a field) and, beside any, `..._present`. Beside a packed array with points that have no value
-in some field (a bitmap) stands `..._mask`, 1 at such points, chunked as the values; float32 arrays hold NaN there. They
-stand flat in the root, so that `xarray.open_zarr(STORE)` shows them all with their coordinates; statistics have a group
-of their own.
+Writer and reader both use these definitions, so the layout is defined only once.
+
+A store is one Zarr v3 group. Each part has an array for variables on pressure levels and one for surface variables
+(`forecast_pressure`, `forecast_surface`, `truth_pressure` ...). Beside a packed array stand `..._reference`,
+`..._scale` and `..._decimal`, with one number for each field, and beside every array stands `..._present`. Where a
+packed array has points without a value in some field (a bitmap), `..._mask` is 1 at such points, in chunks like those
+of the values. Float32 arrays hold NaN there.
+
+All arrays stand directly in the root group, so that `xarray.open_zarr(STORE)` shows them with their coordinates. Only
+the statistics have a group of their own.
 
 Axes: D start date, M member, T lead, V variable (of either kind), Z level (1 at the surface), Y latitude, X longitude.
 """
@@ -21,7 +25,7 @@ import numpy as np
 from ensemble_ml.config import Packing
 from ensemble_ml.store.source import Layout, Part
 
-FORMAT = 2  # raised whenever a reader of the older number would misread the arrays
+FORMAT = 2  # number of the format, raised when older readers would misread the arrays
 FORMAT_KEY = "ensemble_ml_store"  # attribute of the root group that holds the number and marks the folder as a store
 PLAN_KEY = "plan"  # attribute of the root group that names what the store was built to hold
 DAYS_KEY = "climate_days"  # attribute of the root group where the store holds a model climate
@@ -33,11 +37,11 @@ WRITTEN = (Part.FORECAST, Part.CONTROL, Part.TRUTH)
 DERIVED = (Part.MEAN, Part.SPREAD)
 
 _ROWS = 16  # rows of latitude in a chunk, so that a rank of a partition over latitude reads its own
-_SMALLEST = 64 * 1024  # bytes of a decoded chunk below which the cost of a request outweighs its size
+_SMALLEST = 64 * 1024  # bytes of a decoded chunk below which a request costs more than its bytes
 
 
 class Kind(Enum):
-    """Where variables live."""
+    """The two kinds of variables: on pressure levels, and at the surface."""
 
     PRESSURE = "pressure"
     SURFACE = "surface"
@@ -45,7 +49,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape of one array of fields; in memory a start date of it is always (M, T, V, Z, Y, X)."""
+    """The shape of one array of fields. In memory, a start date of it is always (M, T, V, Z, Y, X)."""
 
     part: Part
     kind: Kind
@@ -57,80 +61,93 @@ class ArraySpec:
 
     @property
     def name(self) -> str:
-        """Name of the array in the root group."""
+        """Return the name of the array in the root group."""
         suffix = "_mask" if self.dtype == np.uint8 else ""
         return f"{self.part.value}_{self.kind.value}{suffix}"
 
     @property
     def mask(self) -> ArraySpec:
-        """The array beside this one that marks points without a value."""
+        """Return the array beside this one that marks points without a value."""
         return replace(self, dtype=np.dtype(np.uint8))
 
     @property
     def packed(self) -> bool:
-        """Whether the array holds integers."""
+        """Return whether the array holds packed integers."""
         return self.dtype == np.uint16
 
     @property
     def fill(self) -> float:
-        """Value of a chunk that is left out: NaN, or the integer 0."""
+        """Return the value of a chunk that is left out: NaN for float32, 0 for integers."""
         return np.nan if self.dtype == np.float32 else 0
 
     @property
     def blocks(self) -> int:
-        """Chunks along latitude."""
+        """Return the number of chunks along latitude."""
         return -(-self.grid[0] // self.rows)
 
     @property
     def chunk(self) -> tuple[int, int, int]:
-        """Shape of one chunk in memory (Z, rows, X); the last block is filled up below the last row."""
+        """Return the shape of one chunk in memory, (Z, rows, X).
+
+        The last block of the grid is filled up below its last row.
+        """
         return self.fields[3], self.rows, self.grid[1]
 
     @property
     def chunks(self) -> tuple[int, int, int, int]:
-        """Number of chunks of one shard along (M, T, V, Y); they lie in the file in this order."""
+        """Return the number of chunks of one shard along (M, T, V, Y). Chunks are numbered in this order."""
         return (*self.fields[:3], self.blocks)
 
     @property
     def on_disk(self) -> tuple[int, ...]:
-        """Shape of the array on disk, without the axes that a part or kind does not have."""
+        """Return the shape of the array on disk, without the axes that a part or kind does not have."""
         return (self.dates, *self._drop(self.fields), *self.grid)
 
     @property
     def chunk_on_disk(self) -> tuple[int, ...]:
-        """Shape of an inner chunk on disk."""
+        """Return the shape of an inner chunk on disk."""
         return (1, *self._drop((1, 1, 1, self.fields[3])), self.rows, self.grid[1])
 
     @property
     def shard_on_disk(self) -> tuple[int, ...]:
-        """Shape of a shard on disk: one start date."""
+        """Return the shape of a shard on disk, which holds one start date."""
         return (1, *self._drop(self.fields), self.rows * self.blocks, self.grid[1])
 
     @property
     def dimensions(self) -> tuple[str, ...]:
-        """Names of the axes on disk."""
+        """Return the names of the axes on disk."""
         variable = "variable" if self.kind is Kind.PRESSURE else "surface_variable"
         return ("init_time", *self._drop(("realization", "lead_time", variable, "level")), "latitude", "longitude")
 
     def shard(self, date: int) -> str:
-        """Path of the shard of one start date, relative to the store."""
+        """Return the path of the shard of one start date, relative to the store."""
         return f"{self.name}/c." + ".".join(map(str, (date, *[0] * (len(self.on_disk) - 1))))
 
     def drop_fields(self, array: np.ndarray) -> np.ndarray:
-        """Bring one number a field (D, M, T, V, Z) to the axes on disk."""
+        """Reshape one number for each field (D, M, T, V, Z) to the axes on disk."""
         return array.reshape(array.shape[0], *self._drop(self.fields))
 
     def drop_shape(self) -> tuple[int, ...]:
-        """Shape of one number a field of a date, without the axes that are not on disk."""
+        """Return the shape of one number for each field of a date, without the axes that are not on disk."""
         return self._drop(self.fields)
 
     def _drop(self, axes: tuple) -> tuple:
+        """Drop the entries of the member axis and the level axis where the part or kind does not have them."""
         member = axes[:1] if self.part is Part.FORECAST else ()
         return (*member, *axes[1:3], *(axes[3:] if self.kind is Kind.PRESSURE else ()))
 
 
 def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]:
-    """List the arrays of one part; a kind that has no variables, or no members, has no array."""
+    """Return the arrays of one part.
+
+    A kind that has no variables, levels, leads or members has no array. Only forecast, control and truth are packed;
+    mean and spread are always float32.
+
+    Args:
+        layout: Coordinates of the store.
+        part: Part of the store.
+        packing: How forecast, control and truth are kept.
+    """
     dtype = np.dtype(np.uint16 if packing is Packing.uint16 and part in WRITTEN else np.float32)
     members = len(layout.realization) if part is Part.FORECAST else 1
     specs = []
@@ -144,7 +161,13 @@ def array_specs(layout: Layout, part: Part, packing: Packing) -> list[ArraySpec]
 
 
 def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
-    """Rows of a chunk: 16, doubled until the chunk reaches 64 KB or holds the whole grid."""
+    """Return the number of rows in a chunk: 16, doubled until the chunk has 64 KB or holds the whole grid.
+
+    Args:
+        levels: Number of levels in a chunk.
+        grid: Rows and columns of the grid.
+        itemsize: Bytes of a value.
+    """
     rows = _ROWS
     while rows < grid[0] and levels * rows * grid[1] * itemsize < _SMALLEST:
         rows *= 2
@@ -152,7 +175,15 @@ def chunk_rows(levels: int, grid: tuple[int, int], itemsize: int) -> int:
 
 
 def describe_field(layout: Layout, part: Part, date: int, kind: Kind, index: tuple[int, ...]) -> str:
-    """Name one field for a message; `index` is (member, lead, variable[, level])."""
+    """Name one field for a message.
+
+    Args:
+        layout: Coordinates of the store.
+        part: Part of the field.
+        date: Index of the start date.
+        kind: Kind of the variable.
+        index: (member, lead, variable[, level]).
+    """
     names = layout.variables if kind is Kind.PRESSURE else layout.surface
     member, lead, variable, *level = index
     words = [part.value, f"{np.datetime_as_string(layout.init_time[date], 'h')}", f"variable {names[variable]}"]
@@ -165,6 +196,6 @@ def describe_field(layout: Layout, part: Part, date: int, kind: Kind, index: tup
 
 
 def shard_chunks(specs: Iterable[ArraySpec]) -> dict[str, int]:
-    """Number of chunks of every shard that the arrays, and their masks, may have."""
+    """Return the number of chunks of every shard that the arrays and their masks may have, by the path of the shard."""
     every = [one for spec in specs for one in (spec, spec.mask)]
     return {spec.shard(date): int(np.prod(spec.chunks)) for spec in every for date in range(spec.dates)}

@@ -1,4 +1,4 @@
-"""What every source of ensembles offers, be it a tensor store or an archive read in place.
+"""Define the interface that every source of ensembles offers, be it a tensor store or an archive read in place.
 
 Axes: D start date, M member, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -18,7 +18,7 @@ from ensemble_ml.grid import Grid
 
 
 class Part(Enum):
-    """The kinds of field that stand under a start date."""
+    """The kinds of field that belong to a start date."""
 
     FORECAST = "forecast"  # perturbed members
     CONTROL = "control"  # the unperturbed member, where it is kept apart
@@ -29,10 +29,16 @@ class Part(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Coordinates of a source.
+    """The coordinates of a source.
 
-    `init_time` (D,) datetime64[ns] ascending; `realization` member numbers ascending; `lead_hours` ascending;
-    `levels` hPa ascending (top of the atmosphere first).
+    Attributes:
+        init_time: (D,) datetime64[ns], ascending.
+        realization: Member numbers, ascending.
+        lead_hours: Lead times in hours, ascending.
+        variables: Short names of the variables on pressure levels.
+        levels: Pressure levels in hPa, ascending (top of the atmosphere first).
+        surface: Short names of the surface variables.
+        grid: Latitudes and longitudes.
     """
 
     init_time: np.ndarray
@@ -45,31 +51,34 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All variables, those on pressure levels first."""
+        """Return the names of all variables, those on pressure levels first."""
         return self.variables + self.surface
 
 
 @dataclass(frozen=True, eq=False)
 class Fields:
-    """Decoded float32 values of one start date and part.
+    """The decoded float32 values of one start date and part.
 
-    NaN where a field is absent (`Source.present` says which), and at points of a present field that have no value (a
-    bitmap: sea surface temperature over land); `Source.masked` names the variables with such points.
+    Values are NaN where a field is absent (`Source.present` says which fields are there). They are also NaN at points
+    of a present field that have no value, such as sea surface temperature over land; `Source.masked` names the
+    variables with such points.
 
-    `pressure` (M, T, V, Z, Y, X) and `surface` (M, T, S, Y, X); M is 1 for parts other than the forecast.
+    Attributes:
+        pressure: (M, T, V, Z, Y, X); M is 1 for parts other than the forecast.
+        surface: (M, T, S, Y, X).
     """
 
     pressure: np.ndarray
     surface: np.ndarray
 
     def one(self) -> np.ndarray:
-        """What `Selection.one` has read: (M, Z, Y, X), with one level at the surface."""
+        """Return the single variable and lead that `Selection.one` has read, (M, Z, Y, X); Z is 1 at the surface."""
         return self.pressure[:, 0, 0] if self.pressure.shape[2] else self.surface[:, 0, 0][:, None]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What to read, by coordinate value; None takes all. `rows` are row indices start, stop."""
+    """A selection of what to read, by coordinate value. None takes all. `rows` are the row indices start and stop."""
 
     realization: tuple[int, ...] | None = None
     lead_hours: tuple[int, ...] | None = None
@@ -80,40 +89,54 @@ class Selection:
 
     @classmethod
     def one(cls, lead: int, name: str, *, surface: bool, levels: tuple[int, ...] | None = None) -> Selection:
-        """One variable at one lead, all members; `levels` of a variable on pressure levels."""
+        """Select one variable at one lead, with all members.
+
+        Args:
+            lead: Lead time in hours.
+            name: Short name of the variable.
+            surface: Whether it is a surface variable.
+            levels: Levels in hPa of a variable on pressure levels; None takes all.
+        """
         return cls(None, (lead,), () if surface else (name,), None if surface else levels, (name,) if surface else ())
 
 
 class Source(Protocol):
-    """A tensor store, or an archive behind the same face."""
+    """The interface of a tensor store, and of an archive."""
 
     path: str
     layout: Layout
 
     @property
     def masked(self) -> tuple[str, ...]:
-        """Variables that have points without a value, in any field of any part."""
+        """Return the variables that have points without a value, in any field of any part."""
 
     def has(self, part: Part) -> bool:
-        """Whether any field of `part` is there."""
+        """Return whether any field of `part` is there."""
 
     def read(self, part: Part, date: int, selection: Selection = Selection()) -> Fields:
-        """Read one start date (index into `layout.init_time`)."""
+        """Read one start date, given by its index into `layout.init_time`."""
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields are there: bool (M, T, V, Z) and (M, T, S)."""
+        """Return which fields are there: bool (M, T, V, Z) and (M, T, S)."""
 
     def static(self) -> dict[str, np.ndarray]:
-        """Static fields by name, (Y, X) float32; empty where none came with the data."""
+        """Return static fields by name, (Y, X) float32; empty where none came with the data."""
 
     def fingerprint(self) -> str:
-        """A short hash of what the source holds, kept in checkpoints and forecasts."""
+        """Return a short hash of what the source holds, which is kept in checkpoints and forecasts."""
 
 
 def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dict[str, list[list[int] | None]]:
-    """[first, last] hour of variables over intervals at each of `leads`, None where a lead has none.
+    """Return the first and last hour of the intervals over which variables are given, at each of `leads`.
 
-    Sources that do not know them give nothing.
+    Args:
+        source: A store or archive.
+        names: Variables to look up.
+        leads: Lead times in hours.
+
+    Returns:
+        For each variable over intervals, [first, last] hour for each lead, None where a lead has no interval. The
+            result is empty for a source that does not know its intervals.
     """
     known, hours = getattr(source, "lead_bounds", {}), source.layout.lead_hours
     found = {name: [known[name][hours.index(lead)] for lead in leads] for name in names if name in known}
@@ -121,28 +144,41 @@ def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dic
 
 
 def fingerprint_at(source: Source, date: int) -> str:
-    """A short hash of what the forecast of one start date is read from; of all that a source holds, where it cannot
-    tell: a tensor store, which does not grow."""
+    """Return a short hash of the data from which the forecast of one start date is read.
+
+    A source that cannot tell this for one date gives the hash of all that it holds. A tensor store does so, as it does
+    not grow.
+    """
     known = getattr(source, "date_fingerprint", None)
     return source.fingerprint() if known is None else str(known(date))
 
 
 def zero_by_nature(name: str, lead_hours: int) -> bool:
-    """Whether a field is zero without being stored: at the start of a forecast, nothing has been accumulated yet."""
+    """Return whether a field is zero without being stored.
+
+    This holds for accumulated variables at lead zero: at the start of a forecast nothing has been accumulated yet.
+    """
     return lead_hours == 0 and field(name).accumulated
 
 
 def hour_of_day(time: np.datetime64 | np.ndarray) -> np.ndarray:
-    """Hour (UTC) of a start date, or of an array of them, int64."""
+    """Return the hour (UTC) of one or more init times, int64."""
     return time.astype("datetime64[h]").astype(np.int64) % 24
 
 
 def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "dates") -> np.ndarray:
-    """Return the indices of the start dates within any of `periods` (YYYY[-MM[-DD[THH]]] or start/end, both inclusive);
-    the setting `key` gave these.
+    """Return the indices of the start dates within any of `periods`.
+
+    Args:
+        init_time: (D,) datetime64 init times.
+        periods: YYYY[-MM[-DD[THH]]], or start/end with both ends included.
+        key: Name of the setting that gave the periods, for messages.
+
+    Returns:
+        Indices, ascending.
 
     Raises:
-        UserError: a period is no date, or matches no start date.
+        UserError: A period is not a date, ends before it begins, or matches no start date.
     """
     chosen = np.zeros(len(init_time), bool)
     for period in periods:
@@ -151,10 +187,10 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
             start, end_period = np.datetime64(first).astype("datetime64[s]"), np.datetime64(last or first)
         except ValueError as error:
             raise UserError(f"{key} {period}: is no date ({error}); give YYYY[-MM[-DD[THH]]] or start/end") from error
-        end = (end_period + 1).astype("datetime64[s]")  # the whole of the last year, month, day or hour
+        end = (end_period + 1).astype("datetime64[s]")  # includes the whole last year, month, day or hour
         if end <= start:
             raise UserError(f"{key} {period}: ends before it begins")
-        seconds = init_time.astype("datetime64[s]")  # nanoseconds end in 2262
+        seconds = init_time.astype("datetime64[s]")  # datetime64[ns] ends in 2262, and a period may not
         inside = (seconds >= start) & (seconds < end)
         if not inside.any():
             raise UserError(f"{key} {period}: no start date lies there; the data span {_span(init_time)}")
@@ -163,6 +199,7 @@ def select_dates(init_time: np.ndarray, periods: Sequence[str], key: str = "date
 
 
 def _span(init_time: np.ndarray) -> str:
+    """Describe the range of the start dates, for a message."""
     if not len(init_time):
         return "no date"
     first, last = init_time[[0, -1]].astype("datetime64[h]")
