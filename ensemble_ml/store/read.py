@@ -1,7 +1,7 @@
-"""Read a tensor store: only the members, leads, variables and rows that are asked for, straight from the shards.
+"""Read a tensor store: only the members, leads, variables and rows that are requested, straight from the shards.
 
-Reads keep no state but factors (of the dates read last, and of those that a loader keeps); every read has its own file
-descriptor and uses `preadv`, so any number of threads may read at a time.
+Between reads the store keeps only packing factors: those of the dates read last, and those that a loader has asked it
+to keep. Every read opens its own file descriptor and uses `preadv`, so any number of threads may read at the same time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ ReadChunks = Callable[[str, ArraySpec, np.ndarray], Iterator[tuple[int, np.ndarr
 
 
 class TensorStore:
-    """A tensor store opened for reading; implements `ensemble_ml.store.source.Source`.
+    """A tensor store opened for reading (implements `ensemble_ml.store.source.Source`).
 
-    Opening checks the format number, that all files are there with their sizes, and the contents of the coordinates;
+    Opening checks the format number, that all files are there with their sizes, and the contents of the coordinates.
     `verify` checks all contents.
 
+    Args:
+        path: Folder of the store.
+
     Raises:
-        UserError: no store stands at `path`, one of another format, or one with files missing or cut short.
+        UserError: No store stands at `path`, or one of another format, or one with files missing or cut short.
     """
 
     def __init__(self, path: str | Path):
@@ -71,7 +74,7 @@ class TensorStore:
         self.climate_days = meta.climate_days
 
     def __reduce__(self) -> tuple[type[TensorStore], tuple[str]]:
-        return TensorStore, (str(self._root),)  # workers open it themselves: locks and caches do not travel
+        return TensorStore, (str(self._root),)  # a worker process opens it anew: locks cannot be pickled
 
     def __repr__(self) -> str:
         lay = self.layout
@@ -79,7 +82,7 @@ class TensorStore:
         return f"<TensorStore {self.path}: {parts}; {len(lay.init_time)} dates, {', '.join(lay.names)}>"
 
     def has(self, part: Part) -> bool:
-        """Whether any field of `part` is there."""
+        """Return whether any field of `part` is there, on any date."""
         return part in self._held
 
     def read(
@@ -92,17 +95,17 @@ class TensorStore:
         """Read one start date.
 
         Args:
-            part: which fields.
-            date: index into `layout.init_time`.
-            selection: coordinate values; the axes of the result follow their order.
-            out: float32 arrays of the result's shapes to decode into; a kind that is not there gets new memory.
+            part: Which fields.
+            date: Index into `layout.init_time`.
+            selection: Coordinate values; the axes of the result follow their order.
+            out: Float32 arrays of the result's shapes to decode into; a kind that is not given gets new memory.
 
         Returns:
-            pressure (M, T, V, Z, Y, X) and surface (M, T, S, Y, X) float32 in the registry's units, NaN where a field
-            is absent or a point is masked; M is 1 for parts other than the forecast.
+            Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units, NaN where a field is absent
+                or a point is masked. M is 1 for parts other than the forecast.
 
         Raises:
-            UserError: the part, or something selected, is not in the store; or a file is damaged.
+            UserError: The part, or something selected, is not in the store; or a file is damaged.
         """
         self._check(part, date)
         place = dict(out or {})
@@ -114,10 +117,18 @@ class TensorStore:
         )
 
     def climate(self, date: int, lead: int, name: str) -> np.ndarray:
-        """Quantiles of the model climate of one start date, lead and variable, (Q, Z, Y, X) float32.
+        """Read the stored model climate of one start date, lead and variable.
+
+        Args:
+            date: Index into `layout.init_time`.
+            lead: Lead time in hours.
+            name: Short name of the variable.
+
+        Returns:
+            Quantiles (Q, Z, Y, X) float32.
 
         Raises:
-            UserError: the store holds none, not of these, or it is damaged.
+            UserError: The store holds no model climate, or not this one, or it is damaged.
         """
         if not self.climate_days:
             raise UserError(f"store {self.path}: holds no model climate; prepare it with climate_days=9")
@@ -131,36 +142,49 @@ class TensorStore:
             chunks = (".".join(map(str, ("c", *at, *rest))) for rest in np.ndindex(*stored.cdata_shape[3:]))
             for file in (f"{array}/{chunk}" for chunk in chunks):
                 if file in self._files:
-                    os.stat(self._root / file)  # Zarr takes a chunk that is gone for one of fill values alone
+                    os.stat(self._root / file)  # Zarr would read a missing chunk as fill values
             found = np.asarray(stored[at])
         except (OSError, ValueError, RuntimeError) as error:
             raise damaged(self._root / array, str(error)) from error
         return found if kind == "pressure" else found[:, None]
 
     def through(self, open_shard: Callable[[str], Shard]) -> TensorStore:
-        """The same store, its shards opened by `open_shard`: how a cache stands between the store and its files."""
+        """Return the same store with its shards opened by `open_shard`.
+
+        A cache stands between the store and its files in this way.
+        """
         return self.over(lambda path, spec, numbers: read_chunks(path, spec, numbers, open_shard))
 
     def over(self, read: ReadChunks) -> TensorStore:
-        """The same store, its chunks given by `read`, of which the last rows may be left out where the grid ends.
+        """Return the same store with its chunks given by `read`.
 
-        Reading it does not look at the store's folder, which may be slow to answer: whoever brings chunks from there
-        asks `check_same` after them.
+        Chunks may lack the rows that only fill up the last block of the grid. Reading the result does not look at the
+        store's folder, which may be slow to answer. Code that brings chunks from there must call `check_same` after
+        reading them.
         """
-        other = object.__new__(TensorStore)  # copy.copy would open it anew, as pickling does
+        other = object.__new__(TensorStore)  # copy.copy would call __reduce__ and open it anew
         other.__dict__ |= {**self.__dict__, "_read_chunks": read, "_elsewhere": True}
         return other
 
     def chunks(self, part: Part, date: int, selection: Selection) -> Iterator[tuple[ArraySpec, str, np.ndarray]]:
-        """Yield what `read` would read: array, path of the shard, and numbers of its chunks (see `read_chunks`).
+        """Yield the chunks that `read` would read.
+
+        Args:
+            part: Which fields.
+            date: Index into `layout.init_time`.
+            selection: Coordinate values.
+
+        Yields:
+            Array, path of the shard, and numbers of its chunks (see `read_chunks`). The chunks of a mask follow those
+                of its values.
 
         Raises:
-            UserError: the part, or something selected, is not in the store.
+            UserError: The part, or something selected, is not in the store.
         """
         self._check(part, date)
         for kind in Kind:
             spec = self._specs.get((part, kind))
-            if spec is None or spec.shard(date) not in self._files:  # nothing of it was written for this date
+            if spec is None or spec.shard(date) not in self._files:  # nothing was written for this date
                 continue
             wanted = resolve(self.path, self.layout, part, kind, selection)
             blocks = np.arange(wanted.rows[0] // spec.rows, -(-wanted.rows[1] // spec.rows))
@@ -171,22 +195,23 @@ class TensorStore:
                 yield of, self._shard_path(of, date), numbers
 
     def keep_factors(self, parts: Iterable[Part], dates: Iterable[int], pool: Executor) -> None:
-        """Read what decoding needs besides chunks, for all `dates`, and keep it (see `FactorReader.keep`).
+        """Read the packing factors of all `dates`, and keep them (see `FactorReader.keep`).
 
-        A loader does so before its first chunk: decoding would else wait for small reads behind large ones.
+        A loader does so before its first chunk. Otherwise decoding would wait for small reads behind large ones.
 
         Raises:
-            UserError: a file is damaged.
+            UserError: A file is damaged.
         """
         wanted = set(parts)
         specs = [spec for (part, _), spec in self._specs.items() if part in wanted]
         self._factors.keep(specs, [int(date) for date in dates], pool)
 
     def _shard_path(self, spec: ArraySpec, date: int) -> str:
+        """Return the absolute path of the shard of a date."""
         return os.path.join(self._root, spec.shard(date))
 
     def present(self, part: Part, date: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which fields are there: bool (M, T, V, Z) and (M, T, S).
+        """Return which fields are there: bool (M, T, V, Z) and (M, T, S).
 
         Raises:
             UserError: `date` is not in the store.
@@ -201,46 +226,53 @@ class TensorStore:
         return found[0], found[1][..., 0]
 
     def static(self) -> dict[str, np.ndarray]:
-        """Static fields by name, (Y, X) float32.
+        """Return static fields by name, (Y, X) float32.
 
         Raises:
-            UserError: they are damaged, or the store was replaced.
+            UserError: They are damaged, or the store was replaced.
         """
         self._check_files(self._static_names)
         return {name: read_array(self._root, name) for name in self._static_names}
 
     def fingerprint(self) -> str:
-        """16 hex digits, equal for stores of the same fields whatever their path and provenance."""
+        """Return 16 hex digits that are equal for stores of the same fields, whatever their path and provenance."""
         return fingerprint(self._files)
 
     def verify(self) -> None:
-        """Check the digest of every file; reads the whole store.
+        """Check the digest of every file, which reads the whole store.
 
         Raises:
-            UserError: names the first file whose contents have changed.
+            UserError: Names the first file whose contents have changed.
         """
         check_contents(self._root, self._files, shard_chunks(self._specs.values()))
 
     @property
     def files(self) -> dict[str, Entry]:
-        """All files of the store by their names within it, with sizes and digests."""
+        """Return all files of the store by their names within it, with sizes and digests."""
         return dict(self._files)
 
     @property
     def specs(self) -> tuple[ArraySpec, ...]:
-        """The arrays of fields that the store holds."""
+        """Return the arrays of fields that the store holds."""
         return tuple(self._specs.values())
 
     @property
     def years(self) -> tuple[int, ...]:
-        """Calendar years of the start dates: those that `statistics` knows."""
+        """Return the calendar years of the start dates, for which `statistics` can be asked."""
         return tuple(np.unique(self.layout.init_time.astype("datetime64[Y]").astype(int) + 1970).tolist())
 
     def statistics(self, years: Sequence[int], part: Part = Part.FORECAST) -> Statistics:
-        """Moments over `years`, (T, V, Z) and (T, S): of the members' values, or of their mean or spread as fields.
+        """Return moments over `years`.
+
+        Args:
+            years: Calendar years.
+            part: FORECAST for the members' values; MEAN or SPREAD for these as fields of their own.
+
+        Returns:
+            Moments (T, V, Z) and (T, S).
 
         Raises:
-            UserError: a year is not in the store, which is damaged, or was replaced.
+            UserError: A year is not in the store, or the store is damaged or was replaced.
         """
         self._check_files([STATISTICS])
         stored, yearly = read_statistics(self._root, part)
@@ -253,26 +285,28 @@ class TensorStore:
         return Statistics(*merged)
 
     def _lengths(self, kind: Kind) -> tuple[int, int, int]:
-        """T, V, Z of one kind."""
+        """Return T, V, Z of one kind."""
         lay = self.layout
         if kind is Kind.PRESSURE:
             return len(lay.lead_hours), len(lay.variables), len(lay.levels)
         return len(lay.lead_hours), len(lay.surface), 1
 
     def check_same(self) -> None:
-        """Check that the store at this path is still the one that was opened: what is read of another would be decoded
-        with this one's factors.
+        """Check that the store at this path is still the one that was opened.
+
+        Bytes read from another store would be decoded with the factors of this one.
 
         Raises:
-            UserError: it is another, it is gone, or the system does not say.
+            UserError: It is another store, it is gone, or the system gives no answer.
         """
         found = self._look()
         if found != self._stamp:
-            if found is None or read_manifest(self._root) != self._files:  # else it was copied, or `touch`ed
+            if found is None or read_manifest(self._root) != self._files:  # equal where it was copied or touched
                 raise UserError(f"store {self.path}: has been replaced since it was opened; open it anew")
             self._stamp = found
 
     def _look(self) -> tuple[int, int, int] | None:
+        """Return inode, size and time of the manifest; None where it is gone."""
         try:
             return stamp(self._root)
         except (FileNotFoundError, NotADirectoryError):
@@ -281,7 +315,7 @@ class TensorStore:
             raise unread(self._root / MANIFEST, error) from error
 
     def _check_files(self, folders: Iterable[str]) -> None:
-        """Hold small arrays, which carry no checksums, to the manifest."""
+        """Check the files of small arrays against the manifest, because these carry no checksums of their own."""
         self.check_same()
         for folder in folders:
             for name, entry in self._files.items():
@@ -289,6 +323,7 @@ class TensorStore:
                     check_file(self._root / name, entry)
 
     def _check(self, part: Part | None, date: int) -> None:
+        """Check that the store is still the same and that it holds the part and the date."""
         if not self._elsewhere:
             self.check_same()
         if part is not None and part not in self.parts:
@@ -301,9 +336,10 @@ class TensorStore:
     def _read_kind(
         self, part: Part, kind: Kind, date: int, selection: Selection, out: np.ndarray | None = None
     ) -> np.ndarray:
+        """Read one kind of variable. A position that is requested twice is read once."""
         wanted = resolve(self.path, self.layout, part, kind, selection)
         once, repeats = wanted.distinct()
-        if once.shape != wanted.shape:  # asked for twice, read once
+        if once.shape != wanted.shape:
             found = self._read_wanted(part, kind, date, once)[repeats]
             if out is None:
                 return found
@@ -314,6 +350,7 @@ class TensorStore:
     def _read_wanted(
         self, part: Part, kind: Kind, date: int, wanted: Wanted, out: np.ndarray | None = None
     ) -> np.ndarray:
+        """Read distinct positions of one kind, with NaN where a field is absent."""
         shape = (*wanted.shape, wanted.rows[1] - wanted.rows[0], self.layout.grid.shape[1])
         if out is None:
             out = np.empty(shape, np.float32)
@@ -325,6 +362,7 @@ class TensorStore:
         grid = np.ix_(*wanted.fields)
         there = self._factors.of_date(spec, "present", date)[grid]
         factors = [self._factors.of_date(spec, name, date)[grid] for name in FACTORS] if spec.packed else []
+        # Float32 arithmetic is faster. It is used where it gives the same bits.
         if spec.packed and exact_in_float32(*factors):
             factors = [factor.astype(np.float32) for factor in factors]
         self._fill(out, spec, date, wanted, there, [factor[..., None, None] for factor in factors])
@@ -357,7 +395,10 @@ class TensorStore:
         all_levels = np.array_equal(levels, np.arange(spec.fields[3]))
 
         def pieces(of: ArraySpec) -> Iterator[tuple[tuple[int, int, int], np.ndarray, np.ndarray | None]]:
-            """Place in `factors`, view into `out` and stored values (None: left out) of every chunk wanted."""
+            """Yield the place of each wanted chunk in `factors`, its view into `out`, and its stored values.
+
+            The values are None for a chunk that was left out.
+            """
             for number, chunk in self._read_chunks(self._shard_path(of, date), of, numbers):
                 m, t, v, block = target[number]
                 top = block * of.rows
@@ -380,5 +421,15 @@ class TensorStore:
 
 
 def open_store(path: str | Path) -> TensorStore:
-    """Open the tensor store at `path`; see `TensorStore`."""
+    """Open the tensor store at `path`; see `TensorStore`.
+
+    Args:
+        path: Folder of the store.
+
+    Returns:
+        The opened store.
+
+    Raises:
+        UserError: No store stands at `path`, or one of another format, or one with files missing or cut short.
+    """
     return TensorStore(path)

@@ -1,4 +1,4 @@
-"""From the coordinate values of a `Selection` to positions in the arrays of a store."""
+"""Find the positions in the arrays of a store that a `Selection` of coordinate values asks for."""
 
 from __future__ import annotations
 
@@ -15,27 +15,37 @@ from ensemble_ml.store.source import Layout, Part, Selection
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """What to read of one array: positions along M, T, V, Z and the rows start, stop."""
+    """The part of one array to read: positions along M, T, V, Z, and the rows from start to stop."""
 
     fields: tuple[np.ndarray, ...]
     rows: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many positions along each axis."""
+        """Return the number of positions along each axis."""
         return tuple(len(axis) for axis in self.fields)
 
     def distinct(self) -> tuple[Wanted, tuple[np.ndarray, ...]]:
-        """The same with each position once, and the open mesh of indices that brings repeats and order back."""
+        """Return the same with each position once, and the indices that restore repeats and order.
+
+        The indices are an open mesh (`np.ix_`) over the four axes.
+        """
         pairs = [np.unique(axis, return_inverse=True) for axis in self.fields]
         return Wanted(tuple(once for once, _ in pairs), self.rows), np.ix_(*(inverse for _, inverse in pairs))
 
 
 def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Selection) -> Wanted:
-    """Find what `selection` asks of one kind of variable; `path` names the store in messages.
+    """Find the positions that `selection` asks for, of one kind of variable.
+
+    Args:
+        path: Name of the store in messages.
+        layout: Coordinates of the store.
+        part: Part of the store.
+        kind: Kind of the variable.
+        selection: Coordinate values.
 
     Raises:
-        UserError: something selected is not in the layout.
+        UserError: Something selected is not in the layout.
     """
 
     def positions(what: str, values: Sequence[Any] | None, stored: Sequence[Any]) -> np.ndarray:
@@ -54,16 +64,22 @@ def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Select
     rows = selection.rows or (0, there)
     if not 0 <= rows[0] < rows[1] <= there:
         raise UserError(f"store {path}: has no rows {rows[0]} to {rows[1]}; there are {there}, from 0")
-    only = np.zeros(1, np.intp)  # the axis that a part or kind does not have
+    only = np.zeros(1, np.intp)  # the single position of an axis that a part or kind does not have
     fields = (member if part is Part.FORECAST else only, lead, variable, level if kind is Kind.PRESSURE else only)
     return Wanted(fields, rows)
 
 
 def position(what: str, value: Any, stored: Sequence[Any], path: str) -> int:
-    """Index of `value` among those `stored`.
+    """Return the index of `value` in `stored`.
+
+    Args:
+        what: Name of the coordinate in messages.
+        value: Value to find.
+        stored: Values of the coordinate.
+        path: Name of the store in messages.
 
     Raises:
-        UserError: it is not there; the message lists what is.
+        UserError: The value is not there. The message lists the values that are.
     """
     try:
         return list(stored).index(value)

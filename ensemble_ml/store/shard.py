@@ -1,9 +1,14 @@
-"""One shard file: the inner chunks of one start date, one after another, and their index at the end.
+"""Read one shard file: the inner chunks of one start date, one after another, and their index at the end.
 
-The bytes are those of Zarr's `sharding_indexed` codec (Zarr v3 core and sharding specifications): little-endian chunks
-through blosc (bitshuffle, lz4) and crc32c, then (offset, size) of each chunk as uint64, both all ones for a chunk that
-is left out because it holds nothing but the fill value, then the crc32c of the index. zarr-python reads them; here
-they are written and read without it, because one `preadv` and one decompression a chunk is all that is needed.
+The bytes follow Zarr's `sharding_indexed` codec (Zarr v3 core and sharding specifications):
+
+- each chunk is little-endian, compressed by blosc (bitshuffle, lz4), and followed by its crc32c;
+- the index holds (offset, size) of each chunk as uint64, both all ones for a chunk that is left out because it holds
+  only the fill value;
+- the crc32c of the index ends the file.
+
+zarr-python reads these files. Here they are read and written without it, because one `preadv` for a run of chunks and
+one decompression for each chunk are all that is needed.
 """
 
 from __future__ import annotations
@@ -22,24 +27,27 @@ from numcodecs import blosc
 from ensemble_ml.errors import UserError
 from ensemble_ml.store.schema import ArraySpec
 
-LEVEL = 5  # of lz4; higher ones save 1 % and cost a third of the speed
+LEVEL = 5  # compression level of lz4; higher levels save 1 % and cost a third of the speed
 ABSENT = np.uint64(0xFFFFFFFFFFFFFFFF)
 CHECKSUM = 4  # bytes of a crc32c
-_LARGEST_READ = 2 << 20  # bytes of one request: larger ones gain nothing, and their buffers leave the cache
+_LARGEST_READ = 2 << 20  # bytes of one request; larger ones gain nothing, and their buffers do not fit the CPU cache
 
 
 def with_checksum(data: bytes) -> bytes:
-    """`data` and its crc32c."""
+    """Append the crc32c of `data` to it."""
     return data + checksum(data)
 
 
 def checksum(data: bytes) -> bytes:
-    """The crc32c of `data` as it lies on disk."""
+    """Return the crc32c of `data` as it lies on disk."""
     return google_crc32c.value(data).to_bytes(CHECKSUM, "little")
 
 
 def unread(path: str | Path, error: OSError) -> UserError:
-    """What to say of a file that the system does not give: another copy helps only where it is gone or spoilt."""
+    """Make the error for a file that the system cannot read.
+
+    Another copy helps only where the file is gone or spoilt, so the message depends on the cause.
+    """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.EIO):
         return damaged(path, why)
@@ -49,10 +57,10 @@ def unread(path: str | Path, error: OSError) -> UserError:
 
 
 class ShardFile:
-    """The bytes of one shard, on disk.
+    """The bytes of one shard on disk.
 
     Raises:
-        UserError: the file cannot be opened.
+        UserError: The file cannot be opened.
     """
 
     def __init__(self, path: str):
@@ -64,17 +72,21 @@ class ShardFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes (size,) from `start` on.
+        """Read `size` bytes from `start` on, (size,) uint8.
 
         Raises:
-            UserError: they are not there.
+            UserError: They are not there.
         """
         data = np.empty(size, np.uint8)
         self.read_into(start, data.data)
         return data
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on; raises as `read` does."""
+        """Fill `out` with the bytes from `start` on.
+
+        Raises:
+            UserError: They are not there.
+        """
         done = 0
         while done < len(out):
             try:
@@ -86,32 +98,40 @@ class ShardFile:
             done += count
 
     def close(self) -> None:
-        """Give back the file."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 class Shard(Protocol):
-    """The bytes of one shard, wherever they lie."""
+    """The interface of the bytes of one shard, wherever they lie."""
 
     path: str
     size: int
 
     def read(self, start: int, size: int) -> np.ndarray:
-        """Bytes (size,) from `start` on."""
+        """Read `size` bytes from `start` on, (size,) uint8."""
 
     def close(self) -> None:
-        """Give back what was opened."""
+        """Close what was opened."""
 
 
 def read_chunks(
     path: str, spec: ArraySpec, numbers: np.ndarray, open_shard: Callable[[str], Shard] = ShardFile
 ) -> Iterator[tuple[int, np.ndarray | None]]:
-    """Read the chunks `numbers` (flat, in the order of `spec.chunks`) and yield each with its values (Z, rows, X).
+    """Read chunks of a shard.
 
-    Values are None for a chunk that was left out. The array yielded is used again for the next chunk.
+    Args:
+        path: Path of the shard.
+        spec: Array to which it belongs.
+        numbers: Chunk numbers, flat in the order of `spec.chunks`.
+        open_shard: Function that opens the shard.
+
+    Yields:
+        Number and values (Z, rows, X) of each chunk, None for a chunk that was left out. The array is reused for the
+            next chunk.
 
     Raises:
-        UserError: the file is missing, cut short, or its checksums do not fit.
+        UserError: The file is missing or cut short, or a checksum does not fit.
     """
     shard = open_shard(path)
     try:
@@ -124,12 +144,19 @@ def read_chunks(
 
 
 def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the chunks `numbers` lie: the same numbers in the order of the file, and (offset, size) of each.
+    """Find where chunks lie in a shard.
 
-    Chunks that were left out come last, and have no span.
+    Args:
+        shard: The shard.
+        spec: Array to which it belongs.
+        numbers: Chunk numbers.
+
+    Returns:
+        The same numbers in the order of the file, and (offset, size) of each. Chunks that were left out come last and
+            have no span.
 
     Raises:
-        UserError: the index is damaged.
+        UserError: The index is damaged.
     """
     index = _read_index(shard, int(np.prod(spec.chunks)))
     there = index[numbers, 0] != ABSENT
@@ -141,6 +168,7 @@ def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.
 def _read_runs(
     shard: Shard, spec: ArraySpec, numbers: np.ndarray, spans: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
+    """Read the runs of chunks, and yield each chunk decompressed."""
     chunk = np.empty(spec.chunk, spec.dtype)
     places, wanted = spans.tolist(), numbers.tolist()  # plain numbers: there are many small chunks
     for first, last in runs(spans):
@@ -153,7 +181,15 @@ def _read_runs(
 
 
 def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, int]]:
-    """Group chunks (N, 2) that lie one behind the other into runs (first, last) of at most `most` bytes."""
+    """Group adjacent chunks into runs, each of which is read by one request.
+
+    Args:
+        spans: (N, 2) offset and size of each chunk, in the order of the file.
+        most: Most bytes of a run of several chunks.
+
+    Yields:
+        Positions (first, last + 1) of each run.
+    """
     first, starts, ends = 0, spans[:, 0].tolist(), spans.sum(1).tolist()
     for position in range(1, len(starts) + 1):
         if position < len(starts):
@@ -166,6 +202,7 @@ def runs(spans: np.ndarray, most: int = _LARGEST_READ) -> Iterator[tuple[int, in
 
 
 def _read_index(shard: Shard, chunks: int) -> np.ndarray:
+    """Read and check the index of a shard, (chunks, 2)."""
     size = chunks * 16 + CHECKSUM
     start, path = shard.size - size, shard.path
     if start < 0:
@@ -180,6 +217,7 @@ def _read_index(shard: Shard, chunks: int) -> np.ndarray:
 
 
 def _decompress(data: np.ndarray, chunk: np.ndarray, path: str) -> None:
+    """Check and decompress one chunk into `chunk`."""
     _verify(data, path)
     try:
         blosc.decompress(data[:-CHECKSUM], chunk)
@@ -188,20 +226,28 @@ def _decompress(data: np.ndarray, chunk: np.ndarray, path: str) -> None:
 
 
 def _verify(data: np.ndarray, path: str) -> None:
+    """Raise a UserError if the bytes do not fit the crc32c at their end."""
     if google_crc32c.value(data[:-CHECKSUM]) != int.from_bytes(data[-CHECKSUM:].tobytes(), "little"):
         raise damaged(path, "a checksum does not fit")
 
 
 def damaged(path: str | Path, reason: str) -> UserError:
-    """The error for a file of a store that cannot be read."""
+    """Make the error for a file of a store that cannot be read."""
     return UserError(f"{path}: damaged file of a tensor store ({reason}); copy it anew or prepare the store again")
 
 
 def digest_shard(path: Path, chunks: int) -> str:
-    """sha256 over the crc32c of every chunk and the index: as strict as one over all bytes, which would halve a build.
+    """Return the sha256 over the crc32c of every chunk and over the index.
+
+    Every crc32c is checked as well. This detects damage as strictly as a hash of all bytes, which would halve the speed
+    of a build.
+
+    Args:
+        path: Path of the shard.
+        chunks: Number of chunks that it may have.
 
     Raises:
-        UserError: the file cannot be read, or is damaged.
+        UserError: The file cannot be read, or is damaged.
     """
     digest, shard = hashlib.sha256(), ShardFile(str(path))
     try:

@@ -14,8 +14,8 @@ from numcodecs import blosc
 from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import ABSENT, LEVEL, checksum, with_checksum
 
-_AT_ONCE = 512  # buffers of one call to the system, which allows 1024
-_RESERVED = 64 << 20  # bytes of disk asked for at a time
+_AT_ONCE = 512  # buffers of one system call; Linux allows 1024
+_RESERVED = 64 << 20  # bytes of disk reserved at a time
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # Linux; os.posix_fallocate writes where it cannot reserve
 if _fallocate is not None:
@@ -25,9 +25,14 @@ Encoded = tuple[bytes, bytes]  # a compressed chunk and its checksum
 
 
 class ShardWriter:
-    """Writes a shard chunk by chunk under a draft's name, and renames it when it is closed.
+    """A shard that is written chunk by chunk under a draft name and renamed when it is closed.
 
-    Chunks may come in any order; they lie in the file in that order, so a builder that repeats it repeats the file.
+    Chunks may come in any order, in which they lie in the file. A builder that repeats the order makes the same file
+    again.
+
+    Args:
+        path: Path of the shard.
+        spec: Array to which it belongs.
     """
 
     def __init__(self, path: Path, spec: ArraySpec):
@@ -39,9 +44,12 @@ class ShardWriter:
         self._file = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def append(self, chunks: Iterable[tuple[int, Encoded | None]]) -> None:
-        """Add what `encode` made of chunks, each with its number in the order of `spec.chunks`; None is left out.
+        """Add encoded chunks in one system call.
 
-        All go to the system in one call: hundreds of small ones would wait for the interpreter each time.
+        Hundreds of small calls would each wait for the interpreter lock.
+
+        Args:
+            chunks: Number in the order of `spec.chunks` and result of `encode` for each chunk; None is left out.
         """
         parts: list[bytes] = []
         for number, data in chunks:
@@ -54,9 +62,10 @@ class ShardWriter:
         self._write(parts)
 
     def _reserve(self) -> None:
-        """Have disk for what comes next: writing into it takes a fraction of the time (blocks are found at once).
+        """Reserve disk space for the next chunks.
 
-        A wish, no more: where it is refused, writing tells whether there is room.
+        Writing into reserved space takes a fraction of the time, because the blocks are allocated at once. The result
+        is not checked: where the system refuses, writing shows whether there is space.
         """
         while _fallocate is not None and self._reserved < min(self._offset, self._most):
             step = min(_RESERVED, self._most - self._reserved)
@@ -64,6 +73,7 @@ class ShardWriter:
             self._reserved += step
 
     def _write(self, parts: list[bytes]) -> None:
+        """Write all parts; the system may write only some of the bytes in one call."""
         self._reserve()
         left = [memoryview(part) for part in parts]
         while left:
@@ -74,13 +84,16 @@ class ShardWriter:
                 left[0] = left[0][done:]
 
     def close(self) -> tuple[int, str]:
-        """Write the index, wait for the disk, and give the shard its name; return its bytes and its digest.
+        """Write the index, wait until all is on the disk, and rename the draft.
 
-        Without the wait, a machine that loses power could keep the name and lose the bytes. See `shard.digest_shard`.
+        Without the wait, a machine that loses power could keep the name and lose the bytes.
+
+        Returns:
+            Bytes of the shard, and its digest (see `shard.digest_shard`).
         """
         tail = with_checksum(self._index.tobytes())
         self._write([tail])
-        os.ftruncate(self._file, self._offset + len(tail))  # gives back what was reserved beyond
+        os.ftruncate(self._file, self._offset + len(tail))  # frees what was reserved beyond the end
         os.fsync(self._file)
         self._close()
         self._draft.rename(self.path)
@@ -88,17 +101,18 @@ class ShardWriter:
         return self._offset + len(tail), self._digest.hexdigest()
 
     def _close(self) -> None:
+        """Close the file if it is open."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
 
     def abort(self) -> None:
-        """Remove the draft; harmless after `close`."""
+        """Remove the draft. After `close` it does nothing."""
         self._close()
         self._draft.unlink(missing_ok=True)
 
 
 def encode(chunk: np.ndarray) -> Encoded:
-    """Compress one chunk (Z, rows, X); return it and its checksum. Lets other threads run."""
+    """Compress one chunk (Z, rows, X), and return it with its checksum. Other threads run meanwhile."""
     data = blosc.compress(chunk, b"lz4", LEVEL, blosc.BITSHUFFLE)
     return data, checksum(data)

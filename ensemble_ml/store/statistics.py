@@ -1,4 +1,4 @@
-"""Statistics of the forecast members' values, kept per year so that training can merge its own years and no others."""
+"""Keep statistics of the members' values for each year, so that training can merge its own years and no others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, mean, sum of squared deviations `m2`, smallest and largest value; float64 arrays of one shape.
+    """The moments of a set of values: float64 arrays of one shape.
 
     A count of zero goes with mean and m2 of 0, minimum of +infinity and maximum of -infinity.
+
+    Attributes:
+        count: Number of values.
+        mean: Mean.
+        m2: Sum of squared deviations from the mean.
+        minimum: Smallest value.
+        maximum: Largest value.
     """
 
     count: np.ndarray
@@ -24,13 +31,19 @@ class Moments:
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...]) -> Moments:
-        """Moments of no value at all: the neutral element of `merge`."""
+        """Return the moments of no values, which is the neutral element of `merge`."""
         return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape), np.full(shape, np.inf), np.full(shape, -np.inf))
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets of values together.
+        """Return the moments of two sets of values together.
 
-        Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+        The formula is that of Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
+        sample variances", with index 1 for `self` and 2 for `other`:
+
+            n    = n1 + n2
+            d    = mean2 - mean1
+            mean = mean1 + d n2 / n
+            m2   = m2_1 + m2_2 + d^2 n1 n2 / n
         """
         count = self.count + other.count
         share = np.divide(other.count, count, out=np.zeros_like(count), where=count > 0)
@@ -45,16 +58,16 @@ class Moments:
 
     @property
     def std(self) -> np.ndarray:
-        """Standard deviation over all values (ddof = 0); NaN where there is none."""
+        """Return the standard deviation over all values (ddof = 0); NaN where there are none."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.sqrt(self.m2 / self.count)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The five arrays by name."""
+        """Return the five arrays by name."""
         return {name: getattr(self, name) for name in NAMES}
 
     def at(self, index: int) -> Moments:
-        """The moments at `index` of the first axis."""
+        """Return the moments at `index` of the first axis."""
         return Moments(*(array[index] for array in self.arrays().values()))
 
 
@@ -63,30 +76,36 @@ NAMES = ("count", "mean", "m2", "minimum", "maximum")
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Moments over members, dates and grid points, not weighted by area: `pressure` (T, V, Z) and `surface` (T, S)."""
+    """The moments of a store over members, dates and grid points, not weighted by area.
+
+    Attributes:
+        pressure: (T, V, Z).
+        surface: (T, S).
+    """
 
     pressure: Moments
     surface: Moments
 
 
 def merge_all(moments: Iterable[Moments], shape: tuple[int, ...]) -> Moments:
-    """Merge any number of moments of `shape`, in the order given."""
+    """Merge any number of moments of `shape`, in the given order."""
     return reduce(Moments.merge, moments, Moments.nothing(shape))
 
 
 def stack(moments: Iterable[Moments]) -> Moments:
-    """Put moments of one shape along a new first axis."""
+    """Stack moments of one shape along a new first axis."""
     rows = [list(item.arrays().values()) for item in moments]
     return Moments(*(np.stack(column) for column in zip(*rows, strict=True)))
 
 
 def moments_of(fields: np.ndarray) -> Moments:
-    """Moments (Z,) of the values of fields (Z, Y, X) that are there, in float64."""
+    """Return the moments (Z,) of the finite values of fields (Z, Y, X), in float64."""
     found = [_moments(field[np.isfinite(field)].astype(np.float64)) for field in fields]
     return Moments(*(np.array(column, np.float64) for column in zip(*found, strict=True)))
 
 
 def _moments(values: np.ndarray) -> tuple[float, ...]:
+    """Return count, mean, m2, minimum and maximum of values without NaN."""
     if not len(values):
         return 0.0, 0.0, 0.0, np.inf, -np.inf
     centre = values.mean()

@@ -1,7 +1,9 @@
-"""Write a tensor store part by part from whole start dates in memory; it appears under its name when it is complete.
+"""Write a tensor store part by part, from whole start dates in memory.
 
-For programs that make fields themselves (tests, simulations). What archives become is built by `Build`, which this
-class uses: there a start date is never in memory whole, and an interrupted build is taken up again.
+This is for programs that make fields themselves (tests, simulations). Stores of archives are built by `Build`, which
+this module uses, too: there no start date is ever in memory whole, and an interrupted build is continued.
+
+The store appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -27,22 +29,23 @@ from ensemble_ml.store.source import Layout, Part
 
 
 class StoreWriter:
-    """Builds a store beside `path` and renames it at `finish`; used as a context manager it finishes or aborts itself.
+    """A store that is built beside `path` and renamed by `finish`.
+
+    As a context manager it finishes by itself, or aborts after an error. `write` may be called from several threads,
+    for different dates or parts.
 
     Args:
-        path: the folder to make.
-        layout: coordinates of all that will be written.
-        parts: which of forecast, control and truth will come; mean and spread follow from the forecast.
-        packing: how forecast, control and truth are kept; mean and spread are always float32.
-        static: fields (Y, X) by name.
-        lead_bounds: for a variable over intervals, [first, last] hour for each lead, or None.
-        provenance: anything that JSON can hold about where the data came from.
-        overwrite: replace a store that stands at `path`.
-
-    `write` may be called from several threads, for different dates or parts.
+        path: Folder to make.
+        layout: Coordinates of everything that will be written.
+        parts: Which of forecast, control and truth will come; mean and spread follow from the forecast.
+        packing: How forecast, control and truth are kept; mean and spread are always float32.
+        static: Static fields (Y, X) by name.
+        lead_bounds: For a variable over intervals, [first, last] hour for each lead, or None.
+        provenance: Anything that JSON can hold about where the data came from.
+        overwrite: Whether to replace a store that stands at `path`.
 
     Raises:
-        UserError: something stands at `path` that may not be replaced, or the folder cannot be written.
+        UserError: Something stands at `path` that may not be replaced, or the folder cannot be written.
     """
 
     def __init__(
@@ -69,16 +72,19 @@ class StoreWriter:
     def write(self, part: Part, date: int, pressure: PackedBlock | None, surface: PackedBlock | None) -> None:
         """Write one start date of one part.
 
+        Float32 blocks are quantised where the store is packed, and packed blocks are decoded where it is not. M is 1
+        for control and truth.
+
         Args:
-            part: forecast, control or truth.
-            date: index into `layout.init_time`.
-            pressure: block (M, T, V, Z, Y, X), or None where the layout has no variable on pressure levels.
-            surface: block (M, T, S, Y, X), or None likewise. M is 1 for control and truth. Float32 blocks are
-                quantised where the store is packed, packed ones decoded where it is not.
+            part: Forecast, control or truth.
+            date: Index into `layout.init_time`.
+            pressure: Block (M, T, V, Z, Y, X), or None where the layout has no variable on pressure levels.
+            surface: Block (M, T, S, Y, X), or None where the layout has no surface variable.
 
         Raises:
-            UserError: a present field holds NaN or infinity (named by part, date, variable and level), or the disk
-                refuses.
+            UserError: A present field holds NaN or infinity (named by part, date, variable and level), or the system
+                cannot write a file.
+            ValueError: The part was not announced, or the layout has no such date.
         """
         if part not in WRITTEN or part not in self.parts:
             raise ValueError(f"part {part.value}: not among those announced ({', '.join(p.value for p in self.parts)})")
@@ -98,10 +104,13 @@ class StoreWriter:
             self._entries.setdefault(date, DateEntry()).add(entry)
 
     def finish(self) -> Path:
-        """Write coordinates, factors, statistics and manifest, and give the store its name.
+        """Write coordinates, factors, statistics and manifest, and rename the store.
+
+        Returns:
+            Path of the store.
 
         Raises:
-            UserError: no field was written.
+            UserError: No field was written.
         """
         self._pool.shutdown()
         try:
@@ -113,7 +122,7 @@ class StoreWriter:
             raise
 
     def abort(self) -> None:
-        """Remove all that was written; harmless after `finish`."""
+        """Remove everything that was written. After `finish` it does nothing."""
         self._pool.shutdown(cancel_futures=True)
         self._build.remove()
 
@@ -128,7 +137,7 @@ class StoreWriter:
 
 
 def _cells(writer: DateWriter, spec: ArraySpec, block: PackedBlock) -> None:
-    """Hand a block of all leads and variables to `writer` cell by cell."""
+    """Pass a block of all leads and variables to `writer`, cell by cell."""
     leads, variables = spec.fields[1:3]
     shape = (*spec.fields, *spec.grid)
     wanted = shape if spec.kind is Kind.PRESSURE else (*shape[:3], *shape[4:])
