@@ -1,8 +1,9 @@
-"""A build of a store that may be interrupted, taken up again and shared: start date by start date, in any order.
+"""Build a store start date by start date, in any order, so that the build can be interrupted, continued and shared.
 
-Each finished date leaves its shards and one entry, both by rename, so that whatever is there is whole. A later run
-passes over the dates whose entry and shards stand. Any number of builders may work at one store: a lock a date keeps
-them apart. `finalise` merges the entries in the order of the dates, so the store does not depend on who built what.
+Each finished date leaves its shards and one entry. Both are written by rename, so every file that exists is complete. A
+later run skips the dates whose entry and shards are there. Any number of builders may work on one store at the same
+time: a lock for each date keeps them apart. `finalise` merges the entries in the order of the dates, so the store does
+not depend on who built which date.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from ensemble_ml.store.metadata import plan_digest
 from ensemble_ml.store.plan import FINGERPRINT, BuildPlan, read_facts
 from ensemble_ml.store.sources import changed
 
-_AT_WORK = "at-work.lock"  # shared by all who have a claim: one file to try where a build is to be thrown away
-_SEEN_WITHIN = 3.0  # seconds that a name may take to be seen by all hosts
+_AT_WORK = "at-work.lock"  # every claim holds it shared, so one attempt shows whether anybody is at work
+_SEEN_WITHIN = 3.0  # seconds until all hosts see a new name on a network file system
 
 
 class Build:
-    """The build of the store at `path`, begun or taken up again.
+    """The build of the store at `path`, started or continued.
 
     Args:
-        path: the store to make.
-        plan: what it will hold.
-        overwrite: replace a store that stands at `path`; it stays as it is until the new one is complete.
-        restart: throw away an unfinished build.
-        work: the folder to build in; by default the one that all builders of that store share.
+        path: The store to make.
+        plan: What it will hold.
+        overwrite: Whether to replace a store that stands at `path`. It stays as it is until the new one is complete.
+        restart: Whether to throw away an unfinished build.
+        work: Folder to build in; None takes the one that all builders of this store share.
 
     Raises:
-        UserError: something stands at `path` that may not be replaced; an unfinished build has another plan; or the
+        UserError: Something stands at `path` that may not be replaced, an unfinished build has another plan, or the
             folder cannot be written.
     """
 
@@ -58,12 +59,12 @@ class Build:
         work: Path | None = None,
     ):
         path = Path(path).absolute()
-        path = path.resolve() if path.is_symlink() else path  # a link goes on leading to the store
+        path = path.resolve() if path.is_symlink() else path  # keep the link, and replace the store behind it
         self.path, self.plan, self._overwrite = path, plan, overwrite
         self.work, self.shared = work or building_folder(self.path), work is None
         self.complete = False  # whether the store has its name
         self.outdated: dict[str, set[int]] = {}  # files that changed since start dates were built from them
-        self.superseded: set[int] = set()  # start dates that were built from other fields than the archive has by now
+        self.superseded: set[int] = set()  # start dates for which the archive now has other fields
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._source_changed = False
         if restart:
@@ -77,21 +78,24 @@ class Build:
         self._join(overwrite)
 
     def _join(self, overwrite: bool) -> None:
-        """Make the work folder, or find it made; begin again where another builder finished and tidied it away."""
+        """Make or find the work folder, and agree on the plan with the other builders.
+
+        Another builder may finish and remove the folder at this moment; then the loop starts again.
+        """
         while True:
             check_target(self.path, overwrite)
             make_folders(self.work, self.path)
             with suppress(FileNotFoundError), exclusive(self.work / "lock") as held:
                 if leads_to(self.work / "lock", held):
                     return self._agree()
-            # While we waited for it, another builder finished: it may have built what we were to.
+            # Another builder finished while this one waited for the lock. It may have built the same store.
             if plan_digest(self.path) == self.plan.digest and not self.unfinished(self.path):
                 self.complete = True
                 self.remove()
                 return
 
     def _agree(self) -> None:
-        """Write the plan down, or check that the one that stands there is ours."""
+        """Write the plan down, or check that the plan that stands there is the same."""
         file = self.work / "plan.json"
         if file.exists():
             before = read_facts(file)
@@ -108,11 +112,12 @@ class Build:
 
     @staticmethod
     def unfinished(path: Path) -> bool:
-        """Whether a build of the store at `path` has been begun."""
+        """Return whether a build of the store at `path` has been started and not finished."""
         return (building_folder(path) / "plan.json").exists()
 
     @property
     def _changed(self) -> str:
+        """Return the message for an archive that has changed while another builder continues with its new state."""
         return (
             f"output={self.path}: the archive has changed since this run began, and another builder goes on with it"
             " as it is by now; run again"
@@ -120,21 +125,24 @@ class Build:
 
     @property
     def dates(self) -> int:
-        """Number of start dates."""
+        """Return the number of start dates."""
         return len(self.plan.layout.init_time)
 
     @property
     def store(self) -> Path:
-        """The folder that will be the store."""
+        """Return the folder that will be the store."""
         return self.work / "store"
 
     def entry_file(self, date: int) -> Path:
-        """Where the entry of a start date stands."""
+        """Return the path of the entry of a start date."""
         return self.work / "entries" / f"{date:06d}.npz"
 
     def done(self, date: int) -> bool:
-        """Whether a start date is finished: an entry of this plan and of the fields that the archive has by now, all
-        shards with their sizes, no source changed."""
+        """Return whether a start date is finished.
+
+        It is finished if its entry belongs to this plan and to the fields that the archive holds now, no source file
+        has changed, and all its shards are there with their sizes.
+        """
         file = self.entry_file(date)
         if not file.exists():
             return False
@@ -152,10 +160,13 @@ class Build:
         return all(_size(self.store / name) == entry.bytes for name, entry in files.items())
 
     def _other_fields(self, date: int) -> bool:
-        """Whether an entry was made of other fields than would be read now: an archive that grew may have better ones.
+        """Return whether an entry was made from other fields than would be read now.
+
+        An archive that has grown may hold better fields.
 
         Raises:
-            UserError: the newer archive is another builder's; each would build again what the other has built.
+            UserError: Another builder works with the newer archive. Each of the two would rebuild what the other has
+                built.
         """
         if self.plan.reads is None:
             return False
@@ -169,25 +180,37 @@ class Build:
         return True
 
     def missing(self, dates: Iterable[int] | None = None) -> list[int]:
-        """The start dates, of all or of `dates`, that are not finished; none once the store has its name.
+        """Return the start dates that are not finished; none once the store has its name.
 
-        Files are looked at anew: `outdated` are those that have changed by now, `superseded` the dates that the archive
-        has other fields for.
+        All files are looked at again. Afterwards, `outdated` holds the source files that have changed, and `superseded`
+        the dates for which the archive has other fields.
+
+        Args:
+            dates: Start dates to look at; None looks at all.
         """
         self._stamps.clear()
         self.outdated.clear()
         self.superseded.clear()
         found = [date for date in (range(self.dates) if dates is None else dates) if not self.done(date)]
-        return [] if found and self.over else found  # in this order: shards leave the work folder with the store
+        # `over` must be asked after the shards were looked at: when the store gets its name, the shards leave the work
+        # folder and would seem to be missing.
+        return [] if found and self.over else found
 
     @property
     def over(self) -> bool:
-        """Whether a builder has given the store its name, and tidies up or has done so."""
+        """Return whether a builder has given the store its name, and is tidying up or has done so."""
         return not (self.work / "plan.json").exists() or named_already(self.work, self.path)
 
     @contextmanager
     def claim(self, date: int) -> Iterator[bool]:
-        """Try to have a start date for oneself; whether it is ours to build (nobody has it, and it is not done)."""
+        """Try to claim a start date.
+
+        Yields:
+            Whether this builder shall build the date: no other builder holds it, and it is not finished.
+
+        Raises:
+            UserError: The work folder is not there, so the builders do not share it.
+        """
         with ExitStack() as stack:
             try:
                 stack.enter_context(shared(self.work / _AT_WORK))
@@ -196,11 +219,14 @@ class Build:
                 if not self._named_within(_SEEN_WITHIN):
                     where = f"{self.work} is not there on {socket.gethostname()}"
                     raise UserError(f"output={self.path}: {where}; give a folder that all workers share") from error
-                held = False  # another builder has finished the store
+                held = False  # another builder has finished the store and removed the work folder
             yield held and not self.done(date) and not self.over
 
     def _named_within(self, seconds: float) -> bool:
-        """Whether the store of this plan stands at its name; a file system on the network may show it late."""
+        """Wait until the store of this plan stands at its name, for at most `seconds`; return whether it does.
+
+        A network file system may show the new name late.
+        """
         latest = time.monotonic() + seconds
         while plan_digest(self.path) != self.plan.digest:
             if time.monotonic() > latest:
@@ -210,7 +236,17 @@ class Build:
 
     @contextmanager
     def date(self, date: int, pool: ThreadPoolExecutor) -> Iterator[DateWriter]:
-        """Build one start date; its entry is written when all went well, and nothing of it is left else."""
+        """Build one start date.
+
+        Its entry is written only if everything went well. Otherwise nothing of the date is left.
+
+        Args:
+            date: Index of the start date.
+            pool: Threads that compress.
+
+        Yields:
+            The writer of the date.
+        """
         writer = DateWriter(self.store, self.plan.layout, self.plan.specs, date, pool)
         try:
             yield writer
@@ -223,10 +259,16 @@ class Build:
             writer.abort()
 
     def finalise(self) -> Path:
-        """Make the store of its dates, and give it its name; only one builder does it, the others find it done.
+        """Make the store from its dates, and give it its name.
+
+        Only one builder does so; the others find it done.
+
+        Returns:
+            Path of the store.
 
         Raises:
-            UserError: no field was written, or something else stands at its name now.
+            UserError: A start date is missing, no field was written, the archive has changed, or something else stands
+                at the name now.
         """
         try:
             with exclusive(self.work / "lock"):
@@ -234,7 +276,7 @@ class Build:
                     return self.path
                 now = read_facts(self.work / "plan.json") if self.shared else self.plan.facts
                 if now.get(FINGERPRINT) != self.plan.facts.get(FINGERPRINT):
-                    raise UserError(self._changed)  # dates that are done for us may be another's to build again
+                    raise UserError(self._changed)  # the other builder may yet rebuild dates that seem finished here
                 self._finish()
                 give_name(self.work, self.path, self._overwrite)
                 self.complete = True
@@ -245,6 +287,7 @@ class Build:
         return self.path
 
     def _finish(self) -> None:
+        """Write everything but the shards, and the model climate where it is wanted."""
         left = self.missing() if self.shared else []
         if left:
             raise UserError(f"output={self.path}: {len(left)} of {self.dates} start dates are not built yet")
@@ -256,7 +299,10 @@ class Build:
             raise refused(self.store, error.filename or "metadata", error) from error
 
     def _finished_by_another(self) -> bool:
-        """Whether another builder has given the store its name while we waited; where it died then, tidy up for it."""
+        """Return whether another builder has given the store its name in the meantime.
+
+        If that builder died before it could tidy up, this one does so.
+        """
         if not self.over:
             return False
         if not self.path.exists():
@@ -267,20 +313,27 @@ class Build:
         return True
 
     def _entries(self) -> Iterator[tuple[int, DateEntry]]:
+        """Yield the entries of the start dates, in order.
+
+        A damaged entry is removed, so that the next run builds its date again.
+
+        Raises:
+            UserError: An entry is damaged or cannot be read.
+        """
         for date in range(self.dates):
             file = self.entry_file(date)
             if file.exists():
                 try:
                     entry = DateEntry.load(file)
                 except UserError as error:
-                    if isinstance(error.__cause__, OSError):  # the system does not give it, which may pass
+                    if isinstance(error.__cause__, OSError):  # the system cannot read it now, which may pass
                         raise
                     file.unlink(missing_ok=True)
                     raise UserError(f"{file}: damaged ({error.__cause__}); the same command makes it anew") from error
                 yield date, entry
 
     def discard(self) -> None:
-        """Remove an unfinished build of which no start date is done, unless another builder is at work on it."""
+        """Remove an unfinished build without a finished start date, unless another builder is at work on it."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(exclusive(self.work / "lock"))
@@ -291,10 +344,10 @@ class Build:
                 self.remove()
 
     def _throw_away(self) -> None:
-        """Remove an unfinished build, whatever is done of it.
+        """Remove an unfinished build, even if start dates of it are finished.
 
         Raises:
-            UserError: another builder is at work on it; it would write into ours.
+            UserError: Another builder is at work on it, and would write into the new build.
         """
         with ExitStack() as stack:
             try:
@@ -307,7 +360,11 @@ class Build:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the work folder; what says that the store has its name goes last, after the plan."""
+        """Remove the work folder.
+
+        Store, entries and claims go first, then the plan, then the rest with `swap.json`. As long as the plan is there,
+        `swap.json` therefore shows the next builder whether the store already has its name.
+        """
         for name in ("store", "entries", "claims"):
             shutil.rmtree(self.work / name, ignore_errors=True)
         (self.work / "plan.json").unlink(missing_ok=True)
@@ -315,6 +372,7 @@ class Build:
 
 
 def _size(path: Path) -> int:
+    """Return the size of a file, or -1 where it is not there."""
     try:
         return os.stat(path).st_size
     except OSError:

@@ -1,9 +1,9 @@
-"""Build one start date: fields come in cells of one lead and one variable, and go to the shards chunk by chunk.
+"""Build one start date: take fields in cells of one lead and one variable, and write them to the shards chunk by chunk.
 
-A cell holds all members and levels, so that mean, spread and statistics are made of it in the same pass in which its
-chunks are compressed, block of rows by block of rows, on the threads of a pool. Three cells at most are in memory:
-while two are compressed, the caller reads the next. Chunks are written in the order of the cells, then of members and
-rows, however many threads there are: the files do not depend on them.
+A cell holds all members and levels. Mean, spread and statistics are computed in the same pass in which its chunks are
+compressed, block of rows by block of rows, on the threads of a pool. At most three cells are in memory: while two are
+compressed, the caller reads the next one. Chunks are written in the order of the cells, then of members and rows. The
+files therefore do not depend on the number of threads.
 
 Axes: M member, T lead, V variable of one kind, Z level, Y latitude, X longitude.
 """
@@ -30,7 +30,7 @@ from ensemble_ml.store.shard_write import Encoded, ShardWriter, encode
 from ensemble_ml.store.source import Layout, Part
 from ensemble_ml.store.statistics import NAMES, Moments, merge_all
 
-AHEAD = 2  # cells that are compressed while the caller reads another
+AHEAD = 2  # cells that are compressed while the caller reads the next
 
 Specs = dict[tuple[Part, Kind], ArraySpec]
 
@@ -48,27 +48,37 @@ class _Cell:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Chunks of one block of rows: by member, None where left out; mean and spread where they are derived."""
+    """The chunks of one block of rows, and what is derived from it.
+
+    Attributes:
+        values: Encoded values by member, None for a chunk that is left out.
+        masks: Encoded masks by member, None where no point is masked.
+        derived: Encoded mean and spread; None where they are not stored.
+        moments: Moments of the members' values, (Z,).
+        of_derived: Moments of mean and spread as fields, (Z,).
+    """
 
     values: list[Encoded | None]
     masks: list[Encoded | None]
     derived: tuple[list[Encoded], list[Encoded]] | None
-    moments: Moments | None  # (Z,)
-    of_derived: tuple[Moments, Moments] | None = None  # of mean and spread as fields, (Z,)
+    moments: Moments | None
+    of_derived: tuple[Moments, Moments] | None = None
 
 
 class DateWriter:
-    """Writes the shards of one start date below `root`; `close` returns what is to be kept of it.
+    """A writer of the shards of one start date below `root`.
+
+    `close` returns the entry of the date, from which the store is finished later.
 
     Args:
-        root: the folder of the store.
-        layout: its coordinates.
-        specs: its arrays.
-        date: index into `layout.init_time`.
-        pool: threads that compress.
+        root: Folder of the store.
+        layout: Its coordinates.
+        specs: Its arrays.
+        date: Index into `layout.init_time`.
+        pool: Threads that compress.
 
     Raises:
-        UserError: a value is not a number, or the disk refuses.
+        UserError: A value is not a number, or the system cannot write a file.
     """
 
     def __init__(self, root: Path, layout: Layout, specs: Specs, date: int, pool: ThreadPoolExecutor):
@@ -78,14 +88,20 @@ class DateWriter:
         self.entry = DateEntry()
 
     def cell(self, part: Part, kind: Kind, lead: int, variable: int, block: PackedBlock) -> None:
-        """Take the fields of one lead and variable (positions in the layout), `block` (M, Z, Y, X).
+        """Take the fields of one lead and variable.
 
-        `block` may be changed when AHEAD more have been taken.
+        Float32 blocks are quantised where the store is packed, and packed blocks are decoded where it is not. The
+        caller may change the block after it has passed AHEAD more.
 
-        Float32 blocks are quantised where the store is packed, packed ones decoded where it is not.
+        Args:
+            part: Part of the fields.
+            kind: Kind of the variable.
+            lead: Position of the lead in the layout.
+            variable: Position of the variable among those of its kind.
+            block: (M, Z, Y, X).
 
         Raises:
-            UserError: a present field holds NaN or infinity that is not masked, or the disk refuses.
+            UserError: A present field holds NaN or infinity that is not masked, or the system cannot write a file.
         """
         spec = self._specs[part, kind]
         wanted = (spec.fields[0], spec.fields[3], *spec.grid)
@@ -103,7 +119,11 @@ class DateWriter:
             self._write()
 
     def close(self) -> DateEntry:
-        """Write what is under way, and give the shards their names."""
+        """Write the cells in progress, and rename the shards.
+
+        Returns:
+            The entry of the date.
+        """
         while self._under_way:
             self._write()
         for name, shard in list(self._shards.items()):
@@ -113,7 +133,7 @@ class DateWriter:
         return self.entry
 
     def abort(self) -> None:
-        """Remove what is half-written; harmless after `close`."""
+        """Remove what is half-written. After `close` it does nothing."""
         for _, futures in self._under_way:
             for future in futures:
                 future.cancel()
@@ -123,9 +143,10 @@ class DateWriter:
         self._shards.clear()
 
     def _admit(self, spec: ArraySpec, lead: int, variable: int, block: PackedBlock) -> PackedBlock:
-        """Bring a block to the packing of the store; what is absent or masked becomes 0 or NaN."""
+        """Bring a block to the packing of the store. Absent or masked values become 0 or NaN."""
 
         def where(index: tuple[int, ...]) -> str:
+            """Name a field of the block for a message."""
             place = (index[0], lead, variable, index[1])
             return describe_field(self._layout, spec.part, self._date, spec.kind, place)
 
@@ -149,6 +170,7 @@ class DateWriter:
         return block if spec.packed else _as_floats(block, mask)
 
     def _note(self, spec: ArraySpec, lead: int, variable: int, block: PackedBlock) -> None:
+        """Keep the packing factors of a cell in the entry, and whether its variable is masked."""
         factors = self._factors(spec)
         for name in factors:
             factors[name][:, lead, variable] = getattr(block, name)
@@ -156,11 +178,13 @@ class DateWriter:
             self.entry.masked.add(_names(self._layout, spec.kind)[variable])
 
     def _factors(self, spec: ArraySpec) -> dict[str, np.ndarray]:
+        """Return the factors of an array in the entry; they start with every field absent."""
         if spec.name not in self.entry.factors:
             self.entry.factors[spec.name] = empty_factors(spec)
         return self.entry.factors[spec.name]
 
     def _shard(self, spec: ArraySpec) -> ShardWriter:
+        """Return the writer of the shard of an array."""
         name = spec.shard(self._date)
         if name not in self._shards:
             self._shards[name] = ShardWriter(self._root / name, spec)
@@ -178,6 +202,7 @@ class DateWriter:
             self._derive(cell, blocks)
 
     def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[Encoded | None]]) -> None:
+        """Append the chunks of a cell to a shard, by member and then by block of rows."""
         members, leads, variables, rows = spec.chunks
         first = (np.arange(members) * leads + cell.lead) * variables + cell.variable
         self._shard(spec).append(
@@ -216,6 +241,7 @@ class DateWriter:
 
     @contextmanager
     def _refusals(self, name: str) -> Iterator[None]:
+        """Turn an error of the system into a UserError that names the file and a remedy."""
         try:
             yield
         except OSError as error:
@@ -223,14 +249,20 @@ class DateWriter:
 
 
 def refused(root: Path, name: str, error: OSError) -> UserError:
-    """The error for a file that the system does not let us write."""
+    """Make the error for a file that the system cannot write."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "free space or choose another output" if full else "check the output folder"
     return UserError(f"store {root}: cannot write {name}: {error.strerror or error}; {remedy}")
 
 
 def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
-    """Compress one block of rows of all members, and make moments of it; mean and spread as `derived` lies on disk."""
+    """Compress one block of rows of all members, and compute its moments.
+
+    Args:
+        cell: Fields of one lead and variable.
+        number: Number of the block of rows.
+        derived: Array of the mean, in whose chunks mean and spread are compressed; None where they are not stored.
+    """
     spec, block = cell.spec, cell.block
     rows = slice(number * spec.rows, min((number + 1) * spec.rows, spec.grid[0]))
     height = rows.stop - rows.start
@@ -241,6 +273,8 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
     mask = None if block.mask is None else block.mask[:, :, rows]
     if mask is not None and spec.packed:
         there[mask] = 0
+    # A chunk of nothing but the fill value is left out of the shard. The extremes show this at no extra pass, because
+    # the moments need them anyway.
     ends = np.stack([there.min((2, 3)), there.max((2, 3))]) if spec.packed else None
     empty = ~ends[1].any(1) if ends is not None else ~np.isfinite(there).any((1, 2, 3))
     values = [None if blank else encode(chunk) for chunk, blank in zip(chunks, empty, strict=True)]
@@ -257,13 +291,15 @@ def _pack(cell: _Cell, number: int, derived: ArraySpec | None) -> _Packed:
 
 
 def _members(cell: _Cell, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None) -> Members:
+    """Describe a block of rows for `fuse`, with the extremes of each member where no point is masked."""
     block, extremes = cell.block, None
-    if ends is not None and mask is None:  # decoding keeps the order of the integers
+    if ends is not None and mask is None:  # decoding keeps the order of integers, so extremes stay extremes
         extremes = ((ends * block.scale + block.reference) * block.decimal).astype(np.float32)
     return Members(values, block.reference, block.scale, block.decimal, block.present, cell.exact, extremes, mask)
 
 
 def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> Encoded | None:
+    """Compress the mask of a block of rows; None where no point is masked."""
     if not mask.any():
         return None
     chunk = np.zeros(spec.chunk, np.uint8)
@@ -272,7 +308,7 @@ def _pack_mask(spec: ArraySpec, mask: np.ndarray) -> Encoded | None:
 
 
 def _chunks(spec: ArraySpec, values: np.ndarray) -> list[Encoded]:
-    """Compress a block of rows (Z, R, X) in the chunks of `spec`, of which it holds one or several."""
+    """Compress a block of rows (Z, R, X) in the chunks of `spec`, of which it holds one or more."""
     chunks = []
     for first in range(0, values.shape[1], spec.rows):
         part = values[:, first : first + spec.rows]
@@ -286,7 +322,7 @@ def _chunks(spec: ArraySpec, values: np.ndarray) -> list[Encoded]:
 
 
 def empty_factors(spec: ArraySpec) -> dict[str, np.ndarray]:
-    """Factors (M, T, V, Z) of an array with every field absent."""
+    """Return the factors (M, T, V, Z) of an array in which every field is absent."""
     present = {"present": np.zeros(spec.fields, bool)}
     if not spec.packed:
         return present
@@ -294,7 +330,7 @@ def empty_factors(spec: ArraySpec) -> dict[str, np.ndarray]:
 
 
 def _without_absent(block: PackedBlock) -> PackedBlock:
-    """Blank the absent fields, so that what the caller left there is neither kept nor counted."""
+    """Blank the absent fields, so that values which the caller left there are neither kept nor counted."""
     present, values = block.present, block.values.copy()
     values[~present] = 0
     reference, scale = np.where(present, block.reference, 0), np.where(present, block.scale, 0)
@@ -302,7 +338,7 @@ def _without_absent(block: PackedBlock) -> PackedBlock:
 
 
 def _as_floats(block: PackedBlock, mask: np.ndarray | None) -> PackedBlock:
-    """NaN wherever a float32 block has no value."""
+    """Set a float32 block to NaN wherever it has no value."""
     if mask is None and block.present.all():
         return block
     values = block.values.copy()
@@ -313,4 +349,5 @@ def _as_floats(block: PackedBlock, mask: np.ndarray | None) -> PackedBlock:
 
 
 def _names(layout: Layout, kind: Kind) -> tuple[str, ...]:
+    """Return the names of the variables of a kind."""
     return layout.variables if kind is Kind.PRESSURE else layout.surface

@@ -1,7 +1,8 @@
-"""What a build keeps of a finished start date: one file, written by rename when all of the date's shards stand.
+"""Keep what a build must remember of a finished start date, in one file.
 
-It holds the factors of every field, partial statistics, the files with their checksums, what of the archive was read,
-and the error of quantising; `Build.finalise` makes the store's own arrays and statistics of them.
+The file is written by rename when all shards of the date are there. It holds the packing factors of every field,
+partial statistics, the shards with their checksums, which parts of the archive were read, and the error of quantising.
+`Build.finalise` makes the store's own arrays and statistics from these entries.
 """
 
 from __future__ import annotations
@@ -25,13 +26,19 @@ from ensemble_ml.store.statistics import NAMES, Moments
 
 @dataclass(eq=False)
 class DateEntry:
-    """One start date.
+    """The entry of one start date.
 
-    `files` shards by name; `factors` by array and factor, (M, T, V, Z); `moments` of the forecast by kind, (T, V, Z);
-    `derived` of the ensemble's mean and spread as fields of their own, by part and kind;
-    `errors` largest error of quantising by variable; `masked` variables with points that have no value; `masks` names
-    of mask arrays with a shard; `sources` what each part was read from; `plan` what it was built for;
-    `fingerprint` of the archive that it was built from, None of fields in memory.
+    Attributes:
+        files: Shards by name.
+        factors: Packing factors (M, T, V, Z) by array and factor.
+        moments: Moments of the forecast by kind, (T, V, Z).
+        derived: Moments of the ensemble's mean and spread as fields of their own, by part and kind.
+        errors: Largest error of quantising by variable.
+        masked: Variables with points that have no value.
+        masks: Names of the mask arrays that have a shard.
+        sources: Files and fields from which each part was read.
+        plan: Digest of what it was built for.
+        fingerprint: Fingerprint of the archive from which it was built; None for fields in memory.
     """
 
     files: dict[str, Entry] = field(default_factory=dict)
@@ -46,7 +53,7 @@ class DateEntry:
     fingerprint: str | None = None
 
     def add(self, other: DateEntry) -> None:
-        """Take in what is known of other parts of the same start date."""
+        """Add the entry of other parts of the same start date."""
         self.files |= other.files
         self.factors |= other.factors
         self.moments |= other.moments
@@ -58,7 +65,7 @@ class DateEntry:
             self.errors[name] = max(bound, self.errors.get(name, 0.0))
 
     def save(self, path: Path) -> None:
-        """Write to `path` by rename: whoever sees the file sees all of it."""
+        """Write the entry to `path` by rename, so that a file that exists is complete."""
         facts = {
             "files": {name: [entry.bytes, entry.sha256] for name, entry in sorted(self.files.items())},
             "errors": dict(sorted(self.errors.items())),
@@ -85,7 +92,7 @@ class DateEntry:
         """Read an entry.
 
         Raises:
-            UserError: it is damaged.
+            UserError: It is damaged.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -95,10 +102,13 @@ class DateEntry:
 
     @classmethod
     def files_of(cls, path: Path) -> tuple[dict[str, Entry], Stamps, str, str | None]:
-        """The files of an entry alone, those written and those read; what it was built for, and the fingerprint.
+        """Read only the part of an entry that shows whether it is still valid.
+
+        Returns:
+            The files written, the state of the files read, the digest of the plan, and the fingerprint of the archive.
 
         Raises:
-            UserError: it is damaged.
+            UserError: It is damaged.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -111,6 +121,7 @@ class DateEntry:
 
     @classmethod
     def _from(cls, arrays: dict[str, np.ndarray]) -> DateEntry:
+        """Make an entry from the arrays of its file."""
         facts = json.loads(arrays.pop("json").tobytes())
         files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}
         entry = cls(files, errors=facts["errors"], masked=set(facts["masked"]), masks=set(facts["masks"]))

@@ -1,7 +1,7 @@
-"""One number a field: reference, scale, decimal and whether it is present; written and read some start dates at a time.
+"""Write and read the numbers that each field has one of: reference, scale, decimal, and whether it is present.
 
-They lie in Zarr arrays (D, ...) beside the fields, in chunks of so many dates that one is about 128 KB: whoever reads
-one date of an archive of thousands does not load those of the others. A loader, which uses all, keeps all.
+They lie in Zarr arrays (D, ...) beside the fields. A chunk covers as many dates as make it about 128 KB, so a reader of
+one date of an archive of thousands does not load the numbers of all. A loader, which uses all dates, keeps them all.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ensemble_ml.store.schema import ArraySpec
 from ensemble_ml.store.shard import damaged
 
 _CHUNK = 128 * 1024  # bytes of the largest chunk
-_HELD = 8  # chunks of each factor that a reader keeps
+_HELD = 8  # number of chunks of each factor that a reader keeps
 
 
 def dates_together(specs: Iterable[ArraySpec]) -> int:
-    """Start dates in a chunk."""
+    """Return the number of start dates in a chunk of the factors."""
     largest = max(8 * int(np.prod(spec.fields)) for spec in specs)
     return max(1, _CHUNK // largest)
 
@@ -35,9 +35,18 @@ def dates_together(specs: Iterable[ArraySpec]) -> int:
 def write_factors(
     root: Path, specs: Iterable[ArraySpec], entries: Iterable[tuple[int, DateEntry]], together: int
 ) -> Iterator[tuple[int, DateEntry]]:
-    """Write the factors of `entries` (ascending dates) into the group at `root`, and pass the entries on.
+    """Write the factors of all dates into the group at `root`, and pass the entries on.
 
-    Dates without an entry have no field. No more than `together` entries are held.
+    At most `together` entries are in memory. Dates without an entry have no field.
+
+    Args:
+        root: Folder of the store.
+        specs: Arrays of the store.
+        entries: Index of a start date and its entry, in ascending order.
+        together: Start dates in a chunk.
+
+    Yields:
+        The entries.
     """
     specs = list(specs)
     group = zarr.open_group(root, mode="r+")
@@ -58,6 +67,7 @@ def write_factors(
 
 
 def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr.Array:
+    """Create the array of one factor."""
     shape = spec.drop_shape()
     dtype = bool if key == "present" else np.float64
     return group.create_array(
@@ -71,10 +81,17 @@ def _create(group: zarr.Group, spec: ArraySpec, key: str, together: int) -> zarr
 
 
 class FactorReader:
-    """Reads factors of single dates; keeps the chunks used last, or `keep`s more. May be used by several threads.
+    """A reader of the factors of single dates. Several threads may use it.
 
-    A wrong bit in a factor makes all of its field wrong, and fields alone carry checksums: each chunk is held to its
-    digest in the manifest, `files`.
+    It keeps the chunks used last, and all those for which `keep` was called.
+
+    A wrong bit in a factor makes its whole field wrong, and only fields carry checksums of their own. Each chunk is
+    therefore checked against its digest in the manifest.
+
+    Args:
+        root: Folder of the store.
+        together: Start dates in a chunk.
+        files: Files of the store with their digests.
     """
 
     def __init__(self, root: Path, together: int, files: Mapping[str, Entry]):
@@ -85,25 +102,31 @@ class FactorReader:
         self._lock = Lock()
 
     def keep(self, specs: Iterable[ArraySpec], dates: Iterable[int], pool: Executor) -> None:
-        """Read the factors of all `dates` now and keep them: 8 bytes a field of GRIB, 16 where they are no float32.
+        """Read the factors of all `dates` now, and keep them.
 
-        That is less than the index of the field's chunks, which a loader keeps as well.
+        They take 8 bytes for a field from GRIB, and 16 bytes where they are not float32 numbers. That is less than the
+        index of the field's chunks, which a loader keeps as well.
+
+        Args:
+            specs: Arrays whose factors are read.
+            dates: Indices of start dates.
+            pool: Threads that read.
 
         Raises:
-            UserError: they are damaged.
+            UserError: They are damaged.
         """
         wanted = [(f"{spec.name}_{key}", spec) for spec in specs for key in empty_factors(spec)]
-        list(pool.map(self._array, [name for name, _ in wanted]))  # each is opened once
+        list(pool.map(self._array, [name for name, _ in wanted]))  # opens each array only once
         numbers = sorted({date // self._together for date in dates})
         chunks = [(name, spec, number) for name, spec in wanted for number in numbers]
         found = pool.map(lambda one: self._chunk(*one), chunks)
         self._kept |= {(name, number): _small(values) for (name, _, number), values in zip(chunks, found, strict=True)}
 
     def of_date(self, spec: ArraySpec, key: str, date: int) -> np.ndarray:
-        """One factor of all fields of a date, (M, T, V, Z).
+        """Return one factor of all fields of a date, (M, T, V, Z).
 
         Raises:
-            UserError: it is damaged.
+            UserError: It is damaged.
         """
         name, number = f"{spec.name}_{key}", date // self._together
         place = date - number * self._together
@@ -120,9 +143,10 @@ class FactorReader:
             return held[number][place]
 
     def _chunk(self, name: str, spec: ArraySpec, number: int) -> np.ndarray:
+        """Read and check one chunk of a factor, (dates, M, T, V, Z)."""
         array, first = self._array(name), number * self._together
         file = "/".join([name, "c", str(number), *["0"] * (array.ndim - 1)])
-        if file in self._files:  # of nothing but fill values, none is written
+        if file in self._files:  # Zarr writes no file for a chunk of fill values only
             check_file(self._root / file, self._files[file])
         try:
             return np.asarray(array[first : first + self._together]).reshape(-1, *spec.fields)
@@ -130,6 +154,7 @@ class FactorReader:
             raise damaged(self._root / name, str(error)) from error
 
     def _array(self, name: str) -> zarr.Array:
+        """Open the array of a factor, once."""
         try:
             if name not in self._arrays:
                 self._arrays[name] = zarr.open_array(self._root / name, mode="r")
@@ -139,7 +164,7 @@ class FactorReader:
 
 
 def _small(values: np.ndarray) -> np.ndarray:
-    """The same numbers in less memory: one, where all are equal; float32 where that holds them."""
+    """Return the same numbers in less memory: one number where all are equal, float32 where that is exact."""
     if values.size and (values == values.flat[0]).all():
         return np.broadcast_to(values.flat[0], values.shape)
     if values.dtype == bool:

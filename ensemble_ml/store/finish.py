@@ -1,4 +1,4 @@
-"""Make a store of the shards and entries of its start dates: arrays, factors, statistics, attributes, manifest."""
+"""Make a store from the shards and entries of its start dates: arrays, factors, statistics, attributes and manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ensemble_ml.store.statistics import Moments, stack
 
 @dataclass
 class _Sum:
-    """What the entries say together. Moments of a year are merged in the order of the dates."""
+    """The sum of the entries of all start dates. The moments of a year are merged in the order of the dates."""
 
     files: dict[str, Entry] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
@@ -35,6 +35,7 @@ class _Sum:
     sources: SourceTable = field(default_factory=SourceTable)
 
     def add(self, entry: DateEntry, plan: BuildPlan, year: int) -> None:
+        """Add one entry, whose start date lies in `year`."""
         self.files |= entry.files
         self.masked |= entry.masked
         self.masks |= entry.masks
@@ -50,10 +51,15 @@ class _Sum:
 
 
 def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateEntry]]) -> None:
-    """Write all but the shards into `root`. May be called again where a call was interrupted.
+    """Write everything but the shards into `root`. It may be called again after an interruption.
+
+    Args:
+        root: Folder of the store, with its shards.
+        plan: What the store holds.
+        entries: Index of a start date and its entry, in ascending order.
 
     Raises:
-        UserError: there is no field at all.
+        UserError: There is no field at all.
     """
     specs = list(plan.specs.values())
     _clear(root)
@@ -84,7 +90,10 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
 
 
 def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray, dict[tuple[Part, Kind], Moments]]:
-    """Years (N,) and the moments of each: of the members' values, and of their mean and spread as fields."""
+    """Return the years (N,) and the moments of each year.
+
+    The moments are those of the members' values, and those of their mean and spread as fields.
+    """
     yearly = {}
     for part, kind in product((Part.FORECAST, Part.MEAN, Part.SPREAD), Kind):
         spec = plan.specs.get((part, kind))
@@ -95,7 +104,7 @@ def _yearly(plan: BuildPlan, years: np.ndarray, total: _Sum) -> tuple[np.ndarray
 
 
 def _clear(root: Path) -> None:
-    """Remove all but shards: what an interrupted call has left."""
+    """Remove what an interrupted call has left: everything but shards."""
     for path in list(root.iterdir()):
         if path.is_file():
             path.unlink()
@@ -108,7 +117,7 @@ def _clear(root: Path) -> None:
 
 
 def _remove_strangers(root: Path, files: dict[str, Entry]) -> None:
-    """Remove shards that no entry knows: those of builders that were killed."""
+    """Remove shards that no entry names, which killed builders have left."""
     for path in root.glob("*/*"):
         if path.name.startswith("c.") and path.relative_to(root).as_posix() not in files:
             path.unlink()

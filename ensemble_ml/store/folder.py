@@ -1,12 +1,14 @@
-"""The folder that a store is built in, beside the store's name, which it gets in one rename when all is there.
+"""Manage the folder in which a store is built.
 
-NAME.zarr.building/
-  plan.json     what is being built
-  lock          held while the plan is written, and while the store is finished
-  claims/       one lock a start date, held while it is built
-  entries/      one file a finished start date
-  store/        the store itself
-  swap.json     written just before the rename
+The folder stands beside the name of the store. When everything is there, the store gets its name by one rename.
+
+    NAME.zarr.building/
+      plan.json     what is being built
+      lock          held while the plan is written, and while the store is finished
+      claims/       one lock for each start date, held while it is built
+      entries/      one file for each finished start date
+      store/        the store itself
+      swap.json     written just before the rename
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of linux/fs.h and fcn
 
 
 def building_folder(path: Path) -> Path:
-    """Where the store of that name is built, by whatever process."""
+    """Return the folder in which any process builds the store of that name."""
     return path.with_name(f"{path.name}.building")
 
 
 def private_folder(path: Path) -> Path:
-    """Where this process builds it for itself; those that killed processes of this machine have left are removed."""
+    """Return the folder in which this process builds the store by itself.
+
+    Folders that killed processes of this machine have left are removed.
+    """
     host = socket.gethostname()
     for old in path.parent.glob(f"{path.name}.partial-{host}-*"):
         process = old.name.rpartition("-")[2]
@@ -46,7 +51,7 @@ def private_folder(path: Path) -> Path:
 
 
 def is_building(path: Path) -> bool:
-    """Whether a folder is one in which a store is built, or was before its builder died."""
+    """Return whether `path` is a folder in which a store is being built, or was until its builder died."""
     named = path.name.endswith(".building") or ".partial-" in path.name
     return named and all((path / name).is_dir() for name in _INSIDE)
 
@@ -54,8 +59,12 @@ def is_building(path: Path) -> bool:
 def check_target(path: Path, overwrite: bool) -> None:
     """Check that a store may be written at `path`.
 
+    Args:
+        path: Path of the store.
+        overwrite: Whether a store that stands there may be replaced.
+
     Raises:
-        UserError: something stands there and `overwrite` is off, or it is something else than a store or empty folder.
+        UserError: Something stands there and `overwrite` is off, or it is neither a store nor an empty folder.
     """
     if not path.exists() and not path.is_symlink():
         return
@@ -68,13 +77,18 @@ def check_target(path: Path, overwrite: bool) -> None:
 def make_folders(work: Path, path: Path) -> None:
     """Make the folders of a build.
 
+    Args:
+        work: Folder to build in.
+        path: Path of the store, for messages.
+
     Raises:
-        UserError: they cannot be made.
+        UserError: They cannot be made or written.
     """
     try:
         for name in _INSIDE:
             (work / name).mkdir(parents=True, exist_ok=True)
-        # A folder of somebody else may be there, and refuse us. Builders in containers may have one number of process.
+        # The folder may belong to another user who does not let us write. The name of the probe is random, because
+        # builders in different containers may have the same process number.
         probe = work / f".probe-{secrets.token_hex(8)}"
         probe.touch()
         probe.unlink(missing_ok=True)
@@ -83,12 +97,13 @@ def make_folders(work: Path, path: Path) -> None:
 
 
 def give_name(work: Path, path: Path, overwrite: bool) -> None:
-    """Let the finished store in `work` have its name, in one step; what stood there is removed afterwards.
+    """Give the finished store in `work` its name in one step. What stood at the name is removed afterwards.
 
     Raises:
-        UserError: somebody else has made something of that name meanwhile.
+        UserError: Something else has been made at that name in the meantime.
     """
     check_target(path, overwrite)
+    # If this process dies just after the rename, `swap.json` lets the next builder recognise the store by its manifest.
     (work / "swap.json").write_text(json.dumps({"manifest": stamp(work / "store")}))
     if path.exists():
         exchange(work / "store", path)
@@ -97,7 +112,7 @@ def give_name(work: Path, path: Path, overwrite: bool) -> None:
 
 
 def named_already(work: Path, path: Path) -> bool:
-    """Whether the store of this build has got its name, but its builder died before it could tidy up."""
+    """Return whether the store of this build has its name, but its work folder has not been removed yet."""
     try:
         return json.loads((work / "swap.json").read_text())["manifest"] == list(stamp(path))
     except (OSError, ValueError, KeyError, TypeError):
@@ -105,7 +120,10 @@ def named_already(work: Path, path: Path) -> bool:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Swap the names of two folders; where the system cannot do it at once, `other` has no name for a moment."""
+    """Swap the names of two folders.
+
+    Where the system cannot swap them in one step, `other` does not exist for a moment.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
         return
