@@ -1,17 +1,18 @@
-"""The model climate: what the ensemble forecasts at this time of the year, from other years, point by point.
+"""Compute the model climate: what the ensemble forecasts at this time of the year in other years, point by point.
 
-Quantiles over all members of the start dates within some days of the calendar date, in every year but the forecast's
-own, that begin at the same hour of the day (the climate of noon is not that of midnight); the extreme forecast index
-(EFI) compares a forecast with them. A start date belongs to the year whose anniversary of the calendar date is nearest,
-so that the end of December counts with the following January, and never for it. The anniversary of 29 February is the
-28th in other years.
+The model climate of a start date consists of quantiles over all members of certain other start dates. These lie within
+some days of its calendar date, in every other year, and begin at the same hour of the day (the climate of noon is not
+that of midnight). The extreme forecast index (EFI) compares a forecast with these quantiles.
 
-A store may hold the quantiles already (`prepare climate_days=9`). Else they are computed when they are asked for, one
-lead and variable at a time and in blocks of rows, so that memory is bounded; members that were read are kept as far as
-that memory allows, for the next start date needs most of them.
+A start date belongs to the year whose anniversary of the calendar date is nearest. The end of December therefore counts
+with the following January, and is never used for it. The anniversary of 29 February is the 28th in other years.
 
-Axes: Q probability, N values (dates times members), T lead, V pressure variable, S surface variable, Z level,
-Y latitude, X longitude.
+A store may hold the quantiles already (`prepare climate_days=9`). Otherwise they are computed on request, one lead and
+variable at a time and in blocks of rows, so that memory is bounded. Members that were read are kept as far as that
+memory allows, because the next start date needs most of them.
+
+Axes: Q probability, N values (dates times members), T lead, V pressure variable, S surface variable, Z level, Y
+latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store.source import Fields, Part, Selection, Source, zero_by_nature
 
 DAYS = 9
-FEWEST_VALUES = 20  # of all members and dates together, at a point; of fewer, quantiles say nothing
+FEWEST_VALUES = 20  # members times dates at a point; quantiles of fewer values mean nothing
 PROBABILITIES = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1)
 MEMORY = 512 * 2**20  # bytes of values held at a time, where a block of 16 rows is not larger than that
-_BLOCK = 16  # rows of a chunk of the store; fewer would be read again and again
+_BLOCK = 16  # rows of a chunk of the store; smaller blocks would read each chunk several times
 
 
 class ModelClimate:
     """The model climate of a source's forecasts.
 
     Args:
-        source: a tensor store or an archive.
-        days: how far from the calendar date a start date may lie.
-        probabilities: those of the quantiles, ascending within [0, 1].
-        memory: bytes of values held at a time, and as many of members for later.
-        seasons: start dates of other years by start date, as far as they are known; several climates may share it.
+        source: Tensor store or archive.
+        days: Days from the calendar date within which a start date may lie.
+        probabilities: Probabilities of the quantiles, ascending within [0, 1].
+        memory: Bytes of values held at a time, and as many bytes of members kept for later.
+        seasons: Start dates of other years by start date, as far as they are known. Several climates may share it.
 
     Raises:
-        UserError: the source has start dates of one year only, or probabilities are not ascending within [0, 1].
+        UserError: The source has start dates of one year only, or the probabilities are not ascending within [0, 1].
     """
 
     def __init__(
@@ -66,23 +67,24 @@ class ModelClimate:
             raise UserError(
                 f"{source.path}: a model climate needs start dates of two years or more; it has {only} alone"
             )
-        held: Any = getattr(source, "forecast", source)  # a store beside a truth of its own
+        held: Any = getattr(source, "forecast", source)  # the forecast store, where a truth is joined to it
         same = 0 < days == getattr(held, "climate_days", 0) and np.array_equal(levels, PROBABILITIES)
-        self.stored = held if same else None  # where the quantiles stand already
+        self.stored = held if same else None  # the store that already holds these quantiles
         self._seasons: dict[int, np.ndarray] = {} if seasons is None else seasons
         self._kept: OrderedDict[tuple[int, int, str, tuple[int, int]], np.ndarray] = OrderedDict()
 
     def _near(self, date: int) -> np.ndarray:
+        """Return the start dates of other years in the season of `date`, possibly none."""
         if date not in self._seasons:
             times = self.source.layout.init_time
             self._seasons[date] = np.flatnonzero(same_season(times, times[date], self.days))
         return self._seasons[date]
 
     def dates(self, date: int) -> np.ndarray:
-        """Indices of the start dates that make the climate of the start date `date`.
+        """Return the indices of the start dates that make the climate of the start date `date`.
 
         Raises:
-            UserError: there is none in other years.
+            UserError: There is none in other years.
         """
         times, found = self.source.layout.init_time, self._near(date)
         if not len(found):
@@ -93,17 +95,24 @@ class ModelClimate:
         return found
 
     def enough(self, date: int) -> bool:
-        """Whether other years have `FEWEST_VALUES` members or more for the start date `date`."""
+        """Return whether other years have `FEWEST_VALUES` members or more for the start date `date`."""
         return len(self._near(date)) * len(self.source.layout.realization) >= FEWEST_VALUES
 
     def quantiles(self, date: int, selection: Selection = Selection()) -> Fields:  # noqa: B008 - frozen
-        """Quantiles for the start date `date`: pressure (Q, T, V, Z, Y, X) and surface (Q, T, S, Y, X) float32.
+        """Return the quantiles for one start date.
 
-        NaN at points with fewer than `FEWEST_VALUES` values; `selection.realization` is not used. Interpolated linearly
-        between order statistics (type 7 of Hyndman & Fan 1996).
+        They are interpolated linearly between order statistics (type 7 of Hyndman & Fan 1996). Points with fewer than
+        `FEWEST_VALUES` values are NaN.
+
+        Args:
+            date: Index of the start date.
+            selection: Leads, variables, levels and rows; `selection.realization` is not used.
+
+        Returns:
+            Pressure (Q, T, V, Z, Y, X) and surface (Q, T, S, Y, X) float32.
 
         Raises:
-            UserError: there is no start date of another year in the window, or something selected is not there.
+            UserError: There is no start date of another year in the window, or something selected is not there.
         """
         lay = self.source.layout
         leads = lay.lead_hours if selection.lead_hours is None else selection.lead_hours
@@ -128,13 +137,14 @@ class ModelClimate:
         return Fields(pressure, surface)
 
     def _position(self, what: str, value: object, there: Sequence[object]) -> int:
+        """Return the index of `value`, or raise a UserError that lists the values that are there."""
         if value not in there:
             has = ", ".join(map(str, there)) or "none"
             raise UserError(f"{self.source.path}: has no {what} {value}; it holds {has}")
         return list(there).index(value)
 
     def _compute(self, date: int, lead: int, name: str, rows: slice, *, on_levels: bool) -> np.ndarray:
-        """Quantiles (Q, Z, rows, X) of one lead and variable, all levels."""
+        """Return the quantiles (Q, Z, rows, X) of one lead and variable, on all levels."""
         lay = self.source.layout
         if self.stored is not None:
             return self.stored.climate(date, lead, name)[:, :, rows]
@@ -154,14 +164,18 @@ class ModelClimate:
         return out
 
     def _rows(self, bytes_a_row: int) -> int:
+        """Return the rows of a block: as many whole chunks as the memory holds, at least one."""
         return max(_BLOCK, self._memory // bytes_a_row // _BLOCK * _BLOCK)
 
     def _values(self, dates: np.ndarray, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
-        """All members of `dates`, (N, Z, rows, X)."""
+        """Return all members of `dates`, (N, Z, rows, X)."""
         return np.concatenate([self._members(date, lead, name, rows, on_levels=on_levels) for date in dates.tolist()])
 
     def _members(self, date: int, lead: int, name: str, rows: tuple[int, int], *, on_levels: bool) -> np.ndarray:
-        """Members of one start date (M, Z, rows, X): read, or kept from the last time."""
+        """Return the members of one start date (M, Z, rows, X), read now or kept from before.
+
+        The members used longest ago are dropped once the memory is full.
+        """
         key = date, lead, name, rows
         if key not in self._kept:
             chosen = replace(Selection.one(lead, name, surface=not on_levels), rows=rows)
@@ -173,11 +187,22 @@ class ModelClimate:
 
 
 def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) -> np.ndarray:
-    """Quantiles over the first axis, NaN left out: (N, ...) float32 -> (Q, ...) float32; linear, type 7.
+    """Return quantiles over the first axis.
 
-    NaN where fewer than `fewest` values are.
+    They are interpolated linearly (type 7 of Hyndman & Fan 1996): with n values x in ascending order, counted from 0,
+
+        h    = p (n - 1)
+        q(p) = x[floor(h)] + (h - floor(h)) (x[floor(h) + 1] - x[floor(h)])
+
+    Args:
+        values: (N, ...) float32; NaN is left out.
+        probabilities: (Q,) p.
+        fewest: Number of values below which a point is NaN.
+
+    Returns:
+        (Q, ...) float32.
     """
-    ordered = np.sort(values, axis=0)  # NaN go to the end
+    ordered = np.sort(values, axis=0)  # NaN are sorted to the end
     count = np.isfinite(ordered).sum(0)
     last = np.maximum(count - 1, 0)
     out = np.empty((len(probabilities), *values.shape[1:]), np.float32)
@@ -192,12 +217,21 @@ def quantiles(values: np.ndarray, probabilities: np.ndarray, fewest: int = 1) ->
 
 
 def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray:
-    """Which of `times` lie within `days` of the calendar date of `date` in another year than its own, at the same
-    hour of the day: (D,) bool."""
+    """Return which of `times` belong to the season of `date` in another year.
+
+    Args:
+        times: (D,) datetime64 init times.
+        date: Init time.
+        days: Days from the calendar date of `date` within which a time may lie.
+
+    Returns:
+        (D,) bool. It is True where the time lies within `days` of an anniversary of `date` in another year, at the same
+            hour of the day.
+    """
     day = times.astype("datetime64[D]")
     same_hour = times - day == date - date.astype("datetime64[D]")
     anniversaries = np.array([_anniversary(date, int(year)) for year in _years(day)])
-    # The nearest anniversary may be that of the year before or after.
+    # Around New Year the nearest anniversary may be that of the year before or after.
     around = [np.array([_anniversary(date, int(year) + step) for year in _years(day)]) for step in (-1, 1)]
     candidates = np.stack([around[0], anniversaries, around[1]])
     distance = np.abs((day - candidates).astype(np.int64))
@@ -207,10 +241,12 @@ def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray
 
 
 def _years(days: np.ndarray) -> np.ndarray:
+    """Return the calendar years of days."""
     return days.astype("datetime64[Y]").astype(np.int64) + 1970
 
 
 def _anniversary(date: np.datetime64, year: int) -> np.datetime64:
+    """Return the calendar date of `date` in `year`; 28 February for 29 February in a common year."""
     month_day = np.datetime_as_string(date, "D")[5:]
     leap = (year % 4 == 0 and year % 100 != 0) or year % 400 == 0
     if month_day == "02-29" and not leap:

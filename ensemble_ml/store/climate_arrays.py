@@ -1,8 +1,9 @@
-"""The model climate kept in a store: its quantiles for every start date, so that nobody need make them again.
+"""Keep the model climate in a store: its quantiles for every start date, so that they need not be computed again.
 
-Two arrays stand beside the fields, `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D, T, S, Q, Y, X),
-float32, NaN where other years have too few values; chunks of a start date, lead and variable. They are made when all
-start dates are there, and are no part of the store's fingerprint, for they follow from its fields.
+Two arrays stand beside the fields: `climate_pressure` (D, T, V, Q, Z, Y, X) and `climate_surface` (D, T, S, Q, Y, X).
+They are float32, NaN where other years have too few values. A chunk holds one start date, lead and variable, and some
+or all rows. The arrays are made when all start dates are there. They are no part of the store's fingerprint, because
+they follow from its fields.
 """
 
 from __future__ import annotations
@@ -26,27 +27,35 @@ from ensemble_ml.store.schema import DAYS_KEY
 from ensemble_ml.store.source import Selection
 
 _PROBABILITY = f"{CLIMATE}probability"
-_CHUNK = 1 << 26  # bytes
-_THREADS = 4  # each holds a share of the memory that a model climate may take
+_CHUNK = 1 << 26  # largest bytes of a chunk
+_THREADS = 4  # each thread holds a share of the memory that a model climate may take
 
 
 def write_climate(root: Path, days: int) -> None:
-    """Add the model climate to the complete store at `root`, anew where a call was interrupted.
+    """Add the model climate to the complete store at `root`.
+
+    After an interruption it may be called again, and starts anew.
+
+    Args:
+        root: Folder of the store.
+        days: Days from the calendar date within which a start date of another year may lie.
 
     Raises:
-        UserError: the store has start dates of one year only.
+        UserError: The store has start dates of one year only.
     """
     store = TensorStore(root)
     known = {name: entry for name, entry in read_manifest(root).items() if not name.startswith(CLIMATE)}
     group = zarr.open_group(root, mode="r+", use_consolidated=False)
     arrays = _create(group, store)
     lay, threads = store.layout, min(_THREADS, os.cpu_count() or 1)
-    order = np.argsort([str(time)[5:16] for time in lay.init_time], kind="stable").tolist()  # neighbours share members
+    # Neighbouring days of the year share members, which `ModelClimate` keeps in memory.
+    order = np.argsort([str(time)[5:16] for time in lay.init_time], kind="stable").tolist()
     jobs = [(t, number, name) for t in range(len(lay.lead_hours)) for number, name in enumerate(lay.names)]
 
     seasons: dict[int, np.ndarray] = {}
 
     def run(job: tuple[int, int, str]) -> None:
+        """Compute and write the climate of one lead and variable, for all start dates."""
         t, number, name = job
         surface = number >= len(lay.variables)
         chosen = Selection.one(lay.lead_hours[t], name, surface=surface)
@@ -63,17 +72,25 @@ def write_climate(root: Path, days: int) -> None:
         list(pool.map(run, jobs))
     group.attrs[DAYS_KEY] = days
     consolidate(group)
-    known.pop("zarr.json")  # it has changed
+    known.pop("zarr.json")  # its contents have changed, so it is hashed again
     write_manifest(root, make_manifest(root, known))
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    """Rows of a chunk: what is in memory on each thread, and far below what a compressor can take."""
+    """Return the rows of a chunk, so that it takes at most 64 MB, but has one row at least.
+
+    Each thread holds a chunk in memory, and compressors limit the size of what they take.
+    """
     each = 4 * math.prod(shape[3:-2]) * shape[-1]
     return min(shape[-2], max(1, _CHUNK // each))
 
 
 def _create(group: zarr.Group, store: TensorStore) -> dict[bool, zarr.Array]:
+    """Create the arrays of the quantiles and of their probabilities.
+
+    Returns:
+        The array of each kind; the key is whether it is that of the surface.
+    """
     lay = store.layout
     quantiles, points = len(PROBABILITIES), lay.grid.shape
     start, area = (len(lay.init_time), len(lay.lead_hours)), ("latitude", "longitude")

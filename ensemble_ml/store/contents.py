@@ -1,4 +1,4 @@
-"""What a store holds, finished or half-built, brought to one form for `inspect`.
+"""Bring what a store holds, finished or half-built, to one form for `inspect`.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 """
@@ -33,12 +33,27 @@ Presence = tuple[np.ndarray, np.ndarray]  # bool (M, T, V, Z) and (M, T, S)
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A store as `inspect` sees it.
+    """The contents of a store as `inspect` sees them.
 
-    `done` indices of the start dates that are built; `moments` of the forecast by kind, (T, V, Z); `files` by name;
-    `present(part, date)` which fields are there; `source` the store to read from, None of a half-built one; `verify`
-    reads all files and raises a UserError where one has changed; `sources` as `sources.json` holds them;
-    `lead_bounds` [first, last] hour for each lead of a variable over intervals.
+    Attributes:
+        path: Folder of the store.
+        layout: Coordinates.
+        parts: Parts that the store has or will have.
+        packing: How forecast, control and truth are kept.
+        done: Indices of the start dates that are built.
+        specs: Arrays of fields.
+        files: Files by name.
+        moments: Moments of the forecast by kind, (T, V, Z).
+        errors: Largest error of quantising by variable.
+        masked: Variables with points that have no value.
+        static: Names of the static fields.
+        provenance: Where the data came from.
+        present: Function from part and date to which fields are there.
+        verify: Function that reads all files and raises a UserError where one has changed.
+        source: Store to read from; None for a half-built one.
+        sources: Contents of `sources.json`.
+        climate_days: Window of the model climate, 0 where there is none.
+        lead_bounds: [first, last] hour for each lead of a variable over intervals.
     """
 
     path: str
@@ -62,10 +77,10 @@ class Contents:
 
 
 def contents_of(path: str) -> Contents:
-    """Look at what stands at `path`: a store, or the folder that one is being built in.
+    """Look at what stands at `path`: a store, or the folder in which one is being built.
 
     Raises:
-        UserError: there is neither, or it is damaged.
+        UserError: There is neither, or it is damaged.
     """
     if is_store(Path(path)):
         return _of_store(open_store(path))
@@ -78,19 +93,20 @@ def contents_of(path: str) -> Contents:
 
 
 def has_contents(path: str) -> bool:
-    """Whether a store stands at `path`, or is being built there."""
+    """Return whether a store stands at `path`, or is being built there."""
     return is_store(Path(path)) or _half_built(path) is not None
 
 
 def _half_built(path: str) -> Path | None:
     """Return the folder in which the store at `path` is being built."""
     for work in (building_folder(Path(path)), Path(path)):
-        if (work / "plan.json").is_file() and (work / "entries").is_dir():  # a plan of training bears that name, too
+        if (work / "plan.json").is_file() and (work / "entries").is_dir():  # training writes a plan.json, too
             return work
     return None
 
 
 def _of_store(store: TensorStore) -> Contents:
+    """Return the contents of a finished store."""
     found = store.statistics(store.years)
     surface = {name: values[..., None] for name, values in found.surface.arrays().items()}
     return Contents(
@@ -116,6 +132,7 @@ def _of_store(store: TensorStore) -> Contents:
 
 
 def _of_build(path: str, work: Path) -> Contents:
+    """Return the contents of a half-built store, as far as its entries show them."""
     facts = read_facts(work / "plan.json")
     layout, packing = _layout(facts), Packing(facts["packing"])
     parts = tuple(Part(name) for name in facts["parts"])
@@ -129,6 +146,7 @@ def _of_build(path: str, work: Path) -> Contents:
             moments[kind] = merge_all([e.moments[kind] for e in entries.values() if kind in e.moments], shapes[0])
 
     def present(part: Part, date: int) -> Presence:
+        """Return which fields are there, from the entry of a date."""
         both = []
         for kind in Kind:
             found = entries[date].factors.get(f"{part.value}_{kind.value}")
@@ -138,6 +156,7 @@ def _of_build(path: str, work: Path) -> Contents:
         return both[0], both[1][..., 0]
 
     def verify() -> None:
+        """Check the digests of the shards that are finished."""
         check_contents(work / "store", files, shard_chunks(specs))
 
     table = SourceTable()
@@ -176,6 +195,7 @@ _PLANNED = (
 
 
 def _layout(facts: dict[str, Any]) -> Layout:
+    """Return the coordinates that a plan wrote down."""
     names = facts["variables"]
     return Layout(
         np.array(facts["start dates"], "datetime64[ns]"),

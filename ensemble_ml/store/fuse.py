@@ -1,11 +1,21 @@
-"""Mean, spread and moments of an ensemble in one pass over its packed values, a block of rows at a time.
+"""Compute mean, spread and moments of an ensemble in one pass over its packed values, a block of rows at a time.
 
-Every point is decoded to float32 (the values that readers of the store will see); the first member is taken off, so
-that sums and sums of squares of what is left lose nothing to the size of the values; both are added up by pairs. From
-float64 the mean is off by a unit in the last place of float32 and 2^-21 of the range of the members, the spread by 1e-6
-of itself for ten members (by M (M + 1) 2^-24 where the first member is an outlier): a step of 16 bits of a field is
-many times that. All is done point by point in the order of the members, so that results do not depend on how a field
-is cut into blocks. Moments of members follow from mean m and spread s: m2 = (M-1) sum s^2 + M sum (m - mean of m)^2.
+Every point is decoded to float32, the value that readers of the store will see. The first member is subtracted, so that
+the sums lose no precision to the size of the values. Differences and their squares are summed pairwise. With M members
+x and the first one x1:
+
+    d = x - x1
+    m = x1 + sum d / M
+    s = sqrt((sum d^2 - (sum d)^2 / M) / (M - 1))
+
+Errors against float64: the mean is off by one unit in the last place of float32 and 2^-21 of the range of the members.
+The spread is off by 1e-6 of itself for ten members (by M (M + 1) 2^-24 where the first member is an outlier). A 16-bit
+step of a field is many times larger.
+
+Everything is done point by point in the order of the members, so results do not depend on how a field is cut into
+blocks. The moments of the members follow from mean m and spread s:
+
+    m2 = (M - 1) sum s^2 + M sum (m - mean of m)^2
 
 Axes: M member, Z level, R rows of a block, X longitude.
 """
@@ -25,10 +35,16 @@ _local = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """Of one block of rows: mean and spread (Z, R, X) float32, NaN where fewer than two members are.
+    """The results for one block of rows.
 
-    `moments` (Z,) are those of all members' values, `of_mean` and `of_spread` (Z,) those of the two fields. All arrays
-    of a block belong to the thread that made it, until it makes the next.
+    All arrays belong to the thread that made them, and only until it computes the next block.
+
+    Attributes:
+        mean: (Z, R, X) float32, NaN where fewer than two members are there.
+        spread: (Z, R, X) float32, likewise.
+        moments: Moments of all members' values, (Z,).
+        of_mean: Moments of the mean as a field, (Z,).
+        of_spread: Moments of the spread as a field, (Z,).
     """
 
     mean: np.ndarray
@@ -40,10 +56,18 @@ class Fused:
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """A block of rows: `values` (M, Z, R, X) uint16 or float32, factors (M, Z), `mask` as values or None.
+    """A block of rows of all members.
 
-    `present` (M, Z), `exact` (M, Z): whether `packing.exact_in_float32` holds, and `extremes` (2, M, Z) float32: the
-    smallest and the largest value, where integers without a mask have told them already.
+    Attributes:
+        values: (M, Z, R, X) uint16 or float32.
+        reference: (M, Z) float64, as in `PackedBlock`.
+        scale: (M, Z) float64.
+        decimal: (M, Z) float64.
+        present: (M, Z) bool, whether each field is there.
+        exact: (M, Z) bool, whether `packing.exact_fields` holds.
+        extremes: (2, M, Z) float32 smallest and largest value, where they are known from integers without a mask; else
+            None.
+        mask: (M, Z, R, X) bool, True where a point has no value; None where every point has one.
     """
 
     values: np.ndarray
@@ -57,15 +81,23 @@ class Members:
 
     @classmethod
     def plain(cls, values: np.ndarray, present: np.ndarray) -> Members:
-        """Float32 `values` (M, Z, R, X) as they are, NaN where a point has none."""
+        """Wrap float32 values as they are.
+
+        Args:
+            values: (M, Z, R, X), NaN where a point has no value.
+            present: (M, Z) bool.
+        """
         none, one = np.zeros(present.shape), np.ones(present.shape)
         return cls(values, none, one, one, present, present)
 
 
 def fuse(members: Members) -> Fused:
-    """Mean, spread (ddof = 1) and moments of the members of one block of rows.
+    """Compute mean, spread (ddof = 1) and moments of the members of one block of rows.
 
-    Mean and spread are NaN where any member that is there has no value; moments count every value that is there.
+    Mean and spread are NaN where any member that is there has no value. The moments count every value that is there.
+
+    Args:
+        members: A block of rows.
     """
     levels, rows, columns = members.values.shape[1:]
     shape = levels, rows * columns
@@ -102,7 +134,13 @@ def fuse(members: Members) -> Fused:
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """An array of this thread that is used again: fresh memory costs a page fault every 4 KB."""
+    """Return an array of this thread that is reused, because fresh memory costs a page fault every 4 KB.
+
+    Args:
+        name: Name of the array; different arrays must have different names.
+        shape: Shape of the result, whose contents are undefined.
+        dtype: Type of the result.
+    """
     held, size = getattr(_local, name, None), int(np.prod(shape))
     if held is None or held.size < size or held.dtype != dtype:
         held = np.empty(size, dtype)
@@ -111,12 +149,12 @@ def scratch(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
 
 
 def _decoded(members: Members, level: int) -> np.ndarray:
-    """Values of one level of the members that are there, (M, points) float32, NaN where masked."""
+    """Decode one level of the members that are there, (M, points) float32, NaN where masked."""
     there = members.present[:, level]
     chosen = slice(None) if there.all() else np.flatnonzero(there)
     codes = members.values[:, level].reshape(len(there), -1)[chosen]
     out = scratch("decoded", codes.shape, np.float32)
-    np.copyto(out, codes)  # a cast of its own is faster than one inside the product
+    np.copyto(out, codes)  # a separate cast is faster than one inside the product
     if codes.dtype == np.float32:
         return out
     reference, scale, decimal = (
@@ -139,15 +177,18 @@ def _decoded(members: Members, level: int) -> np.ndarray:
 def _compiled(
     members: Members, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Do `_mean_and_spread` and `_sums` of levels of which all members have all points; which these are, (Z,), and
-    the extremes of their members, (Z, 2)."""
+    """Do the work of `_mean_and_spread` and `_sums` in compiled code, for levels where no member lacks a point.
+
+    Returns:
+        (Z,) bool, which levels are done, and (Z, 2) the extremes of their members.
+    """
     levels = len(mean)
     done, extremes = np.zeros(levels, bool), np.empty((levels, 2), np.float32)
     if members.mask is not None or not members.present.all():
         return done, extremes
     if members.values.dtype == np.float32:
         if native.fuse_plain(members.values, mean, spread, sums, ends, extremes):
-            done = np.isfinite(sums).all(1)  # else a point has no value
+            done = np.isfinite(sums).all(1)  # a sum is not finite where a point has no value
     elif members.extremes is not None:
         factors = [members.reference, members.scale, members.decimal]
         done[:] = native.fuse(members.values, factors, np.asarray(members.exact.all(0)), mean, spread, sums, ends)
@@ -156,7 +197,10 @@ def _compiled(
 
 
 def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, float] | Moments:
-    """Smallest and largest value of a level; all its moments where points are missing, or all members but one."""
+    """Return the smallest and the largest value of a level.
+
+    Where points are missing, or only one member is there, it returns all moments of the level.
+    """
     if members.extremes is not None and len(values) > 1:
         there = members.extremes[:, members.present[:, level], level]
         return float(there[0].min()), float(there[1].max())
@@ -166,7 +210,11 @@ def _extremes(members: Members, level: int, values: np.ndarray) -> tuple[float, 
 
 
 def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Of `values` (M, points), which are used up; return what rounding took from the mean."""
+    """Compute mean and spread of `values` (M, points), which are overwritten.
+
+    Returns:
+        What rounding to float32 took from the mean, (points,).
+    """
     share = np.float32(1 / len(values))
     freedom = np.float32(1 / max(len(values) - 1, 1))
     first, apart, square = values[0], values[1:], scratch("square", values[1:].shape, np.float32)
@@ -189,11 +237,14 @@ def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -
 
 
 def _sums(mean: np.ndarray, spread: np.ndarray, lost: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Sums and extremes of a level (points,).
+    """Return sums and extremes of a level (points,).
 
-    Sums of the mean's differences from its first point and of their squares, the same of the spread, and of `lost`,
-    too little for a point, but not for an average over many; least and largest mean and spread. Every 256th point is
-    added to one partial sum, and these by halves: an order that no processor changes.
+    The five sums are those of the mean's differences from its first point and of their squares, the same two of the
+    spread, and that of `lost`. A single value of `lost` is negligible, but its average over many points is not. The
+    extremes are least and largest mean, and least and largest spread.
+
+    Every 256th point is added to the same partial sum, and the partial sums are added by halves. This fixes an order
+    that does not depend on the processor.
     """
     wide = [field - np.float64(field[0]) for field in (mean, spread)]
     terms = [term for field in wide for term in (field, field * field)]
@@ -201,7 +252,7 @@ def _sums(mean: np.ndarray, spread: np.ndarray, lost: np.ndarray) -> tuple[list[
 
 
 def _in_lanes(values: np.ndarray) -> np.ndarray:
-    """Sum of `values` (points,) in float64, in the order that `_sums` tells."""
+    """Return the sum of `values` (points,) in float64, in the order that `_sums` describes."""
     lanes, whole = np.zeros(native.LANES), len(values) // native.LANES * native.LANES
     values[:whole].reshape(-1, native.LANES).sum(0, np.float64, lanes)
     lanes[: len(values) - whole] += values[whole:]
@@ -212,7 +263,10 @@ def _in_lanes(values: np.ndarray) -> np.ndarray:
 
 
 def _pairs(rows: np.ndarray, out: np.ndarray) -> None:
-    """Sum of `rows` (N, points) by pairs of halves: few calls, each long enough to let other threads run."""
+    """Write the sum of `rows` (N, points) into `out`, adding halves pairwise.
+
+    This takes few calls, each of which is long enough to let other threads run. `rows` is overwritten.
+    """
     if not len(rows):
         out[...] = 0
         return
@@ -228,7 +282,10 @@ def _pairs(rows: np.ndarray, out: np.ndarray) -> None:
 
 
 def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.ndarray) -> Moments:
-    """Moments (Z,) of a field (Z, points) by its `sums` and `ends` (Z, 2) of `_sums`; levels of `holes` lack points."""
+    """Return the moments (Z,) of a field (Z, points) from its `sums` and `ends` (Z, 2), as in `_sums`.
+
+    Levels marked in `holes` lack points; their moments are computed directly.
+    """
     count = np.full(len(values), float(values.shape[1]))
     away, squares = sums.T
     found = Moments(
@@ -244,12 +301,15 @@ def _field(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, holes: np.nda
 
 
 def _unsigned(ends: np.ndarray) -> np.ndarray:
-    """Extremes in which zero has no sign: which of two zeros comes out of a comparison hangs on the order."""
+    """Remove the sign of zero from extremes: which of -0.0 and 0.0 a comparison returns depends on the order."""
     return ends + 0.0
 
 
 def _joint(members: int, extremes: tuple[float, float], mean: Moments, spread: Moments, rounded: float) -> Moments:
-    """Moments of all members of a level from those of its mean, less by `rounded`, and its spread."""
+    """Return the moments of all members of a level from those of its mean and spread.
+
+    `rounded` is the average that rounding took from the mean.
+    """
     squares = spread.m2 + spread.count * spread.mean**2
     return Moments(
         members * mean.count,

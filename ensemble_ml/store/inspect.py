@@ -1,4 +1,4 @@
-"""`ensemble-ml inspect`: what a store holds, what it lacks, how large it is and how fast it reads.
+"""Run `ensemble-ml inspect`: show what a store holds, what it lacks, how large it is and how fast it reads.
 
 Axes: M member, T lead, V pressure-level variable, S surface variable, Z level.
 """
@@ -31,8 +31,14 @@ _GAPS_LISTED = 20
 def inspect(config: InspectConfig) -> dict[str, Any]:
     """Print what the tensor store at `config.store` holds, as text or JSON, and return it.
 
+    Args:
+        config: Settings of the command.
+
+    Returns:
+        The description, as plain values that JSON can hold.
+
     Raises:
-        UserError: there is no store, or it is damaged (with `verify`, as far as any byte of it).
+        UserError: There is no store, or it is damaged (with `verify`, in any byte of it).
     """
     contents = contents_of(str(config.store))
     found = describe(contents)
@@ -46,7 +52,11 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
 
 
 def describe(contents: Contents) -> dict[str, Any]:
-    """All that can be said without reading a field: plain values that JSON can hold."""
+    """Return everything that can be known without reading a field, as plain values that JSON can hold.
+
+    Args:
+        contents: A finished or half-built store.
+    """
     lay, times = contents.layout, contents.layout.init_time.astype("datetime64[m]")
     years, counts = np.unique(times[contents.done].astype("datetime64[Y]").astype(int) + 1970, return_counts=True)
     presence = Presences(contents)
@@ -84,13 +94,14 @@ def describe(contents: Contents) -> dict[str, Any]:
 
 
 class Presences:
-    """Which fields are there on the dates that are built: counts over dates by part, (M, T, V, Z) and (M, T, S)."""
+    """The number of dates on which each field is there, by part: (M, T, V, Z) and (M, T, S). Only built dates count."""
 
     def __init__(self, contents: Contents):
         self.contents = contents
         self.counts = {part: self._count(part) for part in contents.parts}
 
     def _count(self, part: Part) -> list[np.ndarray]:
+        """Count the dates on which each field of a part is there."""
         lay = self.contents.layout
         members, leads = len(lay.realization) if part is Part.FORECAST else 1, len(lay.lead_hours)
         shapes = (members, leads, len(lay.variables), len(lay.levels)), (members, leads, len(lay.surface))
@@ -101,11 +112,15 @@ class Presences:
         return totals
 
     def fields(self, part: Part) -> int:
-        """Number of fields of a part, over all dates."""
+        """Return the number of fields of a part, over all dates."""
         return int(sum(count.sum() for count in self.counts[part]))
 
     def gaps(self) -> dict[str, Any]:
-        """Fields that some dates or members lack and others have: how many by part, and the first of them in words."""
+        """Return the fields that some dates or members lack and others have.
+
+        Returns:
+            For each part with gaps: the number of fields and dates, and the first gaps in words.
+        """
         found: dict[str, Any] = {}
         for part in self.contents.parts:
             lacking = list(self._lacking(part))
@@ -118,7 +133,10 @@ class Presences:
         return found
 
     def _lacking(self, part: Part) -> Iterator[tuple[str, int, str]]:
-        """Date, number of fields and a phrase for each date with gaps; what no date has is ragged by design."""
+        """Yield date, number of fields and a phrase for each date with gaps.
+
+        A field that no date has is not a gap: leads may be ragged by design.
+        """
         counts, dates = self.counts[part], len(self.contents.done)
         anywhere = [count.any(0) for count in counts]
         if all((count == dates * there).all() for count, there in zip(counts, anywhere, strict=True)):
@@ -131,6 +149,7 @@ class Presences:
                 yield when, total, self._phrase(part, gone, total)
 
     def _phrase(self, part: Part, gone: list[np.ndarray], total: int) -> str:
+        """Describe in words which fields of a date are missing."""
         lay = self.contents.layout
         members = np.flatnonzero(gone[0].any((1, 2, 3)) | gone[1].any((1, 2)))
         names = [lay.variables[v] for v in np.flatnonzero(gone[0].any((0, 1, 3)))]
@@ -145,7 +164,7 @@ class Presences:
 
 
 def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
-    """Share of the forecast's points that have no value, for each variable with such points in any part."""
+    """Return the share of the forecast's points without a value, for each variable with such points in any part."""
     points, found = math.prod(contents.layout.grid.shape), dict[str, float]()
     for name in contents.masked:
         surface = field(name).surface
@@ -159,7 +178,11 @@ def _masked(contents: Contents, presence: Presences) -> dict[str, float]:
 
 
 def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Moments over members, leads, dates and points: {"t": {"500": {mean, std, min, max}}, "t2m": {...}}."""
+    """Return moments over members, leads, dates and points.
+
+    Returns:
+        {"t": {"500": {mean, std, min, max}}, "t2m": {...}}; None for numbers of a field without values.
+    """
     found: dict[str, dict[str, Any]] = {}
     for kind, moments in contents.moments.items():
         total = moments.at(0)
@@ -168,7 +191,7 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
         numbers = {"mean": total.mean, "std": total.std, "min": total.minimum, "max": total.maximum}
         names = contents.layout.surface if kind is Kind.SURFACE else contents.layout.variables
         for v, name in enumerate(names):
-            there = total.count[v] > 0  # else the mean is a zero that nobody forecast
+            there = total.count[v] > 0  # without values the mean would be shown as zero
             rows = [
                 {k: _number(of[v, z]) if there[z] else None for k, of in numbers.items()} for z in range(len(there))
             ]
@@ -179,7 +202,10 @@ def _statistics(contents: Contents) -> dict[str, dict[str, Any]]:
 
 
 def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Files that the store was read from, whether they are still what they were, and sums by start date and part."""
+    """Describe the files from which the store was read, with sums by start date and part.
+
+    Each file is reported as unchanged, changed or gone since then.
+    """
     if table is None:
         return None
     files = []
@@ -193,7 +219,7 @@ def _sources(table: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _climate(contents: Contents) -> dict[str, Any] | None:
-    """The model climate that a store holds, or that a half-built one will hold."""
+    """Describe the model climate that a store holds, or that a half-built one will hold."""
     if not contents.climate_days:
         return None
     size = sum(entry.bytes for name, entry in contents.files.items() if name.startswith(CLIMATE))
@@ -201,11 +227,15 @@ def _climate(contents: Contents) -> dict[str, Any] | None:
 
 
 def _number(value: float) -> float | None:
+    """Return a number that JSON can hold: None for NaN and infinity."""
     return float(value) if math.isfinite(value) else None
 
 
 def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
-    """Bytes on disk, and of the same fields as float32, by part; `rest` is coordinates, factors and statistics."""
+    """Return the bytes of each part on disk, and of the same fields as float32.
+
+    `rest` counts coordinates, factors and statistics.
+    """
     points, left = math.prod(contents.layout.grid.shape), dict(contents.files)
     found: dict[str, dict[str, Any]] = {}
     for part in contents.parts:
@@ -222,9 +252,16 @@ def _sizes(contents: Contents, presence: Presences) -> dict[str, Any]:
 
 
 def read_speed(contents: Contents, date: int) -> dict[str, Any]:
-    """Read the forecast of one start date, a lead and a variable at a time: float32 decoded in MB (1e6 bytes) a second.
+    """Measure how fast the forecast of one start date is read, a lead and a variable at a time.
 
-    The bytes come from the disk, or from the memory of the operating system if they were used lately.
+    The bytes come from the disk, or from the cache of the operating system if they were used lately.
+
+    Args:
+        contents: A finished store.
+        date: Index of the start date.
+
+    Returns:
+        Part, date, seconds, and decoded float32 in MB (1e6 bytes) and MB per second.
     """
     store, lay = contents.source, contents.layout
     assert store is not None

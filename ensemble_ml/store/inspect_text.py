@@ -1,4 +1,4 @@
-"""The pages that `ensemble-ml inspect` prints: of a tensor store, and of an archive."""
+"""Format the pages that `ensemble-ml inspect` prints, for a tensor store and for an archive."""
 
 from __future__ import annotations
 
@@ -8,19 +8,27 @@ from typing import Any
 from ensemble_ml.fields import field
 from ensemble_ml.wording import dates_of, hour_text, shortened
 
-_LONGEST = 400  # letters of one line; JSON holds all
-_STARTS = 10  # of those that a regular series lacks, or other lines of one kind
+_LONGEST = 400  # most characters of a line; the JSON output is complete
+_STARTS = 10  # most start dates that a line lists, and most lines of one kind
 
-_PROVENANCE = {"fingerprint": "archive's fingerprint"}  # the store has one of its own
+_PROVENANCE = {"fingerprint": "archive's fingerprint"}  # not to be confused with the store's own
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Headings, tables and lines for a person."""
+    """Format the description of a store as headings, tables and lines.
+
+    Args:
+        found: Result of `inspect.describe`.
+    """
     return "\n".join(_lines(found))
 
 
 def archive_text(found: dict[str, Any]) -> str:
-    """Headings, tables and lines for a person, of what `data_prep.inspect` found in an archive."""
+    """Format the description of an archive as headings, tables and lines.
+
+    Args:
+        found: What `data_prep.inspect` found in the archive.
+    """
     return "\n".join(_archive_lines(found))
 
 
@@ -134,7 +142,7 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
         if gap["dates"] > len(gap["first"]):
             yield f"  and {gap['dates'] - len(gap['first'])} more start dates"
     if starts := found["provenance"].get("gaps", {}).get("starts"):
-        # Stores of before have a list of dates.
+        # Older stores hold a list of dates instead of a string.
         dates = [hour_text(start) for start in dates_of(starts if isinstance(starts, str) else " ".join(starts))]
         yield f"A regular series but for {_count(len(dates), 'start date')}: {shortened(dates, _STARTS)}"
     for name, share in found["masked"].items():
@@ -169,7 +177,7 @@ def _sources(found: dict[str, Any] | None) -> Iterator[str]:
     files, yielded = found["files"], found["fields"]
     states = {state: [one["path"] for one in files if one["state"] == state] for state in ("changed", "gone")}
     yield ""
-    size = f"{found['bytes'] / 1e6:.2f} MB, " if found["bytes"] else ""  # of NetCDF and Zarr nobody counts them
+    size = f"{found['bytes'] / 1e6:.2f} MB, " if found["bytes"] else ""  # not counted for NetCDF and Zarr
     yield (
         f"Sources: {_count(yielded, 'field')}, {size}from {_count(len(files), 'file')}; "
         f"{len(files) - len(states['changed']) - len(states['gone'])} unchanged since"

@@ -1,15 +1,18 @@
-"""Local area-wise standardisation (LAS): a mean and a standard deviation for every grid point.
+"""Compute local area-wise standardisation (LAS): a mean and a standard deviation for every grid point.
 
-Each point's two numbers are those of all members' values on the chosen dates in a window around it (7 x 7 points),
-smoothed by a Gaussian (sigma 10 points), as in Grönquist et al. 2021, "Deep learning for post-processing ensemble
-weather forecasts". They are made from the mean m_d and spread s_d of all members, date by date, so that no member is
-read and memory does not grow with the dates; one lead and one variable at a time. With M members on D dates
+The two numbers of a point are those of all members' values on the chosen dates, in a window around the point (7 x 7
+points). Both maps are then smoothed by a Gaussian (sigma 10 points). The method is that of Grönquist et al. 2021, "Deep
+learning for post-processing ensemble weather forecasts".
 
-    mean = sum_d m_d / D,    M2 = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
+They are computed date by date from the mean m_d and spread s_d of all members, one lead and one variable at a time. No
+member is read, and memory does not grow with the number of dates. With M members on D dates:
 
-which windows pool once more. Longitude wraps where the grid closes the circle. Elsewhere, and at the poles, window and
-Gaussian end at the edge, and what remains of their weights is scaled up. Dates without a field, and points without a
-value, are left out; a point with no value in reach takes the area's plain mean.
+    mean = sum_d m_d / D
+    M2   = sum_d [(M - 1) s_d^2 + M (m_d - mean)^2]
+
+The windows pool these once more. Longitude wraps where the grid closes the circle. At other edges and at the poles,
+window and Gaussian end, and the remaining weights are scaled up. Dates without a field and points without a value are
+left out. A point with no value in reach takes the area's plain mean.
 
 Axes: T lead, V pressure variable, S surface variable, Z level, Y latitude, X longitude.
 """
@@ -28,12 +31,12 @@ from ensemble_ml.store.source import Layout, Part, Selection, Source, zero_by_na
 
 WINDOW = 7
 SIGMA = 10.0
-_LEAST = 0.02  # of a level's typical standard deviation
+_LEAST = 0.02  # smallest standard deviation, as a share of the typical one of a level
 
 
 @dataclass(frozen=True, eq=False)
 class LocalStatistics:
-    """Maps of mean and standard deviation (ddof = 0), float64: `_p` (V, Z, Y, X) and `_s` (S, Y, X)."""
+    """The maps of mean and standard deviation (ddof = 0), float64: `_p` (V, Z, Y, X) and `_s` (S, Y, X)."""
 
     mean_p: np.ndarray
     std_p: np.ndarray
@@ -43,7 +46,7 @@ class LocalStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Pooled:
-    """Count, mean and sum of squared deviations of the values at each point, (..., Y, X) float64."""
+    """The count, mean and sum of squared deviations of the values at each point, (..., Y, X) float64."""
 
     count: np.ndarray
     mean: np.ndarray
@@ -51,11 +54,14 @@ class Pooled:
 
     @classmethod
     def nothing(cls, shape: tuple[int, ...]) -> Pooled:
-        """No value yet."""
+        """Return the moments of no values."""
         return cls(*(np.zeros(shape) for _ in range(3)))
 
     def add(self, count: np.ndarray, mean: np.ndarray, m2: np.ndarray) -> None:
-        """Take in more values, in place; NaN in `mean` or `m2` leaves a point out (Chan, Golub & LeVeque 1979)."""
+        """Add more values, in place (Chan, Golub & LeVeque 1979).
+
+        Points where `mean` or `m2` is NaN are left out.
+        """
         there = np.isfinite(mean) & np.isfinite(m2) & (count > 0)
         more = np.where(there, count, 0.0)
         total = self.count + more
@@ -67,7 +73,11 @@ class Pooled:
 
 
 def check_window(grid: Grid, window: int = WINDOW) -> None:
-    """Raise a UserError where the grid has fewer columns than the window."""
+    """Check that the window fits the grid.
+
+    Raises:
+        UserError: The grid has fewer columns than the window.
+    """
     if window > grid.shape[1]:
         raise UserError(f"local statistics: a window of {window} points is wider than the grid ({grid.describe()})")
 
@@ -83,10 +93,20 @@ def local_statistics(
     window: int = WINDOW,
     sigma: float = SIGMA,
 ) -> LocalStatistics:
-    """Maps over `dates` (indices) and `leads` together; None takes all that the source has.
+    """Compute the maps over dates and leads together.
+
+    Args:
+        source: Store or archive with mean and spread of its members.
+        dates: Indices of start dates.
+        leads: Lead times in hours; None takes all.
+        variables: Variables on pressure levels; None takes all.
+        levels: Levels in hPa; None takes all.
+        surface: Surface variables; None takes all.
+        window: Points of a side of the window.
+        sigma: Standard deviation of the Gaussian, in points.
 
     Raises:
-        UserError: the source has no mean and spread, the grid is smaller than the window, or a field is missing on all
+        UserError: The source has no mean and spread, the grid is smaller than the window, or a field is missing on all
             dates.
     """
     lay = source.layout
@@ -114,7 +134,7 @@ def _of_variable(
     window: int,
     sigma: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Maps of one variable: (Z, Y, X), or (Y, X) at the surface where `levels` is empty."""
+    """Return the maps of one variable: (Z, Y, X), or (Y, X) at the surface, where `levels` is empty."""
     lay = source.layout
     points = Pooled.nothing((max(1, len(levels)), *lay.grid.shape))
     for lead in leads:
@@ -131,7 +151,7 @@ def _of_variable(
 def _of_date(
     source: Source, date: int, lead: int, name: str, levels: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count, mean and M2 of the members of one date, (Z, Y, X)."""
+    """Return count, mean and M2 of the members of one date, (Z, Y, X)."""
     chosen = Selection.one(lead, name, surface=not levels, levels=levels or None)
     mean, spread = (source.read(part, date, chosen).one()[0] for part in (Part.MEAN, Part.SPREAD))
     count = _members(source, date, lead, name, levels)[:, None, None]
@@ -139,7 +159,7 @@ def _of_date(
 
 
 def _members(source: Source, date: int, lead: int, name: str, levels: tuple[int, ...]) -> np.ndarray:
-    """How many members have the field, (Z,)."""
+    """Return the number of members that have the field, (Z,)."""
     lay: Layout = source.layout
     pressure, ground = source.present(Part.FORECAST, date)
     at = lay.lead_hours.index(lead)
@@ -150,16 +170,24 @@ def _members(source: Source, date: int, lead: int, name: str, levels: tuple[int,
 
 
 def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
-    """Pool each point with those of the window of `size` x `size` points around it."""
+    """Pool each point with those of the window of `size` x `size` points around it.
+
+    Args:
+        points: Moments at each point.
+        wraps: Whether longitude closes the circle.
+        size: Points of a side of the window.
+    """
 
     def summed(values: np.ndarray) -> np.ndarray:
+        """Return the sum over the window around each point; points beyond an edge count as zero."""
         ones = np.ones(size)
         rows = ndimage.correlate1d(values, ones, axis=-2, mode="constant")
         return ndimage.correlate1d(rows, ones, axis=-1, mode="wrap" if wraps else "constant")
 
     count = np.rint(summed(points.count))
     some = np.maximum(count, 1)
-    # About the mean of each field, so that squares of geopotential do not swallow those of its variations.
+    # Subtract the mean of each field first. Otherwise the squares of large values, such as geopotential, would swallow
+    # those of their variations.
     centre = (points.count * points.mean).sum((-2, -1), keepdims=True) / np.maximum(
         points.count.sum((-2, -1), keepdims=True), 1
     )
@@ -170,10 +198,18 @@ def windows(points: Pooled, wraps: bool, size: int = WINDOW) -> Pooled:
 
 
 def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndarray, np.ndarray]:
-    """Gaussian means of the maps of mean and standard deviation, over the points that have values.
+    """Smooth the maps of mean and standard deviation by a Gaussian, over the points that have values.
 
-    The deviation stays above a share of its root mean square over all points: where it never rained in training, or the
-    sea was always frozen, rain of the next season would be 1e8 of them.
+    The standard deviation is kept above a share of its root mean square over all points. Where it never rained in
+    training, or the sea was always frozen, rain of the next season would otherwise be 1e8 standard deviations.
+
+    Args:
+        points: Moments at each point.
+        wraps: Whether longitude closes the circle.
+        sigma: Standard deviation of the Gaussian, in points; 0 does not smooth.
+
+    Returns:
+        Maps of mean and standard deviation, (..., Y, X) float64.
     """
     there = (points.count > 0).astype(np.float64)
     std = np.sqrt(points.m2 / np.maximum(points.count, 1))
@@ -183,6 +219,7 @@ def smoothed(points: Pooled, wraps: bool, sigma: float = SIGMA) -> tuple[np.ndar
 
 
 def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) -> np.ndarray:
+    """Return the Gaussian mean of `values` over the points that are `there`; elsewhere the plain mean of the area."""
     plain = (values * there).sum((-2, -1), keepdims=True) / np.maximum(there.sum((-2, -1), keepdims=True), 1)
     if sigma <= 0:
         return np.where(there > 0, values, plain)

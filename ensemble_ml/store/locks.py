@@ -1,5 +1,7 @@
-"""Locks between builders of one store, or trainers of one run: `flock`, which the system gives back when a process
-dies, however it dies, and whatever processes it has forked."""
+"""Lock files between builders of one store, or between trainers of one run.
+
+The locks use `flock`. The system releases them when a process ends, even by a crash.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,15 @@ from ensemble_ml.errors import UserError
 
 
 class NoLocks(UserError):
-    """A file system that has no locks."""
+    """The error for a file system that has no locks."""
 
 
 def _lock(descriptor: int, path: Path, how: int) -> None:
+    """Lock an open file by `flock`; `how` is the operation.
+
+    Raises:
+        NoLocks: The file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:
@@ -31,11 +38,14 @@ def _lock(descriptor: int, path: Path, how: int) -> None:
         raise
 
 
-_open: set[int] = set()  # descriptors of this process
+_open: set[int] = set()  # descriptors of the lock files that this process has open
 
 
 def _let_go() -> None:
-    """Close what a forked process (a worker of a data loader) got from its parent, or it would hold the locks on."""
+    """Close the descriptors that a forked process has inherited.
+
+    A worker of a data loader would otherwise keep the locks of its parent.
+    """
     while _open:
         os.close(_open.pop())
 
@@ -45,6 +55,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 @contextmanager
 def _held(path: Path, how: int) -> Iterator[int]:
+    """Open `path`, lock it, and close it at the end, which releases the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     _open.add(descriptor)
     try:
@@ -57,18 +68,22 @@ def _held(path: Path, how: int) -> Iterator[int]:
 
 
 def exclusive(path: Path) -> AbstractContextManager[int]:
-    """Hold the lock on `path`, waiting for whoever has it."""
+    """Acquire the lock on `path` alone, waiting for any other holder."""
     return _held(path, fcntl.LOCK_EX)
 
 
 def shared(path: Path) -> AbstractContextManager[int]:
-    """Hold the lock on `path` beside others who hold it so, waiting for who has it alone."""
+    """Acquire a shared lock on `path`, waiting for any exclusive holder."""
     return _held(path, fcntl.LOCK_SH)
 
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Try for the lock on `path` without waiting; whether it is held."""
+    """Try to acquire the lock on `path` without waiting.
+
+    Yields:
+        Whether the lock is held.
+    """
     with ExitStack() as stack:
         try:
             stack.enter_context(_held(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
@@ -80,10 +95,15 @@ def claimed(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def claimed_once(path: Path) -> Iterator[bool]:
-    """As `claimed`, by a file that holds this process's host and number, and goes with the claim.
+    """Try to acquire the lock on `path` without waiting, and remove the file at the end.
+
+    The file holds this process's host and number.
+
+    Yields:
+        Whether the lock is held.
 
     Raises:
-        NoLocks: its file system has none; the file is gone.
+        NoLocks: The file system has no locks. The file is removed.
     """
     with ExitStack() as stack:
         held = False
@@ -95,7 +115,8 @@ def claimed_once(path: Path) -> Iterator[bool]:
             except NoLocks:
                 path.unlink(missing_ok=True)
                 raise
-            # Whoever had it may have removed the file between our opening and locking it: then the lock is on nothing.
+            # The holder before may have removed the file after we opened it and before we locked it. The lock would
+            # then be on a file without a name, so it is tried again.
             held = leads_to(path, descriptor)
         if not held:
             yield False
@@ -110,7 +131,7 @@ def claimed_once(path: Path) -> Iterator[bool]:
 
 
 def leads_to(path: Path, descriptor: int) -> bool:
-    """Whether a file that is open stands at `path`, and has not been removed meanwhile."""
+    """Return whether an open file still stands at `path`, and has not been removed or replaced."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""The manifest of a store: every file with its size and sha256, so that damage is seen and contents can be compared."""
+"""Write and check the manifest of a store, which lists every file with its size and sha256.
+
+It makes damage visible, and the contents of two stores comparable.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,28 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.store.schema import FORMAT, MANIFEST, SOURCES_FILE
 from ensemble_ml.store.shard import damaged, digest_shard, unread
 
-CLIMATE = "climate_"  # before the names of arrays that follow from the fields
+CLIMATE = "climate_"  # prefix of the arrays of the model climate, which follow from the fields
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: its size in bytes and its sha256; of a shard, the sha256 over its checksums (`shard.digest_shard`)."""
+    """One file of a store: its size in bytes and its sha256.
+
+    The sha256 of a shard is taken over its checksums (`shard.digest_shard`).
+    """
 
     bytes: int
     sha256: str
 
 
 def make_manifest(root: Path, known: dict[str, Entry]) -> dict[str, Entry]:
-    """List all files below `root`; those in `known` (shards, hashed while they were written) are not read again."""
+    """List all files below `root`, except the manifest.
+
+    Args:
+        root: Folder of the store.
+        known: Files whose digest is known, such as shards that were hashed while they were written. They are not read
+            again.
+    """
     files = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST):
         name = path.relative_to(root).as_posix()
@@ -42,11 +54,12 @@ def write_manifest(root: Path, files: dict[str, Entry]) -> None:
 
 
 def stamp(root: Path) -> tuple[int, int, int]:
-    """By which the manifest of one store is known from that of another of its name: inode, size and time. The inode
-    alone is given again to the next but one.
+    """Return inode, size and time of the manifest, which tell one store from another at the same path.
+
+    The inode alone is not enough, because the file system reuses it for later files.
 
     Raises:
-        OSError: there is none.
+        OSError: There is no manifest.
     """
     status = (root / MANIFEST).stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
@@ -56,7 +69,7 @@ def read_manifest(root: Path) -> dict[str, Entry]:
     """Read the manifest.
 
     Raises:
-        UserError: it is missing or cannot be understood.
+        UserError: It is missing or cannot be understood.
     """
     try:
         body = json.loads((root / MANIFEST).read_text())
@@ -70,10 +83,10 @@ def read_manifest(root: Path) -> dict[str, Entry]:
 
 
 def check_sizes(root: Path, files: dict[str, Entry]) -> None:
-    """Check that every file is there with its size; reads no contents.
+    """Check that every file is there with its size, without reading contents.
 
     Raises:
-        UserError: names the first file that is missing or of another size, and counts the others.
+        UserError: Names the first file that is missing or of another size, and counts the others.
     """
     found: dict[str, int] = {}
     for folder in {os.path.dirname(name) for name in files}:
@@ -89,20 +102,30 @@ def check_sizes(root: Path, files: dict[str, Entry]) -> None:
 
 
 def check_contents(root: Path, files: dict[str, Entry], shards: dict[str, int]) -> None:
-    """Check every file's digest; reads the whole store. `shards` says how many chunks those files have.
+    """Check the digest of every file, which reads the whole store.
+
+    Args:
+        root: Folder of the store.
+        files: Files with their digests.
+        shards: Number of chunks of those files that are shards.
 
     Raises:
-        UserError: names the first file whose contents have changed.
+        UserError: Names the first file whose contents have changed.
     """
     for name, entry in files.items():
         check_file(root / name, entry, shards.get(name))
 
 
 def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
-    """Check the digest of one file; of a shard, `chunks` says how many it has.
+    """Check the digest of one file.
+
+    Args:
+        path: The file.
+        entry: Its digest.
+        chunks: Number of chunks of a shard; None for other files.
 
     Raises:
-        UserError: it is missing, or its contents have changed.
+        UserError: It is missing, or its contents have changed.
     """
     try:
         found = hash_file(path) if chunks is None else digest_shard(path, chunks)
@@ -113,7 +136,10 @@ def check_file(path: Path, entry: Entry, chunks: int | None = None) -> None:
 
 
 def fingerprint(files: dict[str, Entry]) -> str:
-    """A short hash of the contents: equal for stores of the same fields, whatever their path and provenance."""
+    """Return a short hash of the contents, equal for stores of the same fields whatever their path and provenance.
+
+    The root attributes, the list of sources and the model climate do not count.
+    """
     aside = ("zarr.json", SOURCES_FILE)
     lines = [
         f"{name} {entry.sha256}"
@@ -124,6 +150,6 @@ def fingerprint(files: dict[str, Entry]) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file."""
+    """Return the sha256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,8 @@
-"""The small arrays and attributes of a store, through zarr-python: coordinates, factors, static fields, statistics."""
+"""Write and read the small arrays and attributes of a store through zarr-python.
+
+These are coordinates, static fields, statistics, and the attributes of the root group; `factors.py` handles the packing
+factors.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _VARIABLE = {Kind.PRESSURE: "variable", Kind.SURFACE: "surface_variable"}
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """What the root of a store says."""
+    """The contents of a store's root group: coordinates and attributes."""
 
     layout: Layout
     packing: Packing
@@ -43,13 +47,18 @@ class Metadata:
     quantisation_error: dict[str, float]
     provenance: dict[str, Any]
     masked: tuple[str, ...]
-    held: tuple[Part, ...]  # parts with a field at any date
+    held: tuple[Part, ...]  # parts with a field on any date
     factor_dates: int  # start dates in a chunk of the factors
-    climate_days: int = 0  # of the model climate that the store holds; 0 where it holds none
+    climate_days: int = 0  # window of the stored model climate in days; 0 where there is none
 
 
 def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
-    """Make the still empty arrays of fields, and the root group where there is none."""
+    """Create the arrays of fields, still empty, and the root group where there is none.
+
+    Args:
+        root: Folder of the store.
+        specs: Arrays to create.
+    """
     group = zarr.open_group(root, mode="a", zarr_format=3)
     for spec in specs:
         codec = BloscCodec(typesize=spec.dtype.itemsize, cname="lz4", clevel=LEVEL, shuffle="bitshuffle")
@@ -68,6 +77,7 @@ def create_arrays(root: Path, specs: Sequence[ArraySpec]) -> None:
 
 
 def _long_name(spec: ArraySpec) -> dict[str, Any]:
+    """Return the attributes of an array of fields."""
     if spec.dtype == np.uint8:
         return {"long_name": "1 where a point has no value", "flag_values": [0, 1], "flag_meanings": "valid missing"}
     if spec.packed:
@@ -82,7 +92,15 @@ def write_metadata(
     static: dict[str, np.ndarray],
     statistics: tuple[np.ndarray, dict[tuple[Part, Kind], Moments]],
 ) -> None:
-    """Write everything but shards and factors: called once, when all fields are known."""
+    """Write everything but shards and factors. This is called once, when all fields are known.
+
+    Args:
+        root: Folder of the store.
+        layout: Coordinates.
+        attributes: Attributes of the root group.
+        static: Static fields (Y, X) by name.
+        statistics: Years (N,), and the moments of each year by part and kind.
+    """
     group = zarr.open_group(root, mode="r+")
     for name, (values, dims, attrs) in coordinates(layout).items():
         _put(group, name, values, dims, attrs)
@@ -95,14 +113,16 @@ def write_metadata(
 
 
 def consolidate(group: zarr.Group) -> None:
-    """Put all metadata into the group's own, anew."""
-    with warnings.catch_warnings():  # zarr says that v3 has not standardised it yet; readers without it open as well
+    """Collect all metadata of the store in that of the root group, replacing what was collected before."""
+    # zarr warns that Zarr v3 has not standardised this yet. Readers without support for it still open the store.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         zarr.consolidate_metadata(group.store)
 
 
 def _put(group: zarr.Group, name: str, values: np.ndarray, dims: tuple[str, ...], attrs: dict[str, Any]) -> None:
-    if values.dtype.kind == "U":  # strings of any length: Zarr v3 has no stable type for those of a fixed one
+    """Create one small array with its values, dimensions and attributes."""
+    if values.dtype.kind == "U":  # strings of variable length: Zarr v3 has no stable type for fixed ones
         array = group.create_array(name, shape=values.shape, dtype=str, dimension_names=dims, attributes=attrs)
         array[...] = values.astype(object)
     else:
@@ -110,6 +130,7 @@ def _put(group: zarr.Group, name: str, values: np.ndarray, dims: tuple[str, ...]
 
 
 def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[tuple[Part, Kind], Moments]) -> None:
+    """Write the moments of each year into the group of statistics."""
     _put(group, "year", years, ("year",), {"long_name": "calendar year of the start dates"})
     for (part, kind), moments in yearly.items():
         dims = ("year", "lead_time", _VARIABLE[kind], *(("level",) if kind is Kind.PRESSURE else ()))
@@ -119,12 +140,20 @@ def _write_statistics(group: zarr.Group, years: np.ndarray, yearly: dict[tuple[P
 
 
 def _prefix(part: Part) -> str:
-    """Before the names of statistics: nothing for those of the members' values."""
+    """Return the prefix of the names of statistics, which is empty for those of the members' values."""
     return "" if part is Part.FORECAST else f"{part.value}_"
 
 
 def read_statistics(root: Path, part: Part = Part.FORECAST) -> tuple[np.ndarray, dict[Kind, Moments]]:
-    """Years (N,) and for each kind the moments (N, T, V[, Z]) of members' values, or of mean or spread as fields."""
+    """Read the moments of each year.
+
+    Args:
+        root: Folder of the store.
+        part: FORECAST for the members' values; MEAN or SPREAD for these as fields of their own.
+
+    Returns:
+        Years (N,), and for each kind the moments (N, T, V[, Z]).
+    """
     before = _prefix(part)
     group = zarr.open_group(root / STATISTICS, mode="r", use_consolidated=False)
     kinds = [kind for kind in Kind if f"{before}{kind.value}_count" in group]
@@ -137,7 +166,7 @@ def read_array(root: Path, name: str) -> np.ndarray:
     """Read one whole array.
 
     Raises:
-        UserError: it is damaged.
+        UserError: It is damaged.
     """
     try:
         return np.asarray(zarr.open_array(root / name, mode="r")[...])
@@ -146,11 +175,12 @@ def read_array(root: Path, name: str) -> np.ndarray:
 
 
 def _get(group: zarr.Group, name: str) -> np.ndarray:
+    """Read one whole array of a group."""
     return np.asarray(group[name][...])  # type: ignore[index]
 
 
 def coordinates(layout: Layout) -> dict[str, tuple[np.ndarray, tuple[str, ...], dict[str, Any]]]:
-    """Coordinate arrays with their axes and CF attributes, encoded as they lie on disk."""
+    """Return the coordinate arrays with their dimensions and CF attributes, encoded as they lie on disk."""
     seconds = layout.init_time.astype("datetime64[s]").astype(np.int64)
     since = {"units": "seconds since 1970-01-01T00:00:00", "calendar": "proleptic_gregorian"}
     start = {"standard_name": "forecast_reference_time", "long_name": "start of the forecast", **since}
@@ -171,23 +201,23 @@ def coordinates(layout: Layout) -> dict[str, tuple[np.ndarray, tuple[str, ...], 
 
 
 def cf_attributes(name: str) -> dict[str, Any]:
-    """CF attributes of a variable of the registry."""
+    """Return the CF attributes of a variable of the registry."""
     known = field(name)
     return {"standard_name": known.standard_name, "long_name": known.long_name, "units": known.units}
 
 
 def is_store(path: Path) -> bool:
-    """Whether a tensor store, of any format number, stands at `path`."""
+    """Return whether a tensor store, of any format number, stands at `path`."""
     return FORMAT_KEY in _attributes(path)
 
 
 def plan_digest(path: Path) -> str | None:
-    """The digest of the plan by which the store at `path` was built; None where no store stands there."""
+    """Return the digest of the plan by which the store at `path` was built; None where no store stands there."""
     return _attributes(path).get(PLAN_KEY)
 
 
 def _attributes(path: Path) -> dict[str, Any]:
-    """Those of a group's root; none where no group stands there."""
+    """Return the attributes of a root group; none where no group stands at `path`."""
     try:
         return dict(json.loads((path / "zarr.json").read_text())["attributes"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -198,7 +228,7 @@ def check_root(root: Path) -> None:
     """Check that a store of this format stands at `root`.
 
     Raises:
-        UserError: there is none, or one of another format number.
+        UserError: There is none, or one of another format number.
     """
     if not root.is_dir():
         raise UserError(f"store {root}: no such folder; make it with `ensemble-ml prepare output={root}`")
@@ -211,14 +241,18 @@ def check_root(root: Path) -> None:
 
 
 def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
-    """Read the root of a store that `check_root` has passed; what is read is held to its manifest, `files`.
+    """Read the root of a store that `check_root` has passed.
+
+    Args:
+        root: Folder of the store.
+        files: Manifest against which the files that are read are checked.
 
     Raises:
-        UserError: the root or a coordinate is damaged.
+        UserError: The root or a coordinate is damaged.
     """
     own = ("zarr.json", *(f"{name}/" for name in _COORDINATES))
     small = [name for name in files if name.startswith(own)]
-    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads, of which each mostly waits
+    with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads, which mostly wait for storage
         list(pool.map(lambda name: check_file(root / name, files[name]), small))
     group = zarr.open_group(root, mode="r", use_consolidated=False)
     attrs: dict[str, Any] = dict(group.attrs)
@@ -238,6 +272,8 @@ def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
 
 
 def _read_layout(group: zarr.Group) -> Layout:
+    """Read the coordinates."""
+
     def read(name: str) -> list[Any]:
         return _get(group, name).tolist() if name in group else []
 

@@ -1,7 +1,7 @@
-"""Loops that are compiled where the package was installed with a C compiler at hand: see `native.c`.
+"""Call the compiled loops of `native.c`, where the package was installed with a C compiler at hand.
 
-Each function says whether it did the work. Without the library, or for arrays that it is not made for, it does
-nothing, and the caller makes the same bits with NumPy. ENSEMBLE_ML_NATIVE=0 leaves the library alone.
+Each function returns whether it did the work. Without the library, or for arrays for which the loops are not made, it
+does nothing, and the caller computes the same bits with NumPy. ENSEMBLE_ML_NATIVE=0 disables the library.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _LIBRARY = Path(__file__).with_name("_native.so")
 
 
 def _load() -> ctypes.CDLL | None:
+    """Load the compiled library; return None where there is none, or where it was compiled from another source."""
     if os.environ.get("ENSEMBLE_ML_NATIVE") == "0":
         return None
     try:
@@ -27,7 +28,7 @@ def _load() -> ctypes.CDLL | None:
     except OSError:
         return None
     library.eml_source.restype = ctypes.c_uint32
-    if library.eml_source() != source:  # the checkout moved on since it was installed
+    if library.eml_source() != source:  # the source has changed since it was compiled
         return None
     address, size, step = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t
     library.eml_decode.argtypes = (address, step, address, step, size, size, *[address] * 3, *[ctypes.c_int] * 2)
@@ -43,14 +44,21 @@ LANES, TILE, SUMS = 256, 128, 5  # as in `native.c`
 
 
 def available() -> bool:
-    """Whether there is a library, compiled from the text that lies beside it."""
+    """Return whether there is a library that was compiled from the source that lies beside it."""
     return _library is not None
 
 
 def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: np.ndarray) -> bool:
-    """Decode `codes` (..., Y, X) uint16 into `out` of that shape, float32, with one factor of each kind a field.
+    """Decode packed integers, with one factor of each kind for each field.
 
-    `factors`: reference, scale and decimal. `exact`: whether `packing.exact_in_float32` holds.
+    Args:
+        codes: (..., Y, X) uint16, of three axes at most.
+        factors: Reference, scale and decimal.
+        exact: Whether `packing.exact_in_float32` holds.
+        out: Float32 array of the same shape, which is filled.
+
+    Returns:
+        Whether the work was done.
     """
     if _library is None or not codes.size or codes.dtype != np.uint16 or codes.ndim > 3:
         return False
@@ -68,7 +76,10 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
 
 
 def decode_field(codes: np.ndarray, factors: Sequence[float], exact: bool, out: np.ndarray) -> bool:
-    """`decode` of one field (Y, X) of either byte order, without the cost of arrays for its factors."""
+    """Decode one field (Y, X) of either byte order, without the cost of arrays for its factors.
+
+    Arguments and result are those of `decode`.
+    """
     if _library is None or codes.dtype.char != "H" or not out.flags.carray:
         return False
     if not (codes.flags.c_contiguous and codes.flags.aligned):
@@ -83,10 +94,19 @@ def fuse(
     codes: np.ndarray, factors: list[np.ndarray], exact: np.ndarray, mean: np.ndarray, spread: np.ndarray,
     sums: np.ndarray, ends: np.ndarray,
 ) -> bool:  # fmt: skip
-    """Mean and spread (ddof = 1) over the members of `codes` (M, Z, R, X) uint16, which all have all points.
+    """Compute mean and spread (ddof = 1) over members that all have all points.
 
-    `factors`: reference, scale and decimal, (M, Z); `exact` (Z,): whether `packing.exact_in_float32` holds. Out: `mean`
-    and `spread` (Z, R * X) float32, `sums` (Z, SUMS) float64 and `ends` (Z, 4) float32 as in `ensemble_ml.store.fuse`.
+    Args:
+        codes: (M, Z, R, X) uint16.
+        factors: Reference, scale and decimal, (M, Z).
+        exact: (Z,) whether `packing.exact_in_float32` holds for the members of each level.
+        mean: (Z, R * X) float32, which is filled.
+        spread: (Z, R * X) float32, which is filled.
+        sums: (Z, SUMS) float64, which is filled as in `ensemble_ml.store.fuse`.
+        ends: (Z, 4) float32, which is filled as in `ensemble_ml.store.fuse`.
+
+    Returns:
+        Whether the work was done.
     """
     if _library is None or not _fusible(codes, np.uint16):
         return False
@@ -99,9 +119,20 @@ def fuse(
 def fuse_plain(
     values: np.ndarray, mean: np.ndarray, spread: np.ndarray, sums: np.ndarray, ends: np.ndarray, extremes: np.ndarray
 ) -> bool:
-    """`fuse` of float32 `values` (M, Z, R, X) as they are; also out: `extremes` (Z, 2) float32 of all members.
+    """Do the work of `fuse` for float32 values as they are.
 
-    Nothing holds of a level whose `sums` are not finite: a point has no value there.
+    The results of a level are valid only where its `sums` are finite; otherwise a point has no value there.
+
+    Args:
+        values: (M, Z, R, X) float32.
+        mean: As in `fuse`.
+        spread: As in `fuse`.
+        sums: As in `fuse`.
+        ends: As in `fuse`.
+        extremes: (Z, 2) float32, which is filled with the smallest and largest value of all members.
+
+    Returns:
+        Whether the work was done.
     """
     if _library is None or not _fusible(values, np.float32):
         return False
@@ -111,22 +142,23 @@ def fuse_plain(
 
 
 def _fusible(fields: np.ndarray, dtype: type) -> bool:
+    """Return whether the loops are made for these fields."""
     return fields.dtype == dtype and len(fields) > 1 and fields.size > 0 and _rows_follow(fields)
 
 
 def _room(members: int) -> list[np.ndarray]:
-    """What the loops work in."""
+    """Return the working memory of the loops."""
     return [np.empty(2 * members * TILE, np.float32), np.empty(SUMS * LANES)]
 
 
 def _extent(fields: np.ndarray) -> tuple[int, ...]:
-    """Address, steps between members and levels, and numbers of members, levels and points."""
+    """Return address, steps between members and levels, and numbers of members, levels and points."""
     steps = (step // fields.itemsize for step in fields.strides[:2])
     return fields.ctypes.data, *steps, *fields.shape[:2], fields.shape[2] * fields.shape[3]
 
 
 def _rows_follow(array: np.ndarray) -> bool:
-    """Whether the points of each field (Y, X) lie one after the other, in whole elements from field to field."""
+    """Return whether the points of each field (Y, X) lie one after another, and all steps are whole elements."""
     size = array.itemsize
     together = array.strides[-2:] == (array.shape[-1] * size, size)
     return together and not any(step % size for step in (array.ctypes.data, *array.strides))

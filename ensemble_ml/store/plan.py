@@ -1,4 +1,7 @@
-"""What a build will make, kept in its work folder: a later run goes on with it only if it would make the same."""
+"""Describe what a build will make.
+
+The plan is kept in the work folder of the build. A later run continues the build only if it would make the same.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,29 @@ from ensemble_ml.store.packing import check_finite
 from ensemble_ml.store.schema import DERIVED, FORMAT, WRITTEN, ArraySpec, Kind, array_specs
 from ensemble_ml.store.source import Layout, Part
 
-FINGERPRINT = "fingerprint"  # of the source, in the provenance
-_CHANGING = (FINGERPRINT, "gaps")  # what the provenance says of files that may change while a store is built
+FINGERPRINT = "fingerprint"  # key of the source's fingerprint in the provenance
+_CHANGING = (FINGERPRINT, "gaps")  # facts about source files, which may change while a store is built
 
 Reads = Callable[[int], dict[str, set[tuple[str, int, int]]]]  # date -> part -> path, offset, length of each field
 
 
 @dataclass(frozen=True, eq=False)
 class BuildPlan:
-    """Everything that decides what is in a store, but the fields.
+    """A plan of everything that decides what a store contains, except the fields themselves.
 
-    `wanted` are forecast, control, truth as far as they will come (mean and spread follow from the forecast); `static`
-    fields (Y, X) by name; `lead_bounds` [first, last] hour for each lead of a variable over intervals; `provenance`
-    anything that JSON can hold about where the data came from, among it the fingerprint of the source; `climate_days`
-    of the model climate that the store is to hold, 0 for none; `reads` tells from which fields of the archive a start
-    date is to be built, None where they are in memory.
+    Args:
+        layout: Coordinates.
+        wanted: Which of forecast, control and truth will come; mean and spread follow from the forecast.
+        packing: How forecast, control and truth are kept.
+        static: Static fields (Y, X) by name.
+        lead_bounds: [first, last] hour for each lead of a variable over intervals.
+        provenance: Anything that JSON can hold about where the data came from, including the fingerprint of the source.
+        climate_days: Window of the model climate that the store will hold, in days; 0 for none.
+        reads: Function that returns the fields of the archive from which a start date is built; None for fields in
+            memory.
 
     Raises:
-        UserError: a static field holds a value that is not a number.
+        UserError: A static field holds a value that is not a number, or a model climate is wanted of a single year.
     """
 
     layout: Layout
@@ -58,19 +66,19 @@ class BuildPlan:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that the store will have."""
+        """Return the parts that the store will have."""
         derived = DERIVED if Part.FORECAST in self.wanted and len(self.layout.realization) > 1 else ()
         return tuple(part for part in (*WRITTEN, *derived) if part in self.wanted or part in derived)
 
     @cached_property
     def specs(self) -> dict[tuple[Part, Kind], ArraySpec]:
-        """The arrays that the store will have, but those of masks, which follow from the fields."""
+        """Return the arrays that the store will have, except masks, which depend on the fields."""
         every = (spec for part in self.parts for spec in array_specs(self.layout, part, self.packing))
         return {(spec.part, spec.kind): spec for spec in every}
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What two runs must agree on, as JSON holds it."""
+        """Return what two runs must agree on, in the form that JSON holds."""
         lay = self.layout
         layout = {
             "start dates": [str(time) for time in lay.init_time.astype("datetime64[m]")],
@@ -91,28 +99,33 @@ class BuildPlan:
             "climate days": self.climate_days,
         }
         named = layout | rest
-        asked = {key: value for key, value in self.provenance.items() if key not in named}  # levels: as they came out
+        # The provenance may repeat a setting as it was requested, such as levels; the layout has what came of it.
+        asked = {key: value for key, value in self.provenance.items() if key not in named}
         return json.loads(json.dumps(named | asked))
 
     @property
     def digest(self) -> str:
-        """16 hex digits that name the plan."""
+        """Return 16 hex digits that identify the plan."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def of_date(self, date: int) -> str:
-        """16 hex digits that name what is to be built for a start date, whatever the files hold by now."""
+        """Return 16 hex digits that identify what is built for a start date, whatever the source files hold by now."""
         text = f"{self._settled} {self.layout.init_time[date]}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def _settled(self) -> str:
+        """Return the facts that do not depend on the source files, as text."""
         return json.dumps({key: value for key, value in self.facts.items() if key not in _CHANGING}, sort_keys=True)
 
     def differs(self, other: dict[str, Any]) -> str | None:
-        """What differs from the plan whose `facts` are `other`, in words; None where nothing does.
+        """Return what differs from another plan, in words; None where nothing does.
 
-        What hangs on the files alone does not count: they may change, and then the dates that were read from them, or
-        whose fields have come meanwhile, are built again.
+        Facts that depend only on the source files do not count. These files may change; the dates that were read from
+        them, or whose fields have come since, are then built again.
+
+        Args:
+            other: `facts` of the other plan.
         """
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
             if key not in _CHANGING and self.facts.get(key) != other.get(key):
@@ -130,7 +143,18 @@ def plan_of(
     climate_days: int = 0,
     reads: Reads | None = None,
 ) -> BuildPlan:
-    """A plan from what callers have at hand; see `BuildPlan`."""
+    """Make a plan from what callers have at hand; see `BuildPlan`.
+
+    Args:
+        layout: Coordinates.
+        parts: Which of forecast, control and truth will come, in any order.
+        packing: How they are kept.
+        static: Static fields (Y, X) by name, or None.
+        lead_bounds: Intervals, or None.
+        provenance: Provenance, or None.
+        climate_days: Window of the model climate, in days.
+        reads: Function that returns the fields of a start date, or None.
+    """
     wanted = set(parts)
     ordered = tuple(part for part in WRITTEN if part in wanted)
     return BuildPlan(layout, ordered, packing, static or {}, lead_bounds or {}, provenance or {}, climate_days, reads)
@@ -139,8 +163,11 @@ def plan_of(
 def read_facts(path: Any) -> dict[str, Any]:
     """Read the facts that a build wrote down.
 
+    Args:
+        path: Path of `plan.json`.
+
     Raises:
-        UserError: they cannot be understood.
+        UserError: They cannot be understood.
     """
     try:
         return dict(json.loads(path.read_text()))
@@ -149,14 +176,17 @@ def read_facts(path: Any) -> dict[str, Any]:
 
 
 def _digest(values: np.ndarray) -> str:
+    """Return a short hash of a static field."""
     return hashlib.sha256(np.ascontiguousarray(values, np.float32).tobytes()).hexdigest()[:16]
 
 
 def _describe_static(name: str, _: tuple[int, ...]) -> str:
+    """Name a static field for a message."""
     return f"static field {name}"
 
 
 def _short(value: Any) -> str:
+    """Shorten a value for a message."""
     if value is None:
         return "not given"
     if isinstance(value, list) and len(value) > 6:
