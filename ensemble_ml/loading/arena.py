@@ -43,6 +43,8 @@ class Arena:
         self.size = -(-size // PAGE) * PAGE
         self.fd = memory_file() if folder is None else _on_disk(Path(folder))
         os.ftruncate(self.fd, self.size)
+        # The file is mapped for reading only; `put` writes with `pwrite`. A write into mapped memory would kill the
+        # process where the disk is full.
         self._map = mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ) if self.size else None
         self._all = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
         self._free: list[tuple[int, int]] = [(0, self.size)] if self.size else []
@@ -74,6 +76,8 @@ class Arena:
                 found.append((offset, len(part)))
                 done += len(part)
         except OSError as error:
+            # A full or faulty disk is no reason to end a run: the unit is read from slow storage when it is needed
+            # again.
             self.give_back(tuple(taken))
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise
@@ -100,6 +104,7 @@ class Arena:
 
     def _take(self, size: int) -> list[tuple[int, int]] | None:
         """Allocate `size` bytes of pages: the first free piece that is large enough, else several pieces."""
+        # One piece is preferred, because `get` can then return the unit in place.
         for place, (offset, there) in enumerate(self._free):
             if there >= size:
                 self._free[place : place + 1] = [(offset + size, there - size)] if there > size else []

@@ -129,6 +129,7 @@ class Batches:
         """
         epoch, samples = self.order.step(step)
         shares = np.array_split(samples, parts)
+        # Each share keeps its length, so that no rank gets more work than with shares cut in order.
         if holders is not None and parts > 1:
             to = to_holders(holders[samples], np.array([len(share) for share in shares]))
             shares = [samples[to == part] for part in range(parts)]
@@ -215,6 +216,7 @@ def batches_by_size(
     """
     for group in fixed_draws(reader, dates, np.arange(max(sizes)), batch_size)[share[0] :: share[1]]:
         read = [_read_sizes(reader, draw, sizes) for draw in group]
+        # `read` holds the samples by date and then by size; a batch needs them by size.
         for size, samples in zip(sizes, zip(*read, strict=True), strict=True):
             yield size, join(reader, [Draw(draw.date, draw.members[:size]) for draw in group], samples)
 
@@ -287,6 +289,8 @@ def join(
         day_of_year=torch.tensor([float(day_of_year(time)) for time in times]),
         **stacked,
     )
+    # A sample that shows all members already has the target spread among its inputs, so it must not train the spread
+    # head.
     whole = [i for i, draw in enumerate(draws) if counts[i] == len(reader.available(draw.date))]
     for name, values in targets.items():
         if name.startswith("target_spread"):

@@ -194,6 +194,7 @@ class ClairvoyantLoader:
         except BaseException:
             _close(self.tiers, self._peers)
             raise
+        # The finalizer frees files and connections also where the user drops the loader without closing it.
         self._release = weakref.finalize(self, _close, self.tiers, self._peers)
 
     def _open(self, items: Openable, *, together: bool) -> None:
@@ -240,6 +241,7 @@ class ClairvoyantLoader:
         if self._looped:
             raise UserError("ClairvoyantLoader: another loop over it is under way; both would get each batch once")
         if self._gather is not None:
+            # Ranks at different steps would train on samples of different global batches, so this is checked first.
             steps = [int(told) for told in self._gather(str(self.step).encode())]
             if len(set(steps)) > 1:
                 raise UserError(f"loading: ranks stand at steps {steps}; load the same state on all of them")
@@ -445,6 +447,7 @@ class Engine:
         # Python calls this wherever the last reference ends: in any thread, between any two instructions. It therefore
         # takes no lock and does a single atomic operation; `_unused` does the counting.
         def let_go(_: weakref.ref) -> None:
+            """Note that nothing refers to an array of the batch any more."""
             returned.append(number)
 
         self._lent[number] = buffers, [weakref.ref(array, let_go) for array in arrays.values()]

@@ -92,6 +92,7 @@ def predict(
     """
     trace = plan.trace
     turns = len(validations)
+    # Only uses that no cache serves cost time on slow storage.
     read = ~plan.hit
     size = plan.sizes[trace.unit] * read
     requests = np.array([units.reads(unit) for unit in range(len(plan.sizes))])[trace.unit] * read
@@ -192,4 +193,5 @@ def _what(plan: UnitPlan, ahead: int) -> list[str]:
 
 
 def _mb(count: float) -> str:
+    """Format a number of bytes in MB (1e6 bytes)."""
     return f"{count / 1e6:,.1f} MB"

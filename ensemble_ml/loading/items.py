@@ -196,6 +196,7 @@ class DatasetItems:
             UserError: The arrays have other names, shapes or types than those of the first sample.
         """
         start = 0
+        # The first sample was read for its shapes and is not read a second time.
         found = self._kept.pop(sample, None) or self._unpacked(sample)
         if more := [key for key in found if key not in self.arrays]:
             raise UserError(

@@ -208,6 +208,7 @@ class Plan:
                 yield step, reads.position[here], reads.sample[here]
 
     def _ranks_of(self, samples: np.ndarray, step: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Return the rank that uses each sample of an epoch, (F,)."""
         fixed = shares(self.order, self.ranks, step, position)
         if self.assign is Assign.fixed or self.ranks == 1:
             return fixed
@@ -405,6 +406,7 @@ def place(order: Order, ranks: int, sizes: np.ndarray, tiers: Room, *, heads: bo
                 break
         free[rank, which] = room
 
+    # Group the samples by their first user in one sort, instead of a search for each rank.
     by_rank = np.argsort(first_user, kind="stable")
     bounds = np.searchsorted(first_user[by_rank], np.arange(ranks + 1))
     for rank in range(ranks):

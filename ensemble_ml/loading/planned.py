@@ -125,6 +125,7 @@ class Engine:
         if job is None:
             return
         self.cache.timeline.add("compute", self._since, time.monotonic())
+        # The copy to the GPU must be complete before the buffer is filled again.
         self._device.wait(job.ready)
         # All ranks exchange gradients in every training step, so its end shows that all of them have received the
         # batches up to it. The end of a validation batch shows nothing about the other ranks.
@@ -179,6 +180,7 @@ class Engine:
         """Fetch and decode samples until the tasks end. An error is kept for the thread of the user."""
         try:
             while not self._stopped:
+                # One thread at a time advances the generator of tasks, which may wait there for a free buffer.
                 with self._take:
                     task = next(self._tasks, None)
                 self.cache.passed(self._passed)
@@ -210,6 +212,7 @@ class Engine:
             return read_sample(units.over(draw, packed), draw)
         except UserError as error:  # the checksum of a chunk failed: the copy is damaged, or the store itself
             log.warning("loading: %s; it is read anew", error)
+            # If the store itself is damaged, the second attempt raises the error to the user.
             fresh = [self.cache.again(unit) for unit in units.of(draw).tolist()]
             return read_sample(units.over(draw, fresh), draw)
 

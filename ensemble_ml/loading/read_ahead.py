@@ -35,6 +35,8 @@ def read_ahead(items: Iterable[T], depth: int) -> Iterator[T]:
                 return
             yield item
     finally:
+        # The generator is also closed where the user leaves the loop. Without `stop` the thread would wait at a full
+        # queue for ever.
         stop.set()
         thread.join()
 

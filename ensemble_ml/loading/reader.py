@@ -184,6 +184,7 @@ class Reader:
             fields = Fields(*(np.ascontiguousarray(v[..., slice(*columns)]) for v in (fields.pressure, fields.surface)))
         if part is Part.FORECAST:
             hours = leads or self.spec.leads_in
+            # Accumulated variables are not stored at lead zero, where they are zero by definition.
             for lead, variable in self.zeros:
                 if self.spec.leads_in[lead] in hours:
                     fields.surface[:, hours.index(self.spec.leads_in[lead]), variable] = 0
@@ -287,6 +288,7 @@ def masked_mean_and_spread(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count = np.zeros(values.shape[1:], np.int32)
     for member in values:
         count += np.isfinite(member)
+    # The common case without gaps gets the same bits as in the plain function.
     if (count == len(values)).all():
         return mean_and_spread(values)
     mean = np.zeros(values.shape[1:])

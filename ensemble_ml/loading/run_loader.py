@@ -265,6 +265,7 @@ class Answers(Dataset[Batch | UserError]):
 
 
 def _as_it_is(found: Batch | UserError) -> Batch | UserError:
+    """Return a batch unchanged: the dataset has already joined it."""
     return found
 
 

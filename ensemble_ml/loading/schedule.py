@@ -101,6 +101,7 @@ class Schedule:
             _, samples = order.step(step)
             for part, share in enumerate(np.array_split(samples, self.parts)):
                 found |= {int(self.batches.dates[sample]): part for sample in share}
+        # Dates of training keep their home; only dates that appear in a validation alone get one here.
         for number, group in enumerate(self.validation):
             for draw in group:
                 found.setdefault(draw.date, number % self.parts)

@@ -28,7 +28,7 @@ from ensemble_ml.loading.arena import PAGE, address_of, memory_file, write_all
 
 log = logging.getLogger(__name__)
 
-_PIECE = 1 << 20  # bytes of a checksum after which other threads may run; crc32c itself does not release the lock
+_PIECE = 1 << 20  # bytes of a checksum after which other threads may run; it holds the interpreter lock meanwhile
 _PATIENCE = 1.0  # seconds to wait for another run that briefly locks a cache to see whether it is in use
 _MAGIC = 0x454D4C31  # "EML1"
 _FILLED = 1 << 32  # in a header word; the low half is the sample's crc32c
@@ -78,6 +78,7 @@ class Slab:
         self._map = mmap.mmap(fd, shape.bytes, access=access)
         self._all = np.frombuffer(self._map, np.uint8)
         self._words = self._all[: shape.header].view(np.uint64)
+        # A new file, or one of another plan, starts with an empty header. A file with the right key keeps its samples.
         if writable and self._words[:2].tolist() != [_MAGIC, shape.key]:
             self._words[:] = 0
             self._words[:2] = _MAGIC, shape.key
@@ -118,6 +119,8 @@ class Slab:
             if not keep or os.fstat(fd).st_size != shape.bytes:
                 os.ftruncate(fd, 0)
                 os.ftruncate(fd, shape.bytes)
+            # The header is written through mapped memory, so its blocks must exist: on a full disk such a write would
+            # kill the process.
             os.posix_fallocate(fd, 0, shape.header)
             return cls(fd, shape, writable=True)
         except OSError as error:
@@ -161,6 +164,7 @@ class Slab:
                 raise
             log.warning("loading: sample %d is not kept: %s", sample, error.strerror)
             return False
+        # The word is set last. A reader that sees it finds the bytes complete, and their checksum proves it.
         self._words[2 + place] = _FILLED | checksum(data)
         return True
 

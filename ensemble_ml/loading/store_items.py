@@ -91,6 +91,7 @@ class StoreItems:
         lay, chosen = self.store.layout, self.selection
 
         def count(wanted: Sequence[Any] | None, stored: Sequence[Any]) -> int:
+            """Return how many values are wanted."""
             return len(stored if wanted is None else wanted)
 
         rows = chosen.rows or (0, lay.grid.shape[0])
@@ -114,6 +115,8 @@ class StoreItems:
                 shard = ShardFile(path)
                 try:
                     _, spans = chunk_spans(shard, spec, numbers)
+                    # The index is kept, so that later reads of the sample need no request for it. It has 16 bytes for
+                    # each chunk, and a crc32c.
                     tail = int(np.prod(spec.chunks)) * 16 + 4
                     index = shard.read(shard.size - tail, tail)
                 finally:
@@ -135,6 +138,7 @@ class StoreItems:
         """
         done, skip = 0, start
         for piece in self._pieces[sample]:
+            # Skip shards that lie wholly before `start`, without opening them.
             if skip >= piece.bytes or done == len(out):
                 skip -= min(skip, piece.bytes)
                 continue
@@ -186,7 +190,7 @@ class StoreItems:
         """Return the path of the shard from which the sample takes most bytes."""
         return max(self._pieces[sample], key=lambda piece: piece.bytes).path
 
-    lasting = True  # for every byte
+    lasting = True  # the fingerprint stands for every byte
 
     def fingerprint(self) -> str:
         """Return a hash of the contents of the store and of what is selected from it."""
@@ -279,7 +283,7 @@ class OpenedItems:
         """Return the path of the shard from which the sample takes most bytes."""
         return self.packed.name(sample)
 
-    lasting = True  # for every byte
+    lasting = True  # the fingerprint stands for every byte
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the packed samples, which are the same data."""

@@ -43,7 +43,7 @@ class Alone:
 
 
 class Tiers:
-    """All packed samples, as one rank reaches them. Any thread may ask.
+    """A view of all packed samples, as one rank reaches them. Any thread may ask.
 
     Args:
         plan: Plan of the run, which says who holds what.
@@ -70,6 +70,8 @@ class Tiers:
                 raise UserError("loading.disk: needs loading.folder=FOLDER on local disk")
             shape = slab_shape(plan, items, rank, DISK)
             try:
+                # The names of all ranks are needed, because ranks on the same node share the folder and must not remove
+                # each other's caches.
                 names = {r: _cache_name(items, slab_key(plan, items, r, DISK)) for r in range(plan.ranks)}
                 _remove_stale(folder, names.values(), plan.tiers.disk)
                 path = folder / names[rank]

@@ -61,6 +61,7 @@ class Timeline:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
+        # The main thread, which trains, gets the first row.
         threads = sorted({name for _, name, _, _ in self.spans}, key=lambda name: (name != "MainThread", name))
         figure = Figure(figsize=(14, 1.2 + 0.5 * len(threads)), layout="constrained")
         FigureCanvasAgg(figure)

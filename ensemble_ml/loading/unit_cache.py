@@ -207,6 +207,7 @@ class UnitCache:
                 self._next += 1
             with self._lock:
                 self._passed = turn
+                # Units that were read for a turn that all ranks have passed are needed by nobody any more.
                 for use in [use for use in self._coming if self._turn[use] <= turn]:
                     del self._coming[use]
                 for use in [use for use in self._waited_for if self._turn[use] <= turn]:
@@ -219,6 +220,7 @@ class UnitCache:
         with self._lock:
             gone = [self._resident.pop(old) for old in self.plan.dropped(use) if old in self._resident]
             coming = self._coming.get(use)
+        # All ranks have passed the turn, so no rank reads the pages that are freed here.
         for tier, extents in gone:
             self.arenas[tier].give_back(extents)
         if coming is None or not coming.done() or coming.exception() is not None:

@@ -67,6 +67,7 @@ class Trace:
         distinct = len(np.unique(self.unit))
         if not distinct or len(self.unit) % distinct:
             return False
+        # Cut the trace into rounds of as many uses as there are units: it is regular if each round has every unit once.
         rounds = np.sort(self.unit.reshape(-1, distinct), 1)
         return bool((rounds == rounds[0]).all())
 
@@ -219,6 +220,7 @@ class UnitPlan:
 def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
     """Choose the units that are used most, earlier ones first among equals, and hold them for the whole run."""
     distinct, first, count = np.unique(chunks, return_index=True, return_counts=True)
+    # A unit that is used k times saves k - 1 reads, so the units used most come first.
     order = np.lexsort((first, -count))
     chosen = distinct[order]
     held = np.zeros(len(sizes), bool)
@@ -229,6 +231,7 @@ def _hold(chunks: np.ndarray, sizes: np.ndarray, room: int) -> Decisions:
         chosen = chosen[fits:][sizes[chosen[fits:]] <= room]
     new = np.zeros(len(chunks), bool)
     new[first] = True
+    # A unit need not stay after its last use.
     stays = held[chunks] & (next_uses(chunks) < np.iinfo(np.int64).max)
     return Decisions(held[chunks] & ~new, stays, ())
 
@@ -253,6 +256,7 @@ def _replay(
     brought: dict[int, int] = {}  # unit -> the use that brought it in
     drops, gone, waiting = list(found.dropped), 0, []
     for here, (use, unit) in enumerate(zip(uses.tolist(), chunks.tolist(), strict=True)):
+        # First free the space of all units that leave the cache before this use.
         while gone < len(drops) and drops[gone][0] <= here:
             dropped_unit = drops[gone][1]
             was = brought.pop(dropped_unit, None)

@@ -79,6 +79,7 @@ class Units:
         start, shard, opened = 0, None, -1
         try:
             for run in date.runs[unit % self.each]:
+                # Runs are in the order of their shards, so each file is opened once.
                 if run.shard != opened:
                     if shard is not None:
                         shard.close()
@@ -127,6 +128,8 @@ class Units:
             for spec, path, numbers in self.store.chunks(part, date, self.reader.selection(part)):
                 shard = ShardFile(path)
                 try:
+                    # The index of a shard has 16 bytes for each chunk, and a crc32c. It is kept, so that decoding needs
+                    # no request for it.
                     tail = int(np.prod(spec.chunks)) * 16 + 4
                     index = shard.read(shard.size - tail, tail)
                     view = Pieces(path, shard.size, index, [])
@@ -159,6 +162,7 @@ class Pieces(Shard):
 
     def read(self, start: int, size: int) -> np.ndarray:
         """Return `size` bytes of the file from `start` on, (size,) uint8; in place where one run holds them all."""
+        # `read_chunks` first reads the index, which is in memory.
         if start == self.size - len(self._index):
             return self._index
         first = bisect_right(self._offsets, start) - 1

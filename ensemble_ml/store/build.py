@@ -85,6 +85,8 @@ class Build:
         while True:
             check_target(self.path, overwrite)
             make_folders(self.work, self.path)
+            # The lock counts only if its file still stands there: a builder that finished may have removed the folder
+            # between the two calls.
             with suppress(FileNotFoundError), exclusive(self.work / "lock") as held:
                 if leads_to(self.work / "lock", held):
                     return self._agree()
@@ -152,6 +154,7 @@ class Build:
             return False
         if plan != self.plan.of_date(date):
             return False
+        # A shard may be complete and yet belong to a source file that has changed since; then its date is built again.
         others = list(changed(stamps, self._stamps, lost=self._source_changed))
         for path in others:
             self.outdated.setdefault(path, set()).add(date)
@@ -271,6 +274,7 @@ class Build:
                 at the name now.
         """
         try:
+            # The lock lets one builder finish. The others wait here and then find the store complete.
             with exclusive(self.work / "lock"):
                 if self.complete or self._finished_by_another():
                     return self.path

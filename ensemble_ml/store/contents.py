@@ -163,6 +163,7 @@ def _of_build(path: str, work: Path) -> Contents:
     for date, entry in entries.items():
         table.add(str(layout.init_time[date].astype("datetime64[m]")), entry.sources)
     names = {name for one in entries.values() for name in one.masked}
+    # A half-built store has no attributes yet, so they are made from the entries that exist.
     errors: dict[str, float] = {}
     for one in entries.values():
         errors |= {name: max(bound, errors.get(name, 0.0)) for name, bound in one.errors.items()}

@@ -115,6 +115,7 @@ class DateWriter:
             self._shard(spec)
         futures = [self._pool.submit(_pack, cell, number, derived) for number in range(spec.blocks)]
         self._under_way.append((cell, futures))
+        # This bounds memory: the caller waits until the oldest cell is written.
         while len(self._under_way) > AHEAD:
             self._write()
 
@@ -135,6 +136,7 @@ class DateWriter:
     def abort(self) -> None:
         """Remove what is half-written. After `close` it does nothing."""
         for _, futures in self._under_way:
+            # Futures that have not started are cancelled; their chunks would be thrown away.
             for future in futures:
                 future.cancel()
         for shard in self._shards.values():
@@ -204,6 +206,8 @@ class DateWriter:
     def _append(self, spec: ArraySpec, cell: _Cell, blocks: Sequence[Sequence[Encoded | None]]) -> None:
         """Append the chunks of a cell to a shard, by member and then by block of rows."""
         members, leads, variables, rows = spec.chunks
+        # Place of each member's field among all fields of the array. Times the number of blocks it is the number of its
+        # first chunk.
         first = (np.arange(members) * leads + cell.lead) * variables + cell.variable
         self._shard(spec).append(
             (int(first[member]) * rows + number, chunks[member])
@@ -221,6 +225,7 @@ class DateWriter:
         merged = merge_all((block.moments for block in blocks if block.moments), (levels,))
         for name in NAMES:
             getattr(self.entry.moments[kind], name)[cell.lead, cell.variable] = getattr(merged, name)
+        # A spread needs two members.
         there = cell.block.present.sum(0) > 1
         for place, part in enumerate((Part.MEAN, Part.SPREAD)):
             spec = self._specs.get((part, kind))

@@ -75,6 +75,7 @@ class DateEntry:
             "fingerprint": self.fingerprint,
             "sources": {part: [one.checksum, one.files] for part, one in self.sources.items()},
         }
+        # Everything that is not a number is kept as JSON bytes in an array, so that loading never unpickles.
         arrays = {"json": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
         for name, factors in self.factors.items():
             arrays |= {f"factor/{name}/{key}": values for key, values in factors.items()}
@@ -112,6 +113,8 @@ class DateEntry:
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
+                # `np.load` reads arrays on demand. This function therefore does not read the factors, which may be
+                # large.
                 facts = json.loads(arrays["json"].tobytes())
             stamps = {path: stamp for _, files in facts["sources"].values() for path, stamp in files.items()}
             files = {name: Entry(size, digest) for name, (size, digest) in facts["files"].items()}

@@ -51,6 +51,7 @@ def write_factors(
     specs = list(specs)
     group = zarr.open_group(root, mode="r+")
     arrays = {spec.name: {key: _create(group, spec, key, together) for key in empty_factors(spec)} for spec in specs}
+    # A chunk of the arrays covers several dates. All of them are collected first, so that each chunk is written once.
     for number, some in groupby(entries, key=lambda pair: pair[0] // together):
         first, held = number * together, []
         for date, entry in some:
@@ -133,6 +134,7 @@ class FactorReader:
         if (name, number) in self._kept:
             found = self._kept[name, number][place]
             return found if found.dtype == bool else found.astype(np.float64)
+        # The lock protects the order of use, on which the eviction of the oldest chunk depends.
         with self._lock:
             held = self._held.setdefault(name, OrderedDict())
             if number not in held:

@@ -71,6 +71,7 @@ def finish_store(root: Path, plan: BuildPlan, entries: Iterable[tuple[int, DateE
         total.sources.add(str(plan.layout.init_time[date].astype("datetime64[m]")), entry.sources)
     if not total.files:
         raise UserError(f"store {root}: nothing was written; the input holds no field that was asked for")
+    # Masks are known only now: an array gets one only where a field of it has points without a value.
     create_arrays(root, [spec.mask for spec in specs if spec.mask.name in total.masks])
     attributes = {
         "packing": plan.packing.value,

@@ -115,6 +115,7 @@ def fuse(members: Members) -> Fused:
         if count[level]:
             lost = _mean_and_spread(values, mean[level], spread[level])
             sums[level], ends[level] = _sums(mean[level], spread[level], lost)
+    # A spread needs two members, and the mean is left out with it.
     few = count < 2
     mean[few], spread[few] = np.nan, np.nan
     holes = np.array([isinstance(one, Moments) for one in found]) | few
@@ -160,6 +161,7 @@ def _decoded(members: Members, level: int) -> np.ndarray:
     reference, scale, decimal = (
         part[:, level][chosen][:, None] for part in (members.reference, members.scale, members.decimal)
     )
+    # Float32 arithmetic gives the same bits here and is faster; other fields are decoded in float64.
     if members.exact[:, level][chosen].all():
         out *= scale.astype(np.float32)
         out += reference.astype(np.float32)
@@ -226,6 +228,7 @@ def _mean_and_spread(values: np.ndarray, mean: np.ndarray, spread: np.ndarray) -
     np.multiply(total, total, out=mean)
     mean *= share
     spread -= mean  # s^2 = (sum d^2 - (sum d)^2 / M) / (M - 1)
+    # Rounding may leave a tiny negative variance where all members agree.
     np.maximum(spread, 0, out=spread)
     spread *= freedom
     np.sqrt(spread, out=spread)
@@ -256,6 +259,7 @@ def _in_lanes(values: np.ndarray) -> np.ndarray:
     lanes, whole = np.zeros(native.LANES), len(values) // native.LANES * native.LANES
     values[:whole].reshape(-1, native.LANES).sum(0, np.float64, lanes)
     lanes[: len(values) - whole] += values[whole:]
+    # Adding halves gives the same order of additions as the compiled code.
     while len(lanes) > 1:
         half = len(lanes) // 2
         lanes = lanes[:half] + lanes[half:]

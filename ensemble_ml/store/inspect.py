@@ -139,6 +139,7 @@ class Presences:
         """
         counts, dates = self.counts[part], len(self.contents.done)
         anywhere = [count.any(0) for count in counts]
+        # The counts alone show that nothing is missing; only otherwise are the dates looked at one by one.
         if all((count == dates * there).all() for count, there in zip(counts, anywhere, strict=True)):
             return
         for date in self.contents.done:

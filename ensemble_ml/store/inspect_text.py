@@ -33,6 +33,7 @@ def archive_text(found: dict[str, Any]) -> str:
 
 
 def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page of an archive."""
     files, gaps = found["files"], found["gaps"]
     size = sum(one["bytes"] for one in files) / 1e6
     yield f"{_list(found['archive'], 4)}: archive, {_count(len(files), 'file')}, {size:.2f} MB"
@@ -58,6 +59,7 @@ def _archive_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _left_out(counts: dict[str, int]) -> Iterator[str]:
+    """Yield a table of the fields that are left out, by reason."""
     if not counts:
         yield from ("", "Left out: nothing")
         return
@@ -66,6 +68,7 @@ def _left_out(counts: dict[str, int]) -> Iterator[str]:
 
 
 def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[str]:
+    """Yield the lists of files that are used, not used, and not of the archive."""
     lists = {
         "Files that fields are taken from": [one["path"] for one in files if one["fields"]],
         "Files that nothing is taken from": [one["path"] for one in files if not one["fields"]],
@@ -79,6 +82,7 @@ def _archive_files(files: list[dict[str, Any]], others: list[str]) -> Iterator[s
 
 
 def _some(lines: list[str]) -> Iterator[str]:
+    """Yield the first lines of a list, and say how many more there are."""
     yield from (f"  {line}" for line in lines[:_STARTS])
     if len(lines) > _STARTS:
         yield f"  and {len(lines) - _STARTS} more (format=json lists all)"
@@ -100,6 +104,7 @@ def _axes(found: dict[str, Any]) -> dict[str, str]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page of a store."""
     dates = found["dates"]
     state = "complete" if found["complete"] else f"half-built: {dates['done']} of {dates['count']} start dates are done"
     yield f"{found['store']}: tensor store, format {found['format']}, {state}"
@@ -133,6 +138,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _gaps(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines about missing fields, missing start dates and masked points."""
     yield ""
     if not found["gaps"]:
         yield "Gaps: none"
@@ -150,6 +156,7 @@ def _gaps(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _statistics(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the statistics of each variable and level."""
     rows: list[tuple[str, ...]] = [("field", "mean", "std", "min", "max", "units", "packing error")]
     for name, entry in found["statistics"].items():
         levels = {"": entry} if "mean" in entry else entry
@@ -163,6 +170,7 @@ def _statistics(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _sizes(found: dict[str, Any]) -> Iterator[str]:
+    """Yield a table of the size of each part."""
     sizes = found["sizes"]
     rows = [("part", "on disk, MB", "as float32, MB", "ratio")]
     for name, one in (*sizes["parts"].items(), ("total", sizes["total"])):
@@ -172,6 +180,7 @@ def _sizes(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _sources(found: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the lines about the files from which the store was read."""
     if found is None:
         return
     files, yielded = found["files"], found["fields"]
@@ -188,11 +197,13 @@ def _sources(found: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _intervals(found: dict[str, list[list[int] | None]]) -> str:
+    """Format the intervals of variables over intervals."""
     spans = {name: [f"{pair[0]}-{pair[1]}" for pair in pairs if pair is not None] for name, pairs in found.items()}
     return "; ".join(f"{name} {_list(of)} h" for name, of in spans.items()) or "none"
 
 
 def _climate(found: dict[str, Any] | None) -> str:
+    """Format what a store holds of a model climate."""
     if found is None:
         return "none"
     quantiles = f"{len(found['probabilities'])} quantiles of other years within {found['days']} days of the date"
@@ -200,6 +211,7 @@ def _climate(found: dict[str, Any] | None) -> str:
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield a title and aligned rows, of which the first holds the headings."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     yield ""
     yield title
@@ -209,6 +221,7 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _pairs(entries: dict[str, Any]) -> Iterator[str]:
+    """Yield aligned lines of names and values."""
     width = max((len(key) for key in entries), default=0)
     for key, value in entries.items():
         text = _list(value) if isinstance(value, list) else str(value)
@@ -216,13 +229,16 @@ def _pairs(entries: dict[str, Any]) -> Iterator[str]:
 
 
 def _count(number: int, what: str) -> str:
+    """Format a number with its noun in singular or plural."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _list(values: list[Any], most: int = 12) -> str:
+    """Format a list, shortened to `most` values and the last one."""
     text = ", ".join(str(value) for value in values[:most]) or "none"
     return text + (f" ... {values[-1]} ({len(values)})" if len(values) > most else "")
 
 
 def _short(value: float | None) -> str:
+    """Format a number with five significant digits."""
     return "none" if value is None else f"{value:.5g}"

@@ -62,6 +62,7 @@ class Pooled:
 
         Points where `mean` or `m2` is NaN are left out.
         """
+        # A field without a value at a point adds a count of zero there.
         there = np.isfinite(mean) & np.isfinite(m2) & (count > 0)
         more = np.where(there, count, 0.0)
         total = self.count + more
@@ -225,9 +226,12 @@ def _gaussian(values: np.ndarray, there: np.ndarray, wraps: bool, sigma: float) 
         return np.where(there > 0, values, plain)
 
     def blurred(z: np.ndarray) -> np.ndarray:
+        """Smooth by a Gaussian that ends at the poles, and wraps or ends along longitude."""
         rows = ndimage.gaussian_filter1d(z, sigma, axis=-2, mode="constant")
         return ndimage.gaussian_filter1d(rows, sigma, axis=-1, mode="wrap" if wraps else "constant")
 
+    # Dividing by the smoothed weights scales up what remains of the Gaussian near edges and gaps. The plain mean is
+    # subtracted first, so that points out of reach get it back.
     weight = blurred(there)
     reached = weight > 1e-9
     mean = blurred((values - plain) * there) / np.where(reached, weight, 1.0)

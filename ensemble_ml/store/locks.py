@@ -121,6 +121,7 @@ def claimed_once(path: Path) -> Iterator[bool]:
         if not held:
             yield False
             return
+        # Host and process number show a person who holds the claim.
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{socket.gethostname()} {os.getpid()}".encode())
         try:

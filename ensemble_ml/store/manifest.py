@@ -89,6 +89,7 @@ def check_sizes(root: Path, files: dict[str, Entry]) -> None:
         UserError: Names the first file that is missing or of another size, and counts the others.
     """
     found: dict[str, int] = {}
+    # One scan of each folder is much cheaper than a call for each file, of which there may be many thousands.
     for folder in {os.path.dirname(name) for name in files}:
         if (root / folder).is_dir():
             with os.scandir(root / folder) as entries:
@@ -140,6 +141,7 @@ def fingerprint(files: dict[str, Entry]) -> str:
 
     The root attributes, the list of sources and the model climate do not count.
     """
+    # Stores of the same fields may differ in these files, which hold provenance and paths.
     aside = ("zarr.json", SOURCES_FILE)
     lines = [
         f"{name} {entry.sha256}"

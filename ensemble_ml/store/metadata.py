@@ -250,6 +250,7 @@ def read_metadata(root: Path, files: Mapping[str, Entry]) -> Metadata:
     Raises:
         UserError: The root or a coordinate is damaged.
     """
+    # Small arrays carry no checksums of their own, so their files are checked before they are used.
     own = ("zarr.json", *(f"{name}/" for name in _COORDINATES))
     small = [name for name in files if name.startswith(own)]
     with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # small reads, which mostly wait for storage
@@ -275,6 +276,7 @@ def _read_layout(group: zarr.Group) -> Layout:
     """Read the coordinates."""
 
     def read(name: str) -> list[Any]:
+        """Return the values of a coordinate; an empty list where the store has none."""
         return _get(group, name).tolist() if name in group else []
 
     with ThreadPoolExecutor(len(_COORDINATES)) as pool:  # as above

@@ -64,6 +64,7 @@ def decode(codes: np.ndarray, factors: Sequence[np.ndarray], exact: bool, out: n
         return False
     if not (_rows_follow(codes) and _rows_follow(out)):
         return False
+    # The loops take a step from field to field, so slices of larger arrays need no copy.
     apart = [array.strides[0] // array.itemsize if array.ndim == 3 else 0 for array in (codes, out)]
     fields = len(codes) if codes.ndim == 3 else 1
     held = [np.ascontiguousarray(factor, np.float64) for factor in factors]

@@ -205,6 +205,7 @@ def decode(block: PackedBlock) -> np.ndarray:
     out = np.empty(block.values.shape, np.float32)
     codes, flat = block.values.reshape(-1, *points), out.reshape(-1, *points)
     factors = [part.reshape(-1, 1, 1) for part in (block.reference, block.scale, block.decimal)]
+    # Float32 factors make `dequantise` use float32 arithmetic, which is faster and gives the same bits here.
     if exact_in_float32(*factors):
         factors = [part.astype(np.float32) for part in factors]
     step = max(1, _SLAB // max(1, points[0] * points[1]))
@@ -241,6 +242,7 @@ def quantise(values: np.ndarray, *, mask: np.ndarray | None = None) -> PackedBlo
     span = values.max((-2, -1)) - low
     scale = _power_of_two(span)
     codes = np.zeros(values.shape, np.uint16)
+    # One field at a time, so that the float64 intermediate stays small. A constant field keeps zeros.
     for index in np.ndindex(*low.shape):
         if scale[index] > 0:
             codes[index] = np.rint((values[index] - low[index]) / scale[index])

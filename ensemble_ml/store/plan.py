@@ -127,6 +127,7 @@ class BuildPlan:
         Args:
             other: `facts` of the other plan.
         """
+        # Keys of either plan are compared, so that a setting which only one of them has counts as a difference.
         for key in (*self.facts, *(key for key in other if key not in self.facts)):
             if key not in _CHANGING and self.facts.get(key) != other.get(key):
                 return f"{key} {_short(other.get(key))}, now {_short(self.facts.get(key))}"

@@ -55,6 +55,8 @@ class TensorStore:
         self.path = str(path)
         self._root = Path(path).absolute()
         check_root(self._root)
+        # The stamp is taken before the manifest is read. If the store is replaced in between, the next check finds a
+        # difference.
         self._stamp = self._look()
         self._files = read_manifest(self._root)
         check_sizes(self._root, self._files)
@@ -386,6 +388,7 @@ class TensorStore:
         cells = np.argwhere(there.any(-1))  # positions in `out` of a member, lead and variable
         if not len(cells):
             return
+        # List every wanted chunk: each cell of member, lead and variable, with each block of rows.
         m, t, v = cells.T[..., None]
         numbers = np.ravel_multi_index((members[m], leads[t], variables[v], np.asarray(blocks)), spec.chunks).reshape(
             -1
@@ -414,6 +417,7 @@ class TensorStore:
                 dequantise(codes, [factor[cell] for factor in factors], place)
             else:
                 place[...] = codes
+        # Masks are applied after all values are decoded, in a second pass over their own shard.
         if spec.packed and spec.mask.shard(date) in self._files:
             for _, place, mask in pieces(spec.mask):
                 if mask is not None:

@@ -49,6 +49,7 @@ def resolve(path: str, layout: Layout, part: Part, kind: Kind, selection: Select
     """
 
     def positions(what: str, values: Sequence[Any] | None, stored: Sequence[Any]) -> np.ndarray:
+        """Return the positions of values along one axis; None stands for all."""
         if values is None:
             return np.arange(len(stored))
         return np.asarray([position(what, value, stored, path) for value in values], np.intp)

@@ -161,6 +161,7 @@ def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.
     index = _read_index(shard, int(np.prod(spec.chunks)))
     there = index[numbers, 0] != ABSENT
     wanted = numbers[there]
+    # Reading in the order of the file lets adjacent chunks share a request.
     wanted = wanted[np.argsort(index[wanted, 0], kind="stable")]
     return np.concatenate([wanted, numbers[~there]]), index[wanted].astype(np.int64)
 
@@ -254,6 +255,7 @@ def digest_shard(path: Path, chunks: int) -> str:
         index = _read_index(shard, chunks)
         spans = index[index[:, 0] != ABSENT].astype(np.int64)
         end, tail = int(spans[:, 1].sum()), chunks * 16 + CHECKSUM
+        # A digest of the chunks alone would miss bytes that no chunk covers.
         if end + tail != shard.size:
             raise damaged(path, "bytes of it belong to no chunk")
         for offset, size in spans[np.argsort(spans[:, 0])].tolist():

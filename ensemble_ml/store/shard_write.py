@@ -77,6 +77,7 @@ class ShardWriter:
         self._reserve()
         left = [memoryview(part) for part in parts]
         while left:
+            # Drop the buffers that were written, and cut the one that was written in part.
             done = os.writev(self._file, left[:_AT_ONCE])
             while left and done >= len(left[0]):
                 done -= len(left.pop(0))

@@ -46,6 +46,7 @@ class Moments:
             m2   = m2_1 + m2_2 + d^2 n1 n2 / n
         """
         count = self.count + other.count
+        # Where both counts are zero the share is zero, which keeps the neutral element.
         share = np.divide(other.count, count, out=np.zeros_like(count), where=count > 0)
         delta = other.mean - self.mean
         return Moments(

@@ -100,6 +100,7 @@ class StoreWriter:
             entry = writer.close()
         finally:
             writer.abort()
+        # Several threads may write parts of the same date, whose entries are merged.
         with self._lock:
             self._entries.setdefault(date, DateEntry()).add(entry)
 
@@ -114,6 +115,7 @@ class StoreWriter:
         """
         self._pool.shutdown()
         try:
+            # Entries are saved only now, because a date is complete when all its parts have been written.
             for date, entry in self._entries.items():
                 entry.save(self._build.entry_file(date))
             return self._build.finalise()
