@@ -110,9 +110,9 @@ class ClairvoyantLoader:
         rank: This process among those that share the batch, from 0.
         ranks: Number of processes that share the batch.
         gather: All-gather of bytes: it returns every rank's bytes on all ranks. It is required where ranks > 1.
-        ram: Bytes of memory in which this rank holds samples, the same on all ranks. None takes half of the free memory
-            of a node for each of its ranks together, as on the node that has least. Samples are held packed; they are
-            held decompressed where all of them fit and no more bytes travel between nodes for it.
+        ram: Bytes of memory in which this rank holds samples, the same on all ranks. None divides half of the free
+            memory of each node among its ranks, and gives every rank the smallest share. Samples are held packed. They
+            are held decompressed where all of them fit and, on several nodes, ranks exchange no more bytes for it.
         disk: Bytes of local disk for the same purpose.
         folder: Folder of the cache on local disk. A later run with the same plan finds it filled where `source` names
             its content (`StoreItems`, or `DatasetItems(dataset, name)`).
