@@ -36,7 +36,7 @@ from ensemble_ml.errors import UserError
 from ensemble_ml.loading.copies import NOBODY, Copies, choose
 from ensemble_ml.loading.order import Order
 
-STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that nobody holds
+STORAGE, RAM, DISK = 0, 1, 2  # tiers; STORAGE stands for a sample that no rank holds
 
 
 @dataclass(frozen=True)
@@ -333,9 +333,9 @@ def shares(order: Order, ranks: int, step: np.ndarray, position: np.ndarray) -> 
 
 
 def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Assign each sample of one batch to the rank that holds it, while that rank has room.
+    """Assign each sample of one batch to the rank that holds it, while that rank has capacity.
 
-    The remaining samples go to the ranks that still have room, in order.
+    The remaining samples go to the ranks that still have capacity, in order.
 
     Args:
         owner: (B,) rank that holds each sample, NOBODY for none.
@@ -345,8 +345,8 @@ def to_holders(owner: np.ndarray, room: np.ndarray) -> np.ndarray:
         (B,) rank that uses each sample.
     """
     ranks = len(room)
-    # Number the samples of each holder in batch order (`nth`). Those whose number is below the holder's room stay with
-    # it; this needs no loop over samples.
+    # Number the samples of each holder in batch order (`nth`). Those whose number is below the holder's capacity stay
+    # with it. This needs no loop over samples.
     keys = np.where(owner == NOBODY, ranks, owner)
     by_owner = np.argsort(keys, kind="stable")
     sorted_keys = keys[by_owner]

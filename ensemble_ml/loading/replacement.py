@@ -69,7 +69,7 @@ def decide(chunks: np.ndarray, sizes: np.ndarray, capacity: int) -> Decisions:
     room, dropped = int(capacity), []
     size_of = np.asarray(sizes).tolist()
     for use, (chunk, soon) in enumerate(zip(chunks.tolist(), following, strict=True)):
-        # A chunk that is not used again, or that exceeds the whole cache, is never admitted.
+        # A chunk that is not in the cache enters it only if it is used again and is not larger than the whole cache.
         if chunk in resident:
             hit[use] = True
         elif soon == NEVER or size_of[chunk] > capacity:

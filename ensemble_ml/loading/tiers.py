@@ -46,7 +46,7 @@ class Tiers:
     """A view of all packed samples, as one rank reaches them. Any thread may ask.
 
     Args:
-        plan: Plan of the run, which says who holds what.
+        plan: Plan of the run, which assigns each sample to its holder.
         rank: This rank.
         items: The samples on slow storage.
         folder: Folder of the cache on local disk; required where the plan gives it capacity.

@@ -207,7 +207,7 @@ class UnitCache:
                 self._next += 1
             with self._lock:
                 self._passed = turn
-                # Units that were read for a turn that all ranks have passed are needed by nobody any more.
+                # All ranks have passed these turns, so their units need not stay in memory outside the caches.
                 for use in [use for use in self._coming if self._turn[use] <= turn]:
                     del self._coming[use]
                 for use in [use for use in self._waited_for if self._turn[use] <= turn]:
