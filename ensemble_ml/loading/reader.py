@@ -71,7 +71,7 @@ class Reader:
 
         Returns:
             Fields (M, T_in, V, Z, Y, X) and (M, T_in, S, Y, X) float32. They are NaN at points of variables in
-                `spec.masked` that have no value.
+            `spec.masked` that have no value.
 
         Raises:
             UserError: In strict mode, a field is missing, or a value is infinite, or NaN where its variable has no

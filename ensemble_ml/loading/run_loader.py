@@ -282,7 +282,7 @@ def make_plan(
 
     Returns:
         The plan, its units, the schedule for which it is made (with `holders` where `assign` is `locality`), and the
-            look-ahead in batches that the memory allows.
+        look-ahead in batches that the memory allows.
     """
     units = Units(reader, schedule.dates)
     homes = schedule.homes()

@@ -1,9 +1,9 @@
 """Plan which rank reads, holds and drops each packed unit of a training run, before the first read.
 
 A run shows a random subset of members of each start date, and reads its validation dates again and again. Units are
-therefore used at irregular times. Belady's rule with bypass (`replacement.py`) reads the fewest bytes from slow storage
-that a cache of the given size allows. Where every unit is used exactly once an epoch, a cache that never changes is
-equally good and moves nothing.
+therefore used at irregular times. For units of equal size, Belady's rule with bypass (`replacement.py`) reads the
+fewest bytes from slow storage that a cache of the given size allows; packed members are nearly of equal size. Where
+every unit is used exactly once an epoch, a cache that never changes is equally good and moves nothing.
 
 Every start date has a home among the ranks. Only the home keeps the units of the date, so no unit is held twice. Each
 home decides by itself about the units that it may keep.
@@ -115,7 +115,7 @@ class UnitPlan:
 
         Returns:
             The use that brings in the unit (the use itself where the unit is read), the tier, whether the unit is kept
-                (each (A,)), and the drops by use.
+            (each (A,)), and the drops by use.
         """
         count = len(self.trace.unit)
         source, tier = np.arange(count), np.full(count, STORAGE, np.uint8)

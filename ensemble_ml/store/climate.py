@@ -226,7 +226,7 @@ def same_season(times: np.ndarray, date: np.datetime64, days: int) -> np.ndarray
 
     Returns:
         (D,) bool. It is True where the time lies within `days` of an anniversary of `date` in another year, at the same
-            hour of the day.
+        hour of the day.
     """
     day = times.astype("datetime64[D]")
     same_hour = times - day == date - date.astype("datetime64[D]")

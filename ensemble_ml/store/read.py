@@ -104,7 +104,7 @@ class TensorStore:
 
         Returns:
             Fields (M, T, V, Z, Y, X) and (M, T, S, Y, X) float32 in the registry's units, NaN where a field is absent
-                or a point is masked. M is 1 for parts other than the forecast.
+            or a point is masked. M is 1 for parts other than the forecast.
 
         Raises:
             UserError: The part, or something selected, is not in the store; or a file is damaged.
@@ -178,7 +178,7 @@ class TensorStore:
 
         Yields:
             Array, path of the shard, and numbers of its chunks (see `read_chunks`). The chunks of a mask follow those
-                of its values.
+            of its values.
 
         Raises:
             UserError: The part, or something selected, is not in the store.

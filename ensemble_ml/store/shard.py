@@ -128,7 +128,7 @@ def read_chunks(
 
     Yields:
         Number and values (Z, rows, X) of each chunk, None for a chunk that was left out. The array is reused for the
-            next chunk.
+        next chunk.
 
     Raises:
         UserError: The file is missing or cut short, or a checksum does not fit.
@@ -153,7 +153,7 @@ def chunk_spans(shard: Shard, spec: ArraySpec, numbers: np.ndarray) -> tuple[np.
 
     Returns:
         The same numbers in the order of the file, and (offset, size) of each. Chunks that were left out come last and
-            have no span.
+        have no span.
 
     Raises:
         UserError: The index is damaged.

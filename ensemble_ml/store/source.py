@@ -136,7 +136,7 @@ def bounds_at(source: Source, names: Sequence[str], leads: Sequence[int]) -> dic
 
     Returns:
         For each variable over intervals, [first, last] hour for each lead, None where a lead has no interval. The
-            result is empty for a source that does not know its intervals.
+        result is empty for a source that does not know its intervals.
     """
     known, hours = getattr(source, "lead_bounds", {}), source.layout.lead_hours
     found = {name: [known[name][hours.index(lead)] for lead in leads] for name in names if name in known}
