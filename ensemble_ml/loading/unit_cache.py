@@ -119,9 +119,10 @@ class UnitCache:
         return self._own(use)[0]
 
     def _own(self, use: int) -> tuple[np.ndarray, bool]:
-        """Return the unit, and whether it was in a cache or on its way into one.
+        """Return the unit, and whether it came as the plan has it.
 
-        The second value is False where a full disk kept the unit from being stored, so it was read again.
+        The second value is False where the plan has the unit in a cache, but a full disk has not kept it. The unit is
+        then read again.
         """
         brought = int(self.plan.source[use])
         unit = int(self.plan.trace.unit[use])
