@@ -1,13 +1,21 @@
-"""From a reduced ensemble to channels that know neither the order nor the number of its members.
+"""The channels that the network reads: made of a reduced ensemble, whatever the order and number of its members.
 
-Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude, C channel.
+For each variable and input lead there are:
 
-For each variable and input lead: the mean, standardised by level; the logarithm of the spread, shrunk towards
-climatology (finite at one member) and over the level's typical spread; for predicted leads the climatological spread
-itself; optionally one member's departure from the mean in typical spreads; for a variable that has points without a
-value (a mask), the share of the members given that have one. Beside them stand fields common to all planes: the number
-of members M as 1/M and log M, position, day of year, static fields. Where no member has a value, the mean is taken to
-be the climate's, which makes that channel zero, and the spread to be zero.
+- the mean of the members, standardised;
+- the logarithm of their spread, over the level's typical spread. The spread is first shrunk towards climatology, so
+  that it is finite with one member;
+- for predicted leads, the logarithm of the climatological spread in the same unit;
+- if `one_member` is on, one member's departure from the mean in typical spreads;
+- for a masked variable (one that has points without a value), the fraction of the members that have a value.
+
+Beside them stand planes common to all fields: place, static fields, 1/M, log M and season (`models.place`).
+
+Where no member has a value, the mean is set to the climatological one, which makes its channel zero, and the spread is
+set to zero.
+
+Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude,
+C channel.
 """
 
 from __future__ import annotations
@@ -26,18 +34,27 @@ from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
 from ensemble_ml.models.place import common_planes, position_planes
 from ensemble_ml.models.positions import integers, take
 
-_SMALLEST = 1e-2  # of the level's typical spread: below this a spread is as good as none, and its logarithm stays put
-_SHRINK_UNFITTED = 2.0  # members' worth of climatology for input leads that are not predicted
+_SMALLEST = 1e-2  # typical spreads: the logarithm levels off below, so that no spread at all stays finite
+_SHRINK_UNFITTED = 2.0  # k, in members, for input leads that are not predicted: none is fitted there
 
 
 def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor | float) -> Tensor:
-    """s0 = sqrt(((M-1) s^2 + k s_clim^2) / (M - 1 + k)): the spread that few members and climatology agree on.
+    """Return the prior spread s0, which blends the members' variance with the climatological one.
+
+        s0^2 = ((M-1) s^2 + k s_clim^2) / (M - 1 + k)
+
+        s        standard deviation of the M members (ddof = 1)
+        s_clim   climatological spread
+        k        how many members the climatology counts for
 
     Args:
-        spread: (B, ...) standard deviation of the M members, ddof = 1; zero where M = 1.
+        spread: s, (B, ...); zero where M = 1.
         count: (B,) M.
         climatology: s_clim, broadcast against `spread`.
         shrink: k in members, broadcast against `spread`; positive.
+
+    Returns:
+        s0, in the shape and units of `spread`.
     """
     freedom = (count - 1).reshape(-1, *[1] * (spread.ndim - 1))
     return torch.sqrt((freedom * spread**2 + shrink * climatology**2) / (freedom + shrink))
@@ -46,15 +63,29 @@ def shrunk_spread(spread: Tensor, count: Tensor, climatology: Tensor, shrink: Te
 def unbiased_spread(
     spread: Tensor, count: Tensor, climatology: Tensor, shrink: Tensor, gain: Tensor, level: Tensor
 ) -> Tensor:
-    """The full ensemble's spread as its expectation, from M members: s1 = ((M-1) g s / c4(M) + k l s_clim) / (M-1+k).
+    """Return s1, the expectation of the full ensemble's spread given the spread of M members.
 
-    s / c4(M) is free of the bias of small samples (E[s] = c4(M) sigma); g and l bring it and s_clim to the mean of the
-    full ensemble's spread, k weighs them. Unlike s0, whose square is right on average, s1 is right on average itself.
+        s1 = ((M-1) g s / c4(M) + k l s_clim) / (M - 1 + k)
+
+        s        standard deviation of the M members (ddof = 1)
+        c4(M)    E[s] / sigma of M independent normal values, so s / c4(M) is free of the bias of small samples
+        g, l     factors that bring s / c4(M) and s_clim to the mean of the full ensemble's spread
+        k        how many members the climatology counts for
+
+    The square of s0 (`shrunk_spread`) is right on average; s1 is right on average itself.
 
     Args:
-        spread, count, climatology: as for `shrunk_spread`.
-        shrink, gain, level: k in members, g and l, broadcast against `spread`; positive.
+        spread: s, (B, ...); zero where M = 1.
+        count: (B,) M.
+        climatology: s_clim, broadcast against `spread`.
+        shrink: k in members, broadcast against `spread`; positive.
+        gain: g, broadcast against `spread`; positive.
+        level: l, broadcast against `spread`; positive.
+
+    Returns:
+        s1, in the shape and units of `spread`.
     """
+    # c4 of one member is zero, and would give NaN. The clamped value does not matter: it has a weight of M - 1 = 0.
     several = count.clamp(min=2)
     c4 = torch.sqrt(2 / (several - 1)) * torch.exp(torch.lgamma(several / 2) - torch.lgamma((several - 1) / 2))
     shape = (-1, *[1] * (spread.ndim - 1))
@@ -64,7 +95,12 @@ def unbiased_spread(
 
 
 class Features(nn.Module):
-    """Turns an `EnsembleInput` into (pressure (B, C, Y, X, Z), surface (B, C, Y, X), common (B, C, Y, X))."""
+    """The layer that turns an `EnsembleInput` into the channels of the network.
+
+    Args:
+        spec: variables, leads and grid.
+        climate: statistics of the training dates, by which inputs are standardised.
+    """
 
     mean_p: Tensor
     std_p: Tensor
@@ -81,21 +117,35 @@ class Features(nn.Module):
         self.register_buffer("position", position_planes(spec, climate.static))
 
     def _buffer(self, name: str, values: np.ndarray) -> None:
+        """Register a float32 copy of an array as a buffer."""
         self.register_buffer(name, torch.from_numpy(np.asarray(values, np.float32).copy()))
 
     def channels(self, *, surface: bool) -> int:
-        """Channels of one variable set."""
+        """Return the number of channels of the surface variables, or of those on pressure levels.
+
+        Args:
+            surface: count those of the surface.
+
+        Returns:
+            C.
+        """
         count = len(self.spec.surface if surface else self.spec.variables)
         leads = 2 * len(self.spec.leads_in) + len(self.spec.leads_out)
         masks = len(self.spec.leads_in) * len(self.spec.masked_positions[surface])
         return count * (leads + len(self.spec.leads_in) * self.spec.config.one_member) + masks
 
     def pole_rule(self, *, surface: bool) -> tuple[Tensor, Tensor]:
-        """Sign and offset (C, Z) of channels continued across a pole (Z = 1 at the surface).
+        """Return sign and offset by which channels are continued across a pole: x -> sign x + offset.
 
-        A wind component w becomes -w in physical units, so its standardised value x = (w - mean) / std becomes
-        -x - 2 mean / std; a departure from the mean changes sign alone; spreads stay as they are. Where the mean is a
-        map, it is continued like the wind itself, so that x becomes -x.
+        A wind component w becomes -w in physical units. Its standardised value x = (w - mean) / std therefore becomes
+        -x - 2 mean / std. A departure from the mean changes its sign alone, and spreads stay as they are. Where the
+        mean is a map, the map is continued like the wind itself, so x becomes -x.
+
+        Args:
+            surface: give the rule of the surface variables.
+
+        Returns:
+            Sign and offset, (C, Z) each; Z = 1 at the surface.
         """
         names = self.spec.surface if surface else self.spec.variables
         flips = torch.tensor([field(name).vector_component for name in names], dtype=torch.bool)
@@ -115,7 +165,14 @@ class Features(nn.Module):
         return torch.cat([*signs, masks]), torch.cat([*offsets, torch.zeros_like(masks)])
 
     def filled(self, x: EnsembleInput) -> EnsembleInput:
-        """Values for points where no member given has one (see the head of the file); `valid_*` tells them apart."""
+        """Replace the values of points where no member has one: the mean by climatology, the spread by zero.
+
+        Args:
+            x: a batch, NaN where no member has a value.
+
+        Returns:
+            A batch without NaN in means, spreads and the single member. Its `valid_*` show which points had values.
+        """
         found: dict[str, Tensor] = {}
         for suffix, masked in zip(("p", "s"), self.spec.masked_positions, strict=True):
             mean, spread, member, valid = (getattr(x, f"{n}_{suffix}") for n in ("mean", "spread", "member", "valid"))
@@ -130,22 +187,42 @@ class Features(nn.Module):
     def forward(
         self, x: EnsembleInput, spread0: Sequence[Tensor], climatology: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Build the channels; `spread0` (s0 of the predicted leads) and `climatology` (s_clim), of the pressure levels
-        and of the surface, come from the heads.
+        """Build the channels.
+
+        Args:
+            x: the batch, without NaN.
+            spread0: s0 of the predicted leads, for the pressure levels and for the surface.
+            climatology: s_clim of the predicted leads, for the pressure levels and for the surface.
+
+        Returns:
+            Channels of the pressure levels (B, C, Y, X, Z) and of the surface (B, C, Y, X), and the common planes
+            (B, C, Y, X).
+
+        Raises:
+            UserError: the model needs a single member, and `x` has none.
         """
         pressure = self._stack(x, "p", spread0[0], climatology[0])
         surface = self._stack(x, "s", spread0[1], climatology[1])
         return pressure.permute(0, 1, 3, 4, 2), surface, self.common(x)
 
     def common(self, x: EnsembleInput) -> Tensor:
-        """Place, season and number of members, (B, C, Y, X)."""
+        """Return the planes of place, season and number of members.
+
+        Args:
+            x: the batch.
+
+        Returns:
+            (B, C, Y, X).
+        """
         return common_planes(self.position, x.count, x.day_of_year)
 
     def _stack(self, x: EnsembleInput, suffix: str, spread0: Tensor, climatology: Tensor) -> Tensor:
+        """Build the channels of one set of variables, (B, C, [Z,] Y, X)."""
         mean, spread = getattr(x, f"mean_{suffix}"), getattr(x, f"spread_{suffix}")
         level = getattr(self, f"level_spread_{suffix}")[..., None, None]
         outs = self.spec.lead_positions
         shrunk = shrunk_spread(spread, x.count, level, _SHRINK_UNFITTED)
+        # Predicted leads have an s0 with a fitted k, which takes the place of the unfitted one.
         shrunk = shrunk.index_copy(1, integers(outs, spread.device), spread0)
         scales = self._standard(suffix)
         known = _log_ratio(climatology, take(level, 0, outs)).expand(len(x), *climatology.shape)
@@ -161,11 +238,11 @@ class Features(nn.Module):
         return torch.cat([channels, getattr(x, f"valid_{suffix}").flatten(1, 2)], 1)
 
     def _standard(self, suffix: str) -> tuple[Tensor, Tensor]:
-        """Mean and deviation that inputs are standardised by, to be broadcast against (B, T, ..., Y, X)."""
+        """Return mean and standard deviation that inputs are standardised by, broadcast against (B, T, ..., Y, X)."""
         mean, std = getattr(self, f"mean_{suffix}"), getattr(self, f"std_{suffix}")
         return (mean, std) if self.spec.local else (mean[..., None, None], std[..., None, None])
 
 
 def _log_ratio(spread: Tensor, level: Tensor) -> Tensor:
-    """log(spread / level), levelling off at `_SMALLEST`."""
+    """Return log(spread / level), which levels off at the logarithm of `_SMALLEST`."""
     return 0.5 * torch.log((spread / level) ** 2 + _SMALLEST**2)

@@ -1,19 +1,33 @@
-"""Heads that speak in units of the ensemble, and the terms that belong to one grid cell each.
+"""The heads: the last step of a model, from the network's outputs to location, scale and spread of each field.
 
-Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+All quantities are in units of the ensemble at hand, so the same outputs suit any variable and any number of members.
 
-    location = base + s_clim dL + a s0        scale = s0 exp(B + w + dB + b)        spread = s1 exp(dC + c)
+    location = base + s_clim dL + a s0
+    scale    = s0 exp(B + w + dB + b)
+    spread   = s1 exp(dC + c)
 
-a, b, c come from the network, whose last layer starts at zero; dL, dB, dC are learned, one number a cell, and start at
-zero; base, B, and v and w (`models.surroundings`) are fitted before it is trained. So the untrained model *is* what the
-dates say, and weight decay pulls the local terms back to it. All learned terms are in spreads or logarithms: a step of
-a sign-based optimizer moves each by the same sensible share.
+    a, b, c       outputs of the U-Net, whose last layer starts at zero
+    dL, dB, dC    local terms: learned numbers, one for each grid cell, that start at zero
+    s_clim        climatological spread at the cell
+    B             fitted inflation of the cell, the logarithm of sigma / s0
+    v, w          outputs of the error MLP (`models.surroundings`), fitted before training
+    s0            prior spread, which sigma follows: its square is right on average (`models.features`)
+    s1            expected spread of the full ensemble, right on average itself (`models.features`)
+    base          location that stands for the mean m + L + v s0 exp(B)
+    m, L          ensemble mean, linearly corrected where that is on; fitted bias of the cell
 
-s0 is what sigma follows (its square is right on average), s1 what the full ensemble's spread follows (right on average
-itself): see `features`. With a linear correction sigma follows s1 as it is corrected, for its neighbours know more of
-the flow: s0 is then that of `FOLLOWED` members with this spread. The base is m + L + v s0 exp(B) for a normal variable.
-For one that has bounds it is the location at which the distribution's *mean* is that. For one with a mass at zero,
-mean and sigma are first what `models.dry` makes of them, and s0 from there on is less by as much as sigma is.
+The untrained model is therefore a statistical correction fitted to the training dates, and weight decay pulls the local
+terms back to it. All learned terms are multiples of a spread or logarithms, so that one step of a sign-based optimizer
+moves each of them by a similar, sensible amount.
+
+With a linear correction, sigma follows the corrected s1, because the fields around a point know more of the flow than
+the spread of the members there: s0 is then the prior spread of `FOLLOWED` members that have the corrected spread.
+
+For a normal variable the base is that mean. For a distribution with bounds, the base is the location at which the
+distribution has that mean. For a distribution with a mass at zero, `models.dry` first changes the mean and sigma, and
+s0 shrinks by the same factor as sigma from there on.
+
+Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -37,12 +51,14 @@ _BOUND = 3.0  # a scale stays within exp(3) = 20 times its start, so nothing ove
 
 
 class Heads(nn.Module):
-    """The last step for one set of variables (pressure levels, or surface).
+    """The last step for one set of variables: those on pressure levels, or those at the surface.
 
     Args:
-        climate: `climatology` and `MAPS` (T, V, [Z,] Y, X); what `BY_FIELD` and `DRY` name (T, V[, Z]).
-        families: of each variable.
-        local_terms, postprocess, spread: as in `ModelConfig`.
+        climate: arrays by name: `climatology` and `MAPS` (T, V, [Z,] Y, X), `BY_FIELD` and `DRY` (T, V[, Z]).
+        families: distribution of each variable.
+        local_terms: give each grid cell learned terms of its own.
+        postprocess: predict location and scale of the truth.
+        spread: predict the spread of the full ensemble.
     """
 
     MAPS = ("bias", "inflation", "anchor")
@@ -66,7 +82,17 @@ class Heads(nn.Module):
 
     @classmethod
     def of(cls, spec: ModelSpec, climate: Climate, *, surface: bool, local_terms: bool) -> Heads:
-        """Those of the variables on pressure levels, or at the surface, by what the train dates say of them."""
+        """Build the heads of one set of variables from the statistics of the training dates.
+
+        Args:
+            spec: shapes, variables and configuration of the model.
+            climate: statistics of the training dates.
+            surface: take the surface variables, not those on pressure levels.
+            local_terms: give each grid cell learned terms of its own.
+
+        Returns:
+            The heads.
+        """
         names = {"climatology": "spread"} | {k: k for k in (*cls.MAPS, *cls.BY_FIELD, *cls.DRY)}
         known = {k: getattr(climate, f"{v}_{'s' if surface else 'p'}") for k, v in names.items()}
         config = spec.config
@@ -94,46 +120,90 @@ class Heads(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """Numbers that the network gives for each variable, lead and cell."""
+        """Return how many numbers the network must give for each variable, lead and cell."""
         return 2 * self.postprocess + self.spread
 
     def base_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """s0 (B, T, V, [Z,] Y, X) of the predicted leads."""
+        """Return the prior spread s0 at the predicted leads (`features.shrunk_spread`).
+
+        Args:
+            spread: (B, T, V, [Z,] Y, X) spread of the M members.
+            count: (B,) M.
+
+        Returns:
+            s0, in the shape of `spread`.
+        """
         return shrunk_spread(spread, count, self.climatology, self.shrink[..., None, None])
 
     def followed(self, spread1: Tensor) -> Tensor:
-        """s0 of a linearly corrected s1, the same shape."""
+        """Return the prior spread s0 that belongs to a linearly corrected spread.
+
+        Args:
+            spread1: (B, T, V, [Z,] Y, X) corrected s1.
+
+        Returns:
+            s0 of `FOLLOWED` members with that spread, in the same shape.
+        """
         count = spread1.new_full((len(spread1),), FOLLOWED)
         return shrunk_spread(spread1, count, self.climatology, self.shrink[..., None, None])
 
     def full_spread(self, spread: Tensor, count: Tensor) -> Tensor:
-        """s1 (B, T, V, [Z,] Y, X) of the predicted leads."""
+        """Return s1, the expected spread of the full ensemble (`features.unbiased_spread`).
+
+        Args:
+            spread: (B, T, V, [Z,] Y, X) spread of the M members at the predicted leads.
+            count: (B,) M.
+
+        Returns:
+            s1, in the shape of `spread`.
+        """
         terms = (getattr(self, name)[..., None, None] for name in self.BY_FIELD[1:])
         return unbiased_spread(spread, count, self.climatology, *terms)
 
     def departures(self, mean: Tensor, spread: Tensor, count: Tensor) -> Tensor:
-        """d of `linear`, (B, KINDS, T, V, [Z,] Y, X), of the predicted leads."""
+        """Return the anomalies d that the linear correction reads (`linear.departures`).
+
+        Args:
+            mean: (B, T, V, [Z,] Y, X) ensemble mean at the predicted leads.
+            spread: spread of the members, the same shape.
+            count: (B,) M.
+
+        Returns:
+            d, (B, KINDS, T, V, [Z,] Y, X), in typical spreads.
+        """
         shrink, typical = self.spread_shrink[..., None, None], self.typical[..., None, None]
         return departures(mean, spread, count, self.anchor, self.climatology, shrink, typical)
 
     def corrected(self, mean: Tensor, spread1: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and s1 with a linear correction `by` (B, KINDS, T, V, [Z,] Y, X) added."""
+        """Add a correction to the ensemble mean and to s1.
+
+        Args:
+            mean: (B, T, V, [Z,] Y, X) ensemble mean.
+            spread1: s1, the same shape.
+            by: (B, KINDS, T, V, [Z,] Y, X) correction of the mean and of the spread, in typical spreads.
+
+        Returns:
+            The corrected mean and the corrected s1, physical units.
+        """
         shift, more = (by * self.typical[..., None, None]).unbind(1)
         return mean + shift, widened(spread1, more)
 
     def forward(
         self, mean: Tensor, spread0: Tensor, spread1: Tensor, network: Tensor, residuals: Tensor | None = None
     ) -> dict[str, Tensor | None]:
-        """Return location, scale and spread.
+        """Compute location, scale and spread, physical units.
 
         Args:
             mean: (B, T, V, [Z,] Y, X) ensemble mean of the predicted leads, linearly corrected where that is on.
             spread0, spread1: s0 and s1, the same shape.
-            network: (B, outputs, T, V, [Z,] Y, X), float32.
-            residuals: v and w, (B, 2, T, V, [Z,] Y, X).
+            network: (B, outputs, T, V, [Z,] Y, X) outputs of the network, float32.
+            residuals: v and w of the error MLP, (B, 2, T, V, [Z,] Y, X); None without that MLP.
+
+        Returns:
+            `location`, `scale` and `spread`, (B, T, V, [Z,] Y, X); None for what this model does not predict.
         """
         found: dict[str, Tensor | None] = {"location": None, "scale": None, "spread": None}
-        # unbind, not slices: the gradient is then one copy instead of one padded tensor a slice
+        # The gradient of `unbind` is one copy; each slice would give a gradient padded to the full size.
         parts = network.unbind(1)
         if self.postprocess:
             centre, inflation = mean + self.bias, self.inflation[None]
@@ -150,12 +220,15 @@ class Heads(nn.Module):
         return found
 
     def _base(self, base: Tensor, spread0: Tensor, inflation: Tensor) -> tuple[Tensor, Tensor]:
-        """Location, and s0 with what `models.dry` multiplies it by."""
+        """Return the location for each mean in `base`, and s0 after the changes near zero (`models.dry`).
+
+        The locations are written into `base`, which must belong to the caller.
+        """
         narrow = spread0.clone() if any(family in AT_ZERO for family in self.families) else spread0
         for index, family in enumerate(self.families):
             if family is not Family.NORMAL:
                 grown = torch.exp(inflation[:, :, index])
-                mean = base[:, :, index].clone()  # or a gradient by the inputs would find it overwritten
+                mean = base[:, :, index].clone()  # the backward pass needs it, and the next line overwrites it
                 dry = (getattr(self, name)[:, index, ..., None, None] for name in self.DRY)
                 base[:, :, index], scale = law_near_zero(family, mean, spread0[:, :, index] * grown, *dry)
                 if family in AT_ZERO:
@@ -163,30 +236,63 @@ class Heads(nn.Module):
         return base, narrow
 
     def dry_of_older(self) -> dict[str, Tensor]:
-        """What `DRY` names as it was before it was fitted: one and zero."""
+        """Return the values that change nothing near zero, one and zero, for checkpoints older than this fit."""
         return dict(zip(self.DRY, (torch.ones_like(self.dry_share), torch.zeros_like(self.dry_mean)), strict=True))
 
 
 def typical_spread(climatology: Tensor) -> Tensor:
-    """Root mean square of s_clim (..., Y, X) over cells: the unit of linear corrections."""
+    """Return the root mean square of s_clim over grid cells, the unit of linear corrections.
+
+    Args:
+        climatology: s_clim, (..., Y, X).
+
+    Returns:
+        One number for each field, (...).
+    """
     return climatology.square().mean((-2, -1)).sqrt()
 
 
 def widened(spread: Tensor, more: Tensor) -> Tensor:
-    """spread + more, that keeps a share of the spread where it would be below it."""
+    """Return spread + more, but never less than a fixed fraction of the spread, so that it stays positive.
+
+    Args:
+        spread: s1, any shape.
+        more: correction of the spread, the same shape and units.
+
+    Returns:
+        The corrected spread.
+    """
     return torch.maximum(spread + more, _LEAST_SHARE * spread)
 
 
 def informed(centre: Tensor, spread0: Tensor, inflation: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and logarithm of sigma / s0 with v and w (2, ...) of `surroundings`; all (...)."""
+    """Apply the outputs of the error MLP to a mean and to the logarithm of its sigma.
+
+    Args:
+        centre: (...) mean of the distribution.
+        spread0: (...) s0.
+        inflation: (...) B, the logarithm of sigma / s0.
+        residuals: (2, ...) v and w; each is bounded to +-3.
+
+    Returns:
+        centre + v s0 exp(B), and B + w.
+    """
     v, w = bounded(residuals).unbind(0)
     return centre + v * spread0 * torch.exp(inflation), inflation + w
 
 
 def _plus(network: Tensor, local: Tensor | None) -> Tensor:
+    """Return the network's output, with the local term added where there is one."""
     return network if local is None else network + local
 
 
 def bounded(exponent: Tensor) -> Tensor:
-    """The identity near zero that never leaves +-3, so that exponentials stay finite."""
+    """Return a smooth function that is the identity near zero and never leaves +-3, so that its exponential is finite.
+
+    Args:
+        exponent: any shape.
+
+    Returns:
+        3 tanh(exponent / 3).
+    """
     return _BOUND * torch.tanh(exponent / _BOUND)

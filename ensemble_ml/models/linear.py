@@ -1,20 +1,36 @@
-"""A linear correction of every field from all fields around: what errors have in common with departures nearby.
+"""A linear correction of the mean and the spread of every field from all fields at the 3 x 3 points around.
 
-Axes: B date, C channel, O output, Y latitude, X longitude.
+The correction is a convolution over latitude and longitude, with weights that vary with latitude:
 
-    d  = (m - anchor, (s_M - s_clim) (M-1) / (M-1+k)) / typical spread      of all fields and predicted leads
-    d' = sum over bands of h_b (W0_b + W1_b / M) * d                       3 x 3 convolutions over (Y, X)
+    d   = ((m - m_clim) / u, (s - s_clim) (M-1) / (M-1+k) / u)
+    d'  = sum over b of h_b (W0_b + W1_b / M) * d
 
-South of the equator d and d' are seen in a mirror that lies on it: rows run the other way and northward components
-change their sign, in W as well. There cyclones turn as in the north, wind and pressure go together as they do there,
-and what the hemispheres have in common is learned from both (laws of motion on a sphere are the same in the mirror).
-h_b are hat functions of latitude between `NODES`, which add up to one: what moves with the wind differs between tropics
-and extratropics, and between hemispheres of land and of sea.
-anchor is the train dates' mean of m at the point. d' is added to the ensemble mean and to s1, in typical spreads. So a
-mean is drawn to climate as far as its field and scale ask for (noise of small scales most), moved along where lead
-times differ, and helped by other variables; at M = 1 the mean's own pattern says what spread to expect. W is fitted in
-closed form (`training.linear_fit`), and stays as it is in training. Rows of one band, or of two, are all that a band's
-convolution sees: the bands cost as much as two convolutions over the globe.
+    m        mean of the M members
+    s        spread of the M members
+    m_clim   climatological mean of m at the cell, over training dates (`anchor` in the code)
+    s_clim   climatological spread at the cell
+    u        typical spread of the field: one number for each lead, variable and level
+    k        members' worth of climatology (`shrink` in the code)
+    d        anomalies of all fields at all predicted leads
+    d'       correction of the ensemble mean and of s1, in units of u
+    h_b      latitude basis function b; all of them add up to one at each latitude
+    W0, W1   kernels of 3 x 3 points; their product with d is a convolution
+
+The basis functions are triangles between the latitudes `NODES`. They are there because errors and anomalies hang
+together in other ways in the tropics than in the extratropics, and in a hemisphere of land than in one of sea.
+
+South of the equator, d and d' are mirrored at the equator: rows run the other way, and northward components change
+their sign. Cyclones there then turn as in the north, and wind and pressure go together as in the north, because the
+equations of motion on a sphere are the same in the mirror. So both hemispheres teach what they have in common.
+
+The correction pulls the mean towards climatology as far as its field and scale ask for, moves patterns that lead times
+show in other places, and uses the other variables. With one member, the pattern of the mean says which spread to
+expect. The weights W are fitted in closed form (`training.linear_fit`) and stay fixed in training.
+
+A latitude lies under at most two basis functions, and each convolution runs over the rows of its own function alone.
+So all of them together cost as much as two convolutions over the globe.
+
+Axes: B initialisation time, C channel, O output, P point, N basis function, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -31,44 +47,77 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.padding import Padder, geometries
 from ensemble_ml.models.place import hemisphere
 
-NODES = tuple(range(-80, 81, 20))  # degrees north; beyond the last ones there is one band
+NODES = tuple(range(-80, 81, 20))  # degrees north; poleward of the last ones a single function is one
 TERMS = 2  # W0 and W1
-KINDS = 2  # channels of means and of spreads; outputs for the mean and for the spread
+KINDS = 2  # mean and spread: both are channels, and both are outputs
 
 
 def bands_of(latitude: np.ndarray) -> np.ndarray:
-    """h_b, (N, Y): those hats between `NODES` that some row lies under."""
+    """Return the latitude basis functions h_b that are above zero in some row.
+
+    Args:
+        latitude: (Y,) degrees north.
+
+    Returns:
+        h_b at each row, (N, Y).
+    """
     hats = _hats(latitude)
     return hats[hats.any(1)]
 
 
 def nested_bands(latitude: np.ndarray) -> list[list[list[int]]]:
-    """Groups of those bands, finer and finer: all, those that the mirror shows in the same place, each."""
+    """Return groups of the basis functions, level by level, from coarse to fine.
+
+    The first level has one group of all functions. The second joins those that lie as far north as south of the
+    equator. The last has a group for each. A level that equals the one before it is left out.
+
+    Args:
+        latitude: (Y,) degrees north.
+
+    Returns:
+        Levels of groups of indices into `bands_of(latitude)`.
+    """
     nodes = np.array(NODES)[_hats(latitude).any(1)]
     every = range(len(nodes))
     alike = [np.flatnonzero(np.abs(nodes) == distance).tolist() for distance in np.unique(np.abs(nodes))]
     levels = [[list(every)], alike, [[band] for band in every]]
-    # where all lie in the south the same groups come in the other order
+    # The levels are sorted before they are compared: on a grid that lies in the south alone, the second level has the
+    # groups of the third in the other order.
     return levels[:1] + [level for before, level in pairwise(levels) if sorted(level) != sorted(before)]
 
 
 def _hats(latitude: np.ndarray) -> np.ndarray:
+    """Return the triangles between `NODES` at each latitude, one a node: (nodes, Y)."""
     return np.stack([np.interp(latitude, NODES, unit) for unit in np.eye(len(NODES))])
 
 
 def correction_shape(spec: ModelSpec) -> tuple[int, ...]:
-    """(N, TERMS, O, C, 3, 3); without outputs and channels where there is no linear correction."""
+    """Return the shape of W: (N, TERMS, O, C, 3, 3).
+
+    Args:
+        spec: variables, leads and grid; O and C are zero if the model has no linear correction.
+
+    Returns:
+        The shape.
+    """
     count = KINDS * len(spec.leads_out) * spec.fields if spec.linear else 0
     return len(bands_of(spec.grid.latitude)), TERMS, count, count, 3, 3
 
 
 def of_channels(sign: Tensor) -> Tensor:
-    """Of means `sign`, of spreads one: (C,)."""
+    """Return the signs of all channels: those given for means, then 1 for each spread.
+
+    Args:
+        sign: (T F,) signs of the means.
+
+    Returns:
+        (C,) signs.
+    """
     return torch.cat([sign, torch.ones_like(sign)])
 
 
 class Piece(NamedTuple):
-    """The rows of a band in one hemisphere: `first` to `last` - 1."""
+    """The rows of one basis function in one hemisphere: `first` to `last` - 1."""
 
     band: int
     south: bool
@@ -77,12 +126,20 @@ class Piece(NamedTuple):
 
 
 class LinearCorrection(nn.Module):
-    """The convolutions; channels and outputs are (kind, field), fields first by lead, variable, level, then surface."""
+    """The convolutions of the correction.
+
+    Channels and outputs are ordered by (kind, field), with `KINDS` kinds. Fields are ordered by (lead, variable,
+    level), then by (lead, surface variable).
+
+    Args:
+        spec: variables, leads and grid.
+        weight: W, in the shape of `correction_shape(spec)`.
+    """
 
     weight: Tensor
     bands: Tensor
-    turn: Tensor  # (C,) what channels, which are outputs too, are multiplied by in the mirror
-    south: Tensor  # (Y,) whether rows are seen in it
+    turn: Tensor  # (C,) factor of each channel, and of the output of the same number, in the mirror
+    south: Tensor  # (Y,) True for rows that are mirrored
     pieces: list[Piece]
 
     def __init__(self, spec: ModelSpec, weight: np.ndarray):
@@ -103,26 +160,52 @@ class LinearCorrection(nn.Module):
                 self.pieces.append(Piece(band, mirrored, int(rows[0]), int(rows[-1]) + 1))
 
     def padded(self, departures_BCYX: Tensor) -> Tensor:
-        """With a row and a column more on each side, (B, C, Y + 2, X + 2)."""
+        """Pad anomalies by a row and a column on each side.
+
+        Args:
+            departures_BCYX: anomalies d, (B, C, Y, X).
+
+        Returns:
+            (B, C, Y + 2, X + 2).
+        """
         return self.pad(departures_BCYX[..., None])[..., 0]
 
     def forward(self, padded: Tensor, count: Tensor) -> Tensor:
-        """What `padded` gives, and M (B,) -> (B, O, Y, X)."""
+        """Compute the correction d' of fields.
+
+        Args:
+            padded: anomalies of `padded`, (B, C, Y + 2, X + 2).
+            count: (B,) M.
+
+        Returns:
+            d' in typical spreads, (B, O, Y, X).
+        """
         rows, columns = padded.shape[2] - 2, padded.shape[3] - 2
         found = padded.new_zeros(len(padded), self.weight.shape[2], rows, columns)
         for band, south, first, last in self.pieces:
             weight, share = self.weight[band].to(padded.dtype), self.bands[band]
             if south:
+                # Mirroring the kernel gives the same as mirroring the rows, and needs no copy of the field.
                 weight = weight.flip(-2) * self.turn[:, None, None, None] * self.turn[:, None, None]
-            for sample, members in enumerate(count):  # each has a kernel of its own
+            for sample, members in enumerate(count):  # the kernel depends on M, which differs between samples
                 departures = padded[sample : sample + 1, :, first : last + 2]
                 added = F.conv2d(departures, weight[0] + weight[1] / members)[0]
                 found[sample, :, first:last] += share[first:last] * added
         return found
 
     def at_points(self, near: Tensor, rows: Tensor, members: int) -> Tensor:
-        """The same at single points, from their 3 x 3 neighbours (9 C, P) and the rows they lie in: (O, P). Points in
-        the order of their rows take a third of the time of others."""
+        """Compute the correction d' at single points.
+
+        Points in the order of their rows take a third of the time of others, because `stretch` then takes views.
+
+        Args:
+            near: (9 C, P) anomalies at the 3 x 3 points around each point.
+            rows: (P,) the row of each point.
+            members: M.
+
+        Returns:
+            d' in typical spreads, (O, P).
+        """
         near = self.neighbours_in_mirror(near, rows)
         found = near.new_zeros(self.weight.shape[2], near.shape[1])
         for weight, share in zip(self.weight, self.bands[:, rows, 0], strict=True):
@@ -132,17 +215,42 @@ class LinearCorrection(nn.Module):
         return self.in_mirror(found, rows)
 
     def in_mirror(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Channels or outputs (C, P) of points in `rows` (P,), turned where these lie south of the equator."""
+        """Multiply channels or outputs by their sign in the mirror at points south of the equator.
+
+        Args:
+            values: (C, P) or (O, P).
+            rows: (P,) the row of each point.
+
+        Returns:
+            The same shape; points north of the equator keep their values.
+        """
         return torch.where(self.south[rows], values * self.turn[:, None], values)
 
     def neighbours_in_mirror(self, near: Tensor, rows: Tensor) -> Tensor:
-        """3 x 3 neighbours (9 C, P) of points in `rows` (P,), in the mirror where these lie south of the equator."""
+        """Mirror the 3 x 3 neighbours of points south of the equator.
+
+        Args:
+            near: (9 C, P) values at the 3 x 3 points around each point.
+            rows: (P,) the row of each point.
+
+        Returns:
+            The same shape; points north of the equator keep their values.
+        """
         turned = near.unflatten(0, (-1, 3, 3)).flip(1) * self.turn[:, None, None, None]
         return torch.where(self.south[rows], turned.flatten(0, 2), near)
 
 
 def stretch(points: Tensor) -> Tensor | slice:
-    """Ascending indices (P,), as a slice where none is left out: what it takes is a view, and not a copy."""
+    """Return ascending indices as a slice if no index between them is left out.
+
+    Indexing with a slice gives a view, where indexing with a tensor copies.
+
+    Args:
+        points: (P,) ascending indices.
+
+    Returns:
+        The slice, or `points` themselves.
+    """
     first, last = (int(points[0]), int(points[-1]) + 1) if len(points) else (0, 0)
     return slice(first, last) if last - first == len(points) else points
 
@@ -150,11 +258,19 @@ def stretch(points: Tensor) -> Tensor | slice:
 def departures(
     mean: Tensor, spread: Tensor, count: Tensor, anchor: Tensor, climatology: Tensor, shrink: Tensor, typical: Tensor
 ) -> Tensor:
-    """d, (B, KINDS, ...); zero where there is no value.
+    """Return the anomalies d that the linear correction reads.
 
     Args:
-        mean, spread: (B, ...) of the members; `count` (B,) M.
-        anchor, climatology: as one of the batch; `shrink` (k) and `typical` broadcast against them.
+        mean: (B, ...) mean of the members.
+        spread: (B, ...) spread of the members.
+        count: (B,) M.
+        anchor: (...) climatological mean.
+        climatology: (...) s_clim.
+        shrink: k, broadcast against `climatology`.
+        typical: typical spread u, broadcast against `climatology`.
+
+    Returns:
+        d, (B, KINDS, ...), in typical spreads; zero where there is no value.
     """
     freedom = (count - 1).reshape(-1, *[1] * (mean.ndim - 1))
     apart = (mean - anchor) / typical

@@ -1,6 +1,19 @@
-"""The whole model: features, stems, U-Net, heads.
+"""The whole model: features, linear correction, small networks of a point, 3D U-Net, heads.
 
-Axes: B date, T lead, V pressure-level variable, S surface variable, C channel, Y latitude, X longitude, Z plane.
+The parts before the U-Net are fitted before training. The U-Net reads the features and adds to the result of those
+parts, so the model starts as a statistical correction. The formulas stand in `models.heads`, `models.linear` and
+`models.surroundings`.
+
+Axes in shapes:
+
+    B    initialisation time in a batch
+    T    lead time
+    V    variable on pressure levels
+    S    surface variable
+    C    channel
+    Y    latitude
+    X    longitude
+    Z    plane of the network: pressure levels, then the surface
 """
 
 from __future__ import annotations
@@ -26,14 +39,14 @@ from ensemble_ml.models.surroundings import apply_networks, make_network
 
 
 class EnsembleModel(nn.Module):
-    """Predicts, from a reduced ensemble, the full ensemble's spread and the distribution of the truth.
+    """A model that predicts the full ensemble's spread and the distribution of the truth from a reduced ensemble.
 
     Args:
         spec: shapes, variables, grid and `ModelConfig`.
-        climate: statistics of the train dates; `Climate.default(spec)` where a state_dict will be loaded.
+        climate: statistics of the training dates. Give `Climate.default(spec)` if a state_dict will be loaded.
 
     Raises:
-        UserError: the grid does not fit depth and pole, or `climate` does not fit `spec`.
+        UserError: the grid does not fit the depth and the rule for the poles, or `climate` does not fit `spec`.
     """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
@@ -49,7 +62,7 @@ class EnsembleModel(nn.Module):
         widths[0] = config.hidden
         common = Convolution(plane_count(spec), widths[0], 1, config.vertical, Padder(levels[0]), bias=True)
         self.common_stem = common
-        # Tells planes apart where one kernel serves all of them.
+        # Where one kernel serves all planes, this is what lets the network tell them apart.
         self.plane_bias = nn.Parameter(torch.zeros(widths[0], planes))
         self.unet = UNet3d(levels, planes, widths, config.blocks, config.vertical)
         self.scale = ScaleShift(widths[0])
@@ -61,8 +74,19 @@ class EnsembleModel(nn.Module):
         self.register_buffer("error_s", torch.from_numpy(climate.error_s))
 
     def forward(self, x: EnsembleInput) -> Prediction:
-        """Predict `leads_out` from `leads_in`; parameters in physical units, never below float32."""
+        """Predict the lead times `leads_out` from a reduced ensemble with the lead times `leads_in`.
+
+        Args:
+            x: a batch in physical units, float32 or float64.
+
+        Returns:
+            Parameters of the distributions in physical units, never below float32.
+
+        Raises:
+            UserError: shapes or dtype of `x` are not those that the model takes.
+        """
         self._check(x)
+        # The corrections come before missing values are filled: a missing value is an anomaly of zero there.
         corrections, residuals = self._corrections(x)
         if self.spec.masked:
             x = self.features.filled(x)
@@ -71,7 +95,8 @@ class EnsembleModel(nn.Module):
         climatology = tuple(self._climatology(part, like) for (part, _), like in both)
         channels_p, channels_s, common = self.features(x, spread0, climatology)
         hidden = self._trunk(channels_p, channels_s, common)
-        # split, not slices, and with channels last: the gradient is then one copy in the order of axes that it needs
+        # The gradient of `split` is one copy; slices would each give a gradient padded to the full size. Channels come
+        # last here, so that this copy has the order of axes that the backward pass needs.
         planes = [0 if part is None else part.planes for part, _ in self._parts()]
         pieces = hidden.permute(0, 2, 3, 4, 1).split(planes, 3)
         found: dict[str, Tensor | None] = {}
@@ -83,16 +108,24 @@ class EnsembleModel(nn.Module):
             s1 = part.heads.full_spread(self._spread(x, suffix), x.count)
             if suffix in corrections:
                 mean, s1 = part.heads.corrected(mean, s1, corrections[suffix])
+                # The corrected spread knows more of the flow than that of the members, so sigma follows it as well.
                 s0 = part.heads.followed(s1)
             heads = part.heads(mean, s0, s1, network, residuals.get(suffix))
             found |= {f"{k}_{suffix}": v for k, v in heads.items()}
         return Prediction(**found)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameters for an optimizer: matrices decay, scales and biases do not, local terms decay to climatology.
+        """Return the parameters in groups for an optimizer, with the weight decay of each.
 
-        Local terms are departures from what the train dates say, so the ordinary decay pulls them there. Groups carry
-        a `name`; those without `weight_decay` take the optimizer's own. `late`: backward reaches some of them last.
+            weights   matrices and kernels: the optimizer's own weight decay
+            plain     scales, shifts and biases: no weight decay
+            local     terms of single grid cells: the optimizer's own weight decay
+
+        The local terms are departures from what the training dates give, so the ordinary decay pulls them back to that.
+
+        Returns:
+            One dictionary a group, with `name` and `params`. The group "plain" also has `late`: the backward pass
+            reaches some of its parameters last.
         """
         groups: dict[str, list[nn.Parameter]] = {"weights": [], "plain": [], "local": []}
         for name, parameter in self.named_parameters():
@@ -105,21 +138,30 @@ class EnsembleModel(nn.Module):
         return made
 
     def _parts(self) -> tuple[tuple[_PlaneSet | None, str], tuple[_PlaneSet | None, str]]:
+        """Return the two sets of variables with the suffix of their fields."""
         return (self.pressure, "p"), (self.surface, "s")
 
     def _spread(self, x: EnsembleInput, suffix: str) -> Tensor:
+        """Return the spread of the members at the predicted leads."""
         return take(getattr(x, f"spread_{suffix}"), 1, self.spec.lead_positions)
 
     def _base_spread(self, x: EnsembleInput, part: _PlaneSet | None, suffix: str) -> Tensor:
+        """Return the prior spread s0 at the predicted leads; the plain, empty spread if there is no variable."""
         spread = self._spread(x, suffix)
         return spread if part is None else part.heads.base_spread(spread, x.count)
 
     def _climatology(self, part: _PlaneSet | None, like: Tensor) -> Tensor:
-        return like[0] if part is None else part.heads.climatology  # where there is no variable, any empty tensor
+        """Return s_clim of a set of variables."""
+        return like[0] if part is None else part.heads.climatology  # a set without variables needs any empty tensor
 
     def _corrections(self, x: EnsembleInput) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """By set: what linear correction and surroundings add in typical spreads, (B, KINDS, T, V, [Z,] Y, X), and v
-        and w of `surroundings`, (B, 2, T, V, [Z,] Y, X)."""
+        """Compute what the parts before the U-Net add to mean, spread and sigma, for each set of variables.
+
+        Returns:
+            By suffix: what the linear correction and the spread MLP add to mean and spread, in typical spreads,
+            (B, KINDS, T, V, [Z,] Y, X).
+            By suffix: v and w of the error MLP (`models.surroundings`), (B, 2, T, V, [Z,] Y, X); empty without it.
+        """
         if self.linear is None:
             return {}, {}
         given: dict[str, Tensor] = {}
@@ -130,18 +172,20 @@ class EnsembleModel(nn.Module):
         flat = [d.flatten(2, -3) for d in given.values()]
         padded = self.linear.padded(torch.cat(flat, 2).flatten(1, 2))
         found, residuals = self.linear(padded, x.count), None
-        if self.surroundings is not None:  # without which there are no residuals
+        # The spread MLP may stand alone, but the error MLP never comes without it.
+        if self.surroundings is not None:
             heads = [part.heads for part, _ in self._parts() if part is not None]
             climatology = torch.cat([(h.climatology / h.typical[..., None, None]).flatten(0, -3) for h in heads])
             common = self.features.common(x)
             with torch.autocast(padded.device.type, torch.bfloat16, enabled=self.speed.low):
                 networks = [n for n in (self.surroundings, self.residuals) if n is not None]
                 more, *expected = apply_networks(networks, padded, climatology, common)
+            # Outputs of the linear correction are all means, then all spreads. The spread MLP adds to spreads alone.
             found[:, len(climatology) :] += more
             residuals = expected[0] if expected else None
 
         def by_set(values: Tensor) -> dict[str, Tensor]:
-            """(B, 2, fields of all sets, Y, X) -> (B, 2, T, V, [Z,] Y, X) of each."""
+            """Split (B, 2, fields of all sets, Y, X) into (B, 2, T, V, [Z,] Y, X) of each set."""
             pieces = zip(given.items(), values.split([d.shape[2] for d in flat], 2), strict=True)
             return {k: piece.unflatten(2, d.shape[2:-2]) for (k, d), piece in pieces}
 
@@ -149,7 +193,7 @@ class EnsembleModel(nn.Module):
         return added, {} if residuals is None else by_set(residuals.unflatten(1, (2, -1)))
 
     def _trunk(self, channels_p: Tensor, channels_s: Tensor, common: Tensor) -> Tensor:
-        """(B, hidden, Y, X, Z), in the precision and memory order of `speed`."""
+        """Run stems and U-Net in the precision and memory order of `speed`: (B, hidden, Y, X, Z)."""
         with torch.autocast(common.device.type, torch.bfloat16, enabled=self.speed.low):
             shared = self.common_stem(self.speed.arrange(common[..., None]))
             planes = []
@@ -161,17 +205,18 @@ class EnsembleModel(nn.Module):
 
     @property
     def cells(self) -> tuple[int, int]:
-        """(Y, X) of inputs and predictions; a part of the grid where the model is shared out over ranks."""
+        """Return (Y, X) of inputs and predictions. It is a part of the grid where ranks share the grid."""
         return self.spec.grid.shape
 
     def _check(self, x: EnsembleInput) -> None:
+        """Raise a UserError if the input has other shapes than the spec, or a dtype below float32."""
         x.check(self.spec, self.cells)
         if x.mean_p.is_floating_point() and x.mean_p.dtype.itemsize < 4:
             raise UserError(f"input: dtype {x.mean_p.dtype}; give float32 or float64, the model lowers it itself")
 
 
 class _PlaneSet(nn.Module):
-    """Stem and heads of the pressure levels, or of the surface plane."""
+    """The stem and the heads of one set of variables: those on pressure levels, or those at the surface."""
 
     def __init__(self, spec: ModelSpec, climate: Climate, features: Features, *, surface: bool):
         super().__init__()
@@ -185,19 +230,21 @@ class _PlaneSet(nn.Module):
         self.leads, self.variables = len(spec.leads_out), len(spec.surface if surface else spec.variables)
         self.surface = surface
         self.out = nn.Linear(config.hidden, self.heads.outputs * self.leads * self.variables)
+        # The last layer starts at zero, so that the untrained model is the fitted statistical correction.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
     def read_out(self, hidden_BYXZC: Tensor) -> Tensor:
-        """(B, Y, X, Z, hidden) -> (B, outputs, T, V, Z, Y, X), without Z at the surface."""
+        """Apply the last layer: (B, Y, X, Z, hidden) -> (B, outputs, T, V, Z, Y, X), without Z at the surface."""
         found = self.out(hidden_BYXZC).unflatten(-1, (self.heads.outputs, self.leads, self.variables))
-        # Contiguous: one copy here spares the heads a dozen passes over two orders of memory at once.
+        # The heads read this tensor a dozen times together with tensors in the ordinary order of axes. One copy here is
+        # cheaper than a dozen passes over two orders of memory.
         found = found.permute(0, 4, 5, 6, 3, 1, 2).contiguous()
         return found[:, :, :, :, 0] if self.surface else found
 
 
 def _stack_planes(planes: list[Tensor]) -> Tensor:
-    """Join along Z through (B, Y, X, Z, C), so that channels-last memory stays so."""
+    """Join along Z through (B, Y, X, Z, C), so that channels-last memory stays channels last."""
     if len(planes) == 1:
         return planes[0]
     return torch.cat([p.permute(0, 2, 3, 4, 1) for p in planes], 3).permute(0, 4, 1, 2, 3)

@@ -1,22 +1,38 @@
-"""Small networks of what surrounds a point: what spread and errors owe to it beyond a linear correction.
+"""Two small networks that predict spread and errors at a point from the fields around it: spread MLP and error MLP.
 
-Axes: B date, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit, K input, P plane that
-all fields share, Y latitude, X longitude.
+Both have one hidden layer and add what the linear correction (`models.linear`) cannot express:
 
-    x    = d, its differences along and across rows, its mean over 3 x 3 points less itself, |d_m|, |grad d_m| and
-           log s, place, static fields, 1/M, log M, season                                                        (K)
-    d''  = W2 [gelu(W1 [x, 1]), 1]                                                                                (F)
-    v, w = W4 [gelu(W3 [x, 1]), 1]                                                                                (2 F)
+    d''   = W2 [gelu(W1 [x, 1]), 1]
+    v, w  = W4 [gelu(W3 [x, 1]), 1]
 
-d are the departures of `models.linear` (d_m those of means), gradients in typical spreads a row, s = d_s + s_clim the
-spread drawn to climate. Four numbers say of smooth fields what nine points do, at half of the work. South of the
-equator x and v are those of the mirror (`models.linear`), which has the other season: northward components, differences
-from row to row, sine and cosine of the season change their sign. Place does not, so that what tells hemispheres apart
-is learned, too. d'' is added to the spread's d', v sigmas to the mean, and sigma is multiplied by exp(w)
-(`model.residuals`). Spread grows where the flow is steep, for what is uncertain there is where things are; no linear
-map of the departures says so. Nor does the spread say all of how large errors will be. Hidden layers fitted to single
-points of many dates (`training.point_fit`) learn in a minute what the U-Net did not in five (ARCHITECTURE, "Tried"),
-and stay as they are in training.
+    x     inputs at a point, (K)
+    d''   correction of the spread beside d', in typical spreads, (F), by the spread MLP
+    v     shift of the mean in sigmas, (F), by the error MLP
+    w     change of the logarithm of sigma, (F), by the error MLP
+
+The inputs x are:
+
+    d                the anomalies of `models.linear`
+    differences      of d along a row, and of d from row to row
+    mean around      mean of d over 3 x 3 points, less d
+    |d_m|            size of the anomalies of means
+    |grad d_m|       size of their gradient, in typical spreads a row
+    log s            logarithm of the spread s = d_s + s_clim, shrunk towards climatology, in typical spreads
+    common planes    place, static fields, 1/M, log M, season (`models.place`)
+
+Spread grows where the flow is steep, because what is uncertain there is where things are, and no linear map of
+anomalies says so. Nor does the spread tell all about how large errors will be. For smooth fields, the four numbers d,
+two differences and the mean around tell as much as all nine points, at half the work.
+
+South of the equator, x and v are mirrored at the equator as in `models.linear`. The mirror has the opposite season. So
+northward components, differences from row to row, and sine and cosine of the season change their sign. The place does
+not, so the networks can also learn in what the hemispheres differ.
+
+The weights are fitted to single points of many training dates (`training.point_fit`). This learns in a minute what the
+U-Net did not learn in five (ARCHITECTURE, "Tried"). They stay fixed in training.
+
+Axes: B initialisation time, C = O channel and output of the linear correction, F = C / 2 field, H hidden unit,
+K input, P plane common to all fields, N point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -33,16 +49,23 @@ from ensemble_ml.models.inputs import ModelSpec
 from ensemble_ml.models.linear import KINDS, correction_shape, of_channels
 from ensemble_ml.models.place import hemisphere, plane_count, with_own_season
 
-_STENCILS = 4  # of d: itself, two differences, the mean around
-_MOST_STRETCH = 5.0  # of a step along a row, where meridians meet
-# Whose inputs and hidden units are held at once (a row of each date at least).
-_POINTS, _POINTS_ON_A_GPU = 1 << 12, 1 << 17  # that a cache holds; that keep a GPU busy
-_LEAST_SPREAD = 1e-2  # typical spreads: below this a spread is as good as none, and its logarithm stays put
+_STENCILS = 4  # numbers made of each d: itself, two differences, the mean around
+_MOST_STRETCH = 5.0  # largest factor of a difference along a row: it grows without bound towards the poles
+# How many points the networks take at once (one row of each sample at least). On a CPU the inputs and hidden units of
+# so many points stay in its cache; a GPU needs more of them to be busy.
+_POINTS, _POINTS_ON_A_GPU = 1 << 12, 1 << 17
+_LEAST_SPREAD = 1e-2  # typical spreads: the logarithm of a smaller spread is that of this one, so it stays finite
 
 
 def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Shapes of W1 and W3 (H, K + 1), W2 (F, H + 1), W4 (2 F, H + 1) by their names in `Climate`; empty where there
-    is no such network."""
+    """Return the shapes of the weights of both networks by their names in `Climate`.
+
+    Args:
+        spec: variables, leads and configuration of the model.
+
+    Returns:
+        Shapes of W1 and W3 (H, K + 1), W2 (F, H + 1) and W4 (2 F, H + 1); (0, 0) for a network that the model lacks.
+    """
     channels = correction_shape(spec)[3]
     inputs, fields = (_STENCILS + 1) * channels + channels // KINDS + plane_count(spec), channels // KINDS
     width = spec.config.surroundings if channels else 0
@@ -55,31 +78,42 @@ def surroundings_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def make_network(spec: ModelSpec, weights: Mapping[str, np.ndarray], name: str) -> Surroundings | None:
-    """The network of the `weights` NAME_first and NAME_second; None where these are empty."""
+    """Return the network with the weights NAME_first and NAME_second, or None if these are empty.
+
+    Args:
+        spec: variables, leads and grid.
+        weights: arrays by name.
+        name: "surroundings" for the spread MLP, or "residuals" for the error MLP.
+
+    Returns:
+        The network, or None.
+    """
     first, second = weights[f"{name}_first"], weights[f"{name}_second"]
     return Surroundings(spec, first, second) if first.size else None
 
 
 class Frame(NamedTuple):
-    """How rows lie, (Y, 1) and `turn` (C, Y, 1); or points, (N, 1, 1, 1) and (N, C, 1, 1)."""
+    """The geometry of some rows, (Y, 1) with `turn` (C, Y, 1), or of N points, (N, 1, 1) with `turn` (N, C, 1, 1)."""
 
-    stretch: Tensor  # a step from row to row over one along the row
-    hemisphere: Tensor  # -1 south of the equator
-    turn: Tensor  # -1 where channels are turned by the mirror
+    stretch: Tensor  # distance from row to row, divided by that between neighbours in the row
+    hemisphere: Tensor  # -1 south of the equator, 1 elsewhere
+    turn: Tensor  # -1 where the mirror changes the sign of a channel, 1 elsewhere
 
 
 class Surroundings(nn.Module):
     """One of the two networks.
 
     Args:
-        first, second: W1 and W2, or W3 and W4.
+        spec: variables, leads and grid.
+        first: W1 or W3.
+        second: W2 or W4.
     """
 
     first: Tensor
     second: Tensor
     stretch: Tensor
     hemisphere: Tensor
-    turn: Tensor  # (C, 1, 1) what channels are multiplied by in the mirror
+    turn: Tensor  # (C, 1, 1) factor of each channel in the mirror
 
     def __init__(self, spec: ModelSpec, first: np.ndarray, second: np.ndarray):
         super().__init__()
@@ -91,39 +125,72 @@ class Surroundings(nn.Module):
         self.register_buffer("hemisphere", torch.from_numpy(hemisphere(spec)), persistent=False)
 
     def frame(self, rows: slice) -> Frame:
-        """Of some rows."""
+        """Return the geometry of some rows.
+
+        Args:
+            rows: which rows.
+
+        Returns:
+            The geometry, which broadcasts against (B, C, rows, X).
+        """
         return self._frame(self.stretch[rows], self.hemisphere[rows])
 
     def frame_at(self, rows: Tensor) -> Frame:
-        """Of points in `rows` (N,)."""
+        """Return the geometry of single points.
+
+        Args:
+            rows: (N,) the row of each point.
+
+        Returns:
+            The geometry, which broadcasts against (N, C, 1, 1).
+        """
         return self._frame(*(of_rows[rows][..., None, None] for of_rows in (self.stretch, self.hemisphere)))
 
     def _frame(self, stretch: Tensor, hemisphere: Tensor) -> Frame:
         return Frame(stretch, hemisphere, torch.where(hemisphere < 0, self.turn, torch.ones_like(self.turn)))
 
     def forward(self, inputs_BKYX: Tensor) -> Tensor:
-        """From x without the constant: d'', or v and w, (B, outputs, Y, X)."""
+        """Compute d'', or v and w, of fields, as seen in the mirror south of the equator.
+
+        Args:
+            inputs_BKYX: x without the constant.
+
+        Returns:
+            (B, outputs, Y, X).
+        """
         hidden = F.gelu(_layer(self.first, inputs_BKYX.flatten(2)))
         return _layer(self.second, hidden).unflatten(2, inputs_BKYX.shape[2:])
 
     def at_points(self, inputs_KN: Tensor) -> Tensor:
-        """The same of single points: (outputs, N)."""
+        """Compute the same as `forward` at single points.
+
+        Args:
+            inputs_KN: x without the constant, (K, N).
+
+        Returns:
+            (outputs, N).
+        """
         return self(inputs_KN[None, ..., None])[0, ..., 0]
 
 
 def apply_networks(
     networks: Sequence[Surroundings], padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor
 ) -> list[Tensor]:
-    """What each of the networks, one at least, says of fields: (B, outputs, Y, X) each.
+    """Apply one or both networks to fields.
 
     Args:
-        padded_BCYX: departures with a row and a column more on each side.
+        networks: one or two networks of the same model.
+        padded_BCYX: anomalies d, padded by a row and a column on each side.
         climatology_FYX: s_clim in typical spreads.
-        common_BPYX: of `place.common_planes`.
+        common_BPYX: the planes of `place.common_planes`.
+
+    Returns:
+        The outputs of each network, (B, outputs, Y, X), no longer mirrored.
     """
     count, _, rows, columns = common_BPYX.shape
     found = [padded_BCYX.new_empty(count, len(network.second), rows, columns) for network in networks]
     points = _POINTS if padded_BCYX.device.type == "cpu" else _POINTS_ON_A_GPU
+    # Strip by strip: all inputs and hidden units of a whole field would not fit into a CPU's cache.
     step = max(1, points // max(1, count * columns))
     for start in range(0, rows, step):
         strip = slice(start, min(start + step, rows))
@@ -131,18 +198,26 @@ def apply_networks(
         frame = networks[0].frame(strip)
         x = inputs_of(padded, climatology_FYX[:, strip], common_BPYX[:, :, strip], frame)
         for network, values in zip(networks, found, strict=True):
-            outputs = network(x)  # of means and then of spreads, or of spreads alone
+            # The error MLP has outputs for means and then for spreads, the spread MLP for spreads alone. So the last
+            # signs of `turn` belong to them.
+            outputs = network(x)
             values[:, :, strip] = outputs * frame.turn[-outputs.shape[1] :]
     return found
 
 
 def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor, frame: Frame) -> Tensor:
-    """x without the constant, (B, K, Y, X).
+    """Build x without the constant, (B, K, Y, X).
+
+    N single points are given as N samples of one cell each.
 
     Args:
-        padded_BCYX, climatology_FYX, common_BPYX: as for `apply_networks`; or of N points, each a date of one cell:
-            (N, C, 3, 3), (N, F, 1, 1), (N, P, 1, 1).
-        frame: of these rows, or points.
+        padded_BCYX: anomalies d, padded by one on each side; (N, C, 3, 3) for points.
+        climatology_FYX: s_clim in typical spreads; (N, F, 1, 1) for points.
+        common_BPYX: the planes of `place.common_planes`; (N, P, 1, 1) for points.
+        frame: the geometry of these rows, or points.
+
+    Returns:
+        x, mirrored south of the equator.
     """
     stretch, side, turn = (values.to(padded_BCYX.dtype) for values in frame)
     centre = padded_BCYX[..., 1:-1, 1:-1]
@@ -158,15 +233,16 @@ def inputs_of(padded_BCYX: Tensor, climatology_FYX: Tensor, common_BPYX: Tensor,
 
 
 def _layer(weights: Tensor, inputs_BKN: Tensor) -> Tensor:
-    """W [x, 1], (B, H, N); faster in bfloat16 than the same as a convolution."""
+    """Compute W [x, 1], (B, H, N). In bfloat16 this is faster than the same as a convolution."""
     device = inputs_BKN.device.type
-    low = torch.is_autocast_enabled(device)  # which would cast them again for each date
+    # The weights are cast before they are expanded: autocast would cast them again for each sample.
+    low = torch.is_autocast_enabled(device)
     weights = weights.to(torch.get_autocast_dtype(device) if low else inputs_BKN.dtype)
     return torch.baddbmm(weights[:, -1:], weights[:, :-1].expand(len(inputs_BKN), -1, -1), inputs_BKN)
 
 
 def _stretch(spec: ModelSpec) -> Tensor:
-    """(Y, 1): a step from row to row over one along the row."""
+    """Return the distance from row to row, divided by that between neighbours in the row: (Y, 1)."""
     latitude, longitude = np.asarray(spec.latitude, float), np.asarray(spec.longitude, float)
     steps = [float(np.abs(np.diff(axis)).mean()) if len(axis) > 1 else 1.0 for axis in (latitude, longitude)]
     narrow = np.cos(np.deg2rad(latitude)).clip(1e-6)

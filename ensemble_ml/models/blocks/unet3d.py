@@ -1,17 +1,25 @@
-"""The modified 3D U-Net: convolutions over latitude, longitude and level, pooling over latitude and longitude only.
+"""The modified 3D U-Net: convolutions over latitude, longitude and level, and pooling over latitude and longitude only.
 
-Axes: B date, C channel, Y latitude, X longitude, Z plane (pressure levels from the top down, then the surface).
-Pressure comes last, in channels-last memory (B, Y, X, Z, C), where a whole column is a matrix (see `models.speed`).
+"Modified" is how weights act across the planes of the network (`Vertical`):
 
-"Modified" is how weights act across planes (`Vertical`): one kernel for all planes (shared); the same with a scale and
-a shift of each plane's own (affine); a horizontal, then a vertical kernel (separable); a kernel of its own for each
-plane (full). Above the top and below the lowest plane the network sees zeros: nothing continues there, and the
-convolution pads zeros for free.
+    shared      one kernel for all planes
+    affine      one kernel for all planes, with a scale and a shift of each plane's own
+    separable   a horizontal kernel, then a vertical one
+    full        a kernel for each plane
 
-Nothing is normalised: inputs are standardised, every residual branch starts at zero, and the optimizer steps by signs.
-Measured on a synthetic task, this reached a lower loss than a norm over groups of channels, which in turn beat one over
-the channels of a point: a norm takes out the amplitude that a spread consists of. A scale and a shift stand where norms
-would. So no point waits for another, no sum over the grid is needed, and any partition of it is exact.
+Beyond the top and the lowest plane the network sees zeros, because nothing continues there, and a convolution pads
+zeros for free.
+
+There are no norms. Inputs are standardised, every residual branch starts at zero, and a learned scale and shift stand
+where norms would. On a synthetic task this reached a lower loss than a norm over groups of channels, which in turn beat
+a norm over the channels of a point: a norm removes the amplitude, which is what a spread consists of. Without norms no
+point depends on a sum over the grid, so any partition of the grid is exact.
+
+Pressure is the last axis, in channels-last memory (B, Y, X, Z, C), where a whole column is a matrix (see
+`models.speed`).
+
+Axes: B initialisation time, C channel, Y latitude, X longitude, Z plane (pressure levels from the top down, then the
+surface).
 """
 
 from __future__ import annotations
@@ -28,7 +36,12 @@ from ensemble_ml.models.padding import Geometry, Padder
 
 
 class ScaleShift(nn.Module):
-    """Scale and shift by channel, or by plane and channel."""
+    """A learned scale and shift of each channel, or of each plane and channel.
+
+    Args:
+        channels: C.
+        planes: Z, if each plane has a scale and shift of its own.
+    """
 
     def __init__(self, channels: int, planes: int | None = None):
         super().__init__()
@@ -37,19 +50,32 @@ class ScaleShift(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Scale and shift (B, C, Y, X, Z), in the dtype of the input."""
         x_BYXZC, dtype = x_BCYXZ.permute(0, 2, 3, 4, 1), x_BCYXZ.dtype
         return torch.addcmul(self.bias.to(dtype), x_BYXZC, self.weight.to(dtype)).permute(0, 4, 1, 2, 3)
 
 
 class PointLinear(nn.Linear):
-    """A 1 x 1 x 1 convolution: in channels-last memory one matrix product."""
+    """A 1 x 1 x 1 convolution. In channels-last memory it is one matrix product."""
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Apply the layer to each point of (B, C, Y, X, Z)."""
         return super().forward(x_BCYXZ.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3)
 
 
 class Convolution(nn.Module):
-    """3 x 3 over (Y, X) with padding made before, and three planes deep in the way that `vertical` says."""
+    """A convolution over 3 x 3 points and three planes, with weights across planes as `vertical` says.
+
+    The padding over (Y, X) is a step of its own, made before, so that a partitioned model can exchange halos there.
+
+    Args:
+        inputs: channels of the input.
+        outputs: channels of the output.
+        planes: Z; a single plane has a kernel that is one plane deep.
+        vertical: how weights act across planes.
+        pad: the padding over (Y, X).
+        bias: add a learned bias to each output channel.
+    """
 
     def __init__(self, inputs: int, outputs: int, planes: int, vertical: Vertical, pad: Padder, *, bias: bool):
         super().__init__()
@@ -67,12 +93,13 @@ class Convolution(nn.Module):
         self.vertical = vertical
 
     def start_at_zero(self) -> None:
-        """Let the output be zero until something is learned."""
+        """Set the last kernel and its bias to zero, so that the output is zero until training changes it."""
         last = {Vertical.full: "by_plane", Vertical.separable: "along"}.get(self.vertical, "conv")
         for parameter in self.get_submodule(last).parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Pad and convolve: (B, inputs, Y, X, Z) -> (B, outputs, Y, X, Z)."""
         padded = self.pad(x_BCYXZ)
         if self.vertical is Vertical.full:
             half = self.deep // 2
@@ -85,7 +112,14 @@ class Convolution(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """x + convolution(act(scale(convolution(act(scale(x)))))); the last convolution starts at zero."""
+    """A residual block: x + conv2(silu(scale2(conv1(silu(scale1(x)))))). The last convolution starts at zero.
+
+    Args:
+        channels: C of input and output.
+        planes: Z.
+        vertical: how weights act across planes.
+        geometry: rows, columns and edges of this level of the U-Net.
+    """
 
     def __init__(self, channels: int, planes: int, vertical: Vertical, geometry: Geometry):
         super().__init__()
@@ -97,18 +131,19 @@ class ResidualBlock(nn.Module):
         self.conv2.start_at_zero()
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Apply the block to (B, C, Y, X, Z)."""
         h = self.conv1(F.silu(self.scale1(x_BCYXZ)))
         return x_BCYXZ + self.conv2(F.silu(self.scale2(h)))
 
 
 class UNet3d(nn.Module):
-    """Encoder and decoder over `geometries` (finest first), (B, hidden, Y, X, Z) -> the same.
+    """An encoder and a decoder over grids of decreasing size: (B, hidden, Y, X, Z) -> the same shape.
 
     Args:
-        geometries: one a level, as `padding.geometries` gives them.
+        geometries: rows, columns and edges of each level, finest first (`padding.geometries`).
         planes: Z.
         widths: channels of each level.
-        blocks: residual blocks a level, in the encoder and again in the decoder.
+        blocks: residual blocks of each level, in the encoder and again in the decoder.
         vertical: how weights act across planes.
     """
 
@@ -118,6 +153,7 @@ class UNet3d(nn.Module):
         super().__init__()
 
         def stage(level: int) -> nn.Sequential:
+            """Build the residual blocks of one level."""
             made = [ResidualBlock(widths[level], planes, vertical, geometries[level]) for _ in range(blocks)]
             return nn.Sequential(*made)
 
@@ -128,6 +164,7 @@ class UNet3d(nn.Module):
         self.up = nn.ModuleList(PointLinear(widths[i + 1], widths[i]) for i in range(depth))
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Run encoder and decoder: (B, hidden, Y, X, Z) -> the same shape."""
         skips = []
         for stage, down in zip(self.encoder, self.down, strict=False):
             x_BCYXZ = stage(x_BCYXZ)
