@@ -1,4 +1,4 @@
-"""The model: features, modified 3D U-Net, heads, distributions. Knows nothing of ranks or of Hydra."""
+"""The models: features, corrections, modified 3D U-Net, heads, distributions. They know neither ranks nor Hydra."""
 
 from ensemble_ml.models.climate import Climate, climate_shapes
 from ensemble_ml.models.distributions import cdf, crps, moments, quantile, remap_members

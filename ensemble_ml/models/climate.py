@@ -1,8 +1,11 @@
-"""What the training dates say before any network is trained: scales, local bias and inflation, static fields.
+"""The statistics of the training dates that a model needs before its network is trained.
 
-A `Climate` holds numpy arrays that the training fits on its own dates; the model keeps them as buffers, so that a
-state_dict is self-contained. Axes: T lead, V pressure-level variable, S surface variable, Z level, Y latitude,
-X longitude. Names end in `_p` for pressure-level and `_s` for surface variables.
+They are scales, climatological means and spreads, bias and inflation of each grid cell, corrections fitted in closed
+form, and static fields. The package `training` fits them. The model keeps them as buffers, so that a state_dict is
+complete.
+
+Axes: T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude. Names end in `_p` for
+pressure-level and in `_s` for surface variables.
 """
 
 from __future__ import annotations
@@ -19,30 +22,30 @@ from ensemble_ml.models.surroundings import surroundings_shapes
 _SCALES = (
     "std", "spread", "shrink", "spread_shrink", "spread_gain", "spread_level", "error", "level_spread", "dry_share"
 )  # fmt: skip
-_LEAST_CELL = 1e-3  # of its level's typical spread: a cell where no member ever differed
-_LEAST = 1e-6  # of a level's standard deviation: a level where none did
+_LEAST_CELL = 1e-3  # typical spreads: least spread of a cell, for one at which members never differed
+_LEAST = 1e-6  # standard deviations: least spread of a level, for one on which members never differed
 
 
 @dataclass(eq=False)
 class Climate:
-    """Statistics of the train dates, float32; physical units unless said otherwise.
+    """The statistics of the training dates, float32, in physical units unless the table says otherwise.
 
     | name | `_p` | `_s` | meaning |
     |---|---|---|---|
-    | mean, std | (V, Z) | (S,) | of the values, for standardising inputs; maps (V, Z, Y, X), (S, Y, X) where local |
+    | mean, std | (V, Z) | (S,) | for standardising inputs; maps (V, Z, Y, X) and (S, Y, X) if `ModelSpec.local` |
     | spread | (T_out, V, Z, Y, X) | (T_out, S, Y, X) | s_clim: root of the mean variance of the full ensemble |
-    | shrink | (T_out, V, Z) | (T_out, S) | k in s0^2 = ((M-1) s^2 + k s_clim^2) / (M-1+k), in members |
-    | spread_shrink, spread_gain, spread_level | as shrink | as shrink | of `features.unbiased_spread` |
-    | anchor | as spread | as spread | mean of the ensemble mean |
+    | shrink | (T_out, V, Z) | (T_out, S) | k of the prior spread s0 (`features.shrunk_spread`), in members |
+    | spread_shrink, spread_gain, spread_level | as shrink | as shrink | k, g, l of `features.unbiased_spread` |
+    | anchor | as spread | as spread | climatological mean: mean of the ensemble mean |
     | bias | as spread | as spread | shrunk mean error (truth - ensemble mean) |
     | inflation | as spread | as spread | log(sigma / s0), shrunk |
     | dry_share, dry_mean | as shrink | as shrink | a and b of `models.dry`; None: one and zero |
-    | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, which the loss is divided by |
+    | error | (T_out, V, Z) | (T_out, S) | a typical CRPS, by which the loss is divided |
     | level_spread | (T_in, V, Z) | (T_in, S) | typical spread of an input lead; None: taken from `spread` |
 
-    `static` (n_static, Y, X): the fields that `spec.static` names, in its order; `correction`: W of `models.linear`;
-    `surroundings_first`, `surroundings_second`, `residuals_first`, `residuals_second`: W1 to W4 of
-    `models.surroundings`; None: a network that adds nothing.
+    `static` (n_static, Y, X) are the fields that `spec.static` names, in its order. `correction` is W of
+    `models.linear`. `surroundings_first`, `surroundings_second`, `residuals_first` and `residuals_second` are W1 to W4
+    of `models.surroundings`; None stands for a network that adds nothing.
     """
 
     mean_p: np.ndarray
@@ -82,17 +85,30 @@ class Climate:
 
     @classmethod
     def default(cls, spec: ModelSpec) -> Climate:
-        """Zeros and ones of the right shapes: a place for a state_dict to be loaded into."""
+        """Return zeros and ones of the right shapes, for a model into which a state_dict will be loaded.
+
+        Args:
+            spec: the model's spec.
+
+        Returns:
+            Statistics that change nothing.
+        """
         arrays = {}
         for name, shape in climate_shapes(spec).items():
             arrays[name] = np.full(shape, _unknown(name), np.float32)
         return cls(**arrays)
 
     def checked(self, spec: ModelSpec) -> Climate:
-        """A float32 copy with every default filled in.
+        """Return a float32 copy in which every default is filled in and every divisor is above zero.
+
+        Args:
+            spec: the model's spec.
+
+        Returns:
+            The copy.
 
         Raises:
-            UserError: an array has the wrong shape or is not finite; a scale is not positive.
+            UserError: an array has the wrong shape or is not finite, or a scale is negative.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for suffix in ("p", "s"):
@@ -108,12 +124,19 @@ class Climate:
 
 
 def _unknown(name: str) -> float:
-    """What an array holds where nothing is known: one for scales, zero for all else."""
+    """Return the default value of an array: one for scales, zero for all others."""
     return float(name.rsplit("_", 1)[0] in _SCALES)
 
 
 def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of each array of a `Climate`."""
+    """Return the shape of each array of a `Climate`.
+
+    Args:
+        spec: the model's spec.
+
+    Returns:
+        Shapes by name.
+    """
     leads, variables, levels, rows, columns = spec.pressure_shape
     surface = len(spec.surface)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -137,7 +160,10 @@ def climate_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _level_spread(spec: ModelSpec, spread: np.ndarray) -> np.ndarray:
-    """Root mean square of s_clim over cells; a lead that is not predicted borrows the mean over those that are."""
+    """Return the root mean square of s_clim over cells, (T_in, ...).
+
+    A lead that is not predicted gets the mean over the leads that are.
+    """
     typical = np.sqrt(np.mean(np.asarray(spread, np.float64) ** 2, axis=(-2, -1)))
     borrowed = typical.mean(0)
     by_lead = dict(zip(spec.leads_out, typical, strict=True))
@@ -145,6 +171,7 @@ def _level_spread(spec: ModelSpec, spread: np.ndarray) -> np.ndarray:
 
 
 def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a copy of an array, or raise a UserError if its shape or its values are not what the model needs."""
     if array.shape != shape:
         raise UserError(f"climate {name}: shape {array.shape}; the model needs {shape}")
     if not np.isfinite(array).all():
@@ -155,10 +182,13 @@ def _checked_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.n
 
 
 def _lift_zeros(values: dict[str, np.ndarray], suffix: str) -> None:
-    """Keep divisors above zero, each variable by its own size: humidity is a billionth of geopotential."""
+    """Raise divisors to a small value above zero.
+
+    Each variable has a floor of its own size: humidity is a billionth of geopotential.
+    """
     std = values[f"std_{suffix}"]
-    std[std == 0] = 1  # a field that never varies stands at its mean, whatever it is divided by
-    if std.ndim > values[f"error_{suffix}"].ndim - 1:  # maps: what counts for a level is their typical value
+    std[std == 0] = 1  # a field that never varies is at its mean, so its anomaly is zero whatever it is divided by
+    if std.ndim > values[f"error_{suffix}"].ndim - 1:  # maps: the floor of a level comes from their typical value
         std = np.sqrt(np.mean(np.square(std, dtype=np.float64), (-2, -1))).astype(np.float32)
     spread, least = values[f"spread_{suffix}"], np.float32(_LEAST) * std
     typical = np.sqrt(np.mean(np.square(spread, dtype=np.float64), (-2, -1))).astype(np.float32)

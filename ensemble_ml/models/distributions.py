@@ -1,19 +1,25 @@
-"""The forecast distributions in closed form: CRPS, cdf, quantile, moments.
+"""The forecast distributions in closed form: CRPS, distribution function, quantile, moments.
 
-With standard normal density phi and distribution function Phi, z = (y - location) / scale and l = -location / scale
-(zero in standard units):
+    phi, Phi   density and distribution function of the standard normal distribution
+    y          observation
+    z          (y - location) / scale
+    l          -location / scale, which is zero in standard units
+
+Sources of the CRPS:
 
 - normal: Gneiting et al. (2005), doi:10.1175/MWR2904.1, equation 5;
 - normal truncated at zero: Thorarinsdottir & Gneiting (2010), doi:10.1111/j.1467-985X.2009.00616.x, section 3;
-- normal censored at zero, all mass below put at zero, and censored at one, too: Jordan et al. (2019),
+- normal censored at zero (all mass below zero is put at zero), and also at one: Jordan et al. (2019),
   doi:10.18637/jss.v090.i12, appendix A;
 - log-normal and censored shifted gamma: see `skewed`.
 
-The CRPS is written so that float32 keeps its digits: where zero lies in the upper tail (l > 0), through the Mills ratio
-Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), never as a quotient of two vanishing numbers. Both branches of every
-`where` are finite, so gradients are. What is not trained through (cdf, quantile, moments) is computed in float64, and
-so are the law with two bounds (where its scale is large, little is left between them) and the truncated one where
-l > 0 (the score falls as 1 / l, its slopes as 1 / l^2).
+The CRPS is written so that float32 keeps its digits. Where zero lies in the upper tail (l > 0), it goes through the
+Mills ratio Phi(-x) / phi(x) = sqrt(pi / 2) erfcx(x / sqrt(2)), and never through a quotient of two vanishing numbers.
+Both branches of every `where` are finite, and so are their gradients.
+
+Distribution function, quantile and moments are not trained through; they are computed in float64. So is the CRPS of two
+distributions: that with two bounds, because little is left between them where its scale is large; and the truncated one
+where l > 0, because there the score falls as 1 / l and its slopes as 1 / l^2.
 """
 
 from __future__ import annotations
@@ -32,18 +38,27 @@ from ensemble_ml.models import skewed
 _SQRT2 = math.sqrt(2.0)
 _ROOT_PI = math.sqrt(math.pi)
 _INV_SQRT_2PI = 1 / math.sqrt(2 * math.pi)
-_FAR = 30.0  # scales beyond zero where quantiles of the truncated normal are those of an exponential law
-_SERIES = 100.0  # scales beyond zero where two terms give the moments of the truncated normal to seven digits
-_NOTHING = 40.0  # scales beyond which no float64 is left of a normal law
+_FAR = 30.0  # l from which quantiles of the truncated normal come from the leading term of its tail
+_SERIES = 100.0  # l from which two terms give the moments of the truncated normal to seven digits
+_NOTHING = 40.0  # standard units beyond which the tail of a normal distribution is zero in float64
 _TINY = 1e-290
-_LEAST_SLOPE = 1e-6  # of a mean by its location, that its gradient is divided by
-_NEWTON = 3  # steps to the location of a mean between two bounds: it is then good to six digits
+_LEAST_SLOPE = 1e-6  # least derivative of a mean by its location: a gradient is divided by it
+_NEWTON = 3  # Newton steps to the location of a mean between two bounds: it is then good to six digits
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """Continuous ranked probability score of each forecast, in the units of `y`.
+    """Return the continuous ranked probability score (CRPS) of each forecast.
 
-    Observations that the law cannot produce are scored as its nearer bound plus their distance from it.
+    An observation that the distribution cannot produce gets the score of the nearer bound plus its distance from it.
+
+    Args:
+        family: the distribution.
+        location: location of the forecasts, physical units, any shape.
+        scale: scale of the forecasts, in the same units; positive.
+        y: observations, in the same units.
+
+    Returns:
+        The score of each forecast, in the units of `y`.
     """
     if family is Family.NORMAL:
         return scale * _crps_standard((y - location) / scale)
@@ -58,34 +73,44 @@ def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 
 
 def _phi(x: Tensor) -> Tensor:
+    """Return the standard normal density."""
     return _INV_SQRT_2PI * torch.exp(-0.5 * x * x)
 
 
 def _mills(x: Tensor) -> Tensor:
+    """Return the Mills ratio Phi(-x) / phi(x)."""
     return math.sqrt(math.pi / 2) * erfcx(x / _SQRT2)
 
 
 def _crps_standard(z: Tensor) -> Tensor:
+    """Return the CRPS of the standard normal distribution."""
     return z * torch.erf(z / _SQRT2) + 2 * _phi(z) - 1 / _ROOT_PI
 
 
 def _square_below(x: Tensor) -> Tensor:
-    """Integral of Phi^2 below x."""
+    """Return the integral of Phi^2 from minus infinity to x."""
     cdf = ndtr(x)
     return x * cdf**2 + 2 * cdf * _phi(x) - ndtr(_SQRT2 * x) / _ROOT_PI
 
 
 def _crps_doubly_censored(mu: Tensor, sigma: Tensor, y: Tensor) -> Tensor:
-    """crps of the law that is censored at zero alone less the integral of (1 - Phi)^2 above one."""
+    """Return the CRPS of the normal distribution censored at zero and one.
+
+    It is that of the distribution censored at zero alone, less the integral of (1 - Phi)^2 above one.
+    """
     censored = _crps_censored((y - mu) / sigma, -mu / sigma, y / sigma)
     return sigma * (censored - _square_below((mu - 1) / sigma))
 
 
 def _crps_censored(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
-    """crps of the uncensored law less the integral of Phi^2 below l; `above` = z - l, given exactly."""
+    """Return the CRPS, at scale one, of the normal distribution censored at zero.
+
+    It is that of the uncensored distribution, less the integral of Phi^2 below l. `above` is z - l, which the caller
+    gives exactly: the difference of two large numbers would lose digits.
+    """
     low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0)
     low = _crps_standard(z) - _square_below(low_l)
-    # For l > 0 the large terms of both integrals cancel to z - l; what is left are tails.
+    # For l > 0 the large terms of both integrals cancel to z - l. What is left are tails, which are small.
     tail = ndtr(-high_l)
     high_z = torch.clamp(z, min=0)
     tails = 2 * _phi(high_z) - 2 * high_z * ndtr(-high_z)
@@ -95,12 +120,14 @@ def _crps_censored(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
 
 
 def _crps_truncated(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
+    """Return the CRPS, at scale one, of the normal distribution truncated at zero; `above` is z - l."""
     low_l, high_l = torch.clamp(l, max=0), torch.clamp(l, min=0).double()
     mass = ndtr(-low_l)  # at least one half
     low = z * mass * (2 * ndtr(z) + mass - 2) + 2 * _phi(z) * mass - ndtr(-_SQRT2 * low_l) / _ROOT_PI
     low = low / mass**2
-    # Integrals of the survival function over the Mills ratio m: 2 int_z S = 2 exp((l^2 - z^2)/2) (1 - z m(z)) / m(l).
-    # In float64: terms as large as l leave a score of 1 / l, and slopes of 1 / l^2.
+    # Integrals of the survival function S through the Mills ratio m:
+    # 2 int_z S = 2 exp((l^2 - z^2)/2) (1 - z m(z)) / m(l).
+    # In float64, because terms as large as l leave a score of 1 / l and slopes of 1 / l^2.
     above = above.double()
     high_z = high_l + above
     mills = _mills(high_l)
@@ -110,7 +137,19 @@ def _crps_truncated(z: Tensor, l: Tensor, above: Tensor) -> Tensor:
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """P(value <= y), in [0, 1]; at their bounds the censored laws count their mass there."""
+    """Return the distribution function P(value <= y).
+
+    At its bounds, a censored distribution counts the mass that lies there.
+
+    Args:
+        family: the distribution.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+        y: values, in the same units.
+
+    Returns:
+        Probabilities in [0, 1].
+    """
     if family in skewed.LAWS:
         return skewed.cdf(family, location, scale, y)
     mu, sigma, at = location.double(), scale.double(), y.double()
@@ -124,7 +163,17 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 
 
 def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:
-    """The value that is not exceeded with probability `level` (a number, or a tensor that broadcasts)."""
+    """Return the value that is not exceeded with probability `level`.
+
+    Args:
+        family: the distribution.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+        level: probability; a number, or a tensor that broadcasts against `location`.
+
+    Returns:
+        Values in the units of `location`.
+    """
     if family in skewed.LAWS:
         return skewed.quantile(family, location, scale, level)
     mu, sigma = location.double(), scale.double()
@@ -141,7 +190,16 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
 
 
 def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the distribution."""
+    """Return mean and standard deviation of the distribution.
+
+    Args:
+        family: the distribution.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+
+    Returns:
+        Mean and standard deviation, in the units of `location`.
+    """
     if family is Family.NORMAL:
         return location, scale
     if family in skewed.LAWS:
@@ -150,7 +208,7 @@ def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Te
     lower, upper = family.bounds
     nearest = torch.clamp(mu, lower, upper)
     if family is Family.TRUNCATED_NORMAL:
-        # `mean` is counted from zero, so nothing cancels where the location lies far below it.
+        # `_truncated_moments` counts the mean from zero, so nothing cancels where the location lies far below zero.
         mean, variance = _truncated_moments(-mu / sigma)
         nearest = torch.zeros_like(mu)
     else:
@@ -160,9 +218,10 @@ def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Te
 
 
 def _censored_moments(lower: Tensor, nearest: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean, counted from what lies `nearest` to zero between the bounds, and variance of the censored standard law.
+    """Return mean and variance of the standard normal distribution censored at `lower` and `upper`.
 
-    E[(Y - c)^n], as integrals of n (t - c)^(n - 1) (1 - Phi(t)) over t > c, and of its mirror image below.
+    The mean is counted from c = `nearest`, the point between the bounds that is nearest to zero. E[(Y - c)^n] is the
+    sum of integrals of n (t - c)^(n - 1) (1 - Phi(t)) over t > c, and of its mirror image below c.
     """
     up, above = _excess(nearest, upper)
     down, below = _excess(-nearest, -lower)
@@ -170,7 +229,7 @@ def _censored_moments(lower: Tensor, nearest: Tensor, upper: Tensor) -> tuple[Te
 
 
 def _excess(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
+    """Return the integrals of 1 - Phi(t) and of 2 (t - start) (1 - Phi(t)) from `start` to `end`."""
     start, end = (torch.clamp(x, max=_NOTHING) for x in (start, end))
     first = [_phi(x) - x * ndtr(-x) for x in (start, end)]
     second = [(1 - x * x) * ndtr(-x) + x * _phi(x) for x in (start, end)]
@@ -179,7 +238,7 @@ def _excess(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _truncated_moments(l: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean above zero and variance at scale one."""
+    """Return mean and variance at scale one of the normal distribution truncated at zero."""
     near = torch.clamp(l, max=_SERIES)
     hazard = torch.where(near > 0, 1 / _mills(near.clamp(min=0)), _phi(near) / ndtr(-near.clamp(max=0)))
     mean, variance = hazard - near, 1 + near * hazard - hazard**2
@@ -188,12 +247,15 @@ def _truncated_moments(l: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(l > _SERIES, far**2 - 6 * far**4, variance.clamp(min=0))
 
 
-_GRID = (-4.0, 8.0, 1201)  # location over scale, tabulated
-_BELOW = (math.log10(-_GRID[0]), 6.0, 1201)  # powers of ten below it, for a law whose mean falls as 1 / -location
-LEAST_MEAN = 0.1  # scales, of a truncated normal law: nearer to zero it would be surer of it than a mean is known
+_GRID = (-4.0, 8.0, 1201)  # first, last and number of the tabulated values of location / scale
+# Below the grid: first, last and number of the exponents of ten of -location / scale. The mean of the truncated normal
+# falls as 1 / l there, so a table with even steps would have to be very long.
+_BELOW = (math.log10(-_GRID[0]), 6.0, 1201)
+LEAST_MEAN = 0.1  # scales; with a smaller mean a truncated normal would be sharper than a mean near zero is known
 
 
 def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
+    """Return tabulated locations, and the mean of the distribution at each of them, at scale one."""
     location = torch.linspace(*_GRID, dtype=torch.float64)
     if family is Family.TRUNCATED_NORMAL:
         below = -torch.logspace(*_BELOW, dtype=torch.float64).flip(0)
@@ -201,19 +263,30 @@ def _mean_table(family: Family) -> tuple[Tensor, Tensor]:
     return location, moments(family, location, torch.ones_like(location))[0]
 
 
-# Location and mean, at scale one. Made with the module: one that is made when first asked for, within a rehearsal on
-# fake tensors, stays fake for all.
+# Tables of location and mean at scale one. They are made when the module is imported: a table that is first made while
+# a model is run on fake tensors (to plan a run) would be fake, and would stay so for all later uses.
 MEAN_TABLES = {family: _mean_table(family) for family in Family if family.bounds == (0, math.inf)}
 
 
 def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
-    """The location at which the distribution with this scale has this mean; not 4 scales beyond a bound (mean near it).
+    """Return the location at which the distribution with a given scale has a given mean.
 
-    The truncated normal law, whose mean is near zero only far below it, is given means from `LEAST_MEAN` scales up.
+    There is no closed form, so the location is read off a table by linear interpolation. Its entries are 1 % of a scale
+    apart; far below zero, they are 1 % of the location apart. Between two bounds, the table of the distribution with
+    one bound gives the start of Newton's steps. The gradient is that of the table or of the implicit function. It is
+    large where the mean is near a bound, and at a bound the location does not move.
 
-    Read off a table (1 % of a scale apart, far below zero 1 % of the location; linear between), because no closed form
-    exists. Between two bounds the table is of one scale alone: Newton's steps start there. The gradient is that of the
-    table, or of the implicit function, large where the mean is near a bound; at one the location does not move.
+    A location never lies further than 4 scales beyond a bound, where the mean is almost the bound itself. The truncated
+    normal is the exception: its mean is near zero only at locations far below, so means below `LEAST_MEAN` scales are
+    raised to that.
+
+    Args:
+        family: the distribution.
+        mean: the means, any shape.
+        scale: the scale, in the units of `mean`; positive.
+
+    Returns:
+        Locations, in the units of `mean`.
     """
     if family is Family.NORMAL:
         return mean
@@ -226,14 +299,14 @@ def location_of_mean(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
 
 @lru_cache
 def _tables_on(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tables where they are asked for in every step: a copy from the host waits for all that a GPU has to do."""
+    """Return the tables on `device`, copied once: every copy from the host waits for all that a GPU has to do."""
     with torch.inference_mode(False):
         location, means = (t.to(device) for t in MEAN_TABLES[family])
     return location, means
 
 
 def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
-    """`location_of_mean` as far as the table goes."""
+    """Return `location_of_mean` by interpolation in the table, without the floor for small means."""
     location, means = MEAN_TABLES[family] if mean.device.type == "cpu" else _tables_on(family, mean.device)
     wanted = (mean.double() / scale.double()).contiguous()
     right = torch.searchsorted(means, wanted).clamp(1, len(means) - 1)
@@ -244,11 +317,12 @@ def _tabulated(family: Family, mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
-    """`location_of_mean` between zero and one.
+    """Return `location_of_mean` of the distribution censored at zero and one.
 
-    The mean grows with the location by P(0 < Y < 1), and is convex up to one half; above, all is mirrored. It is less
-    than without the upper bound, and, as the average of Phi((location - t) / scale) over t, no less than that at one
-    half. The root lies between the roots of these two, and steps that stay there come to it from above.
+    The mean grows with the location at the rate P(0 < Y < 1), and it is convex up to one half. Above one half,
+    everything is mirrored. The mean is less than it would be without the upper bound. As the average of Phi((location -
+    t) / scale) over t, it is at least the value of that at t = one half. So the root lies between the roots of these
+    two, and Newton's steps that stay between them come to it from above.
     """
     near = torch.where(mean > 0.5, 1 - mean, mean)
     with torch.no_grad():
@@ -266,15 +340,29 @@ def _location_between(mean: Tensor, scale: Tensor) -> Tensor:
 
 
 def _excess_between(location: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much the mean of the law between zero and one is above `mean`, and how fast that grows with location."""
+    """Return how far the mean of the distribution censored at zero and one exceeds `mean`, and its slope.
+
+    The slope is the derivative of that mean by the location.
+    """
     lower, upper = -location / scale, (1 - location) / scale
     return scale * _excess(lower, upper)[0] - mean, (ndtr(-lower) - ndtr(-upper)).clamp(min=_TINY)
 
 
 def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Location and scale of the law with `width` times the scale and the same mean, up to where the mean is a bound.
+    """Return location and scale of the distribution with `width` times the scale and the same mean.
 
-    A law that stops at zero would move with its scale: rain of a wider one is more rain.
+    If the location stayed, the mean of a distribution that ends at zero would move with its scale: a wider distribution
+    of rain would be one of more rain. Where the location lies 4 scales or more beyond a bound, the mean is almost the
+    bound, and its distance from the bound is multiplied by `width` as well.
+
+    Args:
+        family: the distribution.
+        location: location, any shape.
+        scale: scale, in the units of `location`.
+        width: factor of the scale, broadcast against `scale`.
+
+    Returns:
+        The new location and the new scale.
     """
     wider = width * scale
     if family is Family.NORMAL:
@@ -282,7 +370,8 @@ def widen(family: Family, location: Tensor, scale: Tensor, width: Tensor) -> tup
     with torch.no_grad():
         mean = moments(family, location, scale)[0]
         if family is Family.TRUNCATED_NORMAL:
-            return _tabulated(family, mean, wider), wider  # however far below zero, its mean is not quite there
+            # The mean of this distribution is above zero at any location, so the table applies without the floor.
+            return _tabulated(family, mean, wider), wider
         same = location_of_mean(family, mean, wider)
     same = torch.where(location > _GRID[0] * scale, same, width * location)
     if family is Family.DOUBLY_CENSORED_NORMAL:
@@ -294,21 +383,34 @@ def remap_members(
     members: Tensor, mean: Tensor, spread: Tensor, location: Tensor, scale: Tensor, family: Family = Family.NORMAL,
     order: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Coherent members of the predicted distribution: each keeps its place among them in the new one.
+    """Return members that are spread like the predicted distribution and keep their ranks.
+
+    Each member keeps its place among the members at every point, so fields of one member stay coherent in space and
+    between variables.
+
+    How a place becomes a value depends on the distribution:
+
+    - normal: location + scale (x_i - m) / s, so that mean and spread of the new members are exactly those predicted.
+    Where
+      s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and spread 1, stand for (x_i - m) / s.
+    - two bounds: the mean of the distribution between the levels (rank - 1) / M and rank / M. A level interval that
+    lies in
+      a mass at a bound gives the bound itself. A factor, as in the next case, would leave the bounds.
+    - all others: the quantile at (rank - 1/2) / M. These M values have the least CRPS (Broecker 2012,
+    doi:10.1002/qj.1891).
+      They are multiplied by what gives them the mean of the distribution. Where it rains more rarely than once in M,
+      all quantiles are zero, and the member of the last rank gets all the rain.
 
     Args:
-        members: (M, ...) raw members x_i, two or more; NaN where one is absent, which it stays.
-        mean, spread: (...) their mean m and standard deviation s (ddof = 1).
-        location, scale: (...) of the predicted distribution.
-        family: normal members become location + scale (x_i - m) / s, whose mean and spread are exactly those predicted;
-            where s is zero, normal quantiles at (rank - 1/2) / M, brought to mean 0 and s 1, stand for (x_i - m) / s.
-            Of the others, whose raw members are far from normal, they are the quantiles at (rank - 1/2) / M, the M
-            values with the least CRPS (Broecker 2012, doi:10.1002/qj.1891), times what gives them the law's mean:
-            where it rains more rarely than once in M, all quantiles are zero, and the last in rank has all the rain.
-            Between two bounds a factor would leave them: there they are the means of the law between the levels
-            (rank - 1) / M and rank / M, of which those within a mass are the bound itself.
-        order: (M,) positions of the members, in the order in which equal ones are ranked; as they are given if None. It
-            is one at all points of a forecast and another in the next, so that no member is wetter for good.
+        members: (M, ...) raw members x_i, two or more; NaN where one is absent, and the new member is NaN there too.
+        mean: (...) mean m of the members.
+        spread: (...) standard deviation s of the members (ddof = 1).
+        location: (...) location of the predicted distribution.
+        scale: (...) scale of the predicted distribution.
+        family: the distribution.
+        order: (M,) positions of the members, in the order in which equal members are ranked; the order given if None.
+            Give one order for all points of a forecast and another for the next forecast, so that no member is always
+            wetter.
 
     Returns:
         (M, ...), in the dtype of `location`.
@@ -333,21 +435,22 @@ def remap_members(
     level = (rank.double() + 0.5) / count
     found = torch.where(there, quantile(family, *wide, torch.where(there, level, 0.5)), 0.0)
     total, wanted = found.sum(0), moments(family, *wide)[0] * count
-    alone = total <= 1e-6 * wanted  # zero of zero, too, where a law's mean is too small for a number
+    # True also where both are zero, because the mean of the distribution is too small for a float.
+    alone = total <= 1e-6 * wanted
     last = torch.where(rank == count - 1, wanted, 0.0)
     found = torch.where(alone, last, found * (wanted / torch.where(alone, 1.0, total)))
     return torch.where(there, found, torch.nan).to(location.dtype)
 
 
 def _ranks(members: Tensor, order: Tensor) -> Tensor:
-    """Places of the members of each point from 0 up, NaN last, equal ones as they stand in `order`."""
+    """Return the rank of each member at each point, from 0 up: NaN last, equal ones as they stand in `order`."""
     return members[order].argsort(dim=0, stable=True).argsort(0)[order.argsort()]
 
 
 def _even_places(members: Tensor, order: Tensor) -> Tensor:
-    """Normal quantiles at (rank - 1/2) / M with mean 0 and standard deviation 1 (ddof = 1): (M, N), as `members`.
+    """Return normal quantiles at (rank - 1/2) / M with mean 0 and standard deviation 1 (ddof = 1): (M, N).
 
-    Zero where only one member is there, which has no spread.
+    A point with a single member gets zero, because one member has no spread.
     """
     there = ~torch.isnan(members)
     count = there.sum(0)
@@ -357,7 +460,10 @@ def _even_places(members: Tensor, order: Tensor) -> Tensor:
 
 
 def _means_between_levels(mu: Tensor, sigma: Tensor, rank: Tensor, count: Tensor) -> Tensor:
-    """Mean of the law between zero and one where its distribution function lies in (rank, rank + 1) / count."""
+    """Return the mean of the distribution censored at zero and one between two levels of probability.
+
+    The levels are rank / count and (rank + 1) / count.
+    """
     lower, upper = -mu / sigma, (1 - mu) / sigma
     start, end = (torch.clamp(ndtri((rank + more) / count), lower, upper) for more in (0, 1))
     between = count * (mu * (ndtr(end) - ndtr(start)) + sigma * (_phi(start) - _phi(end)))

@@ -1,13 +1,20 @@
-"""What a forecast that says zero leaves open: a little rain, where no member has any.
+"""Leave a little rain in forecasts of none.
 
-A law with a mass at zero whose mean is zero is sure of it, however wide it is; the truth is not. So, with sigma the
-scale that such a law would have and u = mean / sigma, none below zero,
+A distribution with a mass at zero whose mean is zero is certain of zero, however wide it is. The truth is not: it
+sometimes rains where no member has rain. So mean and scale are changed near zero:
 
-    sigma' = sigma [a + (1 - a) min(u, 1)]        mean' = [m + hypot(m, 2 b sigma')] / 2,  m = max(mean, 0)
+    sigma'  = sigma [a + (1 - a) min(u, 1)]
+    mean'   = [m + hypot(m, 2 b sigma')] / 2
 
-b is the mean, in scales, at which the law is above zero as often as the truth is where u = 0, and a the share of sigma
-with which it is then as much as the truth is there: two numbers a lead, variable and level (`training.truth_fit`). From
-u = 1 up a changes nothing, and b adds b^2 / u scales at most. With a = 1 and b = 0 the law has the mean max(mean, 0).
+    sigma   scale before the change
+    mean    mean before the change
+    u       mean / sigma, and zero where that is negative
+    m       max(mean, 0)
+    b       mean, in scales, at which the distribution is above zero as often as the truth is where u = 0
+    a       factor of sigma with which it then has as much rain as the truth has there
+
+a and b are two numbers for each lead, variable and level, fitted in `training.truth_fit`. From u = 1 up, a changes
+nothing, and b adds at most b^2 / u scales. With a = 1 and b = 0 the mean is max(mean, 0).
 """
 
 from __future__ import annotations
@@ -19,15 +26,25 @@ from torch import Tensor
 from ensemble_ml.fields import Family
 from ensemble_ml.models import distributions
 
-AT_ZERO = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # with a mass at zero, and no other bound
-_SHARES, _MOST = (0.05, 1.0), 1.0  # between which a lies, and the most that b is
-_TINY, _LEAST = 1e-30, 1e-6  # scales; hypot has no slope at nothing
+AT_ZERO = (Family.CENSORED_NORMAL, Family.CENSORED_SHIFTED_GAMMA)  # these have a mass at zero and no upper bound
+_SHARES, _MOST = (0.05, 1.0), 1.0  # bounds of a, and the largest b
+_TINY, _LEAST = 1e-30, 1e-6  # least scale, and least 2 b: hypot has no gradient where both of its arguments are zero
 
 
 def law_near_zero(family: Family, mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Location and scale of the law with this mean and scale, all (...), once a = `share` and b = `least` are in it.
+    """Return location and scale of the distribution for a mean and a scale, after the change near zero.
 
-    Only of a family of `AT_ZERO` do they change anything.
+    Only the distributions in `AT_ZERO` are changed. For the others, the location is that of the mean.
+
+    Args:
+        family: the distribution.
+        mean: mean before the change, (...), physical units.
+        scale: scale before the change, (...).
+        share: a, (...).
+        least: b, (...).
+
+    Returns:
+        Location and scale, (...).
     """
     if family in AT_ZERO:
         mean, scale = wetter(mean, scale, share, least)
@@ -35,18 +52,36 @@ def law_near_zero(family: Family, mean: Tensor, scale: Tensor, share: Tensor, le
 
 
 def wetter(mean: Tensor, scale: Tensor, share: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """mean' and sigma'; the slope of mean' by the mean is as if that were positive, or what is dry would stay dry."""
+    """Return mean' and sigma'.
+
+    Where the mean is negative, the gradient of mean' by the mean is that at zero. Otherwise a point that is forecast
+    dry would have no gradient and would stay dry.
+
+    Args:
+        mean: mean before the change, (...), physical units.
+        scale: scale before the change, (...).
+        share: a, (...).
+        least: b, (...).
+
+    Returns:
+        mean' and sigma', (...).
+    """
     narrow = scale * (share + (1 - share) * (mean / scale.clamp(min=_TINY)).clamp(0, 1))
     positive = mean - mean.clamp(max=0).detach()
     return (positive + torch.hypot(positive, (2 * least).clamp(min=_LEAST) * narrow)) / 2, narrow
 
 
 def fitted(family: Family, often: Tensor, much: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b (...) of a family of `AT_ZERO`; one and zero where the truth is always zero.
+    """Return a and b that fit what the truth does where u = 0; one and zero where the truth is always zero.
 
     Args:
-        often: (...) how often the truth is above zero where u = 0.
-        much: (...) its mean there over that of sigma. Where a cannot be as small as that asks for, b is.
+        family: one of `AT_ZERO`.
+        often: fraction of these points at which the truth is above zero, (...).
+        much: mean of the truth at these points, divided by the mean of sigma there, (...). If that asks for a smaller a
+            than is allowed, b is made smaller in its place.
+
+    Returns:
+        a and b, (...).
     """
     location, means = distributions.MEAN_TABLES[family]
     chance = 1 - distributions.cdf(family, location, torch.ones_like(location), torch.zeros_like(location))

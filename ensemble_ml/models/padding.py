@@ -1,16 +1,21 @@
-"""What a convolution sees beyond the edges of a grid on the sphere.
+"""Padding: the values that a convolution reads beyond the edges of a grid on the sphere.
 
-Axes: B date, C channel, Y latitude from north to south, X longitude eastwards, Z level. Padding is explicit and comes
-before convolutions that pad nothing in Y and X, so that a partitioned model can put a halo exchange in its place.
+Padding is a step of its own, before convolutions that pad nothing in Y and X. So a partitioned model can put a halo
+exchange in its place.
 
-Longitude wraps only where the points close the circle. Beyond a pole, `cross` continues a field with the row on the
-other side, rolled by half the circle; everywhere else the outermost row or column is repeated.
+Longitude wraps only if the points close the circle. Beyond a pole, the rule `cross` continues a field with the row on
+the other side of the pole, rolled by half the circle; `replicate` repeats the outermost row; `zero` puts zeros there.
+At any other edge the outermost row or column is repeated.
 
-Mirror rule. Row -1 of a level with rows 2^l apart would stand one spacing north of row 0; seen from the other side of
-the pole that is a point p north of which row 0 and row 1 lie at known distances (a pooled row stands at the mean of the
-rows it holds). The mirror starts at the nearer of the two, at row 0 where they are equally near. So a row on the pole
-itself is left out at the finest level; a pooled row that only partly lies on the pole is kept, one fine row off; and a
-last pooled row that holds nothing but the pole (33 rows: row 16 of 17, row 8 of 9, ...) is left out again.
+Mirror rule. On a level with rows 2^l apart, row -1 would stand one spacing north of row 0. Seen from the other side of
+the pole, that is a point at a known distance from the pole, and so are row 0 and row 1 (a pooled row stands at the mean
+of the rows it holds). The mirror starts at the nearer of these two, or at row 0 if they are equally near. Therefore:
+
+- a row on the pole itself is left out at the finest level;
+- a pooled row that lies only partly on the pole is kept, one fine row off;
+- a last pooled row that holds nothing but the pole (33 rows: row 16 of 17, row 8 of 9, ...) is left out again.
+
+Axes: B initialisation time, C channel, Y latitude from north to south, X longitude eastwards, Z level.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from ensemble_ml.grid import Edge, Grid
 
 
 class Beyond(Enum):
-    """What lies beyond an edge."""
+    """The kinds of values beyond an edge."""
 
     MIRROR = "mirror"
     REPLICATE = "replicate"
@@ -40,19 +45,26 @@ class Beyond(Enum):
 
 @dataclass(frozen=True)
 class EdgeRule:
-    """How a row beyond an edge is made; `skip` outermost rows are left out of a mirror."""
+    """A rule for the rows beyond an edge. A mirror leaves out the `skip` outermost rows."""
 
     beyond: Beyond
     skip: int = 0
 
     def source(self, distance: int) -> int:
-        """Which row, counted from the edge, stands `distance` (1, 2, ...) rows beyond it."""
+        """Return which row of the grid gives the values of a row beyond the edge.
+
+        Args:
+            distance: how many rows beyond the edge it stands: 1, 2, ...
+
+        Returns:
+            The number of the row, counted inwards from the edge.
+        """
         return self.skip + distance - 1 if self.beyond is Beyond.MIRROR else 0
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Rows, columns and edges of one level of the U-Net."""
+    """The rows, columns and edges of one level of the U-Net."""
 
     rows: int
     columns: int
@@ -64,8 +76,16 @@ class Geometry:
 def geometries(grid: Grid, pole: Pole, depth: int) -> tuple[Geometry, ...]:
     """Return the geometry of the grid and of its `depth` poolings by two, finest first.
 
+    Args:
+        grid: the grid of the model.
+        pole: the rule beyond the poles.
+        depth: number of poolings.
+
+    Returns:
+        `depth` + 1 geometries.
+
     Raises:
-        UserError: the longitudes do not divide as wrapping, or crossing the pole, needs.
+        UserError: the longitudes do not divide as often as wrapping, or crossing the pole, needs.
     """
     _check_longitudes(grid, pole, depth)
     positions = np.arange(grid.shape[0], dtype=np.float64)
@@ -81,28 +101,37 @@ def geometries(grid: Grid, pole: Pole, depth: int) -> tuple[Geometry, ...]:
 
 
 def _pole_position(edge: Edge, row: float, outwards: int) -> float:
-    """Where the pole is, in rows of the finest level."""
+    """Return where the pole is, in rows of the finest level."""
     return row + 0.5 * outwards if edge is Edge.POLE_BETWEEN else row
 
 
 def _pooled(positions: np.ndarray) -> np.ndarray:
-    # The mean over valid rows only: an odd last row stands alone.
+    """Return the positions of pooled rows."""
+    # The mean runs over rows that exist: an odd last row keeps its position.
     return np.array([positions[i : i + 2].mean() for i in range(0, len(positions), 2)])
 
 
 def _edge_rule(edge: Edge, pole: Pole, positions: np.ndarray, pole_at: float, spacing: float) -> EdgeRule:
-    """The rule of a northern edge; `positions` ascend away from it."""
+    """Return the rule of a northern edge; `positions` ascend away from it."""
     if edge is Edge.OPEN or pole is Pole.replicate:
         return EdgeRule(Beyond.REPLICATE)
     if pole is Pole.zero:
         return EdgeRule(Beyond.ZERO)
-    wanted = 2 * pole_at - (positions[0] - spacing)  # the row beyond, seen from the other side of the pole
-    skip = int(np.argmin(np.abs(positions[:2] - wanted)))  # argmin takes the first of equals
+    wanted = 2 * pole_at - (positions[0] - spacing)  # position of the row beyond, mirrored at the pole
+    skip = int(np.argmin(np.abs(positions[:2] - wanted)))  # of two equally near rows, argmin takes row 0
     return EdgeRule(Beyond.MIRROR, skip)
 
 
 def deepest(grid: Grid, pole: Pole) -> int | None:
-    """Return how many poolings by two the longitudes allow; None where they allow any number."""
+    """Return how many poolings by two the longitudes allow, or None if they allow any number.
+
+    Args:
+        grid: the grid of the model.
+        pole: the rule beyond the poles.
+
+    Returns:
+        The largest depth, or None.
+    """
     if not grid.wraps:
         return None
     columns = grid.shape[1]
@@ -111,11 +140,12 @@ def deepest(grid: Grid, pole: Pole) -> int | None:
 
 
 def _crosses(grid: Grid, pole: Pole) -> bool:
-    """Return whether fields are continued beyond a pole with the row on its other side."""
+    """Return True if fields are continued beyond a pole with the row on its other side."""
     return pole is Pole.cross and (grid.north is not Edge.OPEN or grid.south is not Edge.OPEN)
 
 
 def _check_longitudes(grid: Grid, pole: Pole, depth: int) -> None:
+    """Raise a UserError if the longitudes do not allow the rule for the poles, or so many poolings."""
     columns, crosses, fits = grid.shape[1], _crosses(grid, pole), deepest(grid, pole)
     if fits is None:
         return
@@ -134,10 +164,13 @@ def _check_longitudes(grid: Grid, pole: Pole, depth: int) -> None:
 
 
 class Padder(nn.Module):
-    """Pad (B, C, Y, X, Z) by one row and one column on each side; Z is left alone.
+    """A layer that pads (B, C, Y, X, Z) by one row and one column on each side; Z is left alone.
 
-    `sign` and `offset` (C, Z) act on rows continued across a pole, value -> sign * value + offset: how a component
-    of a vector changes sign in physical units while the network holds it standardised.
+    Args:
+        geometry: rows, columns and edges.
+        sign: (C, Z) factor of values continued across a pole, value -> sign * value + offset. A component of a vector
+            changes its sign there in physical units, while the network holds it standardised.
+        offset: (C, Z).
     """
 
     sign: Tensor | None
@@ -150,15 +183,20 @@ class Padder(nn.Module):
         self.register_buffer("offset", offset)
 
     def forward(self, x_BCYXZ: Tensor) -> Tensor:
+        """Pad: (B, C, Y, X, Z) -> (B, C, Y + 2, X + 2, Z)."""
         return _Pad.apply(x_BCYXZ, self.geometry, self.sign, self.offset)
 
     def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this layer."""
         g = self.geometry
         return f"{g.rows} x {g.columns}, wraps={g.wraps}, north={g.north}, south={g.south}"
 
 
 class _Pad(torch.autograd.Function):
-    """One copy into a larger tensor, then the borders; `torch.cat` and `F.pad` took 5 to 100 times as long."""
+    """The padding as one copy into a larger tensor, then its borders.
+
+    `torch.cat` and `F.pad` took 5 to 100 times as long.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, geometry: Geometry, sign: Tensor | None, offset: Tensor | None) -> Tensor:
@@ -168,7 +206,7 @@ class _Pad(torch.autograd.Function):
         padded[:, :, 1:-1, 1:-1] = x
         for row, target, rule in ((0, 0, geometry.north), (-1, -1, geometry.south)):
             padded[:, :, target, 1:-1] = _beyond(x, row, rule, sign, offset)
-        # After the rows, so that the corners come free.
+        # Columns come after rows, so that the corners are filled without a step of their own.
         wraps = geometry.wraps
         padded[:, :, :, 0] = padded[:, :, :, -2 if wraps else 1]
         padded[:, :, :, -1] = padded[:, :, :, 1 if wraps else -2]
@@ -186,7 +224,15 @@ class _Pad(torch.autograd.Function):
 
 
 def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor of `shape`, channels last where those of `x` are."""
+    """Return an empty tensor of `shape`, with channels last in memory if those of `x` are.
+
+    Args:
+        x: a tensor of four or five axes.
+        shape: the new shape, with as many axes.
+
+    Returns:
+        The tensor, in the dtype and on the device of `x`.
+    """
     if x.ndim == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
         return x.new_empty(shape[0], *shape[2:], shape[1]).permute(0, 4, 1, 2, 3)
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
@@ -195,12 +241,13 @@ def empty_in_order_of(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _source_row(row: int, rule: EdgeRule, rows: int) -> int:
+    """Return which row gives the values beyond the first row (`row` = 0) or the last row (`row` = -1)."""
     source = min(rule.source(1), rows - 1)
     return source if row == 0 else rows - 1 - source
 
 
 def _beyond(x: Tensor, row: int, rule: EdgeRule, sign: Tensor | None, offset: Tensor | None) -> Tensor:
-    """(B, C, X, Z) beyond the first (row 0) or last (row -1) row."""
+    """Return the values (B, C, X, Z) beyond the first row (`row` = 0) or the last row (`row` = -1)."""
     if rule.beyond is Beyond.ZERO:
         return x.new_zeros(())
     values = x[:, :, _source_row(row, rule, x.shape[2])]
@@ -213,7 +260,7 @@ def _beyond(x: Tensor, row: int, rule: EdgeRule, sign: Tensor | None, offset: Te
 
 
 def _fold_columns(grad: Tensor, wraps: bool) -> Tensor:
-    """Adjoint of padding the columns."""
+    """Apply the adjoint of padding the columns."""
     inner = grad[:, :, :, 1:-1].clone()  # keeps the order of axes in memory
     inner[:, :, :, -1 if wraps else 0] += grad[:, :, :, 0]
     inner[:, :, :, 0 if wraps else -1] += grad[:, :, :, -1]
@@ -221,7 +268,7 @@ def _fold_columns(grad: Tensor, wraps: bool) -> Tensor:
 
 
 def _add_back(inner: Tensor, outer: Tensor, row: int, rule: EdgeRule, sign: Tensor | None) -> None:
-    """Adjoint of `_beyond`, added to `inner` in place."""
+    """Apply the adjoint of `_beyond` and add the result to `inner` in place."""
     if rule.beyond is Beyond.MIRROR:
         outer = outer if sign is None else outer * sign[:, None].to(outer.dtype)
         outer = outer.roll(-(outer.shape[2] // 2), 2)

@@ -1,6 +1,6 @@
-"""Planes that all variables share: where a point lies, when the forecast starts, and how many members there are.
+"""The input planes that all variables share: place, static fields, number of members, and season.
 
-Axes: B date, P plane, Y latitude, X longitude.
+Axes: B initialisation time, P plane, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -13,21 +13,43 @@ from ensemble_ml.models.inputs import ModelSpec
 
 _DAYS = 365.2425
 _PLACE, _NUMBERS = 4, 4
-_SEASON = 2  # the last ones
+_SEASON = 2  # sine and cosine of the season are the last planes
 
 
 def plane_count(spec: ModelSpec) -> int:
-    """P: four of place, the static fields, four numbers."""
+    """Return P: four planes of place, the static fields, and four planes of one number each.
+
+    Args:
+        spec: the model's spec.
+
+    Returns:
+        The number of planes.
+    """
     return _PLACE + len(spec.static) + _NUMBERS
 
 
 def hemisphere(spec: ModelSpec) -> np.ndarray:
-    """(Y, 1) float32: -1 south of the equator, 1 elsewhere."""
+    """Return -1 for rows south of the equator and 1 for the others.
+
+    Args:
+        spec: the model's spec.
+
+    Returns:
+        (Y, 1) float32.
+    """
     return np.where(np.asarray(spec.latitude) < 0, -1, 1).astype(np.float32)[:, None]
 
 
 def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
-    """Sine and cosine of latitude and of longitude, then `static` (n, Y, X) standardised: (P - 4, Y, X)."""
+    """Return sine and cosine of latitude and of longitude, then the static fields, standardised.
+
+    Args:
+        spec: the model's spec.
+        static: (n, Y, X) static fields.
+
+    Returns:
+        (P - 4, Y, X).
+    """
     lat, lon = np.deg2rad(np.asarray(spec.latitude)), np.deg2rad(np.asarray(spec.longitude))
     planes = [np.sin(lat)[:, None], np.cos(lat)[:, None], np.sin(lon)[None], np.cos(lon)[None]]
     shape = len(lat), len(lon)
@@ -36,11 +58,15 @@ def position_planes(spec: ModelSpec, static: np.ndarray) -> Tensor:
 
 
 def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tensor:
-    """`position`, then 1/M, log M, sine and cosine of the season: (B, P, Y, X).
+    """Return all common planes: those of `position_planes`, 1/M, log M, sine and cosine of the season.
 
     Args:
-        position: of `position_planes`.
-        count, day_of_year: (B,) M and 1..366.
+        position: the result of `position_planes`.
+        count: (B,) M.
+        day_of_year: (B,) 1 to 366.
+
+    Returns:
+        (B, P, Y, X).
     """
     numbers = torch.stack([1 / count, torch.log(count), *seasonal_terms(day_of_year).unbind(-1)], 1)
     planes = numbers.to(position.dtype)[:, :, None, None].expand(-1, -1, *position.shape[1:])
@@ -48,19 +74,34 @@ def common_planes(position: Tensor, count: Tensor, day_of_year: Tensor) -> Tenso
 
 
 def seasonal_terms(day_of_year: Tensor) -> Tensor:
-    """Sine and cosine of the season, (..., 2), of the day of the year, 1..366."""
+    """Return sine and cosine of the season.
+
+    Args:
+        day_of_year: (...) 1 to 366.
+
+    Returns:
+        (..., 2).
+    """
     angle = day_of_year * (2 * np.pi / _DAYS)
     return torch.stack([torch.sin(angle), torch.cos(angle)], -1)
 
 
 def with_own_season(common_BPYX: Tensor, hemisphere: Tensor) -> Tensor:
-    """`common_planes` with the season of the northern hemisphere half a year from now where `hemisphere` is -1."""
+    """Shift the season by half a year in the southern hemisphere, by changing the sign of its sine and cosine.
+
+    Args:
+        common_BPYX: the result of `common_planes`.
+        hemisphere: -1 where the season is to be shifted, broadcast against (B, 2, Y, X).
+
+    Returns:
+        (B, P, Y, X).
+    """
     others, season = common_BPYX[:, :-_SEASON], common_BPYX[:, -_SEASON:]
     return torch.cat([others, season * hemisphere.to(season.dtype)], 1)
 
 
 def _standardised(static: Tensor) -> Tensor:
-    """Static fields to mean zero and deviation one; a constant one becomes zero."""
+    """Standardise static fields to mean zero and standard deviation one; a constant field becomes zero."""
     if not static.numel():
         return static
     centred = static - static.mean((-2, -1), keepdim=True)

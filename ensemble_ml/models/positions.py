@@ -1,6 +1,7 @@
-"""Whole numbers of the host, such as positions along an axis, without a copy in every step.
+"""Lists of integers, such as positions along an axis, that are copied to a GPU once and not in every step.
 
-A copy from the host waits for all that a GPU has to do, and cannot be recorded (`training.recorded`).
+A copy from the host waits for all work that the GPU has been given, and it cannot be part of a CUDA graph
+(`training.recorded`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,39 @@ from torch import Tensor
 
 
 def take(x: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
-    """A copy of `x` at `positions` of `dim`."""
+    """Return a copy of `x` at some positions of one axis.
+
+    Args:
+        x: any tensor.
+        dim: the axis.
+        positions: positions along it.
+
+    Returns:
+        The copy, with as many entries along the axis as there are positions.
+    """
     return x.index_select(dim, integers(positions, x.device))
 
 
 def integers(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """(N,) int64, which must not be written to."""
-    if device.type != "cuda":  # there is nothing to save, and a fake tensor of a rehearsal must not be kept
+    """Return integers as a tensor on `device`. The caller must not write to it.
+
+    Args:
+        numbers: N integers.
+        device: where the tensor is needed.
+
+    Returns:
+        (N,) int64.
+    """
+    # Elsewhere there is nothing to save. A cached tensor could even do harm: if it was made in a dry run on fake
+    # tensors, it would be fake for all later uses.
+    if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device)
     return _kept(tuple(numbers), device)
 
 
 @lru_cache(maxsize=1024)
 def _kept(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the tensor from the cache, or make it."""
+    # A tensor made in inference mode could not be used in training later.
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.int64, device=device)

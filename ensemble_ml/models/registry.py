@@ -1,7 +1,8 @@
-"""The models that `model.name` can name: ours, and published ways to post-process an ensemble, as its rivals.
+"""The models that the setting `model.name` chooses from: our network, and published methods as its baselines.
 
-Each takes a `ModelSpec` and a `Climate`, maps an `EnsembleInput` to a `Prediction`, and offers `spec`, `speed`,
-`pressure`, `surface` (each with `heads`, or None), `features` and `param_groups()`.
+Each is made from a `ModelSpec` and a `Climate`, and maps an `EnsembleInput` to a `Prediction`. Each has the attributes
+`spec`, `speed`, `features`, `pressure` and `surface` (an object with `heads`, or None), and the method
+`param_groups()`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ MODELS: dict[str, type[EnsembleModel] | type[Rival]] = {
 
 
 def refuse_masks(spec: ModelSpec) -> None:
-    """Raise a UserError where the model that `spec` names takes no masks, and a variable has points without a value."""
+    """Refuse variables that have points without a value, if the chosen model cannot take them.
+
+    Args:
+        spec: the model's spec.
+
+    Raises:
+        UserError: the spec has masked variables, and its model is a baseline.
+    """
     if spec.masked and MODELS[spec.config.name] is not EnsembleModel:
         raise UserError(
             f"model.name={spec.config.name}: takes no variable that has points without a value"
@@ -37,10 +45,18 @@ def refuse_masks(spec: ModelSpec) -> None:
 
 
 def build_model(spec: ModelSpec, climate: Climate) -> AnyModel:
-    """Make the model that `spec.config.name` names.
+    """Build the model that `spec.config.name` chooses.
+
+    Args:
+        spec: the model's spec.
+        climate: statistics of the training dates.
+
+    Returns:
+        The model.
 
     Raises:
-        UserError: the grid does not fit depth and pole, `climate` does not fit `spec`, or the model cannot take masks.
+        UserError: the grid does not fit the depth and the rule for the poles, `climate` does not fit `spec`, or the
+            model cannot take masked variables.
     """
     refuse_masks(spec)
     return MODELS[spec.config.name](spec, climate)

@@ -1,4 +1,4 @@
-"""What forward passes in training mode change of a model beside its gradients: running statistics of batch norms."""
+"""The running statistics of batch norms, which a forward pass in training mode changes beside the gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Running:
-    """The running statistics of a model as they are now, to be put back after passes that shall leave no trace."""
+    """A copy of a model's running statistics, used to restore them after passes that must leave no trace.
+
+    Args:
+        model: any module; its batch norms are found.
+    """
 
     def __init__(self, model: nn.Module):
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -16,7 +20,7 @@ class Running:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Undo what has changed them since."""
+        """Restore the statistics to the values they had when this object was made."""
         for norm, values in self._kept:
             for name, before in values.items():
                 getattr(norm, name).copy_(before)

@@ -1,17 +1,20 @@
-"""Distributions of quantities above zero with a long upper tail: log-normal, censored shifted gamma.
+"""Distributions of quantities above zero with a long upper tail: log-normal, and censored shifted gamma.
 
-Both are given by a location and a scale in the units of the variable, like the laws that stem from the normal one, so
-that one head serves all. With x = location / scale and r(x) = log(1 + exp(2 x)) / 2, which is x but for small x and
-never below zero:
+Both are given by a location and a scale in the units of the variable, like the distributions made from the normal one,
+so that one head serves all.
 
-- log-normal: mean scale r(x), standard deviation scale; so sigma_log^2 = log(1 + 1 / r^2), mu_log = log(mean) -
+    x      location / scale
+    r(x)   log(1 + exp(2 x)) / 2, which is close to x except for small x, and never negative
+    c      `GAMMA_SHIFT`
+
+- log-normal: mean scale r(x), standard deviation scale. So sigma_log^2 = log(1 + 1 / r^2), and mu_log = log(mean) -
   sigma_log^2 / 2. CRPS: Baran & Lerch (2015), doi:10.1002/qj.2521, equation 4.
-- censored shifted gamma: max(0, G - c scale), where G has mean scale r(x + c) and standard deviation scale, c =
-  `GAMMA_SHIFT`; so its shape is k = r^2 and its own scale scale / r. Scheuerer & Hamill (2015),
-  doi:10.1175/MWR-D-15-0061.1, equations 1 and 10. From r = 100 on it is scored as the normal law, which gives
-  it the same score to two thousandths of the scale.
+- censored shifted gamma: max(0, G - c scale), where G has a gamma distribution with mean scale r(x + c) and standard
+  deviation scale. So its shape is k = r^2 and its own scale is scale / r. Scheuerer & Hamill (2015),
+  doi:10.1175/MWR-D-15-0061.1, equations 1 and 10. From r = 100 on it is scored as a normal distribution, whose score
+  differs by at most two thousandths of the scale there.
 
-All is computed in float64: the incomplete gamma function loses digits in float32.
+Everything is computed in float64, because the incomplete gamma function loses digits in float32.
 """
 
 from __future__ import annotations
@@ -29,20 +32,40 @@ from torch.special import gammainc, ndtr, ndtri
 from ensemble_ml.fields import GAMMA_SHIFT, Family
 
 LAWS = (Family.LOGNORMAL, Family.CENSORED_SHIFTED_GAMMA)
-_LOWEST, _HIGHEST = -8.0, 100.0  # bounds of x: below, the law sits at zero; above, the gamma law is the normal one
+_LOWEST, _HIGHEST = -8.0, 100.0  # below, the distribution is as good as zero; above, the gamma is as good as normal
 _TINY = 1e-290
-_STEP = 1e-5  # relative step in the shape
+_STEP = 1e-5  # relative step of the shape in a difference quotient
 
 
 def crps(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """CRPS of forecasts of `y` >= 0, in its units."""
+    """Return the CRPS of each forecast.
+
+    Args:
+        family: log-normal or censored shifted gamma.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+        y: observations, in the same units; zero or more.
+
+    Returns:
+        The score, in the units of `y`.
+    """
     mu, sigma, at = location.double(), scale.double(), y.double()
     standard = _crps_lognormal if family is Family.LOGNORMAL else _crps_gamma
     return (sigma * standard(mu / sigma, at / sigma)).to(location.dtype)
 
 
 def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """P(value <= y)."""
+    """Return the distribution function P(value <= y).
+
+    Args:
+        family: log-normal or censored shifted gamma.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+        y: values, in the same units.
+
+    Returns:
+        Probabilities in [0, 1].
+    """
     x, v = location.double() / scale.double(), y.double() / scale.double()
     if family is Family.LOGNORMAL:
         mu, sigma = _log_parameters(_ratio(x))
@@ -55,7 +78,17 @@ def cdf(family: Family, location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
 
 
 def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | float) -> Tensor:
-    """The value that is not exceeded with probability `level` (a number, or a tensor that broadcasts)."""
+    """Return the value that is not exceeded with probability `level`.
+
+    Args:
+        family: log-normal or censored shifted gamma.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+        level: probability; a number, or a tensor that broadcasts against `location`.
+
+    Returns:
+        Values in the units of `location`.
+    """
     x = location.double() / scale.double()
     p = torch.as_tensor(level, dtype=torch.float64, device=location.device)
     if family is Family.LOGNORMAL:
@@ -70,13 +103,22 @@ def quantile(family: Family, location: Tensor, scale: Tensor, level: Tensor | fl
 
 
 def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation."""
+    """Return mean and standard deviation.
+
+    Args:
+        family: log-normal or censored shifted gamma.
+        location: location, any shape.
+        scale: scale, in the units of `location`; positive.
+
+    Returns:
+        Mean and standard deviation, in the units of `location`.
+    """
     x, sigma = location.double() / scale.double(), scale.double()
     if family is Family.LOGNORMAL:
         return (sigma * _ratio(x)).to(location.dtype), scale
     r = _ratio((x + GAMMA_SHIFT).clamp(max=_HIGHEST))
     k, at = r * r, GAMMA_SHIFT * r
-    above = [1 - gammainc(k, at)]  # 1 - F of the gamma laws of shape k, k + 1 and k + 2
+    above = [1 - gammainc(k, at)]  # 1 - F of the gamma distributions of shape k, k + 1 and k + 2
     above.append(above[0] + _density(k, at))
     above.append(above[1] + _density(k + 1, at))
     mean = k * above[1] - at * above[0]
@@ -90,19 +132,23 @@ def moments(family: Family, location: Tensor, scale: Tensor) -> tuple[Tensor, Te
 
 
 def _ratio(x: Tensor) -> Tensor:
+    """Return r(x)."""
     return softplus(x.clamp(min=_LOWEST), beta=2.0)
 
 
 def _is_normal(x: Tensor) -> Tensor:
+    """Return True where the gamma distribution is taken as a normal one."""
     return x + GAMMA_SHIFT >= _HIGHEST
 
 
 def _log_parameters(r: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mu_log - log(scale) and sigma_log of the log-normal distribution."""
     square = torch.log1p(1 / (r * r))
     return r.log() - square / 2, square.sqrt()
 
 
 def _crps_lognormal(x: Tensor, v: Tensor) -> Tensor:
+    """Return the CRPS of the log-normal distribution at scale one, for x and v = y / scale."""
     r = _ratio(x)
     mu, sigma = _log_parameters(r)
     z = (v.clamp(min=_TINY).log() - mu) / sigma
@@ -110,6 +156,7 @@ def _crps_lognormal(x: Tensor, v: Tensor) -> Tensor:
 
 
 def _crps_gamma(x: Tensor, v: Tensor) -> Tensor:
+    """Return the CRPS of the censored shifted gamma distribution at scale one, for x and v = y / scale."""
     r = _ratio((x + GAMMA_SHIFT).clamp(max=_HIGHEST))
     k, low, at = r * r, GAMMA_SHIFT * r, (v + GAMMA_SHIFT) * r
     at = torch.where(_is_normal(x), 1.0, at)
@@ -124,14 +171,14 @@ def _crps_gamma(x: Tensor, v: Tensor) -> Tensor:
 
 
 def _density(k: Tensor, x: Tensor) -> Tensor:
-    """x^k exp(-x) / Gamma(k + 1), by which F of shape k exceeds that of shape k + 1."""
+    """Return x^k exp(-x) / Gamma(k + 1), by which F of shape k exceeds that of shape k + 1."""
     return torch.exp(k * x.clamp(min=_TINY).log() - x - torch.lgamma(k + 1))
 
 
 class _Incomplete(torch.autograd.Function):
-    """Regularised lower incomplete gamma function F_k(x); torch itself has no derivative by the shape.
+    """The regularised lower incomplete gamma function F_k(x), with a derivative by its shape, which torch lacks.
 
-    That derivative is a central difference, good to six digits of a score where k is largest.
+    That derivative is a central difference. Where k is largest, it is good to six digits of a score.
     """
 
     @staticmethod
@@ -148,6 +195,7 @@ class _Incomplete(torch.autograd.Function):
 
 
 def _incomplete(k: Tensor, x: Tensor) -> Tensor:
+    """Return F_k(x)."""
     found = _Incomplete.apply(k, x)
     assert isinstance(found, Tensor)
     return found

@@ -1,10 +1,11 @@
-"""Which arithmetic and which order of axes in memory are fastest here: ask the hardware, then time it.
+"""The choice of arithmetic and of the order of axes in memory: ask the hardware what it can do, then time it.
 
-torch's float32 conv3d leaves oneDNN for a path about ten times slower on some shapes when channels come first in
-memory; with channels last it did not on the machines measured, and bfloat16 gains up to two more where the CPU has it.
-Forms that fold the levels into the batch or the channels of a 2D convolution were measured too: as fast at best. What
-wins depends on machine and shape, so it is measured on the real shapes and the choice is kept as a value that a
-checkpoint records: a resumed run takes the same, and is bit for bit the same.
+With channels first in memory, torch's float32 conv3d leaves oneDNN for some shapes and takes a path about ten times
+slower. With channels last it did not do so on the machines that were measured, and bfloat16 is up to twice as fast
+again where the CPU has it. Folding the levels into the batch or the channels of a 2D convolution was as fast at best.
+
+The fastest way depends on machine and shape. So it is measured on the real shapes, and a checkpoint records the choice.
+A resumed run takes the recorded one, and its results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -27,50 +28,78 @@ log = logging.getLogger(__name__)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _SECONDS = 3.0  # for all trials together
 
-Record = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]  # of a call: one that does the same, its result
+Record = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]  # a call -> a call that does the same, its result
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Precision of the convolutions and order of axes in memory; heads and losses keep the parameters' own."""
+    """The precision of the convolutions, and the order of axes in memory.
+
+    Heads and losses keep the dtype of the weights.
+    """
 
     precision: Precision = Precision.float32
     channels_last: bool = True
 
     @property
     def low(self) -> bool:
-        """Whether convolutions run in bfloat16."""
+        """Return True if convolutions run in bfloat16."""
         return self.precision is Precision.bfloat16
 
     def arrange(self, x: Tensor) -> Tensor:
-        """A tensor (B, C, Y, X[, Z]) in the chosen order of axes."""
+        """Return a tensor in the chosen order of axes.
+
+        Args:
+            x: (B, C, Y, X[, Z]).
+
+        Returns:
+            The same values.
+        """
         return x.contiguous(memory_format=_LAST[x.ndim] if self.channels_last else torch.contiguous_format)
 
     def apply(self, model: nn.Module) -> None:
-        """Set `model` to this speed: memory order of its kernels, dtype for float64, `model.speed`."""
+        """Set a model to this speed: the memory order of its kernels, its dtype for float64, and `model.speed`.
+
+        Args:
+            model: the model, changed in place.
+        """
         for module in model.modules():
             if isinstance(module, nn.Conv3d | nn.Conv2d):
                 order = torch.contiguous_format if not self.channels_last else _LAST[module.weight.ndim]
                 module.weight.data = module.weight.data.contiguous(memory_format=order)
         if self.precision is Precision.float64:
             model.double()
-        # float32 says what it is: bfloat16 is there for speed.
+        # With TF32, a GPU would round float32 to ten bits. Whoever wants speed can take bfloat16.
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        torch.backends.cudnn.deterministic = True  # in all that is timed, too: what is planned is what trains
+        torch.backends.cudnn.deterministic = True  # also while timing, so that the time is that of the training
         model.speed = self  # type: ignore[assignment]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"precision": self.precision.value, "channels_last": self.channels_last}
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> Speed:
-        """Inverse of `to_json`."""
+        """Build the speed that `to_json` wrote.
+
+        Args:
+            plain: the result of `to_json`.
+
+        Returns:
+            An equal speed.
+        """
         return cls(Precision(plain["precision"]), bool(plain["channels_last"]))
 
 
 def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
-    """What the device can do of what is wanted, the likeliest to be fast first.
+    """Return the speeds that the device offers for a wanted precision, with the one most likely to be fast first.
+
+    Args:
+        device: the device of the model.
+        wanted: the setting `model.precision`.
+
+    Returns:
+        Speeds; those with channels last come first.
 
     Raises:
         UserError: bfloat16 is asked for on a device without it.
@@ -86,20 +115,40 @@ def candidates(device: torch.device, wanted: Precision) -> list[Speed]:
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or the instructions that torch uses of the processor: where these differ, so do last bits."""
+    """Return the name of a GPU, or the instruction set that torch uses of a processor.
+
+    Between devices of different names, the last bits of results differ.
+
+    Args:
+        device: the device.
+
+    Returns:
+        The name.
+    """
     return torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given: its clock is not the host's."""
+    """Wait until a GPU has finished all work it was given, so that the host's clock measures it.
+
+    Args:
+        device: the device; nothing happens on a CPU.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is right, and faster than float32, on `device`."""
+    """Return True if bfloat16 gives right results on `device` and is faster than float32.
+
+    Args:
+        device: the device.
+
+    Returns:
+        The answer.
+    """
     if device.type == "cuda":
-        # Before cuDNN 9.15 some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
+        # Before cuDNN 9.15, some bfloat16 conv3d kernels gave wrong results (9.10.2) or were slow.
         known = torch.cuda.is_bf16_supported(including_emulation=False)
         return known and (torch.backends.cudnn.version() or 0) >= 91500
     capability = torch.backends.cpu.get_cpu_capability()
@@ -114,26 +163,33 @@ def choose(
     seconds: float = _SECONDS,
     record: Record | None = None,
 ) -> Speed:
-    """Time `step` (a forward and backward pass of `model` on a real batch) at each speed; set and return the fastest.
+    """Time `step` at each speed, set the model to the fastest, and return it.
 
-    Weights and running statistics are untouched but for their order in memory. One line of the log says what was
-    tried, the milliseconds and what was taken.
+    Weights and running statistics keep their values; only their order in memory may change. One line of the log names
+    the speeds tried, their milliseconds and the choice.
 
     Args:
-        wanted: `auto` tries all that the hardware has; another precision fixes it and chooses the order of axes only.
-        seconds: all trials together; one that is far behind is not repeated. The first run of each on a GPU, which
-            loads and compiles kernels for as long, is beside them.
-        record: what gives a call that does the same as `step`, as training will where it can (`training.recorded`).
+        model: the model.
+        step: a forward and backward pass of `model` on a real batch.
+        wanted: `auto` tries all that the hardware has; another precision is fixed, and only the order of axes is
+            chosen.
+        seconds: limit for all trials together. A speed that is far behind is not repeated. On a GPU, the first run of
+            each speed, which loads and compiles kernels, does not count.
+        record: turns `step` into a call that does the same, as the training will where it can (`training.recorded`).
+
+    Returns:
+        The fastest speed.
 
     Raises:
-        torch.OutOfMemoryError: a GPU holds the step at no speed.
+        torch.OutOfMemoryError: the step does not fit into the GPU at any speed.
     """
     device = next(model.parameters()).device
     tried: dict[Speed, float] = {}
     running = Running(model)
     deadline = time.perf_counter() + seconds
     for speed in candidates(device, wanted):
-        # Each precision gets its turn in channels-last memory, which is listed first, however slow the machine.
+        # Channels-last speeds are listed first. Each precision is timed at least once that way, however slow the
+        # machine.
         if time.perf_counter() > deadline and not speed.channels_last:
             continue
         speed.apply(model)
@@ -141,10 +197,10 @@ def choose(
             play, spent = _prepared(model, step, record) if device.type == "cuda" else (step, 0.0)
             deadline += spent
             tried[speed] = _milliseconds(play, device, deadline, min(tried.values(), default=float("inf")))
-        except torch.OutOfMemoryError as error:  # float32 may not fit where bfloat16 does
+        except torch.OutOfMemoryError as error:  # bfloat16 may still fit where float32 does not
             log.info("speed: %s: %s", _name(speed), str(error).split(". ")[0])
-            lacking = error.with_traceback(None)  # whose frames hold what the pass had come to
-        play = step  # and the memory of a recording is free
+            lacking = error.with_traceback(None)  # the frames of a traceback would keep the tensors of the pass alive
+        play = step  # drops a recording, and so frees its memory
         model.zero_grad(set_to_none=True)
     if not tried:
         raise lacking
@@ -156,7 +212,11 @@ def choose(
 
 
 def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) -> tuple[Callable[[], Any], float]:
-    """Let a GPU load and compile kernels, and record: what is to be timed, and the seconds that this took."""
+    """Let a GPU load and compile its kernels, and record the step.
+
+    Returns:
+        The call that is to be timed, and the seconds that this took.
+    """
     began, play = time.perf_counter(), step
     step()
     settle(next(model.parameters()).device)
@@ -164,13 +224,14 @@ def _prepared(model: nn.Module, step: Callable[[], Any], record: Record | None) 
     if record is not None:
         try:
             play, _ = record(step)
-        except RuntimeError:  # memory is short, or something cannot be: training will come to the same, and say why
+        # Memory is short, or something cannot be recorded. The training will meet the same and log why.
+        except RuntimeError:
             model.zero_grad(set_to_none=True)
     return play, time.perf_counter() - began
 
 
 def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float, fastest: float) -> float:
-    """The fastest of up to three runs after a first one that prepares kernels; one run where time is out."""
+    """Return the time of the fastest of up to three runs after one that warms up; of a single run if time is out."""
     found: list[float] = []
     for _ in range(4):
         start = time.perf_counter()
@@ -183,4 +244,5 @@ def _milliseconds(step: Callable[[], Any], device: torch.device, deadline: float
 
 
 def _name(speed: Speed) -> str:
+    """Return a name of a speed for the log."""
     return f"{speed.precision.value} {'channels last' if speed.channels_last else 'channels first'}"

@@ -1,7 +1,7 @@
-"""Puts a run together: climate, model, precision, optimizer and loss, anew or from its last checkpoint.
+"""Builds a run: climate, model, precision, optimizer and loss; new, or from the last checkpoint.
 
-Over several ranks every one holds all weights, and its part of the grid of everything else; what is fitted to the
-training dates is fitted by all of them together, each from whole fields of dates of its own (`team`).
+Over several ranks, each rank holds all weights, and its part of the grid of everything else. All ranks make the fits to
+the training dates together, each from whole fields of its own dates (`training.team`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Run:
-    """A run's settings, its data, its state, its loss, and the facts that every checkpoint of it repeats."""
+    """A run: its settings, data, state and loss, and the facts that each of its checkpoints repeats."""
 
     config: TrainConfig
     reader: Reader
@@ -59,34 +59,60 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
         return next(self.state.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights, and so of inputs and targets."""
+        """Return the dtype of the weights, which is that of inputs and targets too."""
         return next(self.state.model.parameters()).dtype
 
     def batches(self, start_step: int, steps: int) -> Batches:
-        """Training batches of global steps start_step to steps."""
+        """Return the training batches of steps `start_step` to `steps` - 1.
+
+        Args:
+            start_step: the first step.
+            steps: the step at which to stop.
+
+        Returns:
+            This rank's part of the batches.
+        """
         return batches_of(self.config, self.reader, self.train_dates, start_step, steps, self.share)
 
     def part_of(self, batch: Batch, step: int) -> float:
-        """Of the samples of a step, and of their cells, what this rank's `batch` is."""
+        """Return which fraction of the samples and cells of a step this rank's batch is.
+
+        Args:
+            batch: this rank's batch.
+            step: the step.
+
+        Returns:
+            A number between 0 and 1.
+        """
         return len(batch) / (self._order.samples(step) * self.session.topology.spatial)
 
     def ranks_with_samples(self, step: int) -> int:
-        """How many ranks, the first ones, have a sample of a step: of the last one of an epoch maybe not all."""
+        """Return how many ranks have a sample of a step. They are the first ones.
+
+        The last batch of an epoch may be too short for all of them.
+
+        Args:
+            step: the step.
+
+        Returns:
+            The number of ranks.
+        """
         topology = self.session.topology
         return min(self._order.samples(step), topology.data) * topology.spatial
 
     @property
     def _order(self) -> Order:
+        """Return the order of the training dates, which follows from the seed alone."""
         return Order(self.config.seed, len(self.train_dates), self.config.batch_size)
 
     @property
     def share(self) -> tuple[int, int]:
-        """(which, of how many) of the shares of a batch this rank takes."""
+        """Return (which, of how many) parts of a batch this rank takes."""
         return _share(self.session)
 
 
@@ -98,15 +124,21 @@ def assemble(
     session: Session | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Make the run of `config` over the reader's store, going on from `checkpoint` where there is one.
+    """Build the run of `config`, or restore it from a checkpoint.
 
     Args:
-        reader: of the whole grid; the run reads this rank's part of it.
-        session: of the job; one rank where it is None.
-        progress: of the fits: it is told how far they are, and bounds them.
+        config: settings of the run.
+        reader: reads whole fields of the store; the run reads only this rank's part of the grid.
+        checkpoint: the checkpoint to resume from; None for a new run.
+        threads: torch's number of threads, which checkpoints record.
+        session: the ranks of the job; None for one rank.
+        progress: shows how far the fits are, and bounds their time.
+
+    Returns:
+        The run.
 
     Raises:
-        UserError: settings, store and ranks do not go together.
+        UserError: settings, store and ranks do not fit together.
     """
     session, progress = session or solo(), progress or Progress()
     if (parts := session.topology.data) > config.batch_size:
@@ -144,14 +176,17 @@ def assemble(
     if config.parallel.overlap == "auto" and shard is not None:
         _settle_overlap(run, overlap, checkpoint)
     if checkpoint is not None:
-        # Which terms a rank holds apart is known once the model is shared out; from here on an exchange may wait for
-        # gradients, so what is measured comes before.
+        # Which terms a rank keeps to itself is known only after the model is partitioned. After `restore`, an exchange
+        # may wait for gradients, so all timing has to come before.
         state.restore(checkpoint)
     return run
 
 
 def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -> None:
-    """Set the switch to what is faster; where a run goes on over the same mesh, as it was, for it moves last bits."""
+    """Switch the overlap of halo exchange and convolution on or off, whichever is faster.
+
+    A run that is resumed over the same mesh keeps its choice, because the choice changes last bits.
+    """
     mesh = list(run.session.topology.shape)
     kept = checkpoint.meta.get("overlap") if checkpoint is not None else None
     if kept is not None and kept["mesh"] == mesh:
@@ -162,10 +197,11 @@ def _settle_overlap(run: Run, overlap: Overlap, checkpoint: Checkpoint | None) -
 
 
 def _measure_overlap(run: Run, overlap: Overlap) -> None:
-    """Set the switch to what is faster for a forward and backward pass of this run; weights are untouched."""
+    """Time a forward and backward pass with and without overlap, and take the faster. Weights are not changed."""
     model, batch = run.state.model, run.batches(0, 1).batch(0).to(run.device, run.dtype)
 
     def step() -> None:
+        """Run one pass and drop its gradients."""
         run.loss(model(batch.inputs), batch)["loss"].backward()
         model.zero_grad(set_to_none=True)
         settle(run.device)
@@ -177,7 +213,7 @@ def _measure_overlap(run: Run, overlap: Overlap) -> None:
 
 
 def _shard(spec: ModelSpec, session: Session) -> Shard | None:
-    """This rank's part of the grid; None for all of it."""
+    """Return this rank's part of the grid; None if it holds the whole grid."""
     topology = session.topology
     setup.refuse_trainers(topology.trainer)
     if topology.size > 1 and spec.config.name != "unet3d":
@@ -190,18 +226,32 @@ def _shard(spec: ModelSpec, session: Session) -> Shard | None:
 
 
 def _part_reader(reader: Reader, shard: Shard) -> Reader:
+    """Return a reader of this rank's rows and columns."""
     window = shard.own_rows, shard.own_columns
     return Reader(reader.source, reader.spec, window=window)
 
 
 def _share(session: Session) -> tuple[int, int]:
+    """Return (which, of how many) parts of a batch this rank takes."""
     return session.topology.place.data, session.topology.data
 
 
 def whole_dates(
     config: TrainConfig, reader: Reader, train: np.ndarray, validation: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The dates that have members enough: to draw from in training, the first M of each in validation."""
+    """Return the dates that have enough members.
+
+    A training date needs as many as the training draws; a validation date needs its first M members.
+
+    Args:
+        config: settings of the run.
+        reader: reads the store.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
+
+    Returns:
+        The training and the validation dates that are left.
+    """
     least = min(config.data.members, default=1) + spare_members(reader.spec)
     most = min(config.data.validation_members, reader.full_size)
     if reader.spec.config.spread and config.data.validation_members >= reader.full_size:
@@ -221,7 +271,9 @@ def _begin(
     config: TrainConfig, reader: Reader, own: Reader, train: np.ndarray, validation: np.ndarray, session: Session,
     progress: Progress,
 ) -> tuple[State, dict[str, Any]]:  # fmt: skip
-    exchange = run_exchange(config, session)  # settings that no rank can follow are refused before the long fits
+    """Make the fits and the model of a new run, and choose its precision."""
+    # These refuse impossible settings, and so come before the fits, which may take long.
+    exchange = run_exchange(config, session)
     candidates(session.device, config.model.precision)
     first = batches_of(config, own, train, 0, 1, _share(session))
     given = load_checkpoint(find_checkpoint(config.init_from)) if config.init_from is not None else None
@@ -241,27 +293,29 @@ def _begin(
         found["fits_cut"] = progress.cut
     if given is not None:
         if config.model.precision is Precision.float64:
-            model.double()  # before its weights come, which would lose their last bits
+            model.double()  # before the weights are loaded, which would lose their last bits in float32
         load_weights(model, given)
         log.info("init_from: weights and climate of %s, step %d", given.path, given.meta["step"])
         found["earlier_dates"] = earlier
         found["input_range"] = widest(found["input_range"], given.meta.get("input_range"))
     steps = config.steps
-    if isinstance(model, EmosModel):  # fitted at once: there is nothing to step
+    if isinstance(model, EmosModel):  # it is fitted in one go, so there are no steps to take
         steps = 0
         found["emos"] = fit_emos_model(model, reader, train, validation, members, sizes, progress)
     state = _state(config, model.to(session.device), steps, torch.from_numpy(fit.spread_error), exchange)
-    if given is not None:  # until validation dates say otherwise, sigma is as wide as before
+    if given is not None:  # the old calibration factors stay until the first validation
         state.widths = given.meta.get("widths")
-        if given.meta["config"]["data"]["validation_members"] == members:  # which factors are beside
+        # The factors for other numbers of members are relative to those for `validation_members`.
+        if given.meta["config"]["data"]["validation_members"] == members:
             state.by_size = given.meta.get("widths_by_size", {})
     speed = _fastest(config, own, first, state, session) if steps else Speed()
     if state.average is not None:
-        state.average = Average(model, config.average)  # in the type of weights that was chosen
+        state.average = Average(model, config.average)  # again, because the choice of speed may change the dtype
     return state, found | {"precision": speed.to_json()}
 
 
 def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tuple[State, dict[str, Any]]:
+    """Restore model and state of a run from its checkpoint, with the precision that it had."""
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     speed = Speed.from_json(checkpoint.meta["precision"])
     was, now = checkpoint.meta.get("device"), device_name(session.device)
@@ -270,7 +324,7 @@ def _go_on(config: TrainConfig, checkpoint: Checkpoint, session: Session) -> tup
             f"resume: {checkpoint.path} computes in bfloat16, as was chosen on {was or 'another device'}, and {now}"
             " cannot; go on there, or begin another run with init_from"
         )
-    if was not in (None, now) and session.first:  # whose device it is
+    if was not in (None, now) and session.first:  # the checkpoint records the device of the first rank
         text = "device: %s now, %s before: results will not be equal bit for bit; precision stays %s"
         log.warning(text, now, was, speed.precision.value)
     if session.first:
@@ -289,7 +343,19 @@ def batches_of(
     config: TrainConfig, reader: Reader, dates: np.ndarray, start_step: int, steps: int,
     share: tuple[int, int] = (0, 1),
 ) -> Batches:  # fmt: skip
-    """The batches of steps `start_step` to `steps`, of which a rank takes its share (which, of how many)."""
+    """Return the batches of steps `start_step` to `steps` - 1.
+
+    Args:
+        config: settings of the run.
+        reader: reads this rank's part of the store.
+        dates: indices of the training dates.
+        start_step: the first step.
+        steps: the step at which to stop.
+        share: (which, of how many) parts of each batch are returned.
+
+    Returns:
+        The batches.
+    """
     return Batches(
         reader,
         dates,
@@ -303,16 +369,20 @@ def batches_of(
 
 
 def _state(config: TrainConfig, model: AnyModel, steps: int, spread_error: torch.Tensor, exchange: Exchange) -> State:
+    """Build the state of a run: model, optimizer, schedule and running average."""
     optimizer, schedule = build(config.optim, model.param_groups(), steps, exchange)
     average = Average(model, config.average) if config.average else None
     return State(model, optimizer, schedule, steps, spread_error, average, exchange)
 
 
 def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> None:
-    """Raise a UserError where ranks would vote that never have a date: with a mask of ties, which may outvote."""
+    """Raise a UserError if some ranks would vote without ever having a date.
+
+    Their votes are ties, which a mask breaks, and they may outvote the ranks that have gradients.
+    """
     parts, most = session.topology.data, min(config.batch_size, dates)
     together = max(1, session.world.local_size // session.topology.spatial) if config.optim.hierarchical else 1
-    if config.optim.votes and parts - together >= most:  # the last ones have none
+    if config.optim.votes and parts - together >= most:  # then the last ranks, which vote together, have no date
         raise UserError(
             f"optim.exchange={config.optim.exchange.value}: parallel.data={parts} ranks vote, and a step has {most} of"
             f" the {dates} training dates (batch_size={config.batch_size}); give parallel.data={most}, or"
@@ -321,11 +391,11 @@ def _refuse_idle_voters(config: TrainConfig, session: Session, dates: int) -> No
 
 
 def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, session: Session) -> Speed:
-    """Set and return the precision and order of axes that are fastest for a step of this run.
+    """Choose precision and order of axes for a step of this run, set the model to them, and return them.
 
-    Over several ranks each times a model of its own part of the grid, all at once, and rank 0 decides, among what all
-    of them have. Two runs may measure differently, and then differ in the last bits; a precision that is given is taken
-    unmeasured.
+    A precision that the settings name is taken without timing. Otherwise the speeds are timed. Over several ranks each
+    times a model of its own part of the grid, all at once, and rank 0 decides, among the speeds that all of them have.
+    Two runs may measure differently, and then differ in last bits.
     """
     device = session.device
     if config.model.precision is not Precision.auto:
@@ -343,7 +413,8 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
 
     lacking = torch.tensor(float(not has_bfloat16(device)), device=device)
     session.mesh.world.all_reduce(lacking)
-    wanted = Precision.float32 if lacking else Precision.auto  # or it could not be resumed where some have no other
+    # If one rank lacks bfloat16, all take float32: a run in bfloat16 could not be resumed on that rank.
+    wanted = Precision.float32 if lacking else Precision.auto
     if session.first and 0 < lacking < session.world.size:
         log.warning("speed: %d of %d ranks have no bfloat16, so all compute in float32", lacking, session.world.size)
     with told_of_memory(config, session):
@@ -358,6 +429,7 @@ def _fastest(config: TrainConfig, own: Reader, first: Batches, state: State, ses
 
 
 def _loss(config: TrainConfig, spec: ModelSpec, state: State, shard: Shard | None, ranks: Communicator) -> Loss:
+    """Build the loss of this rank's part of the grid."""
     spread_p, spread_s = (torch.from_numpy(v) for v in split(spec, state.spread_error.cpu().numpy(), 2))
     device = next(state.model.parameters()).device
     area = torch.from_numpy(spec.grid.area_weights()).float()

@@ -1,13 +1,14 @@
-"""Checkpoints: a folder a step, whole or not there at all, loaded without running anything from the file.
+"""Checkpoints: one folder for each step, whole or absent. Loading one runs no code from its files.
 
-    checkpoints/step_00000400/model.safetensors       weights and buffers that predict (averaged, where that is on)
-                              optimizer.safetensors   what else a resumed run needs, as flat tensors
-                              rank_00000.safetensors  what that rank holds apart: its momentum under votes, and the like
+    checkpoints/step_00000400/model.safetensors       weights and buffers that predict (the averaged ones, if that is
+    on)
+                              optimizer.safetensors   what a resumed run needs besides, as flat tensors
+                              rank_00000.safetensors  state of one rank alone, such as its momentum under votes
                               checkpoint.json         format, step, config, spec, scores, versions, sha256 of the files
     checkpoints/last, checkpoints/best -> step_...
 
-`keeper` writes them. A run that dies at any moment leaves `last` at a whole checkpoint, and at most rubbish that the
-next start clears away.
+`training.keeper` writes them. Whenever a run dies, `last` leads to a whole checkpoint, and at most some rubbish is
+left, which the next start removes.
 """
 
 from __future__ import annotations
@@ -39,15 +40,23 @@ from ensemble_ml.training.widths import widths_for
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # raised whenever a reader of the older number would misread the files
+FORMAT = 5  # raised whenever a reader of the previous format would misread the files
 MODEL, TRAINING, META, RANK = "model.safetensors", "optimizer.safetensors", "checkpoint.json", "rank_"
 PARTIAL, STEP = ".partial-", "step_"
-_NAMED = 8  # entries of a folder in a message
+_NAMED = 8  # entries of a folder that a message lists at most
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A checkpoint in memory: the model's `state_dict`, `training` tensors (empty unless asked for), `meta` as JSON."""
+    """A checkpoint in memory.
+
+    Attributes:
+        path: its folder.
+        spec: the model's spec.
+        state_dict: weights and buffers of the model.
+        training: tensors that a resumed run needs; empty unless asked for.
+        meta: the contents of checkpoint.json.
+    """
 
     path: Path
     spec: ModelSpec
@@ -57,43 +66,60 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str:
-        """Hash of the whole checkpoint: of its JSON, which holds the hashes of the tensor files."""
+        """Return a hash of the whole checkpoint: that of its JSON, which holds the hashes of the tensor files."""
         return self.meta["sha256"]
 
     @property
     def ranks(self) -> int:
-        """How many ranks kept tensors of their own."""
+        """Return how many ranks wrote tensors of their own."""
         return sum(name.startswith(RANK) for name in self.meta["files"])
 
     def of_rank(self, rank: int) -> dict[str, Tensor]:
-        """Read and verify what one rank held apart.
+        """Read and verify the tensors of one rank.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            Tensors by name.
 
         Raises:
-            UserError: its file is absent or damaged.
+            UserError: the file is absent or damaged.
         """
         return _read_tensors(self.path, self.path / rank_file(rank), self.meta)
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of what one rank holds apart."""
+    """Return the name of the file for the tensors of one rank.
+
+    Args:
+        rank: the rank.
+
+    Returns:
+        The file name.
+    """
     return f"{RANK}{rank:05d}.safetensors"
 
 
 def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
-    """Read and verify a checkpoint folder (or a link to one).
+    """Read and verify a checkpoint folder, or a link to one.
 
     Args:
-        path: e.g. runs/NAME/checkpoints/best.
+        path: for example runs/NAME/checkpoints/best.
         training: also read what a resumed run needs.
 
+    Returns:
+        The checkpoint.
+
     Raises:
-        UserError: there is none, it is damaged, or it is of another format.
+        UserError: there is none, it is damaged, or it has another format.
     """
     path = Path(path)
-    folder = path.resolve()  # a training that goes on may let the link point elsewhere at any moment
+    folder = path.resolve()  # a training that is still running may change the link at any moment
     try:
         return _load(path, folder, training)
     except (UserError, OSError) as error:
+        # The link was changed while the checkpoint was read, and its old folder may be gone: read the new one.
         if path.resolve() != folder:
             return _load(path, path.resolve(), training)
         if isinstance(error, UserError):
@@ -102,6 +128,7 @@ def load_checkpoint(path: str | Path, *, training: bool = False) -> Checkpoint:
 
 
 def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
+    """Read the checkpoint in `folder`, which messages call `path`."""
     meta = _read_meta(path, folder)
     state_dict = _read_tensors(path, folder / MODEL, meta)
     extra = _read_tensors(path, folder / TRAINING, meta) if training else {}
@@ -109,13 +136,19 @@ def _load(path: Path, folder: Path, training: bool) -> Checkpoint:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the folder of a checkpoint, which may be given by its run or by the run's folder of checkpoints.
+    """Return the folder of a checkpoint, which may also be given by its run or by the run's folder of checkpoints.
 
-    Of these the best checkpoint is taken, and the log says so. A path of no folder is returned as it is, for
-    `load_checkpoint` to refuse.
+    For a run, the best checkpoint is taken, and this is logged. A path that is no folder is returned as it is;
+    `load_checkpoint` will refuse it.
+
+    Args:
+        path: a checkpoint, a run, or a folder of checkpoints.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        UserError: there is no best checkpoint; the message names what is there.
+        UserError: there is no best checkpoint; the message lists what the folder has.
     """
     path = Path(path)
     if (path / META).is_file() or not path.is_dir():
@@ -136,36 +169,55 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def load_spec(path: str | Path) -> ModelSpec:
-    """Return what a checkpoint's model takes and predicts, without reading its weights.
+    """Return the spec of a checkpoint's model, without reading its weights.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        The spec.
 
     Raises:
-        UserError: as `load_checkpoint`.
+        UserError: the checkpoint is absent or damaged, or has another format.
     """
     return ModelSpec.from_json(load_meta(path)["spec"])
 
 
 def load_meta(path: str | Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself, without reading its weights.
+    """Return the contents of a checkpoint's JSON, without reading its weights.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        The contents.
 
     Raises:
-        UserError: as `load_checkpoint`.
+        UserError: the checkpoint is absent or damaged, or has another format.
     """
     return _read_meta(Path(path))
 
 
 def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
-    """Return the model of a checkpoint, ready to predict, and the checkpoint's `meta`.
+    """Return the model of a checkpoint, ready to predict, and the contents of the checkpoint's JSON.
 
-    What it predicts is calibrated by the widths that the validation dates gave (`validation`), where there were any.
-    Warns where these are of another step's weights: a checkpoint that a signal or the clock asks for is not validated.
+    The model multiplies its scales by the calibration factors of the validation (`training.validation`), if there are
+    any. A warning is logged if these belong to the weights of another step: a checkpoint that a signal or the clock
+    asked for is not validated.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        The model in evaluation mode, and the contents of checkpoint.json.
 
     Raises:
-        UserError: as `load_checkpoint`.
+        UserError: the checkpoint is absent or damaged, or has another format.
     """
     checkpoint = load_checkpoint(path)
     model = build_model(checkpoint.spec, Climate.default(checkpoint.spec))
     if checkpoint.meta.get("precision", {}).get("precision") == Precision.float64.value:
-        model.double()  # before its weights come, which would lose their last bits
+        model.double()  # before the weights are loaded, which would lose their last bits in float32
     load_weights(model, checkpoint)
     _tell_of_other_step(path, checkpoint.meta)
     if checkpoint.meta.get("widths") is not None:
@@ -174,11 +226,12 @@ def load_model(path: str | Path) -> tuple[AnyModel, dict[str, Any]]:
 
 
 def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput], Prediction], Prediction]:
-    """A hook that gives predictions their widths, by the number of members."""
+    """Return a hook that applies the calibration factors for the number of members to a prediction."""
     usual, by_size = torch.tensor(checkpoint.meta["widths"]), checkpoint.meta.get("widths_by_size")
-    families = checkpoint.spec.families  # not the checkpoint, whose tensors would live as long as the model
+    families = checkpoint.spec.families  # a closure over `checkpoint` would keep its tensors in memory
 
     def widen(_: AnyModel, given: tuple[EnsembleInput], prediction: Prediction) -> Prediction:
+        """Apply the calibration factors."""
         widths = usual.to(given[0].count.device)
         if by_size:
             widths = widths * widths_for(given[0].count, by_size)
@@ -188,7 +241,7 @@ def _widening(checkpoint: Checkpoint) -> Callable[[AnyModel, tuple[EnsembleInput
 
 
 def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
-    """Warn where widths and scores are not of the checkpoint's own weights; older checkpoints do not say."""
+    """Warn if factors and scores belong to the weights of another step. Older checkpoints do not record this."""
     validated = meta.get("validated_step")
     if validated is not None and validated != meta["step"]:
         log.warning(
@@ -199,14 +252,18 @@ def _tell_of_other_step(path: str | Path, meta: Mapping[str, Any]) -> None:
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Put the weights and buffers of `checkpoint` into `model`.
+    """Load the weights and buffers of a checkpoint into a model.
+
+    Args:
+        model: the model, changed in place.
+        checkpoint: the checkpoint.
 
     Raises:
         UserError: names or shapes differ.
     """
     weights = dict(checkpoint.state_dict)
     for module_name, module in model.named_modules():
-        if isinstance(module, Heads):  # of a checkpoint from before there were such
+        if isinstance(module, Heads):  # older checkpoints lack the buffers for zero inflation: give them neutral values
             for name, values in module.dry_of_older().items():
                 if weights.setdefault(f"{module_name}.{name}", values) is values:
                     log.debug("checkpoint %s: knows no %s; forecasts of no rain stay sure", checkpoint.path, name)
@@ -225,7 +282,13 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def point(folder: Path, link: str, target: str) -> None:
-    """Let `folder/link` lead to `target` from one moment to the next."""
+    """Make `folder/link` lead to `target`, without a moment at which there is no link.
+
+    Args:
+        folder: the folder of checkpoints.
+        link: name of the link.
+        target: name of the checkpoint's folder.
+    """
     if (folder / link).is_symlink() and os.readlink(folder / link) == target:
         return
     temporary = folder / f"{PARTIAL}{link}"
@@ -236,13 +299,16 @@ def point(folder: Path, link: str, target: str) -> None:
 
 
 def mend_links(folder: Path) -> None:
-    """Let `last` and `best` be links again where a run was copied with folders in their place, or without them.
+    """Make `last` and `best` links again, if a run was copied with folders in their place or without them.
 
-    To be called before `clean`, which takes away what no link leads to. Killed at any moment, it can be called again:
-    the newest whole step is `last` where there is none.
+    Call this before `clean`, which removes checkpoints that no link leads to. It may be killed at any moment and called
+    again. If there is no `last`, the newest whole checkpoint becomes it.
+
+    Args:
+        folder: the folder of checkpoints.
 
     Raises:
-        UserError: such a folder is not what is there as the same step.
+        UserError: such a folder differs from the checkpoint of the same step beside it.
     """
     for link in ("last", "best"):
         copy, aside = folder / link, folder / f"{PARTIAL}copy-{link}"
@@ -271,10 +337,13 @@ def mend_links(folder: Path) -> None:
 
 
 def refuse_unread(folder: Path) -> None:
-    """Refuse to begin anew over steps of which none can be read; to be called where nothing is `last`.
+    """Refuse to start anew over checkpoints none of which can be read. Call this if there is no `last`.
+
+    Args:
+        folder: the folder of checkpoints.
 
     Raises:
-        UserError: there are steps; names the newest, and why it cannot be read.
+        UserError: there are checkpoints; the message names the newest, and why it cannot be read.
     """
     steps = _steps(folder)
     if not steps:
@@ -291,17 +360,21 @@ def refuse_unread(folder: Path) -> None:
 
 
 def _is_step(entry: Path) -> bool:
-    """Whether it is a step's own folder, and not a copy that somebody keeps (step_00000400_good)."""
+    """Return True for the folder of a step; False for a copy that somebody keeps, such as step_00000400_good."""
     return re.fullmatch(rf"{STEP}\d+", entry.name) is not None
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Folders of steps, the newest first."""
+    """Return the folders of all steps, newest first."""
     return sorted(filter(_is_step, folder.glob(f"{STEP}*")), reverse=True)
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left half-written, and checkpoints that no link leads to."""
+    """Remove what a killed run left half-written, and checkpoints that no link leads to.
+
+    Args:
+        folder: the folder of checkpoints.
+    """
     for entry in list(folder.iterdir()) if folder.is_dir() else []:
         if entry.name.startswith(PARTIAL) or (_is_step(entry) and not is_target(folder, entry.name)):
             if entry.is_symlink() or entry.is_file():
@@ -311,17 +384,32 @@ def clean(folder: Path) -> None:
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values on the CPU, in memory of their own."""
+    """Return copies of tensors on the CPU.
+
+    Args:
+        tensors: tensors by name.
+
+    Returns:
+        Copies that share no memory with them.
+    """
     return {name: torch.empty_like(t, device="cpu").copy_(t.detach()) for name, t in tensors.items()}
 
 
 def is_target(folder: Path, name: str) -> bool:
-    """Whether `last` or `best` leads to this entry."""
+    """Return True if `last` or `best` leads to this folder.
+
+    Args:
+        folder: the folder of checkpoints.
+        name: name of the checkpoint's folder.
+
+    Returns:
+        The answer.
+    """
     return any((folder / link).is_symlink() and os.readlink(folder / link) == name for link in ("last", "best"))
 
 
 def _whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are what was written."""
+    """Return True if all files of a checkpoint are as they were written."""
     try:
         files = _read_meta(path)["files"]
     except UserError:
@@ -330,7 +418,11 @@ def _whole(path: Path) -> bool:
 
 
 def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
-    """What the checkpoint in `folder`, which messages name as `path`, says of itself."""
+    """Return the JSON of the checkpoint in `folder`, which messages call `path`.
+
+    Raises:
+        UserError: it is absent or damaged, or it has another format.
+    """
     folder = folder or path
     if not folder.exists():
         raise UserError(f"checkpoint {path}: no such folder; give one like runs/NAME/checkpoints/best or .../last")
@@ -353,30 +445,43 @@ def _read_meta(path: Path, folder: Path | None = None) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, file: Path, meta: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a file, copied, after a check of its hash."""
     if not file.is_file():
         raise UserError(f"checkpoint {path}: {file.name} is absent; use another checkpoint")
     if hash_file(file) != meta["files"].get(file.name):
         raise _damaged(path, file.name)
     try:
-        # Copied out of the mapping, or the file would stay open as long as a tensor lives: on NFS its folder could
-        # not be removed, and elsewhere its space not be freed.
+        # The tensors are copied out of the memory mapping. Otherwise the file would stay open as long as a tensor
+        # lives: on NFS its folder could not be removed, and elsewhere its space would not be freed.
         return {name: tensor.clone() for name, tensor in load_file(str(file)).items()}
     except SafetensorError as error:
         raise _damaged(path, file.name) from error
 
 
 def _damaged(path: Path, name: str) -> UserError:
+    """Return the error for a file that is not as it was written."""
     return UserError(f"checkpoint {path}: {name} is damaged (it is not what was written); use another checkpoint")
 
 
 def digest(meta: Mapping[str, Any]) -> str:
-    """Hash of what a checkpoint's JSON says, itself left out."""
+    """Return the hash of a checkpoint's JSON, without the entry that holds the hash.
+
+    Args:
+        meta: the contents of checkpoint.json.
+
+    Returns:
+        The sha256 as hexadecimal digits.
+    """
     plain = {k: v for k, v in meta.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's entries are on disk."""
+    """Wait until a file, or the list of a folder's entries, is on disk.
+
+    Args:
+        path: the file or folder.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

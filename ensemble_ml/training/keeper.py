@@ -1,10 +1,13 @@
-"""Writes checkpoints beside the training: the tensors are copied at once, a thread of each rank brings them to disk.
+"""The asynchronous writer of checkpoints: tensors are copied at once, and a thread of each rank writes them to disk.
 
-Every rank writes its own files into a folder that has another name until it is whole: synced to disk, hashed, and
-renamed by rank 0, which then exchanges the links one by one. Where ranks hold tensors apart (momenta under votes), that
-waits until all of them have written; each says so in the sum that a step makes anyway, so no step waits for a disk, and
-the thread that writes takes no part in collectives. Before the next checkpoint and at the end all wait for the disk.
-Files are safetensors and JSON: reading them runs no code, which the pickled metadata of torch.distributed.checkpoint
+Every rank writes its files into a folder that has a temporary name until it is whole. The files are synced to disk and
+hashed. Then rank 0 renames the folder and changes the links one by one.
+
+If ranks have tensors of their own (momenta under votes), the renaming waits until all ranks have written. Each reports
+this as one more number in the sum over ranks that every step makes. So no step waits for a disk, and the thread that
+writes takes no part in collectives. Only before the next checkpoint and at the end do all ranks wait for the disk.
+
+Files are safetensors and JSON. Reading them runs no code; reading the pickled metadata of torch.distributed.checkpoint
 would.
 """
 
@@ -46,18 +49,20 @@ from ensemble_ml.training.checkpoint import (
     sync,
 )
 
-_HASH = ".sha256"  # beside a rank's file until the folder is whole
+_HASH = ".sha256"  # suffix of the file with the hash of a rank's file, until the folder is whole
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a checkpoint of `step` holds.
+    """The contents of the checkpoint of one step.
 
     Attributes:
-        state_dict, training, meta: see `checkpoint`; tensors that nothing changes any more; empty on ranks other than
-            the first. `meta` holds `spec` (`ModelSpec.to_json`); format, step and hashes are added.
-        own: what this rank holds apart; None where ranks hold all in common, the same on every rank.
-        best: whether `best` is to lead here.
+        step: the step.
+        state_dict: weights and buffers; tensors that nobody will change. Empty on ranks other than the first.
+        training: what a resumed run needs besides. Empty on ranks other than the first.
+        meta: contents of checkpoint.json, with `spec` (`ModelSpec.to_json`); format, step and hashes are added.
+        own: tensors of this rank alone; None, on all ranks, if they have none.
+        best: the link `best` shall lead here.
     """
 
     step: int
@@ -69,7 +74,15 @@ class Snapshot:
 
 
 def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
-    """Write the checkpoint of one rank under `folder`, point `last` (and `best`) to it, and return its folder."""
+    """Write a checkpoint that needs one rank alone, and let `last` (and `best`) lead to it.
+
+    Args:
+        folder: the folder of checkpoints.
+        snapshot: contents of the checkpoint.
+
+    Returns:
+        The folder of the checkpoint.
+    """
     partial = _partial(folder, snapshot.step)
     shutil.rmtree(partial, ignore_errors=True)
     return _finish(folder, snapshot, _write_common(partial, snapshot))
@@ -77,18 +90,21 @@ def save_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
 
 @dataclass(eq=False)
 class _Pending:
+    """A checkpoint that is being written, and the job of the thread that writes it."""
+
     snapshot: Snapshot
     job: Future[dict[str, str]] | Future[Path] | None
 
 
 class Keeper:
-    """The checkpoints of a run, on one rank of its job; all ranks call its methods at the same steps.
+    """The writer of a run's checkpoints on one rank of its job. All ranks call its methods at the same steps.
 
     Args:
-        folder: of the checkpoints.
+        folder: the folder of checkpoints.
         world: all ranks that train these weights.
-        minutes: longest time between checkpoints, by the first rank's clock; 0 has no limit.
-        meet: returns when all ranks have called it, however long a disk takes; by default a barrier, which gives up.
+        minutes: longest time between checkpoints, by the first rank's clock; 0 for no limit.
+        meet: returns when all ranks have called it, however long a disk takes. The default is a barrier, which gives up
+            after some time.
     """
 
     def __init__(
@@ -107,85 +123,95 @@ class Keeper:
 
     @property
     def _first(self) -> bool:
+        """Return True on the first rank."""
         return self._world.rank == 0
 
     @property
     def due(self) -> bool:
-        """Whether this rank's clock asks for a checkpoint; only the first rank's counts."""
+        """Return True if this rank's clock asks for a checkpoint; only the first rank's clock counts."""
         return self._first and bool(self._seconds) and time.monotonic() - self._last >= self._seconds
 
     @property
     def done(self) -> bool:
-        """Whether this rank has written all that it was given."""
+        """Return True if this rank has written everything it was given."""
         pending = self._pending
         return pending is None or pending.job is None or pending.job.done()
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Copy what a checkpoint needs, and write it while the training goes on.
+        """Copy what a checkpoint needs, and start to write it while the training goes on.
+
+        Args:
+            snapshot: contents of the checkpoint.
 
         Raises:
-            OSError: of this checkpoint or the one before: the disk is full, and the like.
+            OSError: this checkpoint or the previous one cannot be written, for example because the disk is full.
         """
         self.finish()
         partial = _partial(self.folder, snapshot.step)
         if self._first:
-            shutil.rmtree(partial, ignore_errors=True)  # of a step that is trained once more
+            shutil.rmtree(partial, ignore_errors=True)  # left by an earlier attempt at the same step
             partial.mkdir(parents=True)
         if snapshot.own is not None:
-            self._world.barrier()  # the folder is there, and the first rank has cleared away the one before
+            self._world.barrier()  # no rank may write before the first rank has removed the old folder and made the new
             snapshot = replace(snapshot, own=_copied(snapshot.own))
         self._pending = _Pending(snapshot, self._submit(partial, snapshot))
         self._last = time.monotonic()
 
     def follow(self, all_done: bool) -> None:
-        """Rename the folder once every rank has written; `all_done` was agreed on by all ranks.
+        """Rename the folder once every rank has written. Call this after every step.
+
+        Args:
+            all_done: every rank has written its files; all ranks must have agreed on it.
 
         Raises:
-            OSError: as `begin`.
+            OSError: the checkpoint cannot be written.
         """
         pending = self._pending
         if self._renaming is not None and self._renaming.done():
             self._renaming.result()
         if pending is None or pending.snapshot.own is None or not all_done:
             if pending is not None and pending.job is not None and pending.job.done():
-                pending.job.result()  # says at this step, not at the next checkpoint, that the disk is full
+                pending.job.result()  # raises an error now, and not only at the next checkpoint
                 if pending.snapshot.own is None:
-                    self._pending = None  # with its tensors
+                    self._pending = None  # frees the copies of its tensors
             return
         self._rename(pending)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole; for all ranks at once.
+        """Wait until the last checkpoint is whole. All ranks must call this at once.
 
         Raises:
-            OSError: as `begin`.
+            OSError: the checkpoint cannot be written.
         """
         pending = self._pending
         if pending is not None:
             if pending.job is not None:
                 pending.job.result()
             if pending.snapshot.own is not None:
-                self._meet()  # every rank has written
+                self._meet()  # returns when every rank has written
                 self._rename(pending)
             self._pending = None
         if self._renaming is not None:
             self._renaming.result()
             self._renaming = None
-        self._meet()  # the first rank's disk is waited for here, not in the next collective, whose patience has an end
+        # The other ranks wait for the first one's disk here, and not in the next collective, which has a timeout.
+        self._meet()
 
     def close(self) -> None:
-        """Let the thread write what it was given, and end it; for a run that ends by an error, too."""
+        """Let the thread finish what it was given, and end it; also for a run that ends with an error."""
         self._threads.shutdown()
 
     def _submit(self, partial: Path, snapshot: Snapshot) -> Future[dict[str, str]] | Future[Path] | None:
+        """Give the writing of a checkpoint to the thread; None on ranks that have nothing to write."""
         if snapshot.own is None:
             return self._threads.submit(save_checkpoint, self.folder, snapshot) if self._first else None
         return self._threads.submit(_write_part, partial, snapshot, self._first)
 
     def _rename(self, pending: _Pending) -> None:
+        """Let the first rank's thread rename the folder and change the links."""
         self._pending = None
         assert pending.job is not None
-        files = pending.job.result()  # on every rank: one that could not write says so
+        files = pending.job.result()  # on every rank, so that one that could not write raises its error
         if self._first:
             assert isinstance(files, dict)
             own = pending.snapshot.own
@@ -193,15 +219,17 @@ class Keeper:
 
 
 def _copied(own: OwnState) -> OwnState:
+    """Return the state of a rank with copies of its tensors; without tensors on a rank that need not keep them."""
     return replace(own, tensors=copies(own.tensors) if own.keep else {})
 
 
 def _partial(folder: Path, step: int) -> Path:
+    """Return the temporary folder for the checkpoint of a step."""
     return folder / f"{PARTIAL}{STEP}{step:08d}"
 
 
 def _write_part(partial: Path, snapshot: Snapshot, first: bool) -> dict[str, str]:
-    """Write one rank's files of a checkpoint that several ranks write; returns the hashes of the common ones."""
+    """Write one rank's files of a checkpoint that several ranks write; return the hashes of the common files."""
     own = snapshot.own
     assert own is not None
     if own.keep:
@@ -214,35 +242,41 @@ def _write_part(partial: Path, snapshot: Snapshot, first: bool) -> dict[str, str
 
 
 def _write_common(partial: Path, snapshot: Snapshot) -> dict[str, str]:
+    """Write the files that all ranks have in common; return their hashes by name."""
     partial.mkdir(parents=True, exist_ok=True)
     parts = ((MODEL, snapshot.state_dict), (TRAINING, snapshot.training))
     return {name: _write_tensors(partial / name, tensors) for name, tensors in parts}
 
 
 def _write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a safetensors file, wait until it is on disk, and return its hash."""
     try:
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, str(file))
-    except SafetensorError as error:  # which has neither number nor path of the system's error
+    except SafetensorError as error:  # it lacks the number and the path of the system's error
         raise _os_error(error, file) from error
     sync(file)
     return hash_file(file)
 
 
 def _os_error(error: SafetensorError, file: Path) -> OSError:
+    """Return the OSError that caused an error of safetensors."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     number = int(found[1]) if found else errno.EIO
     return OSError(number, os.strerror(number) if found else str(error), str(file))
 
 
 def _other(final: Path, files: Mapping[str, str]) -> bool:
-    """Whether a checkpoint holds other tensors than `files`; a run that is stopped at a step may write it twice, and
-    then perhaps what ranks hold apart for the first time."""
+    """Return True if a checkpoint holds other tensors than `files`.
+
+    Only the common files are compared. A run that is stopped at a step may write its checkpoint twice, and then perhaps
+    the tensors of single ranks for the first time.
+    """
     there = json.loads((final / META).read_text())["files"]
     return any(there.get(name) != files[name] for name in (MODEL, TRAINING))
 
 
 def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnState | None = None) -> Path:
-    """Describe what was written, rename its folder, and exchange the links."""
+    """Write the JSON, rename the folder, and change the links."""
     final = folder / f"{STEP}{snapshot.step:08d}"
     partial = _partial(folder, snapshot.step)
     for rank in range(own.ranks if own is not None else 0):
@@ -255,7 +289,7 @@ def _finish(folder: Path, snapshot: Snapshot, files: dict[str, str], own: OwnSta
     sync(partial / META)
     sync(partial)
     if final.exists() and not is_target(folder, final.name):
-        shutil.rmtree(final)  # left by a run that died between the rename and the exchange of the link
+        shutil.rmtree(final)  # left by a run that died between the rename and the change of the link
     if not final.exists():
         os.rename(partial, final)
     elif _other(final, files):

@@ -1,15 +1,22 @@
-"""The loss: CRPS of the predicted distribution, and squared error of the predicted spread, each field as a ratio.
+"""The loss: CRPS of the predicted distribution and squared error of the predicted spread, each relative to a baseline.
 
-Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+    loss = sum w CRPS / error / sum w  +  spread_weight * sum w (spread - S)^2 / spread_error / sum w
 
-    loss = sum w CRPS / error  /  sum w   +   spread_weight * sum w (spread - S)^2 / spread_error  /  sum w
+    w              exact area of the grid cell; zero where the target is missing
+    CRPS           score of the predicted distribution against the truth
+    error          CRPS of the untrained, statistical forecast on validation dates, by lead, variable and level
+    spread         predicted spread of the full ensemble
+    S              spread of the full ensemble
+    spread_error   squared error of the untrained spread on training dates, also by the number of members
 
-w is the exact cell area, zero where the target is missing. `error` and `spread_error` are what the untrained,
-statistical forecast has for the same lead, variable and level, CRPS on validation dates, squared errors on training
-dates (for the same number of members): so every field starts near one, and a percent of one counts as much as a percent
-of another, as in the geometric means that scores are reported in. Sums and weights are added before they are divided,
-weights over all ranks, so short batches, missing fields and shards of any size are exact: a rank's loss is its share,
-and the sum over ranks is the loss of the whole batch.
+Every field starts near one, and a percent of one field counts as much as a percent of another, as in the geometric
+means that scores are reported in.
+
+Sums and weights are added up before they are divided, and weights over all ranks. A rank's loss is its part of the sum,
+and the sum over ranks is the loss of the whole batch. So short batches, missing fields and shards of any size are
+exact.
+
+Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -29,11 +36,17 @@ from ensemble_ml.models.positions import integers, take
 
 @dataclass(eq=False)
 class Loss:
-    """Scales and weights of the loss of one run.
+    """The loss of one run.
 
-    `error_p` (T, V, Z), `error_s` (T, S): typical CRPS; `spread_error_p` (N + 1, T, V, Z) and `spread_error_s`
-    (N + 1, T, S): typical squared error of the spread from M members in row M; `area` (Y, X): mean one over the grid;
-    `ranks`: those that share the batch.
+    Attributes:
+        spec: variables and their distributions.
+        error_p: (T, V, Z) typical CRPS on pressure levels.
+        error_s: (T, S) typical CRPS at the surface.
+        spread_error_p: (N + 1, T, V, Z) typical squared error of the spread; row M is for M members.
+        spread_error_s: (N + 1, T, S) the same at the surface.
+        area: (Y, X) areas of the cells, with mean one over the whole grid.
+        spread_weight: weight of the spread's part.
+        ranks: the ranks that share the batch.
     """
 
     spec: ModelSpec
@@ -46,7 +59,16 @@ class Loss:
     ranks: Communicator = field(default_factory=NullCommunicator)
 
     def __call__(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """Return `loss` and its parts `crps` and `spread`, where the model has the heads and the batch the targets."""
+        """Compute this rank's part of the loss.
+
+        Args:
+            prediction: the prediction for the batch.
+            batch: inputs and targets.
+
+        Returns:
+            `loss`, and its parts `crps` and `spread`, each if the model has that head. A part whose targets are all NaN
+            is zero.
+        """
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         families_p, families_s = self.spec.families
         if prediction.location_p is not None or prediction.location_s is not None:
@@ -65,7 +87,7 @@ class Loss:
         return {"loss": torch.as_tensor(total), **terms}
 
     def _over_weights(self, sums: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        """Each sum of values over the sum of weights of all ranks; zero where nothing has a weight."""
+        """Divide each sum of values by the sum of weights over all ranks; zero where nothing has a weight."""
         if not sums:
             return {}
         weights = torch.stack([weight for _, weight in sums.values()])
@@ -81,14 +103,20 @@ class Loss:
         truth: Tensor | None,
         error: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
+        """Return the weighted sum of the relative CRPS and the sum of weights; None if there is nothing to score."""
         if location is None or scale is None or truth is None:
             return None
         known = torch.isfinite(truth)
-        # A masked target is replaced before the formula, so that no NaN reaches a gradient.
+        # A missing target is replaced before the formula: a NaN multiplied by a weight of zero would still give a NaN
+        # gradient.
         score = crps(families, location, scale, torch.where(known, truth, location.detach()))
         return self._sums(score / error[..., None, None], known)
 
     def _square(self, spread: Tensor | None, target: Tensor | None, error: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the weighted sum of relative squared errors of the spread, and the sum of weights.
+
+        There is none without a prediction or a target.
+        """
         if spread is None or target is None:
             return None
         known = torch.isfinite(target)
@@ -96,13 +124,24 @@ class Loss:
         return self._sums(square / error[..., None, None], known)
 
     def _sums(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of values and the sum of weights."""
         weight = known * self.area
-        # In double precision the sum of weights does not depend on how cells are shared out.
+        # In double precision, the sum of weights does not depend on how the cells are divided among ranks.
         return (values * weight).sum(), weight.sum(dtype=torch.float64)
 
 
 def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """CRPS of variables on axis 2, each by its own family; all tensors (B, T, V, ...)."""
+    """Return the CRPS of variables that have different distributions.
+
+    Args:
+        families: distribution of each variable on axis 2.
+        location: (B, T, V, ...) location, physical units.
+        scale: (B, T, V, ...) scale.
+        y: (B, T, V, ...) observations.
+
+    Returns:
+        (B, T, V, ...) scores, in the units of `y`.
+    """
     kinds = list(dict.fromkeys(families))
     if len(kinds) == 1:
         return distributions.crps(kinds[0], location, scale, y)
@@ -115,7 +154,7 @@ def crps(families: Sequence[Family], location: Tensor, scale: Tensor, y: Tensor)
 
 
 def _added(*sums: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Sum of all values, and of all weights."""
+    """Return the sum of all values and the sum of all weights."""
     there = [pair for pair in sums if pair is not None]
     total, weight = (torch.stack(parts).sum() for parts in zip(*there, strict=True))
     return total, weight

@@ -1,11 +1,11 @@
-"""What a run does before its first step and between its steps: shown as it goes on, and bounded by `max_minutes`.
+"""The progress of the fits before the first step: it is shown, and it is bounded by `max_minutes`.
 
-    Progress    the stages of the fits, how much of the present one is done, and by when the fits have to end
-    Pace        how a small network gets through its schedule in the time that it has
-    Pulse       a line of the log whenever there was none for a while
+    Progress    the stages of the fits, how much of the current one is done, and when the fits have to end
+    Pace        the speed at which a small network goes through its schedule in the time that it has
+    Pulse       a line in the log whenever there was none for a while
 
-The small networks are the long fits, and can stop at any time; all others are sums over dates that end by themselves.
-So a bound on the fits is a deadline for each network, which leaves time for what comes after it.
+Only the small networks take long and can stop at any time. All other fits are sums over dates, which end by themselves.
+So a bound on the fits is a deadline for each network, early enough to leave time for what comes after it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALLED = {"surroundings": "spread network", "residuals": "error network"}
-SHARE_OF_FITS = 0.7  # of `max_minutes`, at most; what is measured, validated and stepped takes the rest
-# Of the time for the fits, when a network has to end: sums over dates follow each of them.
+SHARE_OF_FITS = 0.7  # largest fraction of `max_minutes`; timing, validation and steps take the rest
+# When each network has to end, as a fraction of the time for all fits. Sums over dates follow each of them.
 _UNTIL = {"surroundings": 0.58, "residuals": 0.88}
-_WARM = 10  # steps of a network before its pace is known
-_EVERY = 20.0  # seconds without a line after which there is one
+_WARM = 10  # steps of a network after which its pace is known
+_EVERY = 20.0  # seconds without a line in the log after which `Pulse` writes one
 
 
 class Progress:
-    """The stages of the fits: which of them is under way, how far it is, and what was cut short for lack of time.
+    """The stages of the fits: which of them runs, how far it is, and which networks were cut short for lack of time.
 
     Args:
-        seconds: that the fits may take from now on; None where they may take any time.
+        seconds: how long the fits may take from now on; None for any time.
     """
 
     def __init__(self, seconds: float | None = None):
@@ -52,27 +52,50 @@ class Progress:
         self._doing: Callable[[], str] = lambda: "getting ready"
 
     def text(self) -> str:
-        """Return one line that says what is under way."""
+        """Return a line that describes what is running now."""
         return self._doing()
 
     def longest(self, most: int = 4) -> str:
-        """Return one line that names the longest stages, longest first."""
+        """Return a line that names the stages that took longest, with their times.
+
+        Args:
+            most: how many stages to name.
+
+        Returns:
+            The line, longest stage first.
+        """
         stages = sorted(self.took.items(), key=lambda item: -item[1])[:most]
         return ", ".join(f"{name} {duration(seconds)}" for name, seconds in stages)
 
     def doing(self, text: str | Callable[[], str]) -> None:
-        """Note what is under way from now on; a function is asked whenever this is to be told."""
+        """Set the description of what is running from now on.
+
+        Args:
+            text: the description, or a function that returns it whenever it is shown.
+        """
         self._doing = text if callable(text) else lambda: text
 
     def begin(self, stages: Sequence[str]) -> None:
-        """Note the stages to come, in order."""
+        """Set the stages to come, and log the time that they have.
+
+        Args:
+            stages: their names, in order.
+        """
         self._stages = list(stages)
         if self._seconds is not None:
             log.info("fits: %d stages before the first step, in %s at most", len(stages), duration(self._seconds))
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], object]]:
-        """Show a stage of `total` steps while the context is open; it gives a function that counts steps as done."""
+        """Show a stage while the context is open.
+
+        Args:
+            name: name of the stage.
+            total: number of its steps.
+
+        Yields:
+            A function that counts steps as done.
+        """
         number = self._stages.index(name) + 1 if name in self._stages else 0
         title = f"fit {number} of {len(self._stages)}, {name}"
         began, done = time.monotonic(), 0
@@ -101,7 +124,12 @@ class Progress:
         """Yield `items` as the steps of a stage.
 
         Args:
-            total: how many there are, where `items` has no length.
+            stage: name of the stage.
+            items: the items.
+            total: how many there are, if `items` has no length.
+
+        Yields:
+            Each item.
         """
         with self.stage(stage, len(items) if total is None else total) as tick:  # type: ignore[arg-type]
             for item in items:
@@ -109,26 +137,45 @@ class Progress:
                 tick(1)
 
     def deadline(self, network: str) -> float | None:
-        """Return when a network has to end, by `time.monotonic`; None where it may take any time."""
+        """Return when a network has to end, by `time.monotonic`; None if it may take any time.
+
+        Args:
+            network: a key of `CALLED`.
+
+        Returns:
+            Seconds, or None.
+        """
         return None if self._seconds is None else self._began + _UNTIL[network] * self._seconds
 
     def is_late(self, network: str) -> bool:
-        """Return whether no time is left for a network."""
+        """Return True if no time is left for a network.
+
+        Args:
+            network: a key of `CALLED`.
+
+        Returns:
+            The answer of this rank's clock.
+        """
         until = self.deadline(network)
         return until is not None and time.monotonic() >= until
 
     def note_cut(self, network: str, steps: str) -> None:
-        """Note and log that a network got only so many `steps`."""
+        """Note that a network was cut short, and log a warning.
+
+        Args:
+            network: a key of `CALLED`.
+            steps: how many steps it got, in words.
+        """
         self.cut.append(network)
         log.warning("%s: max_minutes left time for %s; give more minutes for the whole fit", CALLED[network], steps)
 
 
 class Pace:
-    """How many steps of its schedule a fit advances with each step that it takes, so that both end by a deadline.
+    """A pace for a fit: how many steps of its schedule each step advances, so that the schedule ends by a deadline.
 
     Args:
         total: steps of the schedule.
-        until: the deadline by `time.monotonic`; None where there is none, and each step advances by one.
+        until: the deadline by `time.monotonic`; None for no deadline, and then each step advances by one.
     """
 
     def __init__(self, total: int, until: float | None):
@@ -137,7 +184,14 @@ class Pace:
         self.steps = 0  # taken
 
     def stride(self, done: int) -> int:
-        """Return how far the next step advances from `done`; zero where the schedule or the time is at its end."""
+        """Return how many steps of the schedule the next step advances.
+
+        Args:
+            done: steps of the schedule that are done.
+
+        Returns:
+            The number of steps; zero at the end of the schedule or of the time.
+        """
         left, stride = self._total - done, min(1, self._total - done)
         if self._until is not None and left:
             now = time.monotonic()
@@ -145,7 +199,8 @@ class Pace:
                 return 0
             if self.steps >= _WARM:
                 seconds = (now - self._began) / self.steps
-                # Where all that is left fits the stride is one, so a run that has time is the same as one without end.
+                # If the rest of the schedule fits into the time, the stride is one. So a run that has enough time gives
+                # the same numbers as a run without a deadline.
                 stride = min(left, max(1, math.ceil(left * seconds / (self._until - now))))
         self.steps += stride > 0
         return stride
@@ -154,7 +209,11 @@ class Pace:
 class Pulse(logging.Handler):
     """A watch on the log, used as a context: whenever nothing was logged for a while, it logs `text`.
 
-    On a terminal bars show what goes on; there it only keeps lines of the log from breaking them.
+    On a terminal, progress bars already show what runs. There it only keeps lines of the log from breaking the bars.
+
+    Args:
+        text: returns the line to log.
+        every: seconds without a line after which it logs one.
     """
 
     def __init__(self, text: Callable[[], str], every: float = _EVERY):
@@ -165,7 +224,11 @@ class Pulse(logging.Handler):
         self._stack = ExitStack()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note that something was logged."""
+        """Note that something was logged.
+
+        Args:
+            record: the line; not looked at.
+        """
         self._last = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -184,6 +247,7 @@ class Pulse(logging.Handler):
         self._stack.close()
 
     def _watch(self) -> None:
+        """Log a line whenever the log was silent for long enough, until the context ends."""
         while not self._over.wait(max(0.0, self._last + self._every - time.monotonic())):
             if time.monotonic() - self._last >= self._every:
                 log.info("%s", self._text())

@@ -1,4 +1,4 @@
-"""Before the first step: dates, the model's spec, the run folder."""
+"""The preparations of a run before its fits: training and validation dates, the model's spec, and the run folder."""
 
 from __future__ import annotations
 
@@ -35,16 +35,24 @@ log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=TrainConfig)
 
-_TRACES = "config.yaml", "log.jsonl", "checkpoints"  # what a run leaves first
-_PATIENCE = 15.0  # seconds that a run which goes on waits for the job before it to end
+_TRACES = "config.yaml", "log.jsonl", "checkpoints"  # a folder that has one of these holds a run
+_PATIENCE = 15.0  # seconds that a resumed run waits for the previous job to end
 STATIC = ("orog", "lsm")
 
 
 def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the training and the validation dates.
+    """Return the indices of the training and of the validation dates.
+
+    Args:
+        config: the data settings.
+        init_time: (D,) initialisation times of the store.
+
+    Returns:
+        Indices into `init_time`, for training and for validation.
 
     Raises:
-        UserError: no training date, a period without dates, hours at which none starts, or a date in both.
+        UserError: there is no training date, a period has no dates, no date starts at the hours asked for, or a date
+            is in both.
     """
     if not config.train:
         raise UserError("data.train: empty; name start dates to train on, e.g. data.train=[2001] or [2001-01/2001-03]")
@@ -62,10 +70,10 @@ def split_dates(config: DataConfig, init_time: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> np.ndarray:
-    """Those of `dates` that start at `data.hours`.
+    """Return those of `dates` that start at `data.hours`.
 
     Raises:
-        UserError: there are some, and none does.
+        UserError: there are dates, but none starts at these hours.
     """
     if config.hours is None or not len(dates):
         return dates
@@ -78,7 +86,14 @@ def _at_hours(config: DataConfig, init_time: np.ndarray, dates: np.ndarray) -> n
 
 
 def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
-    """What the model takes and gives, from the settings and what the store holds.
+    """Build the model's spec from the settings and the contents of the store.
+
+    Args:
+        config: settings of the run.
+        source: the store.
+
+    Returns:
+        The spec.
 
     Raises:
         UserError: the store lacks something that is asked for, or there is nothing to learn from.
@@ -91,7 +106,7 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         log.info("static fields: the store holds none, so the model sees no orography or land mask")
     if model.postprocess and not source.has(Part.TRUTH):
         if not model.spread or model.name == "emos":
-            alone = ", or set model.spread=true" if model.name != "emos" else ""  # which has no spread without it
+            alone = ", or set model.spread=true" if model.name != "emos" else ""  # EMOS needs the truth in any case
             raise UserError(f"store {source.path}: holds no truth; prepare it with truth=...{alone}")
         log.info("truth: the store holds none, so the spread alone is learned")
         model = replace(model, postprocess=False)
@@ -125,7 +140,7 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
         static,
         tuple(name for name in source.masked if name in (*upper, *flat)),
     )
-    # What can be judged at once is refused before the long fits.
+    # Settings that cannot work are refused now, and not after fits that may take an hour.
     refuse_masks(spec)
     if spec.local:
         check_window(spec.grid)
@@ -141,11 +156,20 @@ def build_spec(config: TrainConfig, source: Source) -> ModelSpec:
 
 
 def with_depth(config: C, spec: ModelSpec) -> C:
-    """Return `config` with the depth of `spec`, where it said auto."""
+    """Return the settings with the depth of the spec in place of "auto".
+
+    Args:
+        config: settings of a run.
+        spec: the model's spec.
+
+    Returns:
+        New settings.
+    """
     return replace(config, model=replace(config.model, depth=spec.config.depth))
 
 
 def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
+    """Return the items that are wanted, or all if none are named; refuse those that are not in `there`."""
     if wanted is None:
         return tuple(there)
     missing = [item for item in wanted if item not in there]
@@ -157,16 +181,19 @@ def _chosen(key: str, wanted: list[Any] | None, there: Any) -> tuple[Any, ...]:
 def _verified(
     source: Source, by_default: Sequence[str], upper: Sequence[str], flat: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return variables without those that have no truth on any start date, and warn of these.
+    """Return the variables that have a truth on at least one date, and warn of those that have none.
 
-    Analyses have no rain, so a store of one often has such a variable. One that the user has asked for by name stays,
-    and is refused when its truth is read.
+    Analyses have no rain, so a store made from one often has such a variable. A variable that the user asked for by
+    name is kept; it is refused later, when its truth is read.
 
     Args:
-        source: what the model learns from.
+        source: the store.
         by_default: the variables that may be left out.
         upper: all variables on pressure levels.
         flat: all surface variables.
+
+    Returns:
+        The variables on pressure levels and at the surface that are kept.
     """
     unverified = list(by_default)
     for date in range(len(source.layout.init_time)):
@@ -185,10 +212,14 @@ def _verified(
 
 @contextmanager
 def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
-    """Let nobody else train in the run folder, from before the fits to the end; the first rank holds the claim.
+    """Keep other processes from training in the run folder while the context is open. The first rank holds the claim.
+
+    Args:
+        config: settings of the run.
+        session: the ranks of the job.
 
     Raises:
-        UserError: on all ranks, where another process trains there.
+        UserError: on all ranks, if another process trains there.
     """
     with ExitStack() as stack:
         refused = session.once(lambda: _claim(config, stack))
@@ -198,21 +229,26 @@ def claimed_run(config: TrainConfig, session: Session) -> Iterator[None]:
 
 
 def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
-    """Claim the run by a file beside its folder, until `stack` is closed; returns why it cannot be."""
+    """Claim the run by a lock file beside its folder, until `stack` is closed.
+
+    Returns:
+        None, or the reason why the run cannot be claimed.
+    """
     run = (Path(config.output) / config.run).resolve()
     lock = run.with_name(f".{run.name}.lock")
-    until = time.monotonic() + (_PATIENCE if _goes_on(config) else 0.0)  # a requeued job may come a little early
+    # A requeued job may start a little before the previous one has ended.
+    until = time.monotonic() + (_PATIENCE if _goes_on(config) else 0.0)
     told = False
     while True:
         with ExitStack() as attempt:
             attempt.callback(_remove_empty, _made(lock.parent))
             try:
                 held = attempt.enter_context(claimed_once(lock))
-            except FileNotFoundError:  # a run that ended has taken the folder away that was made for it
+            except FileNotFoundError:  # a run that just ended has removed the folder again
                 continue
             except (NoLocks, PermissionError) as error:
                 if isinstance(error, PermissionError) and not run.exists():
-                    raise  # nor could the run be made
+                    raise  # the run folder could not be made either
                 why = getattr(error.__cause__ or error, "strerror", error)
                 log.warning("run %s: no lock keeps other processes from training there (%s)", run, why)
                 held = True
@@ -232,6 +268,7 @@ def _claim(config: TrainConfig, stack: ExitStack) -> str | None:
 
 
 def _holder(lock: Path) -> str:
+    """Return the host and process that hold the lock, as the lock file names them."""
     try:
         return lock.read_text() or "unknown"
     except OSError:
@@ -239,36 +276,42 @@ def _holder(lock: Path) -> str:
 
 
 def _made(folder: Path) -> list[Path]:
-    """Make a folder; returns those that were not there, the innermost first."""
+    """Make a folder; return those that did not exist before, the innermost first."""
     absent = [f for f in (folder, *folder.parents) if not f.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return absent
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    with suppress(OSError):  # a run lies there
+    """Remove folders, innermost first, until one is not empty."""
+    with suppress(OSError):  # a folder that is not empty holds a run
         for folder in folders:
             folder.rmdir()
 
 
 def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoint | None]:
-    """Return the run folder and the checkpoint to go on from, None for a new run.
+    """Return the run folder, and the checkpoint to resume from; None for a new run.
 
-    `tidy`: mend and clear what a killed run or a copy without links left; for one rank of a job.
+    Args:
+        config: settings of the run.
+        tidy: repair and clear what a killed run, or a copy without links, has left. Only one rank of a job may do so.
+
+    Returns:
+        The folder and the checkpoint.
 
     Raises:
-        UserError: the folder exists and `resume` is off, or `resume` meets other settings; or the cache on disk, which
-            is made after the fits, may not be written.
+        UserError: the folder exists and `resume` is off, `resume` meets other settings, or a folder that is needed only
+            later (for the cache on disk, for example) may not be written.
     """
     if config.loading.disk_bytes and config.loading.folder:
         check_writable(config.loading.folder, "loading.folder")
     planned = config.loading.name is LoaderName.clairvoyant
-    if planned and config.loading.timeline not in (None, "run"):  # written when the run ends
+    if planned and config.loading.timeline not in (None, "run"):  # it is written only when the run ends
         check_writable(Path(config.loading.timeline).parent, "loading.timeline")
     run = Path(config.output) / config.run
     check_writable(run, "run")
     if not _goes_on(config):
-        if any((run / name).exists() for name in _TRACES):  # other files may lie there: a plan
+        if any((run / name).exists() for name in _TRACES):  # other files, such as a plan, are no run
             raise UserError(f"run {run}: exists; go on with resume=true, choose another run=NAME, or remove it")
         return run, None
     checkpoints = run / "checkpoints"
@@ -287,21 +330,32 @@ def open_run(config: TrainConfig, *, tidy: bool = True) -> tuple[Path, Checkpoin
             log.warning("resume: %s is not there, so the next validation begins to look for the best again", kept)
     if not tidy:
         return run, checkpoint
-    if best is not None:  # the run may have died between the exchange of the two links
+    if best is not None:  # a run that died between the change of `last` and that of `best` left `best` behind
         point(checkpoints, "best", kept)
     clean(checkpoints)
     return run, checkpoint
 
 
 def refuse_trainers(count: int) -> None:
-    """Raise a UserError where a job is to train several models."""
+    """Refuse settings that ask one job to train several models.
+
+    Args:
+        count: the setting `parallel.trainer`.
+
+    Raises:
+        UserError: it is more than one.
+    """
     if count > 1:
         raise UserError(f"parallel.trainer={count}: one job trains one model; start a job for each")
 
 
 def forget(folder: Path, *, there: bool) -> None:
-    """Remove what a run without a checkpoint has left, so that it can be begun again: of a folder that was `there`
-    before it, its own files alone."""
+    """Remove the files of a run that has no checkpoint, so that it can be started again.
+
+    Args:
+        folder: the run folder.
+        there: the folder existed before the run; then only the run's own files are removed.
+    """
     for path in [folder / name for name in _TRACES] if there else [folder]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -310,17 +364,24 @@ def forget(folder: Path, *, there: bool) -> None:
 
 
 def _goes_on(config: TrainConfig) -> bool:
+    """Return True if the run shall resume from its last checkpoint."""
     if config.resume == "auto":
         return restarts() > 0
     return bool(config.resume)
 
 
 def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> int:
-    """Settle this process for training: set torch's threads and return how many, and keep freed memory.
+    """Set torch's number of threads, and let this process keep memory that it frees.
 
-    Warns where a resumed run had another number, `was`.
+    A warning is logged if a resumed run had another number of threads, because that changes last bits.
 
-    `ranks`: processes that share this one's cores.
+    Args:
+        config: settings of the run.
+        was: number of threads before, if the run is resumed.
+        ranks: processes that share the cores of this one.
+
+    Returns:
+        The number of threads.
     """
     threads = config.threads or max(1, cores() // ranks)
     torch.set_num_threads(threads)
@@ -331,7 +392,11 @@ def use_threads(config: TrainConfig, was: int | None = None, ranks: int = 1) -> 
 
 
 def tell_of_other_versions(was: Mapping[str, str]) -> None:
-    """Warn of libraries that compute, where a resumed run had another version of one."""
+    """Warn if a resumed run was computed with other versions of torch or NumPy.
+
+    Args:
+        was: versions that its checkpoint recorded.
+    """
     now = versions()
     for name in ("torch", "numpy"):
         if was.get(name) not in (None, now[name]):
@@ -340,7 +405,7 @@ def tell_of_other_versions(was: Mapping[str, str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that a checkpoint records."""
+    """Return the versions that a checkpoint records."""
     found = {"python": platform.python_version()}
     for name in ("ensemble-ml", "torch", "numpy", "safetensors"):
         try:

@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: forward, backward, exchange, and what ranks tell each other of it."""
+"""One optimizer step of one rank: forward, backward, exchange with the other ranks, update."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from ensemble_ml.wording import shortened
 
 log = logging.getLogger(__name__)
 
-_MOST_SKIPPED = 10  # steps in a row that nonfinite=skip leaves out: a run that learns nothing more should end
+_MOST_SKIPPED = 10  # steps in a row that nonfinite=skip may leave out: after more, the run ends with an error
 OTHERWISE = "with a lower optim.lr, optim.clip=1 or model.precision=float32"
 
 
 class NotFinite(UserError):
-    """A step whose loss or gradient is not finite, on every rank; the state is still the one before it."""
+    """An error for a step whose loss or gradient is not finite.
+
+    It is raised on every rank, and the state is still the one before the step.
+
+    Args:
+        where: the step, the reason and the dates, in words.
+    """
 
     def __init__(self, where: str):
         super().__init__(f"{where}; begin {OTHERWISE}")
@@ -37,12 +43,15 @@ class NotFinite(UserError):
 
 
 class Stepper:
-    """Takes the steps of a run.
+    """An object that takes the steps of a run.
 
     Attributes:
         waited: seconds that the last step waited for other ranks.
-        skipped: steps in a row that were left out.
-        noted: what the exchange tells of the last step.
+        skipped: how many steps in a row were left out.
+        noted: what the exchange reports of the last step, such as the layers whose momenta it averaged.
+
+    Args:
+        run: the run.
     """
 
     def __init__(self, run: Run):
@@ -51,18 +60,19 @@ class Stepper:
         self.noted: dict[str, Any] = {}
 
     def __call__(self, batch: Batch, says: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-        """Take a step.
+        """Take one step.
 
         Args:
-            batch: this rank's part.
-            says: what this rank says of itself, asked once the pass is done: so what came meanwhile is in it.
+            batch: this rank's part of the batch.
+            says: returns numbers of this rank that are summed over ranks, such as flags. It is called after the
+                backward pass, so that it includes what happened during the pass.
 
         Returns:
-            The loss and its parts, samples of the whole batch, and the sums of what ranks say.
+            The loss and its parts, the number of samples of the whole batch, and the sums of the numbers from `says`.
 
         Raises:
-            NotFinite: it ends the run.
-            UserError: it needs more memory than there is.
+            NotFinite: loss or gradient is not finite, and the run must end.
+            UserError: the step needs more memory than there is.
         """
         state, self.session.step = self.state, self.state.step + 1
         for group in state.optimizer.param_groups:
@@ -71,23 +81,24 @@ class Stepper:
         state.exchange.with_samples = self.setup.ranks_with_samples(state.step)
         state.exchange.begin(state.step)
         mesh, before = self.session.mesh, self.session.mesh.seconds_waited
-        running = Running(state.model)  # a pass that is not finite would leave its mark there
+        running = Running(state.model)  # a pass that is not finite would spoil the running statistics
         with told_of_memory(self.config, self.session):
             state.exchange.share = self.setup.part_of(batch, state.step)
             losses = self._pass(batch)
             outcome = state.exchange.finish()
         values = self._summed(losses, batch, says)
-        # Who comes late is waited for where ranks meet first: at a halo, or at the weights of the loss.
+        # Ranks wait for a slow one where they first meet: at a halo exchange, or at the sum of the loss's weights.
         self.waited = outcome.waited + mesh.seconds_waited - before
-        if math.isfinite(values["loss"]) and outcome.finite:  # on every rank, or on none
+        # Loss and outcome are those of all ranks, so every rank takes the same branch.
+        if math.isfinite(values["loss"]) and outcome.finite:
             self.skipped = 0
-            with told_of_memory(self.config, self.session):  # the first makes its moments
+            with told_of_memory(self.config, self.session):  # the first step allocates the optimizer's moments
                 state.optimizer.step()
         else:
             running.put_back()
             self._leave_out(values["loss"], outcome, batch)
         before = state.exchange.seconds_waited
-        self.noted = self._named(state.exchange.after_step())  # momenta are averaged when it is due, whatever the step
+        self.noted = self._named(state.exchange.after_step())  # averages momenta when due, even if the step is left out
         self.waited += state.exchange.seconds_waited - before
         state.step += 1
         if state.average is not None:
@@ -96,10 +107,14 @@ class Stepper:
 
     @cached_property
     def _pass(self) -> Pass:
-        """Forward and backward of a batch: leaves gradients, returns the loss and its parts."""
-        model, loss = self.state.model, self.setup.loss  # not `self`, which would outlive its last user
+        """Return the forward and backward pass of a batch, recorded as a CUDA graph where that is possible and faster.
+
+        The pass leaves gradients in the model and returns the loss and its parts.
+        """
+        model, loss = self.state.model, self.setup.loss  # a closure over `self` would keep it alive in a cycle
 
         def run(batch: Batch) -> dict[str, Tensor]:
+            """Run the model forward and backward on a batch."""
             losses = loss(model(batch.inputs), batch)
             losses["loss"].backward()
             return {name: value.detach() for name, value in losses.items()}
@@ -108,11 +123,11 @@ class Stepper:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over all of its communicators."""
+        """Return how many bytes this rank has sent so far, over all of its communicators."""
         return self.session.mesh.bytes_sent + getattr(self.state.exchange, "bytes_sent", 0)
 
     def _named(self, told: dict[str, Any]) -> dict[str, Any]:
-        """What an exchange tells of parameters by number, by their names."""
+        """Replace the numbers of parameters in an exchange's report by their names."""
         names = {id(p): name for name, p in self.state.model.named_parameters()}
         order = [names[id(p)] for p in self.state.exchange.params]
         if "layers" in told:
@@ -124,27 +139,29 @@ class Stepper:
     def _summed(
         self, losses: Mapping[str, Tensor], batch: Batch, says: Callable[[], Mapping[str, float]]
     ) -> dict[str, float]:
-        """Summed over ranks: shares of the losses, samples, what each says of itself."""
+        """Sum losses, samples and the numbers from `says` over all ranks."""
         mesh = self.session.mesh
         one_of_group = mesh.spatial.rank == 0
         mine = {name: float(value) for name, value in losses.items()}
+        # Ranks of one spatial group share their samples, so only one of each group counts them.
         mine |= {"samples": float(len(batch) * one_of_group), **says()}
         total = torch.tensor(list(mine.values()), dtype=torch.float64, device=self.session.device)
         mesh.model.all_reduce(total)
         return dict(zip(mine, total.tolist(), strict=True))
 
     def _leave_out(self, loss: float, outcome: Outcome, batch: Batch) -> None:
-        """Tell of a step that is not finite; the same on every rank.
+        """Log that a step is not finite and is left out, or end the run. The decision is the same on every rank.
 
         Raises:
-            NotFinite: it ends the run.
+            NotFinite: `optim.nonfinite` is stop, or too many steps in a row were left out.
         """
         self.skipped += 1
         what = f"loss {loss}" if not math.isfinite(loss) else f"norm of the gradient {outcome.norm}"
         if self.session.topology.size > 1 and outcome.culprits:
             what = f"gradients that are not finite from ranks {', '.join(map(str, outcome.culprits))}"
         dates = f"on start dates {shortened(batch.init_time)}"
-        if outcome.culprits and self.session.topology.rank not in outcome.culprits:  # this rank's dates are others
+        # If the fault is another rank's, the dates of this rank are not to blame: name those of the whole batch.
+        if outcome.culprits and self.session.topology.rank not in outcome.culprits:
             [every] = self.setup.batches(self.state.step, self.state.step + 1).draws(self.state.step, 1)
             dates = f"on start dates among {shortened([iso(self.setup.reader.time(draw.date)) for draw in every])}"
         where = f"step {self.state.step + 1}: {what}, {dates}"

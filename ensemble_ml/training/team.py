@@ -1,8 +1,8 @@
 """Shares the fits before the first step out over all ranks.
 
-Every rank runs the same fit on a stretch of the start dates of its own, and what is summed over dates is added up over
-ranks, so each date is read by one rank. All ranks then hold the same sums and work out the same numbers from them. What
-hangs on the clock is said by the first rank, for the others' clocks may say otherwise.
+Every rank runs the same fit on a contiguous block of the training dates, so each date is read by one rank. Sums over
+dates are added up over ranks. All ranks then hold the same sums and compute the same numbers from them. A decision that
+depends on the clock is taken by the first rank for all, because the clocks of the others may differ.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class Team:
-    """The ranks that make a fit together.
+    """A group of ranks that make a fit together.
 
     Args:
-        ranks: all of them; one rank alone where it is None. They call the methods in the same order.
+        ranks: all of them; None for one rank alone. They must call the methods in the same order.
         on_host: how many of them share this host's memory.
     """
 
@@ -31,23 +31,42 @@ class Team:
 
     @property
     def alone(self) -> bool:
-        """Return whether there is one rank only."""
+        """Return True if there is only one rank."""
         return self._ranks.size == 1
 
     def stretch(self, count: int) -> range:
-        """Return which of `count` items this rank takes: neighbours, so that dates in a row stay together."""
+        """Return which of `count` items this rank takes.
+
+        They are neighbours, so that consecutive dates stay together.
+
+        Args:
+            count: number of items.
+
+        Returns:
+            Positions of this rank's items.
+        """
         rank, size = self._ranks.rank, self._ranks.size
         return range(count * rank // size, count * (rank + 1) // size)
 
     def mine(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's stretch of `items`."""
+        """Return this rank's items.
+
+        Args:
+            items: the items of all ranks.
+
+        Returns:
+            A contiguous part of `items`.
+        """
         taken = self.stretch(len(items))
         return items[taken.start : taken.stop]
 
     def add_up(self, *sums: Tensor) -> None:
-        """Add each of `sums` up over ranks, in place; the order of the additions is that of the ranks, always the same.
+        """Add tensors up over ranks, in place. Booleans are joined by `or`.
 
-        Booleans are joined by `or`.
+        The additions are always made in the order of the ranks, so that the sums are equal bit for bit from run to run.
+
+        Args:
+            sums: tensors of the same shapes on all ranks.
         """
         if self.alone:
             return
@@ -57,12 +76,20 @@ class Team:
             values.copy_(whole)
 
     def joined(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks, (n of the first + n of the next ..., ...) from this rank's `rows` (n, ...)."""
+        """Return the rows of all ranks, those of the first rank first.
+
+        Args:
+            rows: (n, ...) the rows of this rank; n may differ between ranks.
+
+        Returns:
+            (sum of all n, ...).
+        """
         if self.alone:
             return rows
         counts = torch.zeros(self._ranks.size, dtype=torch.int64)
         counts[self._ranks.rank] = len(rows)
         self.add_up(counts)
+        # `all_gather` wants the same size from every rank, so all rows are padded to the longest.
         padded = rows.new_zeros(int(counts.max()), *rows.shape[1:])
         padded[: len(rows)] = rows
         found = padded.new_empty(self._ranks.size * padded.numel())
@@ -71,13 +98,27 @@ class Team:
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts.tolist(), strict=True)])
 
     def anywhere(self, flag: bool) -> bool:
-        """Return whether `flag` is true on any rank."""
+        """Return True if `flag` is true on any rank.
+
+        Args:
+            flag: this rank's flag.
+
+        Returns:
+            The same answer on all ranks.
+        """
         found = torch.tensor(flag)
         self.add_up(found)
         return bool(found)
 
     def first_says(self, number: int) -> int:
-        """Return the first rank's `number`, on all of them."""
+        """Return the first rank's `number` on all ranks.
+
+        Args:
+            number: this rank's number; only that of the first rank matters.
+
+        Returns:
+            The first rank's number.
+        """
         found = torch.tensor(number)
         if not self.alone:
             self._ranks.broadcast(found).wait()

@@ -1,24 +1,39 @@
-"""Scores on validation dates, which choose `checkpoints/best`: with the first M members (`widths` asks for others).
+"""Scores on the validation dates, which choose `checkpoints/best`.
 
-Axes: B date, T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
+They are scores of forecasts from the first M members (`training.widths` asks for other numbers of members too).
 
-    crps_ratio    CRPS over that of the raw members' N(m, (1 + 1/M) s^2)
-    spread_ratio  RMSE of the predicted spread over that of the size-corrected raw spread, s c4(N) / c4(M)
-                  (of the climatological spread for M = 1)
-    score         the geometric mean of those that there are; lower is better
+    crps_ratio     CRPS over that of the raw members' distribution N(m, (1 + 1/M) s^2)
+    spread_ratio   RMSE of the predicted spread over that of the size-corrected raw spread s c4(N) / c4(M);
+                   for M = 1 over that of the climatological spread
+    score          geometric mean of those of the two that exist; lower is better
 
-Each is a mean over dates and area for every lead, variable and level, then a geometric mean over these. A field in
-which there is nothing to predict (no rain fell on these dates, or was forecast) counts for nothing.
+    m, s   mean and spread of the M members
+    N      members of the full ensemble
+    c4     E[s] / sigma of independent normal values
 
-Beside them the widths: by how much the predicted standard deviation of a field has to be multiplied for its mean square
-to be that of the error of the mean, which is what calibration means (Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1).
-Training by the CRPS leaves them above one where errors have heavier tails than the family. The deviation of a law that
-ends at a bound grows more slowly than its scale, so it is looked at for a few widths; where it comes to an end before
-it is that of the error, the width is the one with the least CRPS. So it is for rain: the variance of its law lies,
-where it is nearly dry, in amounts that no sample shows (at location / scale = -4 its standard deviation is the scale,
-and one time in 600,000 it rains), that of a log-normal law of small mean in values as rare.
-The number of members changes them: from one, sigma follows what many would have said. They are taken from the number
-that validation has; those of others come beside them with each best model (`training.widths`).
+Each ratio is one of means over dates and area, for every lead, variable and level, and then a geometric mean over
+these. A field in which there is nothing to predict is left out: for example, no rain fell on these dates, nor was any
+forecast.
+
+Calibration factors (`widths` in the code) are computed beside the scores. Each is the factor of a field's predicted
+standard deviation at which the mean variance equals the mean squared error of the mean, which is what calibration means
+(Fortin et al. 2014, doi:10.1175/JHM-D-14-0008.1). Training by the CRPS leaves them above one where errors have heavier
+tails than the distribution. For a normal distribution the factor follows from these two means.
+
+The standard deviation of a distribution that ends at a bound grows more slowly than its scale. So it is computed for a
+few factors, and the one that reaches the error is interpolated. Where the standard deviation stops growing before it
+reaches the error, the factor is the one with the least CRPS.
+
+For rain, the factor is always the one with the least CRPS. Where its distribution is nearly dry, most of the variance
+lies in amounts that no sample shows: at location / scale = -4 its standard deviation is the scale, and it rains one
+time in 600,000. The same holds for a log-normal distribution of small mean.
+
+The factors depend on the number of members, because sigma from one member follows what many members would have had.
+They are computed for the number of members that the validation uses. `training.widths` computes those of other numbers
+with each best model.
+
+Axes: B initialisation time, T lead, F field (variables and levels, then surface variables), G field with a bound,
+W factor that is tried, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -38,24 +53,37 @@ from ensemble_ml.models import AnyModel, Prediction, distributions, skewed
 from ensemble_ml.training.climate_data import FEWEST_TO_WIDEN, families
 from ensemble_ml.training.losses import crps
 
-NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below it there is nothing to predict
-_WIDEST = 3.0  # factor by which a scale may be changed: more is no matter of calibration
-_BY_CRPS = skewed.LAWS  # whose width is the one with the least CRPS
-_TRIED = (0.8, 1.0, 1.25)  # widths at which more is known, even steps of the logarithm: a parabola goes through these
-_FURTHEST = 2.0  # steps from one that a minimum of the parabola is believed
-_REACH = 3.0  # and what it comes to
-_LIKE_NORMAL = 0.95  # of a normal law's slope, from which no bound is felt
+NOTHING = 1e-3  # typical spreads: where the raw CRPS, or RMSE, is below this, there is nothing to predict
+_WIDEST = 3.0  # largest factor of a scale: a larger one would be no matter of calibration
+_BY_CRPS = skewed.LAWS  # distributions whose factor is always the one with the least CRPS
+_TRIED = (0.8, 1.0, 1.25)  # factors that are tried; their logarithms are evenly spaced, for a parabola through them
+_FURTHEST = 2.0  # steps of the logarithm from one within which the minimum of the parabola is believed
+_REACH = 3.0  # the same for the point at which the parabola reaches the error
+_LIKE_NORMAL = 0.95  # fraction of a normal distribution's slope above which the bound has no effect
 
 
 def c4(n: int) -> float:
-    """E[s] / sigma of n independent normal values, s with ddof = 1: sqrt(2 / (n-1)) Gamma(n/2) / Gamma((n-1)/2)."""
+    """Return E[s] / sigma of n independent normal values, for s with ddof = 1.
+
+        c4(n) = sqrt(2 / (n - 1)) Gamma(n / 2) / Gamma((n - 1) / 2)
+
+    Args:
+        n: number of values, two or more.
+
+    Returns:
+        c4(n).
+    """
     return math.sqrt(2 / (n - 1)) * math.exp(math.lgamma(n / 2) - math.lgamma((n - 1) / 2))
 
 
 @dataclass(frozen=True)
 class Validation:
-    """`scores`: `crps_ratio`, `spread_ratio` and `score`, as far as there are targets, empty where there are none;
-    `widths` (T, F): factors of the predicted scales, None without a truth."""
+    """The result of a validation.
+
+    Attributes:
+        scores: `crps_ratio`, `spread_ratio` and `score`, each if its target exists; empty without any target.
+        widths: (T, F) calibration factors of the predicted scales; None without a truth.
+    """
 
     scores: dict[str, float]
     widths: list[list[float]] | None = None
@@ -64,13 +92,17 @@ class Validation:
 def validate(
     model: AnyModel, batches: Iterable[Batch], *, full_size: int, area: Tensor, mesh: Mesh | None = None
 ) -> Validation:
-    """Score `model` on `batches`.
+    """Score a model on batches.
 
     Args:
-        batches: all samples of one have the same number of members.
+        model: the model.
+        batches: batches with targets; all samples of a batch have the same number of members.
         full_size: N, members of the full ensemble.
-        area: (Y, X) weights of the cells.
-        mesh: of the ranks that share samples and dates; all get the same scores.
+        area: (Y, X) areas of the cells.
+        mesh: the ranks that share samples and dates; all get the same result.
+
+    Returns:
+        Scores and calibration factors.
 
     Raises:
         UserError: a prediction is NaN or infinite.
@@ -82,7 +114,14 @@ def validate(
 
 
 class Scoring:
-    """What `validate` does, batch by batch; the arguments are its own."""
+    """The work of `validate`, one batch at a time.
+
+    Args:
+        model: the model.
+        full_size: N, members of the full ensemble.
+        area: (Y, X) areas of the cells.
+        mesh: the ranks that share samples and dates.
+    """
 
     def __init__(self, model: AnyModel, *, full_size: int, area: Tensor, mesh: Mesh | None = None):
         spec, mesh = model.spec, mesh or Mesh()
@@ -95,7 +134,11 @@ class Scoring:
 
     @torch.no_grad()
     def add(self, batch: Batch) -> None:
-        """Take in the model's prediction for a batch."""
+        """Predict a batch and add its sums.
+
+        Args:
+            batch: inputs and targets.
+        """
         model, bounded, least = self._model, self._bounded, self._least
         prediction = model(batch.inputs)
         if batch.truth_p is not None and batch.truth_s is not None:
@@ -111,7 +154,10 @@ class Scoring:
 
     @torch.no_grad()
     def found(self) -> Validation:
-        """Scores and widths of what was added, by all ranks; all of them call this.
+        """Compute scores and calibration factors from all that was added. All ranks must call this.
+
+        Returns:
+            The same result on all ranks.
 
         Raises:
             UserError: a prediction is NaN or infinite.
@@ -132,19 +178,22 @@ class Scoring:
 
 
 class _Sums:
-    """Sums over dates of area means for every field, ours and the raw ensemble's."""
+    """Sums over dates of area means: one number of ours and one to compare with, for every field."""
 
     def __init__(self, area: Tensor, fields: tuple[int, int], mesh: Mesh):
         self.area, self.mesh = area, mesh
-        self.sums = torch.zeros((2, *fields), dtype=torch.float64, device=area.device)  # ours, raw
+        self.sums = torch.zeros((2, *fields), dtype=torch.float64, device=area.device)  # ours, to compare with
         self.dates = 0
         self.known = torch.zeros(fields, dtype=torch.float64, device=area.device)  # dates with a target
 
     def add(
         self, ours: Tensor, raw: Tensor, target: Tensor, told: Tensor | None = None, least: Tensor | None = None
     ) -> None:
-        """Add maps (B, T, F, Y, X); a cell without a target weighs nothing, in both sums alike; nor does a date whose
-        mean of `told` is not more than `least` (T, F)."""
+        """Add maps (B, T, F, Y, X) of some dates.
+
+        A cell without a target counts for nothing, in both sums alike. Nor does a field of a date on which the mean of
+        `told` is not above `least` (T, F): there was nothing to predict.
+        """
         known = torch.isfinite(target)
         weight = (known * self.area).double()
         maps = (ours, raw) if told is None else (ours, raw, told)
@@ -158,8 +207,10 @@ class _Sums:
         self.dates += len(target)
 
     def ratio(self, least: Tensor, power: float = 1.0) -> float | None:
-        """Geometric mean over fields of (ours / raw)^power; None where no field can be scored, for which raw has to
-        be more than `least` (T, F)."""
+        """Return the geometric mean over fields of (ours / raw)^power.
+
+        Only fields whose raw mean is above `least` (T, F) are scored; None if there is none.
+        """
         found = self._over_ranks()
         if found is None:
             return None
@@ -167,12 +218,12 @@ class _Sums:
         if not bool(torch.isfinite(ours).all()):
             raise UserError("validation: a prediction is not finite; try a lower optim.lr or model.precision=float32")
         floor = least * known
-        scored = raw > floor  # whatever ours is: the same fields at every validation
+        scored = raw > floor  # independent of our prediction, so that every validation scores the same fields
         logs = power * (torch.log(ours.maximum(floor)[scored]) - torch.log(raw[scored]))
         return math.exp(logs.mean().item()) if logs.numel() else None
 
     def roots(self) -> Tensor | None:
-        """sqrt(ours / raw) of every field, one where too few dates tell, (T, F); None where no field has any."""
+        """Return sqrt(ours / raw) of every field, (T, F): one if too few dates have it; None if no dates were added."""
         found = self._over_ranks()
         if found is None:
             return None
@@ -183,7 +234,7 @@ class _Sums:
         return roots.clamp(1 / _WIDEST, _WIDEST)
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Ours and the other of every field, NaN where too few dates tell, (T, F)."""
+        """Return the means of ours and of the other, (T, F): NaN for a field that too few dates have."""
         found = self._over_ranks()
         assert found is not None
         ours, other, known = found
@@ -191,15 +242,17 @@ class _Sums:
         return torch.where(enough, ours / count, torch.nan), torch.where(enough, other / count, torch.nan)
 
     def _over_ranks(self) -> Tensor | None:
-        """The sums of all dates, and how many have a target, (3, T, F); None where there is none."""
+        """Return the two sums and the number of dates with a target, over all ranks: (3, T, F); None without a date."""
         total = torch.cat([self.sums.flatten(), self.known.flatten(), self.sums.new_tensor([self.dates])])
         self.mesh.data.all_reduce(total)
         return total[:-1].view(3, *self.known.shape) if total[-1] else None
 
 
 def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Squared error of the predicted mean, predicted variance, the truth, and by how much members differ and err:
-    (B, T, F, Y, X)."""
+    """Return squared error of the predicted mean, predicted variance, truth, and how uncertain each point was.
+
+    The last one is the error of the members' mean plus their spread. All are (B, T, F, Y, X).
+    """
     errors, variances, truths, told = [], [], [], []
     for suffix, laws in _kinds(model):
         truth = _of(batch, "truth", suffix)
@@ -217,7 +270,10 @@ def _squares(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Ten
 
 
 def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor, Tensor, Tensor]:
-    """CRPS of the prediction and of the raw members' normal distribution, and the truth: (B, T, F, Y, X)."""
+    """Return the CRPS of the prediction, that of the raw members' normal distribution, and the truth.
+
+    All are (B, T, F, Y, X).
+    """
     members = int(batch.inputs.count[0])
     ours, raw, truths = [], [], []
     for suffix, laws in _kinds(model):
@@ -230,7 +286,7 @@ def _crps(model: AnyModel, batch: Batch, prediction: Prediction) -> tuple[Tensor
 
 
 def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: float) -> tuple[Tensor, Tensor]:
-    """CRPS and variance of the fields that have a bound, (B, T, G, Y, X), with `width` times their scale."""
+    """Return CRPS and variance of the fields that have a bound, with `width` times their scale: (B, T, G, Y, X)."""
     scores, variances = [], []
     for suffix, laws in _kinds(model):
         truth, parts = _of(batch, "truth", suffix), [_of(prediction, name, suffix) for name in ("location", "scale")]
@@ -244,7 +300,10 @@ def _at_width(model: AnyModel, batch: Batch, prediction: Prediction, width: floa
 
 
 def _least(crps_WTG: Tensor) -> Tensor:
-    """The widths with the least CRPS, known at those tried, (T, G), one where too few dates tell."""
+    """Return the factor with the least CRPS, (T, G), by a parabola through those tried.
+
+    It is one for a field that too few dates have.
+    """
     before, here, after = crps_WTG
     bend, slope = before - 2 * here + after, (before - after) / 2
     step = torch.where(bend > 0, slope / bend.clamp(min=1e-300), torch.sign(slope) * (slope.abs() > 0))
@@ -252,11 +311,12 @@ def _least(crps_WTG: Tensor) -> Tensor:
 
 
 def _reaching(variance_WTG: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-    """The widths at which the mean variance, known at those tried, is `roots`^2 times as large, and whether that can be
-    believed, (T, G); one where too few dates tell.
+    """Return the factor at which the mean variance is `roots`^2 times as large, and whether it can be believed: (T, G).
 
-    The parabola through the logarithms comes to it there; that of a normal law is the line 2 log(width). Between bounds
-    a law of one mean has a largest variance, and beyond the widths tried nobody knows how near it is.
+    The factor comes from a parabola through the logarithms of the variances at the factors tried. That of a normal
+    distribution is the line 2 log(factor). Between two bounds, a distribution of a given mean has a largest variance,
+    and beyond the factors tried it is unknown how near that is. So a result far away is believed only if the slope is
+    almost that of a normal distribution. The factor is one if too few dates have the field.
     """
     unit = math.log(_TRIED[2])
     before, here, after = variance_WTG.clamp(min=1e-300).log()
@@ -269,7 +329,7 @@ def _reaching(variance_WTG: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
 def _spread_error(
     model: AnyModel, batch: Batch, prediction: Prediction, full_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Squared errors of the predicted and of the reference spread, and the full spread: (B, T, F, Y, X)."""
+    """Return squared errors of the predicted and of the reference spread, and the full spread: (B, T, F, Y, X)."""
     members = int(batch.inputs.count[0])
     ours, raw, targets = [], [], []
     for suffix, _ in _kinds(model):
@@ -286,25 +346,34 @@ def _spread_error(
 
 
 def _kinds(model: AnyModel) -> list[tuple[str, tuple[Family, ...]]]:
+    """Return the suffix and the distributions of each set of variables that the model has."""
     return [(suffix, families) for suffix, families in zip("ps", model.spec.families, strict=True) if families]
 
 
 def typical_spreads(model: AnyModel) -> Tensor:
-    """Typical spread of each field, (T, F)."""
+    """Return the typical spread of each field.
+
+    Args:
+        model: the model.
+
+    Returns:
+        (T, F), physical units.
+    """
     parts = (part for part in (model.pressure, model.surface) if part is not None)
     return torch.cat([part.heads.typical.flatten(1) for part in parts], 1)
 
 
 def _raw(model: AnyModel, batch: Batch, suffix: str) -> tuple[Tensor, Tensor]:
-    """Mean and spread of the members given, at the predicted leads."""
+    """Return mean and spread of the members given, at the predicted leads."""
     leads = model.spec.lead_positions
     return _of(batch.inputs, "mean", suffix)[:, leads], _of(batch.inputs, "spread", suffix)[:, leads]
 
 
 def _of(owner: object, name: str, suffix: str) -> Tensor:
+    """Return an attribute by its name and suffix."""
     return getattr(owner, f"{name}_{suffix}")
 
 
 def _join(kinds: list[Tensor]) -> Tensor:
-    """(B, T, V, Z, Y, X) and (B, T, S, Y, X) -> (B, T, F, Y, X), at least float32."""
+    """Join (B, T, V, Z, Y, X) and (B, T, S, Y, X) to (B, T, F, Y, X)."""
     return torch.cat([kind.flatten(2, -3) for kind in kinds], 2)

@@ -1,1 +1,1 @@
-"""Building blocks of the network."""
+"""The building blocks of the network."""

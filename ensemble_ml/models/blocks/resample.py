@@ -1,10 +1,10 @@
-"""Pooling and upsampling by two over latitude and longitude, any size, any order of axes in memory.
+"""Pooling and upsampling by two over latitude and longitude, for any size and any order of axes in memory.
 
-Axes: B date, C channel, Y latitude, X longitude, Z plane.
+Both are written as sums over the four corners of 2 x 2 blocks. Torch's pooling in 3D knows no bfloat16, and in 2D it
+copied its input, its output and both gradients to another order of axes. An odd last row or column is a block of its
+own, which equals padding to an even size with cells of weight zero.
 
-Written as sums over the four corners of a 2 x 2 block: torch's own pooling in 3D knows no bfloat16, and in 2D it copied
-its input, output and both gradients to another order of axes. An odd last row or column makes a block of its own, which
-equals padding to an even size with cells of weight zero.
+Axes: B initialisation time, C channel, Y latitude, X longitude, Z plane.
 """
 
 from __future__ import annotations
@@ -20,17 +20,32 @@ from ensemble_ml.models.padding import empty_in_order_of
 
 
 def pool(x_BCYXZ: Tensor) -> Tensor:
-    """Mean over the cells of each 2 x 2 block: (B, C, ceil(Y/2), ceil(X/2), Z)."""
+    """Return the mean over the cells of each 2 x 2 block.
+
+    Args:
+        x_BCYXZ: (B, C, Y, X, Z).
+
+    Returns:
+        (B, C, ceil(Y/2), ceil(X/2), Z).
+    """
     return _Pool.apply(x_BCYXZ)
 
 
 def add_upsampled(skip_BCYXZ: Tensor, small_BCYXZ: Tensor) -> Tensor:
-    """`skip` plus the nearest neighbour of `small`, whose size is half of it, rounded up."""
+    """Add a field of half the size, upsampled to the nearest neighbour, to `skip`.
+
+    Args:
+        skip_BCYXZ: (B, C, Y, X, Z).
+        small_BCYXZ: (B, C, ceil(Y/2), ceil(X/2), Z).
+
+    Returns:
+        The sum, in the shape and dtype of `skip_BCYXZ`.
+    """
     return _AddUpsampled.apply(skip_BCYXZ, small_BCYXZ)
 
 
 def _corners(large: Tensor, small: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The four corners of all blocks, each with the part of `small` that has such a corner; the full one first."""
+    """Yield the four corners of all blocks, each with the part of `small` whose blocks have it; the first is whole."""
     for i in (0, 1):
         for j in (0, 1):
             corner = large[:, :, i::2, j::2]
@@ -48,6 +63,7 @@ def _mean_of_sums(sums: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _sums(large: Tensor) -> Tensor:
+    """Return the sums over the cells of each block."""
     total = large[:, :, 0::2, 0::2].clone()  # keeps the order of axes in memory
     for corner, part in list(_corners(large, total))[1:]:
         part.add_(corner)
@@ -55,6 +71,8 @@ def _sums(large: Tensor) -> Tensor:
 
 
 class _Pool(torch.autograd.Function):
+    """The mean over blocks, with a backward pass that writes the gradient in the order of axes of its input."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.size = x.shape
@@ -71,6 +89,8 @@ class _Pool(torch.autograd.Function):
 
 
 class _AddUpsampled(torch.autograd.Function):
+    """The sum of a field and an upsampled one, with its backward pass."""
+
     @staticmethod
     def forward(ctx: Any, skip: Tensor, small: Tensor) -> Tensor:
         found = skip.clone()

@@ -1,8 +1,8 @@
-"""Distributional regression network (Rasp & Lerch 2018, doi:10.1175/MWR-D-18-0187.1): an MLP for each point.
+"""The distributional regression network (DRN) of Rasp & Lerch 2018, doi:10.1175/MWR-D-18-0187.1: an MLP for each point.
 
-The network sees the point alone: its ensemble statistics, position, static fields, and an embedding of its own that is
-learned (as theirs for stations). Location and scale are counted from the ensemble mean in typical spreads of the level,
-where theirs are plain numbers of degrees: one network has fields of all sizes to serve.
+The network reads a point alone: its ensemble statistics, place, static fields, and a learned embedding of the point (in
+the paper, of the station). In the paper, location and scale are plain numbers of degrees. Here they are counted from
+the ensemble mean in typical spreads of the level, because one network has to serve fields of all sizes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from ensemble_ml.models.heads import bounded
 from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
 from ensemble_ml.models.rivals.rival import Reduced, Rival
 
-_EMBEDDING = 2  # numbers a point, as theirs
+_EMBEDDING = 2  # numbers for each point, as in the paper
 
 
 class Drn(Rival):
-    """`model.hidden` units in each of `model.depth` hidden layers."""
+    """A DRN with `model.depth` hidden layers of `model.hidden` units each.
+
+    Args:
+        spec: shapes, variables, grid and configuration.
+        climate: statistics of the training dates.
+    """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__(spec, climate)
@@ -35,6 +40,15 @@ class Drn(Rival):
         nn.init.zeros_(self.out.bias)
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
+        """Apply the MLP to every point.
+
+        Args:
+            planes_BCYX: input planes, (B, C, Y, X).
+            x: the batch; not used.
+
+        Returns:
+            (B, O * T * F, Y, X).
+        """
         own = self.embedding.expand(len(planes_BCYX), -1, -1, -1)
         hidden = torch.cat([planes_BCYX, own], 1).permute(0, 2, 3, 1)
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self.speed.low):
@@ -43,4 +57,14 @@ class Drn(Rival):
         return self.out(hidden.to(planes_BCYX.dtype)).permute(0, 3, 1, 2)
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the first two outputs into location and scale, in physical units.
+
+        Args:
+            fields: statistics of the members.
+            first: first output.
+            second: second output.
+
+        Returns:
+            Location and scale.
+        """
         return fields.mean + fields.typical * first, fields.typical * torch.exp(bounded(second))

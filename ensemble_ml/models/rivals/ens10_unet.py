@@ -1,10 +1,13 @@
-"""ENS-10's U-Net (Ashkboos et al. 2022, arXiv:2206.14786): 2D, with outputs in units of the ensemble's own spread.
+"""The 2D U-Net of ENS-10 (Ashkboos et al. 2022, arXiv:2206.14786), with outputs in units of the ensemble's own spread.
 
-Three scales of 32, 64 and 128 channels; two convolutions each with batch norm and ReLU on the way down and up; maximum
-pooling, bilinear interpolation, skips by concatenation; location = m + s o1 and scale = s exp(o2), as in their
-training script. Different here: one network gives all fields and leads where theirs has a network for each target; it
-sees the inputs that all our entrants see; padding continues the sphere where theirs is zero. Where one member has no
-spread, s is the climatological one, and s has a floor of a hundredth of its level's typical spread.
+The network of the paper has three scales of 32, 64 and 128 channels, with two convolutions on the way down and two on
+the way up at each scale, batch norm, ReLU, maximum pooling, bilinear interpolation, and skips by concatenation. From
+its outputs o1 and o2 come location = m + s o1 and scale = s exp(o2), as in the authors' training script. m and s are
+mean and standard deviation of the members.
+
+Some things differ here. One network predicts all fields and leads, where theirs has a network for each target. It reads
+the inputs that all our baselines read. Padding continues the sphere, where theirs is zero. Where one member has no
+spread, s is the climatological spread, and s is never below a hundredth of its level's typical spread.
 """
 
 from __future__ import annotations
@@ -21,11 +24,17 @@ from ensemble_ml.models.inputs import EnsembleInput, ModelSpec
 from ensemble_ml.models.padding import Geometry, Padder, geometries
 from ensemble_ml.models.rivals.rival import Reduced, Rival
 
-_SMALLEST = 1e-2
+_SMALLEST = 1e-2  # least s, in typical spreads
 
 
 class _Stage(nn.Module):
-    """A 3 x 3 convolution, batch norm and ReLU."""
+    """A 3 x 3 convolution with batch norm and ReLU.
+
+    Args:
+        inputs: channels of the input.
+        outputs: channels of the output.
+        pad: the padding before the convolution.
+    """
 
     def __init__(self, inputs: int, outputs: int, pad: Padder):
         super().__init__()
@@ -34,16 +43,23 @@ class _Stage(nn.Module):
         self.norm = nn.BatchNorm2d(outputs)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
+        """Apply the stage to (B, C, Y, X)."""
         return F.relu(self.norm(self.conv(self.pad(x_BCYX[..., None])[..., 0])))
 
 
 def _pair(inputs: int, middle: int, outputs: int, geometry: Geometry, first: Padder | None = None) -> nn.Sequential:
+    """Return two stages; `first` is the padding of the first one if it differs."""
     pad = Padder(geometry)
     return nn.Sequential(_Stage(inputs, middle, first or pad), _Stage(middle, outputs, pad))
 
 
 class Ens10UNet(Rival):
-    """`model.hidden` channels at the finest scale, doubled `model.depth` times."""
+    """The U-Net with `model.hidden` channels at the finest scale, doubled `model.depth` times up to `model.max_hidden`.
+
+    Args:
+        spec: shapes, variables, grid and configuration.
+        climate: statistics of the training dates.
+    """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__(spec, climate)
@@ -65,6 +81,15 @@ class Ens10UNet(Rival):
         nn.init.zeros_(self.out.bias)
 
     def network(self, planes_BCYX: Tensor, x: EnsembleInput) -> Tensor:
+        """Apply the U-Net.
+
+        Args:
+            planes_BCYX: input planes, (B, C, Y, X).
+            x: the batch; not used.
+
+        Returns:
+            (B, O * T * F, Y, X).
+        """
         with torch.autocast(planes_BCYX.device.type, torch.bfloat16, enabled=self.speed.low):
             hidden, skips = self.speed.arrange(planes_BCYX), []
             for index, stage in enumerate(self.down):
@@ -77,6 +102,16 @@ class Ens10UNet(Rival):
         return self.out(self.last_pad(hidden.to(planes_BCYX.dtype)[..., None])[..., 0])
 
     def law(self, fields: Reduced, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the first two outputs into location and scale, in physical units.
+
+        Args:
+            fields: statistics of the members.
+            first: o1.
+            second: o2.
+
+        Returns:
+            Location and scale.
+        """
         floor = torch.maximum(fields.spread, _SMALLEST * fields.typical)
         spread = torch.where(
             fields.spread.flatten(1).amax(1).reshape(-1, *[1] * (floor.ndim - 1)) > 0, floor, fields.climatology
@@ -85,7 +120,7 @@ class Ens10UNet(Rival):
 
 
 def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
-    """Bilinear interpolation; on the sphere, where columns are doubled, it goes on across the first meridian."""
+    """Interpolate bilinearly to the size of `like`; if longitude wraps, also across the first meridian."""
     rows, columns = like.shape[-2:]
     if not wraps:
         return _bilinear(x_BCYX, rows, columns)
@@ -94,7 +129,11 @@ def _larger(x_BCYX: Tensor, like: Tensor, wraps: bool) -> Tensor:
 
 
 def _bilinear(x_BCYX: Tensor, rows: int, columns: int) -> Tensor:
-    """Torch's; on a GPU, where its gradient is added up in any order, the same as products with matrices."""
+    """Interpolate bilinearly.
+
+    On a GPU this is a product with matrices, because the gradient of torch's interpolation is summed there in an order
+    that changes from run to run.
+    """
     if not x_BCYX.is_cuda:
         return F.interpolate(x_BCYX, size=(rows, columns), mode="bilinear")
     axes = zip(x_BCYX.shape[2:], (rows, columns), strict=True)
@@ -104,7 +143,7 @@ def _bilinear(x_BCYX: Tensor, rows: int, columns: int) -> Tensor:
 
 @lru_cache
 def _weights(size: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """(wanted, size): what linear interpolation of an axis takes of each point."""
+    """Return the weight that linear interpolation of an axis gives to each point: (wanted, size)."""
     with torch.inference_mode(False):
         found = F.interpolate(torch.eye(size, dtype=torch.float64)[None], size=wanted, mode="linear")
         return found[0].T.to(device, dtype)

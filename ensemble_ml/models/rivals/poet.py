@@ -1,13 +1,24 @@
-"""A network like PoET (Ben Bouallegue et al. 2024, doi:10.1175/AIES-D-23-0027.1): members in, members out.
+"""A network like PoET (Ben Bouallegue et al. 2024, doi:10.1175/AIES-D-23-0027.1), which maps members to members.
 
-One U-Net transforms every member; at its three deepest scales members attend to each other at each grid point. A
-member becomes x_i' = x_i + s0 d_i. Members are scored as a distribution here, as all entrants are: location is the
-mean of x_i', and scale^2 = ((M-1) s'^2 + k s_clim^2) / (M - 1 + k) blends their variance with the climatological one as
-s0 does, because the sample spread of two or three members is no forecast, and that of one does not exist; the net
-learns by the CRPS of that law, where theirs learns by the fair CRPS of members. It sees, beside the departures of its
-member, the channels that all entrants see.
+One U-Net transforms every member. At its three deepest scales, the members attend to each other at each grid point.
 
-Axes: B date, M member, T lead, F field, C channel, Y latitude, X longitude, Z plane (one).
+    x_i'     = x_i + s0 d_i
+    location = mean of x_i'
+    scale^2  = ((M-1) s'^2 + k s_clim^2) / (M - 1 + k)
+
+    x_i      member i
+    s0       prior spread (`models.features`)
+    d_i      output of the network for member i
+    s'       standard deviation of the x_i'
+    s_clim   climatological spread
+    k        how many members the climatology counts for
+
+The paper trains by the fair CRPS of the members. Here the prediction is a distribution, as for all baselines, and the
+network learns by the CRPS of that distribution. Its variance is blended with the climatological one as in s0, because
+the spread of two or three members is no good forecast, and one member has none. Beside the departures of its member,
+the network reads the channels that all baselines read.
+
+Axes: B initialisation time, M member, T lead, F field, C channel, Y latitude, X longitude, Z plane (one), N = B M.
 """
 
 from __future__ import annotations
@@ -29,11 +40,15 @@ from ensemble_ml.models.positions import take
 from ensemble_ml.models.rivals.rival import Reduced, Rival
 
 _HEADS = 4
-_ATTENDING = 3  # deepest scales
+_ATTENDING = 3  # number of the deepest scales at which members attend to each other
 
 
 class MemberAttention(nn.Module):
-    """Members of one grid point attend to each other; the last layer starts at zero."""
+    """An attention layer in which the members at one grid point attend to each other. Its last layer starts at zero.
+
+    Args:
+        channels: C.
+    """
 
     def __init__(self, channels: int):
         super().__init__()
@@ -44,6 +59,15 @@ class MemberAttention(nn.Module):
         nn.init.zeros_(self.outwards.bias)
 
     def forward(self, x_NCYXZ: Tensor, there_BM: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x_NCYXZ: (B M, C, Y, X, Z).
+            there_BM: True for the members that there are; the others are not attended to.
+
+        Returns:
+            The same shape as `x_NCYXZ`.
+        """
         batch, members = there_BM.shape
         points = x_NCYXZ.permute(0, 2, 3, 4, 1)
         kinds = self.inwards(self.norm(points)).unflatten(0, (batch, members)).unflatten(-1, (3, _HEADS, -1))
@@ -55,13 +79,13 @@ class MemberAttention(nn.Module):
 
 
 def _by_point(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, M, Y, X, Z, 3, H, C) -> query, key, value (B, YXZ, H, M, C)."""
+    """Rearrange (B, M, Y, X, Z, 3, H, C) into query, key and value (B, YXZ, H, M, C)."""
     query, key, value = kinds.flatten(2, 4).permute(3, 0, 2, 4, 1, 5).unbind(0)
     return query, key, value
 
 
 class _MemberUNet(UNet3d):
-    """Our U-Net's blocks over one plane, with attention after each of the deepest stages of the encoder."""
+    """The blocks of our U-Net over one plane, with attention after each of the deepest stages of the encoder."""
 
     def __init__(self, spec: ModelSpec, widths: list[int]):
         config = spec.config
@@ -70,6 +94,7 @@ class _MemberUNet(UNet3d):
         self.attention = nn.ModuleDict({str(i): MemberAttention(widths[i]) for i in range(first, config.depth + 1)})
 
     def transform(self, x_NCYXZ: Tensor, there_BM: Tensor) -> Tensor:
+        """Transform the members: (B M, C, Y, X, Z) -> the same shape."""
         skips = []
         for level, stage in enumerate(self.encoder):
             x_NCYXZ = stage(x_NCYXZ if not level else self.down[level - 1](pool(x_NCYXZ)))
@@ -83,7 +108,12 @@ class _MemberUNet(UNet3d):
 
 
 class Poet(Rival):
-    """Widths and depth as in our own network; takes all members (`EnsembleInput.members_*`)."""
+    """The network, with widths and depth as in our own. It takes all members (`EnsembleInput.members_*`).
+
+    Args:
+        spec: shapes, variables, grid and configuration.
+        climate: statistics of the training dates.
+    """
 
     def __init__(self, spec: ModelSpec, climate: Climate):
         super().__init__(spec, climate)
@@ -92,7 +122,8 @@ class Poet(Rival):
         geometry = geometries(spec.grid, config.pole, config.depth)[0]
         pad = Padder(geometry, *self.pole_rule())
         self.stem = Convolution(self.channels, widths[0], 1, Vertical.shared, pad, bias=True)
-        sign = self.spec.vector_sign(len(spec.leads_in))  # of a departure: no offset, whatever it is standardised by
+        # A departure from the mean changes only its sign beyond a pole, so it needs no offset.
+        sign = self.spec.vector_sign(len(spec.leads_in))
         pad = Padder(geometry, sign[:, None])
         self.member_stem = Convolution(len(sign), widths[0], 1, Vertical.shared, pad, bias=False)
         self.unet = _MemberUNet(spec, widths)
@@ -100,14 +131,26 @@ class Poet(Rival):
         self.out = PointLinear(widths[0], len(spec.leads_out) * self.spec.fields + self._spread_outputs)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
-        # How much wider than the climatological spread the law of one member is, by field
+        # For each field, the logarithm of a factor of the climatological spread in the predicted scale.
         self.widen = nn.Parameter(torch.zeros(len(spec.leads_out), self.spec.fields))
 
     @property
     def _spread_outputs(self) -> int:
+        """Return how many outputs the spread of the full ensemble takes."""
         return len(self.spec.leads_out) * self.spec.fields * self.spec.config.spread
 
     def forward(self, x: EnsembleInput) -> Prediction:
+        """Predict the distributions.
+
+        Args:
+            x: a batch with all members.
+
+        Returns:
+            Parameters of the distributions, physical units.
+
+        Raises:
+            UserError: the batch has no members.
+        """
         if x.members_p is None or x.members_s is None:
             raise UserError("model.name=poet: the input holds no members; hand them on")
         reduced = self.reduced(x)
@@ -129,7 +172,7 @@ class Poet(Rival):
         return Prediction(**found)
 
     def _departures(self, x: EnsembleInput, there: Tensor) -> Tensor:
-        """x_i - m in typical spreads, (B, M, T F, Y, X); nothing where there is no member."""
+        """Return x_i - m in typical spreads, (B, M, T F, Y, X); zero where there is no member."""
         parts = []
         for suffix in ("p", "s"):
             members, mean = getattr(x, f"members_{suffix}"), getattr(x, f"mean_{suffix}")
@@ -138,7 +181,7 @@ class Poet(Rival):
         return torch.cat(parts, 2) * there[:, :, None, None, None]
 
     def _transform(self, planes: Tensor, departures: Tensor, there: Tensor) -> Tensor:
-        """(B, M, outputs, Y, X)."""
+        """Run the network for every member: (B, M, outputs, Y, X)."""
         with torch.autocast(planes.device.type, torch.bfloat16, enabled=self.speed.low):
             shared = self.stem(self.speed.arrange(planes[..., None]))
             own = self.member_stem(self.speed.arrange(departures.flatten(0, 1)[..., None]))
@@ -149,12 +192,13 @@ class Poet(Rival):
     def _moments(
         self, x: EnsembleInput, suffix: str, fields: Reduced, move: Tensor, widen: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Location and scale of the transformed members; `move` is d (B, M, T, V, [Z,] Y, X)."""
+        """Return location and scale of the transformed members; `move` is d (B, M, T, V, [Z,] Y, X)."""
         members = take(getattr(x, f"members_{suffix}"), 2, self.spec.lead_positions)
         centre = _mean(move, there)
         apart = (members - fields.mean[:, None]) + fields.s0[:, None] * (move - centre[:, None])
         freedom = (x.count - 1).clamp(min=1).reshape(-1, *[1] * centre.ndim)
         weight = there.reshape(*there.shape, *[1] * (centre.ndim - 1))
+        # The small term keeps the gradient of the root finite where all members are equal.
         spread = torch.sqrt((weight * apart**2 / freedom).sum(1) + (1e-3 * fields.typical) ** 2)
         part = self.pressure if suffix == "p" else self.surface
         assert part is not None
@@ -164,6 +208,6 @@ class Poet(Rival):
 
 
 def _mean(values: Tensor, there_BM: Tensor) -> Tensor:
-    """Mean over the members that there are, (B, M, ...) -> (B, ...)."""
+    """Return the mean over the members that there are: (B, M, ...) -> (B, ...)."""
     weight = there_BM.to(values.dtype) / there_BM.sum(1, keepdim=True)
     return (values * weight.reshape(*there_BM.shape, *[1] * (values.ndim - 2))).sum(1)
