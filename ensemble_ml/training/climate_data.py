@@ -1,4 +1,4 @@
-"""Start dates as the fits of `climate_fit` want them: pressure levels and surface joined into one axis of fields.
+"""Reads single dates for the fits of `climate_fit`, with pressure levels and surface joined into one axis of fields.
 
 Axes: M member, T predicted lead, F field (variables and levels, then surface variables), V pressure-level variable,
 S surface variable, Z level, Y latitude, X longitude.
@@ -26,28 +26,30 @@ from ensemble_ml.store.statistics import Moments
 from ensemble_ml.training.progress import Progress
 from ensemble_ml.training.team import Team
 
-_KEPT = 256 << 20  # bytes of a date's members
-_STRETCH = 10  # dates for each stretch that is held out, of five at most
-FEWEST_TO_WIDEN = 4  # dates that say anything of how wide sigma should be
-# Dates that are read for a fit: all where they are small (320 instead of 200 were worth 0.2 % of CRPS), fewer where
-# each takes seconds.
+_KEPT = 256 << 20  # bytes up to which the members of a date are kept in memory
+_STRETCH = 10  # training dates for each held-out stretch; there are five stretches at most
+FEWEST_TO_WIDEN = 4  # fewest dates from which a calibration factor is taken
+# How many dates a fit reads: all if fields are small (320 instead of 200 were worth 0.2 % of CRPS), fewer if each date
+# takes seconds.
 _MOST_VALUES, _MOST_DATES, _ALWAYS = 5 * 10**9, 2000, 400
-_SINGLE_MEMBERS = 800  # of all dates, that moments are read from
+_SINGLE_MEMBERS = 800  # single members, over all dates, that moments are computed from
 
 
 @dataclass(eq=False)
 class Sample:
-    """One start date; fields (T, F, Y, X) float32, NaN where absent."""
+    """The members of one date, reduced; fields (T, F, Y, X) float32, NaN where absent."""
 
-    mean: Tensor  # of the first M members
-    spread: Tensor  # of the first M members, ddof = 1
-    full_spread: Tensor
-    day: float  # of the year, of the start
+    mean: Tensor  # mean of the M members
+    spread: Tensor  # standard deviation of the M members, ddof = 1
+    full_spread: Tensor  # standard deviation of all members
+    day: float  # day of the year of the initialisation time
 
 
 class _Latest:
-    """The members of the date that was looked at last, as far as they were asked for, where these are small: the fits
-    look at several choices of members of a date, one after the other."""
+    """A cache of the members of the last date, for dates that are small enough.
+
+    The fits take several choices of a date's members, one after the other. So most members are asked for again at once.
+    """
 
     def __init__(self, reader: Reader):
         spec = reader.spec
@@ -56,7 +58,7 @@ class _Latest:
         self._date, self._known = -1, dict[int, Tensor]()
 
     def members(self, date: int, chosen: np.ndarray) -> Tensor:
-        """Members at positions `chosen`, (M, T, F, Y, X), NaN where absent."""
+        """Return the members at positions `chosen`, (M, T, F, Y, X), NaN where absent."""
         if not self._keeps:
             return self._read(date, chosen)
         if date != self._date:
@@ -67,17 +69,19 @@ class _Latest:
         return torch.stack([self._known[position] for position in chosen.tolist()])
 
     def _read(self, date: int, chosen: np.ndarray) -> Tensor:
+        """Read members from the store."""
         return join(self._reader.forecast(date, chosen, strict=False, leads=self._reader.spec.leads_out))
 
 
 class Dates:
-    """Reads single start dates of a store.
+    """A reader of single dates of a store, for the fits.
 
     Args:
+        reader: reads the store.
         members: M, the number of first members of a `Sample`.
-        seed: of what fits draw by chance.
-        progress: that is told how far each fit is, and says when it has to end.
-        team: the ranks that make the fits together; this one alone where it is None.
+        seed: seed of what the fits draw at random.
+        progress: shows how far each fit is, and bounds its time.
+        team: the ranks that make the fits together; None for this one alone.
     """
 
     def __init__(
@@ -89,28 +93,45 @@ class Dates:
         self._latest = _Latest(reader)
 
     def of(self, members: int) -> Dates:
-        """The same with another number of members."""
-        other = copy.copy(self)  # it shares what was read of the latest date
+        """Return the same dates with another number of members.
+
+        Args:
+            members: M.
+
+        Returns:
+            A reader that shares the cache of the last date.
+        """
+        other = copy.copy(self)  # a shallow copy shares the cache of the last date
         other.members = min(members, self.reader.full_size)
         return other
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(T, F)."""
+        """Return (T, F)."""
         return len(self.spec.leads_out), self.spec.fields
 
     def sample(self, date: int, chosen: np.ndarray | None = None) -> Sample:
-        """Mean and spread of the first M members that the date has whole, and the spread of all.
+        """Return mean and spread of some members of a date, and the spread of all.
 
-        Where it has fewer, of the first M: what one of them lacks is NaN. `chosen`: positions of other members. The
-        spread of all is NaN where these are all that the date has: the input is never the target.
+        By default these are the first M members that the date has complete. If it has fewer, they are the first M, and
+        what one of them lacks is NaN. If the members given are all that the date has, the spread of all is NaN, because
+        the input must never be the target.
+
+        Args:
+            date: index of the date.
+            chosen: positions of the members; None for the default.
+
+        Returns:
+            The sample.
         """
         whole = self.reader.available(date)
         if chosen is None:
             chosen = (whole if len(whole) >= self.members else np.arange(self.members))[: self.members]
         members = self._latest.members(int(date), chosen)
         mean, spread = (torch.from_numpy(v) for v in self.reader.reduce(members.numpy()))
-        if self.spec.masked and len(whole) < len(chosen):  # an absent field is not one of masked points
+        # With masks, a mean is taken over the members that have a value. A field that some member lacks altogether is
+        # not masked, but absent.
+        if self.spec.masked and len(whole) < len(chosen):
             absent = ~torch.isfinite(members).flatten(-2).any(-1).all(0)
             mean[absent], spread[absent] = torch.nan, torch.nan
         day = float(day_of_year(self.reader.time(date)))
@@ -120,21 +141,53 @@ class Dates:
         return Sample(mean, spread, full_spread, day)
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> np.ndarray:
-        """Positions of `size` random members, ascending; of those that the date has whole, where they are enough."""
+        """Draw random members of a date: of those that it has complete, if there are enough, else of all.
+
+        Args:
+            date: index of the date.
+            size: how many members.
+            draw: the generator of random numbers.
+
+        Returns:
+            Their positions, ascending.
+        """
         whole = self.reader.available(date)
         among = whole if len(whole) >= size else np.arange(self.reader.full_size)
         return np.sort(draw.permutation(among)[:size])
 
     def each(self, stage: str, dates: np.ndarray) -> Iterator[int]:
-        """Yield those of `dates` that this rank takes, as the steps of a stage of the fits."""
+        """Yield this rank's part of the dates, as the steps of a stage of the fits.
+
+        Args:
+            stage: name of the stage that progress shows.
+            dates: indices of the dates of all ranks.
+
+        Yields:
+            Index of a date.
+        """
         yield from self.progress.over(stage, self.team.mine(dates.tolist()))
 
     def target(self, part: Part, date: int) -> Tensor:
-        """Truth, mean or spread of all members, (T, F, Y, X)."""
+        """Return the truth, or the mean or the spread of all members.
+
+        Args:
+            part: which of them.
+            date: index of the date.
+
+        Returns:
+            (T, F, Y, X), NaN where absent.
+        """
         return join(self.reader.target(part, int(date)))
 
     def level_spread(self, dates: np.ndarray) -> np.ndarray:
-        """Root mean square of the full ensemble's spread at the *input* leads, (T_in, F)."""
+        """Return the root mean square of the full ensemble's spread at the input leads, over area and dates.
+
+        Args:
+            dates: indices of the dates.
+
+        Returns:
+            (T_in, F); zero for a field that no date has, such as rain at the initialisation time.
+        """
         spec = self.spec
         sums, counts = np.zeros((2, len(spec.leads_in), self.shape[1]))
         chosen = Selection(None, spec.leads_in, spec.variables, spec.levels, spec.surface)
@@ -146,11 +199,20 @@ class Dates:
             mean = (square.mean((-2, -1)) if whole else square.nanmean((-2, -1))).numpy()
             sums, counts = sums + np.nan_to_num(mean), counts + np.isfinite(mean)
         self.team.add_up(torch.from_numpy(sums), torch.from_numpy(counts))
-        return np.sqrt(sums / np.maximum(counts, 1))  # zero where no date has the field, as rain at the start
+        return np.sqrt(sums / np.maximum(counts, 1))
 
     def input_moments(self, dates: np.ndarray) -> Moments:
-        """Moments (F,) of all members' values over input leads and `dates`: the store's own for whole years; else read
-        a member at a time, from at most `most_dates`: all, or where that are many some of each date, others in turn."""
+        """Return the moments of all members' values at the input leads.
+
+        For whole years they are the store's own. Otherwise values are read, one member at a time, from at most
+        `most_dates` dates: all members if the dates are few, else some members of each date, in turn.
+
+        Args:
+            dates: indices of the dates.
+
+        Returns:
+            Moments of each field, (F,).
+        """
         years = _whole_years(self.reader.source.layout.init_time, dates)
         if years and hasattr(self.reader.source, "statistics"):
             return self._stored_moments(self.reader.source.statistics(years))
@@ -162,7 +224,7 @@ class Dates:
             member = (place * each + turn) % members if each < members else turn
             fields = self.reader.forecast(int(date), np.array([member]), strict=False)
             for lead, variable in self.reader.zeros:
-                fields.surface[:, lead, variable] = np.nan  # never stored, so no part of the store's own either
+                fields.surface[:, lead, variable] = np.nan  # zero by nature; the store's own moments lack them too
             values = join(fields).double().permute(2, 0, 1, 3, 4).flatten(1).numpy()
             total = total.merge(_moments(values))
         if self.team.alone:
@@ -171,6 +233,7 @@ class Dates:
         return reduce(Moments.merge, (Moments(*arrays) for arrays in by_rank))
 
     def _stored_moments(self, statistics: object) -> Moments:
+        """Return the store's moments of the input leads, in the order of the fields."""
         spec, layout = self.spec, self.reader.source.layout
         leads = [layout.lead_hours.index(lead) for lead in spec.leads_in]
         total = Moments.nothing((self.shape[1],))
@@ -187,7 +250,15 @@ class Dates:
         return total
 
     def refuse_empty(self, count: Tensor, part: Part) -> None:
-        """Raise a UserError for the first field that no date has; `count` (T, F)."""
+        """Refuse a field that no date has.
+
+        Args:
+            count: (T, F) how many dates have each field.
+            part: what is missing.
+
+        Raises:
+            UserError: names the first such field.
+        """
         if (count > 0).all():
             return
         lead, field = torch.argwhere(count == 0)[0].tolist()
@@ -199,7 +270,7 @@ class Dates:
 
 
 def _moments(values: np.ndarray) -> Moments:
-    """Moments (F,) of the values (F, N) that are there."""
+    """Return the moments (F,) of the values (F, N) that are not NaN."""
     there = np.isfinite(values)
     count = there.sum(1).astype(float)
     mean = np.where(there, values, 0).sum(1) / np.maximum(count, 1)
@@ -209,13 +280,29 @@ def _moments(values: np.ndarray) -> Moments:
 
 
 def join(fields: Fields) -> Tensor:
-    """(..., T, V, Z, Y, X) and (..., T, S, Y, X) -> (..., T, F, Y, X)."""
+    """Join pressure levels and surface: (..., T, V, Z, Y, X) and (..., T, S, Y, X) -> (..., T, F, Y, X).
+
+    Args:
+        fields: the fields.
+
+    Returns:
+        The joined tensor.
+    """
     pressure = fields.pressure.reshape(*fields.pressure.shape[:-4], -1, *fields.pressure.shape[-2:])
     return torch.from_numpy(np.concatenate([pressure, fields.surface], axis=-3))
 
 
 def split(spec: ModelSpec, values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Undo `join` for an array whose axis `axis` is F: pressure (..., V, Z, ...) and surface (..., S, ...), float32."""
+    """Undo `join`.
+
+    Args:
+        spec: variables and levels.
+        values: an array, one of whose axes is F.
+        axis: the number of that axis.
+
+    Returns:
+        Pressure levels (..., V, Z, ...) and surface (..., S, ...), float32.
+    """
     values = np.asarray(values, np.float32)
     shape = (len(spec.variables), len(spec.levels))
     pressure, surface = np.split(values, [shape[0] * shape[1]], axis)
@@ -223,12 +310,27 @@ def split(spec: ModelSpec, values: np.ndarray, axis: int) -> tuple[np.ndarray, n
 
 
 def field_names(spec: ModelSpec) -> list[str]:
-    """A name for each of the F fields, e.g. `z at 500 hPa`."""
+    """Return a name for each of the F fields, such as `z at 500 hPa`.
+
+    Args:
+        spec: variables and levels.
+
+    Returns:
+        F names.
+    """
     return [f"{v} at {z} hPa" for v in spec.variables for z in spec.levels] + list(spec.surface)
 
 
 def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[float]] | list[float]]:
-    """Smallest and largest value (F, 2) by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}."""
+    """Return smallest and largest values by name: {"t": {"500": [low, high], ...}, "t2m": [low, high]}.
+
+    Args:
+        spec: variables and levels.
+        extremes: (F, 2) smallest and largest value of each field.
+
+    Returns:
+        Plain values for JSON.
+    """
     pressure, surface = split(spec, extremes, 0)
     found: dict[str, dict[str, list[float]] | list[float]] = {}
     for name, rows in zip(spec.variables, pressure.tolist(), strict=True):
@@ -237,9 +339,18 @@ def ranges(spec: ModelSpec, extremes: np.ndarray) -> dict[str, dict[str, list[fl
 
 
 def widest(ranges: dict[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Ranges by name, of `ranges`, that hold those of an earlier run of the same fields, too."""
+    """Widen ranges so that they include those of an earlier run with the same fields.
+
+    Args:
+        ranges: the result of `ranges`.
+        earlier: the ranges of the earlier run, or None.
+
+    Returns:
+        Ranges for the fields of `ranges`.
+    """
 
     def joined(now: Any, then: Any) -> Any:
+        """Join two ranges, or two dictionaries of ranges."""
         if isinstance(now, dict):
             return {key: joined(value, then.get(key)) if then else value for key, value in now.items()}
         return [min(now[0], then[0]), max(now[1], then[1])] if then else now
@@ -248,32 +359,71 @@ def widest(ranges: dict[str, Any], earlier: Mapping[str, Any] | None) -> dict[st
 
 
 def families(spec: ModelSpec) -> list[Family]:
-    """Distribution family of each of the F fields."""
+    """Return the distribution of each of the F fields.
+
+    Args:
+        spec: variables and levels.
+
+    Returns:
+        F distributions.
+    """
     pressure, surface = spec.families
     return [family for family in pressure for _ in spec.levels] + list(surface)
 
 
 def present(values: Tensor) -> Tensor:
-    """Which fields have a value anywhere: (..., Y, X) -> (...) bool."""
+    """Return which fields have a value at any point.
+
+    Args:
+        values: (..., Y, X), NaN where absent.
+
+    Returns:
+        (...) bool.
+    """
     return torch.isfinite(values).any(-1).any(-1)
 
 
 def most_dates(spec: ModelSpec) -> int:
-    """How many dates a fit reads at most: of 52 fields 400 at half a degree, 2000 at two degrees."""
+    """Return how many dates a fit reads at most: of 52 fields, 400 at half a degree and 2000 at two degrees.
+
+    Args:
+        spec: variables, leads and grid.
+
+    Returns:
+        The number of dates.
+    """
     values = len(spec.leads_out) * spec.fields * len(spec.latitude) * len(spec.longitude)
     return min(_MOST_DATES, max(_ALWAYS, _MOST_VALUES // values))
 
 
 def spaced(dates: np.ndarray, most: int) -> np.ndarray:
-    """At most `most` of `dates`, evenly spaced."""
+    """Return at most `most` dates, evenly spaced.
+
+    Args:
+        dates: the dates.
+        most: how many.
+
+    Returns:
+        A selection of `dates`.
+    """
     if len(dates) <= most:
         return dates
     return dates[np.linspace(0, len(dates) - 1, most).round().astype(int)]
 
 
 def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Dates to fit to and dates to choose by: where there are none of these, a fifth of the training dates, in a few
-    stretches (one would be of one season)."""
+    """Return the dates to fit to and the dates to choose by.
+
+    Without validation dates, a fifth of the training dates is held out, in a few stretches, because a single one would
+    be of one season.
+
+    Args:
+        train: indices of the training dates.
+        validation: indices of the validation dates.
+
+    Returns:
+        Dates to fit to and dates to choose by.
+    """
     if len(validation):
         return train, validation
     if len(train) < 5:
@@ -284,12 +434,26 @@ def kept_apart(train: np.ndarray, validation: np.ndarray) -> tuple[np.ndarray, n
 
 
 def dates_called(validation: np.ndarray) -> str:
-    """What the dates to choose by are called, of which `kept_apart` was given `validation`."""
+    """Return what messages call the dates to choose by.
+
+    Args:
+        validation: the validation dates that `kept_apart` was given.
+
+    Returns:
+        The words.
+    """
     return "the validation dates" if len(validation) else "training dates held out"
 
 
 def neighbours(times: np.ndarray) -> np.ndarray:
-    """For each date, whether the one before it is as near as dates come here, (D,) bool."""
+    """Return, for each date, True if the date before it is as close as dates are in this archive.
+
+    Args:
+        times: (D,) initialisation times, ascending.
+
+    Returns:
+        (D,) bool.
+    """
     if len(times) < 2:
         return np.zeros(len(times), bool)
     gaps = np.diff(times).astype(np.int64)
@@ -297,7 +461,7 @@ def neighbours(times: np.ndarray) -> np.ndarray:
 
 
 def _whole_years(times: np.ndarray, dates: np.ndarray) -> list[int]:
-    """The calendar years that `dates` make up, where they take all dates of each; else none."""
+    """Return the calendar years that `dates` consist of, if they take all dates of each; otherwise none."""
     years = times.astype("datetime64[Y]").astype(int) + 1970
     chosen = np.unique(years[dates])
     return [int(y) for y in chosen] if np.isin(years, chosen).sum() == len(np.unique(dates)) else []

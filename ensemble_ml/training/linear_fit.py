@@ -1,18 +1,30 @@
 """Fits the linear correction of `models.linear` to the training dates: ridge regression in closed form.
 
+The weights W of the latitude basis functions are fitted in three steps: one W for all functions; what two functions
+that lie as far from the equator add to it; what each of them adds. Each step is fitted to what the one before leaves,
+and a point counts by the value of the basis functions there. So a function gets weights of its own only as far as its
+dates support them. The sums of all functions are those of the globe.
+
+Targets, in typical spreads:
+
+    mean      y - m - bias, with the bias of the other dates
+    spread    S - s1
+
+    y     truth
+    m     mean of M members; a few ensemble sizes M < N are shown at once
+    S     spread of all N members
+    s1    the spread that is expected of all members (`models.features`)
+
+A point counts by its area over the square of how large the spread is on that date at that point, all fields together,
+because errors are as large as the spread. This is generalised least squares (Aitken 1935,
+doi:10.1017/S0370164600014346), and it is close to what the CRPS asks for as well.
+
+Predictors are standardised. Each output takes, from a list, the penalty with the smallest such error on the validation
+dates, or no correction at all. Without validation dates, a fifth of the training dates is held out for this. Where a
+target is partly missing, the missing part is taken to be like the rest.
+
 Axes: T lead, F field (variables and levels, then surface variables), C channel, O output, P point, K predictor (a
-channel at one of nine offsets), Y latitude, X longitude.
-
-Bands of latitude (`models.linear`) are fitted in three steps: one W for all, what two bands that lie as far from the
-equator add to it, then what each of them adds, fitted to what is left with the bands' share of each point as its
-weight. So each has of its own what its dates bear out. The sums of all bands are those of the globe.
-
-Targets, in typical spreads: y - m - bias (without the date itself) for the mean, S - s1 for the spread, from a few
-ensemble sizes M < N at once. Points count by their area over the square of how large the spread is there and then, all
-fields together, for errors are as large as the spread: generalised least squares (Aitken 1935,
-doi:10.1017/S0370164600014346), which is near to what the CRPS asks for, too. Predictors are standardised; each output
-takes the penalty of a list with the smallest such error on the validation dates (a fifth of the training dates where
-there are none), or no correction at all. What a target is missing of is taken to be like the rest of it.
+channel at one of nine offsets), N basis function (in `Linear.ordered`: kind), Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -40,16 +52,23 @@ from ensemble_ml.training.team import Team
 log = logging.getLogger(__name__)
 
 PENALTIES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 10.0)
-BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # of what bands add
+BAND_PENALTIES = (1e-3, 1e-2, 0.1, 1.0, 10.0)  # for what single basis functions add
 VALIDATION_DATES = 40
-FEWEST_DATES = 10  # of which a fifth is held out
-_LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # of the spread to climate's: no point counts for all
+FEWEST_DATES = 10  # with fewer dates there is no fit; a fifth of them may be held out
+_LEAST_RATIO, _LARGEST_RATIO = 0.2, 5.0  # bounds of spread / s_clim, so that no point outweighs all others
 _TINY = 1e-12
 
 
 @dataclass(eq=False)
 class Linear:
-    """The correction as the fits of `climate_fit` apply it: `anchor`, `climatology` (T, F, Y, X), `shrink` (T, F)."""
+    """The linear correction as the fits apply it.
+
+    Attributes:
+        module: the convolutions.
+        anchor: (T, F, Y, X) climatological mean.
+        climatology: (T, F, Y, X) s_clim.
+        shrink: (T, F) k.
+    """
 
     module: LinearCorrection
     anchor: Tensor
@@ -61,43 +80,100 @@ class Linear:
         self.relative_climatology = self.ordered((self.climatology / self.typical)[None])  # (T F, Y, X)
 
     def __call__(self, mean: Tensor, spread: Tensor, members: int) -> tuple[Tensor, Tensor]:
-        """What is added to mean and spread (T, F, Y, X) of M members."""
+        """Return what is added to mean and spread of M members.
+
+        Args:
+            mean: (T, F, Y, X) mean of the members.
+            spread: (T, F, Y, X) spread of the members.
+            members: M.
+
+        Returns:
+            Two tensors (T, F, Y, X), physical units.
+        """
         return self.added(self.module(self.padded(mean, spread, members), torch.tensor([float(members)])))
 
     def padded(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
-        """Departures with a row and a column more on each side, (1, C, Y + 2, X + 2)."""
+        """Return the anomalies, padded by a row and a column on each side.
+
+        Args:
+            mean: (T, F, Y, X) mean of the members.
+            spread: (T, F, Y, X) spread of the members.
+            members: M.
+
+        Returns:
+            (1, C, Y + 2, X + 2).
+        """
         return self.module.padded(self.channels(mean, spread, members)[None])
 
     def added(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs (1, O, Y, X) as what is added to mean and spread, (T, F, Y, X)."""
+        """Turn outputs of the convolutions into what is added to mean and spread.
+
+        Args:
+            outputs: (1, O, Y, X) in typical spreads.
+
+        Returns:
+            Two tensors (T, F, Y, X), physical units.
+        """
         shift, more = self.unordered(outputs[0].unflatten(0, (KINDS, -1))) * self.typical
         return shift, more
 
     def relative(self, spread: Tensor, members: int) -> Tensor:
-        """How large the spread of M members is over climate's: geometric mean over leads and fields, (Y, X); like
-        climate's where there is none."""
+        """Return how large the prior spread is relative to s_clim: the geometric mean over leads and fields.
+
+        Args:
+            spread: (T, F, Y, X) spread of the members; a field without a value counts as if it had the climatological
+                spread.
+            members: M.
+
+        Returns:
+            (Y, X).
+        """
         count, shrink = torch.tensor([float(members)]), self.shrink[..., None, None]
         s0 = shrunk_spread(spread[None], count, self.climatology, shrink)[0]
         ratio = (s0 / self.climatology.clamp(min=_TINY)).clamp(_LEAST_RATIO, _LARGEST_RATIO)
         return ratio.log().nan_to_num(0.0).mean((0, 1)).exp()
 
     def channels(self, mean: Tensor, spread: Tensor, members: int) -> Tensor:
-        """Departures (C, Y, X) in the order of the model's channels."""
+        """Return the anomalies in the order of the model's channels.
+
+        Args:
+            mean: (T, F, Y, X) mean of the members.
+            spread: (T, F, Y, X) spread of the members.
+            members: M.
+
+        Returns:
+            (C, Y, X).
+        """
         count = torch.tensor([float(members)])
         shrink = self.shrink[..., None, None]
         given = mean[None], spread[None], count, self.anchor, self.climatology, shrink, self.typical
         return self.ordered(departures(*given)[0])
 
     def ordered(self, values: Tensor) -> Tensor:
-        """(N, T, F, Y, X) -> (N T F, Y, X), of each of N kinds: pressure levels of all leads, then the surface's."""
+        """Bring fields into the order of the model's channels: first those on pressure levels at all leads.
+
+        Args:
+            values: (N, T, F, Y, X) fields of N kinds.
+
+        Returns:
+            (N T F, Y, X), for each kind pressure levels of all leads, then the surface of all leads.
+        """
         return values.flatten(1, 2)[:, self._order].flatten(0, 1)
 
     def unordered(self, values: Tensor) -> Tensor:
-        """(N, T F, Y, X) in the order of channels -> (N, T, F, Y, X)."""
+        """Undo `ordered`.
+
+        Args:
+            values: (N, T F, Y, X) fields of N kinds in the order of the channels.
+
+        Returns:
+            (N, T, F, Y, X).
+        """
         return values[:, torch.argsort(self._order)].unflatten(1, self.anchor.shape[:2])
 
     @property
     def _order(self) -> Tensor:
+        """Return the positions in (T, F) in the order of the channels."""
         spec = self.module.spec
         places = torch.arange(self.anchor.shape[0] * self.anchor.shape[1]).view(self.anchor.shape[:2])
         upper = len(spec.variables) * len(spec.levels)
@@ -105,8 +181,15 @@ class Linear:
 
 
 def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
-    """Raise a UserError where the sums that the correction is solved from, which each of `on_host` ranks holds, would
-    take more than half of the memory."""
+    """Refuse a linear correction whose sums would take more than half of the memory.
+
+    Args:
+        spec: variables, leads and grid.
+        on_host: ranks on this host; each of them holds the sums.
+
+    Raises:
+        UserError: memory is too small.
+    """
     bands, _, _, channels, _, _ = correction_shape(spec)
     products = (TERMS * 9 * channels) ** 2 * 8
     needed, limit = int(products * (SIZES / TERMS**2 * bands + 6)), memory_limit() // (2 * on_host)
@@ -120,9 +203,16 @@ def refuse_unfittable(spec: ModelSpec, on_host: int = 1) -> None:
 
 
 def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
-    """The anchor: mean of the full ensemble's mean over dates (T, F, Y, X).
+    """Return the climatological mean: the mean over dates of the mean of all members.
 
-    Points that never have one take the field's mean: some members may have a value there.
+    A point that never has a value gets the mean of its field, because some members may have a value there.
+
+    Args:
+        dates: reads dates.
+        chosen: indices of the dates.
+
+    Returns:
+        (T, F, Y, X).
     """
     total = torch.zeros(*dates.shape, *dates.spec.grid.shape, dtype=torch.float64)
     count = torch.zeros_like(total)
@@ -139,12 +229,16 @@ def mean_state(dates: Dates, chosen: np.ndarray) -> Tensor:
 def fit_linear(
     linear: Linear, dates: Dates, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int], targets: Targets
 ) -> None:
-    """Give `linear` its weights.
+    """Fit the weights of the linear correction.
 
     Args:
-        train, validation: indices of start dates.
+        linear: the correction, changed in place.
+        dates: reads dates.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
         sizes: numbers of members that the training will show.
-        targets: from a date, its sample and M: errors of mean and spread to explain, (T, F, Y, X), NaN where absent.
+        targets: from a date, its sample and M to the errors of mean and spread to explain, (T, F, Y, X) each, NaN where
+            absent.
     """
     asked = telling(dates, targets, validation)
     train, validation = kept_apart(train, asked)
@@ -174,8 +268,18 @@ def fit_linear(
 
 
 def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Sequence[int] = range(KINDS)) -> np.ndarray:
-    """The dates to choose by, or none where errors of the mean (0), or of the spread (1), are known on none of them;
-    `kinds` are those that are asked for, but for the spread where the full ensemble is looked at: no date tells of it.
+    """Return the dates to choose by: the validation dates, or none if they lack one of the targets altogether.
+
+    The spread is not asked for if the validation uses all members: then no date has a target for it.
+
+    Args:
+        dates: reads dates.
+        targets: as in `fit_linear`.
+        validation: indices of the validation dates.
+        kinds: the targets that are needed: 0 for the mean, 1 for the spread.
+
+    Returns:
+        `validation`, or an empty part of it.
     """
     missing = {kind for kind in kinds if kind == 0 or dates.members < dates.reader.full_size}
     for date in validation:
@@ -187,23 +291,36 @@ def telling(dates: Dates, targets: Targets, validation: np.ndarray, kinds: Seque
 
 
 def _three(sizes: list[int]) -> list[int]:
+    """Return the smallest, the middle and the largest of sorted sizes."""
     return [sizes[i] for i in sorted({0, len(sizes) // 2, len(sizes) - 1})]
 
 
 def penalties_of(groups: list[list[int]]) -> Sequence[float]:
-    """Return the penalties that are tried for these groups of bands: of all in one, or of what each adds to it."""
+    """Return the penalties that are tried for these groups of basis functions.
+
+    Args:
+        groups: groups of one level of `linear.nested_bands`.
+
+    Returns:
+        Penalties for a single group of all functions, or for what several groups add.
+    """
     return PENALTIES if len(groups) == 1 else BAND_PENALTIES
 
 
 def _refine(
     found: Tensor, rows: Rows, sums: Sums, groups: list[list[int]], validation: np.ndarray, centre: float
 ) -> Tensor:
-    """Add to `found` (band, TERMS * K, O) what each group of bands, alike in it so far, takes of what is left; squared
-    errors (group, 1 + penalty, O) on the validation dates."""
+    """Add to `found` (N, TERMS * K, O) what each group of basis functions takes of what is left.
+
+    All functions of a group have had the same weights so far.
+
+    Returns:
+        Squared errors (group, 1 + penalty, O) on the validation dates.
+    """
     penalties = penalties_of(groups)
     candidates = []
     for group in groups:
-        added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # what nobody knows of these rows stays as it is
+        added = found.new_zeros(1 + len(penalties), *found.shape[1:])  # outputs without targets in these rows stay
         for gram, right, known in sums.of(group):
             left = right[:, known] - gram @ found[group[0]][:, known].double()
             added[..., known] = _solutions(gram, left, penalties, rows.dates.team)
@@ -219,8 +336,11 @@ def _refine(
 
 
 def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Team) -> Tensor:
-    """Return no coefficients at all, then those at each of `penalties`, float32, of predictors brought to the same
-    size; each rank of `team` solves for some of the penalties."""
+    """Return coefficients for no correction at all, then for each penalty, float32.
+
+    Predictors are brought to the same size first, so that one penalty suits all. Each rank solves for some of the
+    penalties.
+    """
     size = gram.diagonal().clamp(min=0).sqrt()
     scale = torch.where(size > _TINY * size.max(), 1 / size.clamp(min=1e-300), 0.0)
     scaled, wanted = gram * scale[:, None] * scale, right * scale[:, None]
@@ -234,13 +354,16 @@ def _solutions(gram: Tensor, right: Tensor, penalties: Sequence[float], team: Te
 
 
 def _taken(candidates: Tensor, best: Tensor) -> Tensor:
-    """Of each output, the coefficients (TERMS * K, O) of its best candidate."""
+    """Return the coefficients (TERMS * K, O) of the best candidate of each output."""
     return candidates.gather(0, best.expand(1, candidates.shape[1], -1))[0]
 
 
 def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
-    """The best candidate of each output by its errors (1 + penalty, O); of one that the dates to choose by lack, what
-    most of its kind take, and a middle penalty where they lack all of these."""
+    """Return the best candidate of each output by its errors (1 + penalty, O).
+
+    An output that the dates to choose by lack gets the candidate that most outputs of its kind take. If all of its kind
+    are lacking, it gets a middle penalty.
+    """
     found = []
     for part in errors.chunk(KINDS, 1):
         best, known = part.argmin(0), part[0] > 0
@@ -252,11 +375,12 @@ def _chosen(errors: Tensor, penalties: Sequence[float]) -> Tensor:
 def _errors(
     rows: Rows, date: int, candidates: Sequence[Tensor], groups: list[list[int]], found: Tensor, centre: float
 ) -> Tensor:
-    """Squared errors (group, candidate, O) on a date, of what each group may add to `found`."""
+    """Return squared errors (group, candidate, O) on a date, of what each group may add to `found`."""
     members = rows.dates.members
     near, wanted, there, _ = rows(date, members)
 
     def weight(of: Tensor) -> Tensor:
+        """Return the weights (O, K) for M members."""
         first, second = of.unflatten(-2, (TERMS, -1)).unbind(-3)
         return (first + (1 / members - centre) * second).mT
 

@@ -1,8 +1,10 @@
-"""Sums that the linear correction of `models.linear` is solved from (`linear_fit`): products of predictors with
-themselves and with the targets, over points of all training dates as several ensemble sizes see them.
+"""The sums from which the linear correction is solved (`training.linear_fit`).
 
-Axes: O output, P point, K predictor (a channel at one of nine offsets), N band of latitude, T lead, F field,
-Y latitude, X longitude.
+They are products of predictors with themselves and with the targets, summed over points of all training dates, as
+several ensemble sizes show them.
+
+Axes: O output, P point, K predictor (a channel at one of nine offsets), N latitude basis function, T lead, F field,
+C channel, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -25,19 +27,25 @@ from ensemble_ml.training.climate_data import Dates, Sample
 if TYPE_CHECKING:
     from ensemble_ml.training.linear_fit import Linear
 
-SIZES = 3  # of ensembles, at most
-_MOST_OPERATIONS = 2e13  # of the sums: on large grids a random part of the points
-_MANY_OPERATIONS = 1e11  # from which on the processor's bfloat16 is worth its rounding of predictors
-_BLOCKS = 6  # a product with itself is symmetric: of so many blocks of rows, those columns that are not known yet
-_CHOICES = 4  # of members a date, at most: the first, then random ones
+SIZES = 3  # most ensemble sizes
+_MOST_OPERATIONS = 2e13  # bound on the arithmetic of the sums: on large grids, they take a random part of the points
+_MANY_OPERATIONS = 1e11  # from so many on, the speed of bfloat16 is worth its rounding of predictors
+_BLOCKS = 6  # a product with itself is symmetric, so its columns are computed for this many blocks of rows one by one
+_CHOICES = 4  # most choices of a date's members: the first members, then random ones
 _TINY = 1e-12
 
 Targets = Callable[[int, Sample, int], tuple[Tensor, Tensor]]
 
 
 class Rows:
-    """Predictors (K, P), targets (O, P) of a date seen by M members, in the mirror south of the equator, each times the
-    root of what its point counts for; which targets are there, (O, P); these roots, (P,)."""
+    """Predictors and targets of single dates, in the mirror south of the equator (`models.linear`).
+
+    Args:
+        linear: the correction that is fitted.
+        dates: reads dates.
+        targets: returns the errors to explain (see `linear_fit.fit_linear`).
+        train: indices of the training dates.
+    """
 
     def __init__(self, linear: Linear, dates: Dates, targets: Targets, train: np.ndarray):
         self.linear, self.dates, self.targets = linear, dates, targets
@@ -52,6 +60,18 @@ class Rows:
     def __call__(
         self, date: int, members: int, chosen: np.ndarray | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return predictors and targets of a date as M members show it.
+
+        Each is multiplied by the root of what its point counts for.
+
+        Args:
+            date: index of the date.
+            members: M.
+            chosen: positions of the members; None for the first ones.
+
+        Returns:
+            Predictors (K, P), targets (O, P), which targets exist (O, P), and the roots (P,).
+        """
         sample = self.dates.of(members).sample(int(date), chosen)
         at = self._at(int(date))
         module, rows = self.linear.module, at // self.columns
@@ -64,13 +84,29 @@ class Rows:
         return near * weights, torch.where(there, wanted, 0.0) * weights, there, weights
 
     def drawn(self, date: int, size: int, draw: np.random.Generator) -> list[np.ndarray | None]:
-        """Return the choices of `size` members of a date that are looked at: the first members (None), then random
-        ones."""
-        choices = self.choices if size < self.dates.reader.full_size else 1  # there is but one choice of all
+        """Return the choices of members of a date that the sums take.
+
+        Args:
+            date: index of the date.
+            size: number of members of each choice.
+            draw: the generator of random numbers.
+
+        Returns:
+            None for the first members, then positions of random ones.
+        """
+        choices = self.choices if size < self.dates.reader.full_size else 1  # all members are a single choice
         return [None, *(self.dates.drawn(date, size, draw) for _ in range(choices - 1))]
 
     def shares(self, date: int, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor | slice, Tensor]]:
-        """For each group of bands, which of a date's points lie in it, and the root of its share of them."""
+        """Return, for each group of basis functions, its points and the roots of its values there.
+
+        Args:
+            date: index of the date.
+            groups: groups of basis functions.
+
+        Returns:
+            Which of the date's points lie under the group, and the root of the sum of its functions at each.
+        """
         rows = self._at(int(date)) // self.columns
         found: list[tuple[Tensor | slice, Tensor]] = []
         for group in groups:
@@ -80,7 +116,7 @@ class Rows:
         return found
 
     def _at(self, date: int) -> Tensor:
-        """Which points of a date are looked at, from row to row: those of a band lie side by side."""
+        """Return which points of a date are taken, row by row, so that those of a basis function are neighbours."""
         if self.points == len(self.weights):
             return torch.arange(self.points)
         draw = torch.Generator().manual_seed(date)
@@ -88,27 +124,51 @@ class Rows:
 
 
 def looked_at(cells: int, predictors: int, dates: int) -> tuple[int, int, float]:
-    """Return how many choices of a date's members the sums see, how many of the `cells` points of each, and the
-    operations that this takes."""
-    budget = _MOST_OPERATIONS / (2 * predictors**2 * SIZES * dates)  # points a date, each under two hats
-    choices = int(min(_CHOICES, max(1, budget // cells)))  # points not seen yet say more
+    """Return how much of each date the sums take.
+
+    Args:
+        cells: Y X, points of the grid.
+        predictors: K.
+        dates: number of training dates.
+
+    Returns:
+        How many choices of a date's members, how many points of each, and the operations that all this takes.
+    """
+    budget = _MOST_OPERATIONS / (2 * predictors**2 * SIZES * dates)  # points of a date; each is under two functions
+    choices = int(min(_CHOICES, max(1, budget // cells)))  # new points are worth more than new choices of members
     points = int(min(cells, max(1, budget / choices)))
     return choices, points, _MOST_OPERATIONS / budget * points * choices
 
 
 def neighbourhoods(padded: Tensor, at: Tensor) -> Tensor:
-    """Values (C, Y + 2, X + 2) at 3 x 3 points around each point of `at`, indices into Y X: (9 C, P)."""
+    """Return the values at the 3 x 3 points around some points.
+
+    Args:
+        padded: (C, Y + 2, X + 2) fields, padded by one on each side.
+        at: (P,) indices into Y X.
+
+    Returns:
+        (9 C, P).
+    """
     columns, wide = padded.shape[2] - 2, padded.shape[2]
     corner = at // columns * wide + at % columns
     offsets = torch.tensor([row * wide + column for row in range(3) for column in range(3)])
-    near = padded.flatten(1).index_select(1, (offsets[:, None] + corner).flatten())  # a sixth of the time of [:, ...]
+    near = padded.flatten(1).index_select(1, (offsets[:, None] + corner).flatten())  # takes a sixth of indexing's time
     return near.view(len(offsets) * len(padded), -1)
 
 
 @dataclass(eq=False)
 class Sums:
-    """For each ensemble size and band, products of predictors with themselves, and with the targets: as if all were
-    there where some are, zero where none is; and what its points count for."""
+    """The sums for each ensemble size and latitude basis function.
+
+    A target that exists at some points counts as if it existed at all; one that exists nowhere gives zeros.
+
+    Attributes:
+        terms: (size, TERMS): 1, and 1/M - centre.
+        gram: (size, N, K, K) products of predictors with themselves.
+        right: (size, N, K, O) products of predictors with targets.
+        weight: (size, N) what the points count for.
+    """
 
     terms: Tensor  # (size, TERMS): 1 and 1/M - centre
     gram: Tensor  # (size, N, K, K)
@@ -116,8 +176,15 @@ class Sums:
     weight: Tensor  # (size, N)
 
     def of(self, group: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Those of a group of bands: for outputs (bool (O,)) whose targets the same sizes know, of these sizes and of
-        predictors times each of the terms, (TERMS K, TERMS K) and (TERMS K, O)."""
+        """Yield the sums of a group of basis functions, for outputs whose targets exist in the same ensemble sizes.
+
+        Args:
+            group: the functions.
+
+        Yields:
+            Products of predictors times each of the terms with themselves (TERMS K, TERMS K), and with the targets
+            (TERMS K, O); and which outputs these are, (O,).
+        """
         weight, cross = self.weight[:, group], self.right[:, group]
         share = (weight[..., None] * cross.any(2)).sum(1) / weight.sum(1)[:, None]  # (size, O)
         cross = cross.sum(1) / share.clamp(min=_TINY)[:, None]
@@ -134,7 +201,17 @@ class Sums:
 
 
 def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> Sums:
-    """The sums over the dates `train`, each seen by every one of `sizes`; `centre` is the mean of 1/M over these."""
+    """Compute the sums over dates.
+
+    Args:
+        rows: predictors and targets.
+        train: indices of the training dates.
+        sizes: ensemble sizes; each date is seen by all of them.
+        centre: mean of 1/M over these.
+
+    Returns:
+        The sums.
+    """
     outputs, channels = rows.linear.module.weight.shape[2:4]
     count, predictors = len(rows.bands), 9 * channels
     draw, shown = np.random.default_rng(0), list(enumerate(sizes))
@@ -144,9 +221,10 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
         torch.zeros(len(sizes), count, predictors, outputs, dtype=torch.float64),
         torch.zeros(len(sizes), count, dtype=torch.float64),
     )
-    # Where a variable has no value, its predictors are zero and its target is absent: a product is taken for one of all
-    # points of the predictor by their share for which there is a target. (That of two predictors with each other is of
-    # the points of both: not exact for an absent target where a masked predictor and another hang together.)
+    # Where a variable has no value, its predictors are zero and its target is absent. A product of a predictor with a
+    # target is scaled up from the points at which both exist to all points of the predictor. A product of two
+    # predictors runs over the points of both. That is not exact if a target is absent while a masked predictor and
+    # another one are correlated.
     masked = bool(rows.dates.spec.masked)
     apart = predictors if masked else 1
     absent = torch.zeros(len(sizes), count, apart, outputs, dtype=torch.float64)
@@ -163,7 +241,7 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
                 sums.right[place, band] += here @ aim.T
                 counts = (weights[points] * root).double() ** 2
                 sums.weight[place, band] += counts.sum()
-                if masked:  # which all dates have to count
+                if masked:  # then every date has to be counted, also one whose targets are complete
                     some = (near[:, points] != 0).double() * counts
                     seen[place, band] += some.sum(1)
                     absent[place, band] += some @ (~there[:, points]).double().T
@@ -179,8 +257,11 @@ def sums_of(rows: Rows, train: np.ndarray, sizes: list[int], centre: float) -> S
 
 @contextmanager
 def _rounded(wanted: bool) -> Iterator[None]:
-    """Where `wanted`, products of float32 take their factors as bfloat16 and add up in float32. A product of rounded
-    predictors with themselves is still one of some predictors, so what is solved stays positive definite."""
+    """Let products of float32 take their factors as bfloat16 and add up in float32, if `wanted`.
+
+    The predictors are rounded, and the product of these with themselves is exact. So the matrix stays positive
+    definite.
+    """
     before = torch.get_float32_matmul_precision()
     if wanted:
         torch.set_float32_matmul_precision("medium")
@@ -191,7 +272,7 @@ def _rounded(wanted: bool) -> Iterator[None]:
 
 
 def _add_product(total: Tensor, values: Tensor) -> None:
-    """Add values (K, P) times their transpose to the lower triangle of `total` (K, K); above it, some of it."""
+    """Add values (K, P) times their transpose to the lower triangle of `total` (K, K), and to some of the upper one."""
     ends = [len(values) * block // _BLOCKS for block in range(_BLOCKS + 1)]
     for first, last in pairwise(ends):
         total[first:last, :last] += values[first:last] @ values[:last].T

@@ -1,12 +1,13 @@
-"""Fits a hidden layer of `models.surroundings` to single points of training dates.
+"""Fits a network of `models.surroundings` (spread MLP or error MLP) to single points of training dates.
 
-Points of one field are alike, those of many dates are not: a step sees `_BATCH` points of as many dates, each reduced
-to a few random choices of members, where a step on whole fields sees four dates. Over several ranks each holds the
-points of its own dates; a step's points are drawn from those of all, each rank takes the ones that it holds, and
-gradients are added up.
+Neighbouring points of one field are alike, points of many dates are not. So a step of the fit takes `_BATCH` points
+drawn from all dates, each date reduced to a few random choices of its members. A step on whole fields sees four dates.
+
+Over several ranks, each rank holds the points of its own dates. A step draws its points from those of all ranks, each
+rank takes the ones that it holds, and the gradients are added up.
 
 Axes: T lead, F field (variables and levels, then surface variables), K input, U output, O = 2 T F outputs of the linear
-correction, N row of the pool (a point of a date seen by some members), P point, Y latitude, X longitude.
+correction, N row of the pool (a point of a date as some members show it), P point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -32,23 +33,33 @@ from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
-_ROWS = 1_000_000  # points, at most
+_ROWS = 1_000_000  # most points in a pool
 _LEAST_STEPS = 500
 _BATCH = 2048
-_CHOICES, _EACH = 4, 500  # choices of members a date, at most; points of each, at least
+_CHOICES, _EACH = 4, 500  # most choices of a date's members; fewest points of each
 _RATE, _DECAY, _DROPOUT, _WARM = 1e-3, 0.3, 0.3, 0.1
 _PASSES = 4
-_LEAST_ROWS = 20_000  # where there are more points, fewer teach nothing that lasts
-_SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30  # of what the job may use, not of what is free: runs are to be repeatable
-_MOST_OPERATIONS = 3e13  # of the passes that are asked for; few points are passed over more often
-_LEAST_SPREAD = 0.3  # that place, season and size are divided by: beyond what was seen they stay within a few
-LOOKED_AT = 50_000  # rows of a pool: enough for means
+_LEAST_ROWS = 20_000  # fewest rows of a pool where the dates have so many: a fit to fewer does not hold elsewhere
+# Fraction of the memory that the job may use, not of what is free now: otherwise two runs could differ.
+_SHARE_OF_MEMORY, _MOST_BYTES = 0.15, 3 << 30
+_MOST_OPERATIONS = 3e13  # bound on the arithmetic of `_PASSES` passes over the pool; small pools get more passes
+# Least number by which place, season and number of members are divided. Values beyond those of the training dates then
+# stay within a few units.
+_LEAST_SPREAD = 0.3
+LOOKED_AT = 50_000  # rows of a pool from which means are computed
 _TINY = 1e-12
 
 
 @dataclass(eq=False)
 class Correction:
-    """What stands before the U-Net; `position` as `place.position_planes`."""
+    """The corrections before the U-Net: linear correction, spread MLP and error MLP, as the fits apply them.
+
+    Attributes:
+        linear: the linear correction.
+        surroundings: the spread MLP, or None.
+        residuals: the error MLP, or None.
+        position: the planes of `place.position_planes`.
+    """
 
     linear: Linear
     surroundings: Surroundings | None
@@ -56,7 +67,15 @@ class Correction:
     position: Tensor
 
     def __call__(self, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
-        """What is added to mean and spread (T, F, Y, X) of M members."""
+        """Return what is added to mean and spread of M members.
+
+        Args:
+            sample: a date.
+            members: M.
+
+        Returns:
+            Two tensors (T, F, Y, X), physical units.
+        """
         padded = self.linear.padded(sample.mean, sample.spread, members)
         found = self.linear.module(padded, torch.tensor([float(members)]))
         if self.surroundings is not None:
@@ -64,7 +83,15 @@ class Correction:
         return self.linear.added(found)
 
     def expected_errors(self, sample: Sample, members: int) -> Tensor | None:
-        """v and w of `models.surroundings`, (2, T, F, Y, X); None where nothing says them."""
+        """Return v and w of the error MLP (`models.surroundings`).
+
+        Args:
+            sample: a date.
+            members: M.
+
+        Returns:
+            (2, T, F, Y, X), or None without an error MLP.
+        """
         if self.residuals is None:
             return None
         padded = self.linear.padded(sample.mean, sample.spread, members)
@@ -72,19 +99,42 @@ class Correction:
         return self.linear.unordered(found[0].unflatten(0, (2, -1)))
 
     def of(self, network: Surroundings, padded: Tensor, sample: Sample, members: int) -> Tensor:
-        """What a network says of a date, (1, U, Y, X), from departures with a row and a column more on each side."""
+        """Apply one network to a date.
+
+        Args:
+            network: spread MLP or error MLP.
+            padded: anomalies, padded by a row and a column on each side.
+            sample: the date.
+            members: M.
+
+        Returns:
+            (1, U, Y, X).
+        """
         return apply_networks([network], padded, self.linear.relative_climatology, self.common(sample, members))[0]
 
     def common(self, sample: Sample, members: int) -> Tensor:
-        """Place, season and number of members, (1, P, Y, X)."""
+        """Return the planes of place, season and number of members.
+
+        Args:
+            sample: a date.
+            members: M.
+
+        Returns:
+            (1, planes, Y, X).
+        """
         return common_planes(self.position, torch.tensor([float(members)]), torch.tensor([sample.day]))
 
 
 @dataclass(eq=False)
 class Pool:
-    """The rows that this rank holds of a pool, from row `first` on; all ranks together hold `rows` of them.
+    """The rows of a pool that this rank holds: from row `first` on. All ranks together hold `rows` of them.
 
-    Inputs (N, K), what the loss is made of (N, F) with nothing where absent, and what fields count for (N, F).
+    Attributes:
+        inputs: (N, K) inputs x, bfloat16.
+        given: arrays (N, T F) that the loss is made of; zero where absent.
+        weight: (N, T F) what each field counts for; zero where absent.
+        first: number of this rank's first row among all rows.
+        rows: number of rows of all ranks.
     """
 
     inputs: Tensor
@@ -94,18 +144,38 @@ class Pool:
     rows: int
 
     def spaced(self, most: int) -> slice:
-        """Return which of its rows this rank has among about `most` evenly spaced ones of all."""
+        """Return this rank's part of about `most` rows that are evenly spaced over all ranks' rows.
+
+        Args:
+            most: how many rows.
+
+        Returns:
+            A slice of this rank's rows.
+        """
         step = max(1, self.rows // most)
         return slice(-self.first % step, None, step)
 
     def held(self, rows: Tensor) -> Tensor:
-        """Return which of the pool's `rows` this rank holds, as positions among its own."""
+        """Return which of some rows this rank holds.
+
+        Args:
+            rows: numbers of rows of the whole pool.
+
+        Returns:
+            Positions among this rank's rows.
+        """
         own = rows - self.first
         return own[(own >= 0) & (own < len(self.inputs))]
 
 
 class Points:
-    """What single points of a date ask of a network."""
+    """Inputs and targets of a network at single points of a date.
+
+    Args:
+        correction: the corrections that are fitted already, and the networks.
+        dates: reads dates.
+        targets: returns what the corrections are to explain (see `linear_fit.fit_linear`).
+    """
 
     def __init__(self, correction: Correction, dates: Dates, targets: Targets):
         self.correction, self.dates, self.targets = correction, dates, targets
@@ -113,12 +183,31 @@ class Points:
         self.columns = dates.spec.grid.shape[1]
 
     def wanted(self, date: int, sample: Sample, members: int) -> Tensor:
-        """Errors to explain, (O, Y X) in typical spreads, NaN where absent."""
+        """Return the errors to explain, at all points.
+
+        Args:
+            date: index of the date.
+            sample: the date.
+            members: M.
+
+        Returns:
+            (O, Y X) in typical spreads, NaN where absent.
+        """
         linear = self.correction.linear
         return linear.ordered(torch.stack(self.targets(date, sample, members)) / linear.typical).flatten(1)
 
     def at(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x but for the constant, (K, P), errors to explain, and what linear terms explain of them, (O, P)."""
+        """Return inputs, errors to explain, and what the linear correction explains of these, at some points.
+
+        Args:
+            date: index of the date.
+            sample: the date.
+            members: M.
+            at: (P,) indices into Y X.
+
+        Returns:
+            x without the constant (K, P), errors (O, P) and corrections (O, P), in typical spreads.
+        """
         linear, network = self.correction.linear, self.correction.surroundings
         assert network is not None
         padded = linear.padded(sample.mean, sample.spread, members)
@@ -132,23 +221,31 @@ class Points:
 
 
 Take = Callable[[int, Sample, int, Tensor], tuple[Tensor, list[Tensor]]]
-Loss = Callable[[Tensor, Tensor], Tensor]  # (P, T F), of outputs (P, U) and the rows of the pool that they stand for
+Loss = Callable[[Tensor, Tensor], Tensor]  # outputs (P, U) and their rows in the pool -> losses (P, T F)
 
 
 def gather(
     name: str, network: Surroundings, points: Points, train: np.ndarray, sizes: Sequence[int], take: Take,
     arrays: int, stream: int,
 ) -> Pool | None:  # fmt: skip
-    """Random points of all dates, each as a few random choices of members see it; none where memory holds too few, or
-    the time for this fit ends before they are read, which is told.
+    """Collect random points of all dates, each as a few random choices of the date's members show it.
+
+    A loss of a field at a point counts only if all arrays have a value there.
 
     Args:
-        name, network: of what will be fitted.
-        train: indices of start dates.
+        name: "surroundings" or "residuals".
+        network: the network that will be fitted.
+        points: inputs and targets.
+        train: indices of the training dates.
         sizes: numbers of members that the training will show.
-        take: from a date, its sample, M and points: x (K, P), and `arrays` that the loss is made of, each (T F, P), NaN
-            where absent; what lacks one counts for nothing.
-        stream: 0 or 1: the two networks see other points, and choices of members, of the dates' seed.
+        take: from a date, its sample, M and points to x (K, P) and the arrays that the loss is made of, each (T F, P),
+            NaN where absent.
+        arrays: how many of these arrays there are.
+        stream: 0 or 1. The two networks draw other points and members from the same seed.
+
+    Returns:
+        This rank's part of the pool; None if memory holds too few points, if the time for this fit ends before they are
+        read, or if no date has the targets. Each reason is logged.
     """
     dates, inputs = points.dates, network.first.shape[1] - 1
     fields = len(points.correction.linear.relative_climatology)
@@ -171,12 +268,13 @@ def gather(
     with dates.progress.stage(f"{CALLED[name]}: points", len(mine)) as tick:
         for row, (date, chosen) in enumerate(choices_of(dates, train, sizes, choices, draw), -mine.start):
             picked = draw.choice(cells, each, replace=False)
-            if not 0 <= row < len(mine):  # another rank's, which draws the same
+            # All ranks draw the same numbers, so that the pool does not depend on how many there are.
+            if not 0 <= row < len(mine):
                 continue
             if late := dates.progress.is_late(name):
                 break
             sample, members = dates.sample(date, chosen), len(chosen)
-            at = torch.from_numpy(np.sort(picked))  # as `at_points` has them soonest
+            at = torch.from_numpy(np.sort(picked))  # `LinearCorrection.at_points` is fastest on sorted points
             values, given = take(date, sample, members, at)
             there = torch.stack([torch.isfinite(values) for values in given]).all(0)
             place = slice(row * each, (row + 1) * each)
@@ -195,22 +293,33 @@ def gather(
 
 
 def pool_size(cells: int, first: tuple[int, int], fields: int, arrays: int, dates: int) -> tuple[int, int]:
-    """Return how many choices of a date's members a pool shows, and how many of the `cells` points of each, as memory
-    and the time of a fit allow.
+    """Return the size of a pool that memory and the time of a fit allow.
 
     Args:
+        cells: Y X, points of the grid.
         first: shape (H, K + 1) of the network's first weights.
         fields: T F.
-        arrays: of these fields that the loss is made of.
+        arrays: number of arrays (N, T F) that the loss is made of.
+        dates: number of training dates.
+
+    Returns:
+        How many choices of a date's members the pool has, and how many points of each.
     """
     budget = min(_MOST_BYTES, _SHARE_OF_MEMORY * memory_limit()) / (2 * (first[1] - 1) + 4 * (arrays + 1) * fields)
     budget = min(budget, _ROWS, _MOST_OPERATIONS / (6 * _PASSES * first[0] * first[1])) / dates
-    choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # each has to be read
+    choices = int(min(_CHOICES, max(1, budget // min(cells, _EACH))))  # few, because each has to be read
     return choices, int(min(cells, budget / choices))
 
 
 def steps_of(rows: int) -> tuple[int, int, int]:
-    """Return rows of a batch, batches of a pass over a pool of `rows`, and passes."""
+    """Return the size of a batch, batches of a pass over a pool, and number of passes.
+
+    Args:
+        rows: rows of the pool.
+
+    Returns:
+        The three numbers.
+    """
     batch = min(_BATCH, max(256, rows // 64), rows)
     a_pass = rows // batch
     return batch, a_pass, max(_PASSES, -(-_LEAST_STEPS // a_pass))
@@ -219,8 +328,21 @@ def steps_of(rows: int) -> tuple[int, int, int]:
 def choices_of(
     dates: Dates, train: np.ndarray, sizes: Sequence[int], turns: int, draw: np.random.Generator
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Dates, each `turns` times, with positions of members: as many as are looked at, then as training shows; by dates
-    in turn where each comes but once."""
+    """Yield each date `turns` times, with positions of some of its members.
+
+    Choices of as many members as the validation uses alternate with choices of as many as the training draws: within a
+    date if there are several turns, otherwise from date to date.
+
+    Args:
+        dates: reads dates.
+        train: indices of the training dates.
+        sizes: numbers of members that the training will show.
+        turns: choices of each date.
+        draw: the generator of random numbers.
+
+    Yields:
+        Index of the date, and positions of its members.
+    """
     shown = sorted({size for size in sizes if size < dates.reader.full_size}) or [dates.members]
     for number, date in enumerate(train):
         for turn in range(turns):
@@ -230,20 +352,24 @@ def choices_of(
 
 
 def _batches(rows: int, batch: int, passes: int) -> Iterator[Tensor]:
-    """Yield rows of a pool in random order, `batch` at once; what is left over at the end of a pass is left out."""
+    """Yield rows of a pool in random order, `batch` at a time; the rest at the end of a pass is left out."""
     for _ in range(passes):
         order = torch.randperm(rows)
         yield from order[: rows // batch * batch].split(batch)
 
 
 class _Dropout(nn.Module):
-    """Dropout that draws a byte, not a float, for each unit: torch's takes as long as both layers on a processor."""
+    """A dropout layer that draws one byte for each unit.
+
+    On a CPU, torch's own, which draws floats, takes as long as both layers of the network.
+    """
 
     def __init__(self, share: float, seed: tuple[int, int]):
         super().__init__()
         self.least, self.draw = round(256 * share), np.random.default_rng(seed)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Set random units to zero in training, and scale the others up."""
         if not self.training:
             return hidden
         drawn = torch.from_numpy(self.draw.integers(0, 256, hidden.numel(), np.uint8)).view(hidden.shape)
@@ -251,7 +377,7 @@ class _Dropout(nn.Module):
 
 
 def _add_gradients(layers: nn.Module, team: Team) -> None:
-    """Add the gradients of all ranks up."""
+    """Add up the gradients of all ranks, as one tensor."""
     if team.alone:
         return
     gradients = [parameter.grad for parameter in layers.parameters() if parameter.grad is not None]
@@ -262,33 +388,41 @@ def _add_gradients(layers: nn.Module, team: Team) -> None:
 
 
 def learn(name: str, network: Surroundings, pool: Pool, loss: Loss, unit: Tensor, dates: Dates) -> bool:
-    """Fit the weights to the pool, and undo the standardisation of inputs and outputs in them; say whether any step was
-    taken.
+    """Fit the weights of a network to a pool.
 
-    Where the time for this fit is too short for all steps, the schedule of rates is run through in fewer of them: the
-    rate still falls to nothing by the end, so what is kept is the best state that the time allowed.
+    The weights are fitted to standardised inputs and to outputs in `unit`s. At the end both standardisations are folded
+    into the weights.
+
+    If the time for this fit is too short for all steps, the schedule of learning rates is gone through in fewer steps.
+    The rate still falls to zero at the end, so the result is the best that the time allowed.
 
     Args:
-        name, network: of what is fitted.
-        loss: of outputs (P, U) in `unit`s (U,).
-        dates: that the pool is from; their seed is that of the weights.
+        name: "surroundings" or "residuals".
+        network: the network, changed in place.
+        pool: this rank's part of the pool.
+        loss: returns losses from outputs (P, U) and their rows in the pool.
+        unit: (U,) unit of each output.
+        dates: the dates of the pool; their seed is that of the weights.
+
+    Returns:
+        False if there was no time for any step, and the network is unchanged.
     """
     team = dates.team
-    common = plane_count(dates.spec)  # of the inputs, the last ones: place, season and size
+    common = plane_count(dates.spec)  # the last inputs: place, season and number of members
     some = team.joined(pool.inputs[pool.spaced(LOOKED_AT)].float())
     middle, spread = some.mean(0), some.std(0)
     varies = spread > _TINY
     spread[-common:] = spread[-common:].clamp(min=_LEAST_SPREAD)
-    spread = torch.where(varies, spread, torch.inf)  # what never varies says nothing
+    spread = torch.where(varies, spread, torch.inf)  # an input that never varies becomes zero
     hidden, outputs = network.first.shape[0], len(network.second)
     low = has_bfloat16(torch.device("cpu"))
     state = torch.get_rng_state()
     try:
-        torch.default_generator.manual_seed(dates.seed)  # of the CPU alone
+        torch.default_generator.manual_seed(dates.seed)  # that of the CPU; a GPU's generator is left alone
         first, second = nn.Linear(len(middle), hidden), nn.Linear(hidden, outputs)
         nn.init.zeros_(second.weight)
         nn.init.zeros_(second.bias)
-        dropout = _Dropout(_DROPOUT, (dates.seed, pool.first))  # each rank drops units of its own points
+        dropout = _Dropout(_DROPOUT, (dates.seed, pool.first))  # each rank draws for its own points
         layers = nn.Sequential(first, nn.GELU(), dropout, second)
         batch, a_pass, passes = steps_of(pool.rows)
         total = passes * a_pass

@@ -1,14 +1,18 @@
-"""Fits the network of `models.surroundings` that says what errors are left to expect, and how large they are.
-
-With e what is left of an error once mean and bias are corrected, sigma0 = s0 exp(B) what sigma is without the network:
+"""Fits the error MLP of `models.surroundings`: which errors are left to expect, and how large they are.
 
     v, w = argmin CRPS of N(v sigma0, [sigma0 exp(w)]^2) at e
 
-over single points of training dates, e and sigma0 in typical spreads. Mean and width are fitted at once: an error
-counts by how large errors are where it stands, so less of the mean is fitted to chance than by squared errors. A
-variable that has bounds is scored by its own law, with the mean y - e + v sigma0, held a little off the bounds (at zero
-as `models.dry` has it): most of what can be known of rain is whether there is any, and no normal law asks that.
-`truth_fit` takes shares of v and w by the CRPS of the validation dates. Axes: as in `point_fit`.
+    e        error that is left after bias and linear correction, in typical spreads
+    sigma0   s0 exp(B), the sigma without the network, in typical spreads
+
+The minimum is one over single points of training dates. Mean and width are fitted at once. So an error counts relative
+to how large errors are where it stands, and less of the mean is fitted to chance than by squared errors.
+
+A variable that has bounds is scored by its own distribution, with the mean y - e + v sigma0, kept a little off the
+bounds (at zero as in `models.dry`). Most of what can be known of rain is whether there is any, and a normal
+distribution does not ask that.
+
+`truth_fit` then takes fractions of v and w by the CRPS of the validation dates. Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ from ensemble_ml.training.team import Team
 
 log = logging.getLogger(__name__)
 
-_LEAST_MEAN = 0.01  # scales from a bound: where a mean is nearer, its location moves too fast to be fitted
-_LEAST_COST = 0.02  # typical spreads: of a field that is dry nearly everywhere a few wet points would outweigh all else
+_LEAST_MEAN = 0.01  # scales from a bound: the location of a mean nearer to it moves too fast to be fitted
+# Typical spreads. Without this floor, the few wet points of a field that is dry nearly everywhere would outweigh all
+# other fields.
+_LEAST_COST = 0.02
 _TINY = 1e-12
 
 
@@ -51,16 +57,21 @@ def fit_residuals(
     inflation: Tensor,
     dry: tuple[Tensor, Tensor],
 ) -> bool:
-    """Give `correction.residuals` its weights, and say whether it has got any.
+    """Fit the weights of the error MLP.
 
     Args:
-        train: indices of start dates.
+        correction: the corrections; its error MLP is changed in place.
+        dates: reads dates.
+        train: indices of the training dates.
         sizes: numbers of members that the training will show.
-        targets: as `linear_fit.fit_linear` takes them.
-        s1: from a sample and M the full spread that is expected of it, (T, F, Y, X).
-        shrink: k (T, F) of s0, which follows the corrected spread.
-        inflation: B (T, F, Y, X).
-        dry: a and b of `models.dry`, (T, F).
+        targets: returns the errors to explain (see `linear_fit.fit_linear`).
+        s1: from a sample and M to the expected spread of all members, (T, F, Y, X).
+        shrink: (T, F) k of s0, which follows the corrected spread.
+        inflation: (T, F, Y, X) B.
+        dry: a and b of `models.dry`, (T, F) each.
+
+    Returns:
+        False if the network got no weights, for lack of time, dates, memory or targets.
     """
     network = correction.residuals
     assert network is not None
@@ -79,6 +90,7 @@ def fit_residuals(
     typical = score.typical(pool, dates.team)
 
     def cost(found: Tensor, chosen: Tensor) -> Tensor:
+        """Return the CRPS of the pool's rows, relative to that without the network."""
         return score(found, [values[chosen] for values in pool.given]) / typical
 
     if not learn("residuals", network, pool, cost, torch.ones(len(network.second)), dates):
@@ -88,9 +100,10 @@ def fit_residuals(
 
 
 class _Score:
-    """CRPS of single points, each field by its own law.
+    """The CRPS of single points, each field by its own distribution.
 
-    `bounded`: families that are not normal, and their places among the fields.
+    Attributes:
+        bounded: distributions that are not normal, with the positions of their fields.
     """
 
     def __init__(self, correction: Correction, dates: Dates, dry: tuple[Tensor, Tensor]):
@@ -102,15 +115,15 @@ class _Score:
         places = linear.ordered(codes.expand(1, *dates.shape)[..., None, None]).flatten()
         self.normal = torch.nonzero(places < 0).flatten()
         self.bounded = {kind: torch.nonzero(places == code).flatten() for code, kind in enumerate(kinds)}
-        self.unit = linear.ordered(linear.typical[None]).flatten()  # a law between two bounds has no other
+        self.unit = linear.ordered(linear.typical[None]).flatten()  # bounds are fixed numbers in physical units
         self.back = torch.argsort(torch.cat([self.normal, *self.bounded.values()]))
 
     def __call__(self, found: Tensor, given: Sequence[Tensor]) -> Tensor:
-        """(P, T F) in typical spreads.
+        """Return the CRPS in typical spreads, (P, T F).
 
         Args:
-            found: v and w, (P, 2 T F), before they are bounded.
-            given: error, sigma0 and, where a field has bounds, truth of `_Before`.
+            found: (P, 2 T F) v and w, before they are bounded.
+            given: error, sigma0 and, if any field has bounds, the truth; the arrays of `_Before`.
         """
         error, sigma0 = given[0], given[1].clamp(min=_TINY)
         v, w = bounded(found).chunk(2, 1)
@@ -122,7 +135,7 @@ class _Score:
             mean, wide = truth + (shift - error)[:, at] * unit, sigma[:, at] * unit
             if law in AT_ZERO:
                 mean, wide = wetter(mean, wide, *(values[at] for values in self.dry))
-            # what `location_of_mean` raises to its least mean by itself would have no gradient
+            # `location_of_mean` itself raises such a mean to `LEAST_MEAN`, but then there would be no gradient.
             near = distributions.LEAST_MEAN if law is Family.TRUNCATED_NORMAL else _LEAST_MEAN
             mean = _within(mean, law, near * wide)
             location = distributions.location_of_mean(law, mean, wide)
@@ -130,7 +143,7 @@ class _Score:
         return torch.cat(costs, 1)[:, self.back]
 
     def typical(self, pool: Pool, team: Team) -> Tensor:
-        """Mean CRPS of each field without the network, (T F,)."""
+        """Return the mean CRPS of each field without the network, (T F,)."""
         some = pool.spaced(LOOKED_AT)
         weight = pool.weight[some]
         costs = self(weight.new_zeros(len(weight), 2 * weight.shape[1]), [values[some] for values in pool.given])
@@ -140,15 +153,19 @@ class _Score:
 
 
 def _within(mean: Tensor, law: Family, least: Tensor) -> Tensor:
-    """The mean, not nearer to a bound than `least`; its gradient is as without, or what is dry would never be wet."""
+    """Return the mean, kept at least `least` away from the bounds.
+
+    The gradient is as if it were not kept away. Otherwise a point that is forecast dry could never become wet.
+    """
     lower, upper = law.bounds
     return mean + (lower + least - mean).clamp(min=0).detach() - (mean - upper + least).clamp(min=0).detach()
 
 
 class _Before:
-    """Errors and sigma of single points without the network, and the truth itself where that is asked for."""
+    """The errors and the sigma of single points without the network, and the truth itself if it is needed."""
 
-    _date, _latest = -1, torch.empty(0)  # a date and its truth: other choices of its members follow
+    # The last date and its truth. The fit asks for several choices of a date's members in a row.
+    _date, _latest = -1, torch.empty(0)
 
     def __init__(
         self, points: Points, s1: Callable[[Sample, int], Tensor], shrink: Tensor, inflation: Tensor, *, truth: bool
@@ -161,7 +178,7 @@ class _Before:
         self.typical = linear.ordered(linear.typical[None]).flatten(1)
 
     def take(self, date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """x (K, P); error and sigma0 (T F, P) in typical spreads, and the truth in its own units."""
+        """Return x (K, P); error and sigma0 (T F, P) in typical spreads, and the truth in physical units."""
         correction = self.points.correction
         assert correction.surroundings is not None
         inputs, wanted, done = self.points.at(date, sample, members, at)
@@ -177,7 +194,7 @@ class _Before:
         return inputs, given
 
     def _truth(self, date: int) -> Tensor:
-        """(T F, Y X)"""
+        """Return the truth of a date, (T F, Y X)."""
         if date != self._date:
             truth = self.points.dates.target(Part.TRUTH, date)
             self._date, self._latest = date, self.points.correction.linear.ordered(truth[None]).flatten(1)

@@ -1,16 +1,22 @@
-"""Maps of means over a few dates, freed from sampling noise scale by scale.
+"""Maps of means over a few dates, freed from sampling noise, one spatial scale at a time.
+
+The mean of n maps z_t holds a signal, and noise: 1/n of the variance between dates. Each map is split into scales,
+which are differences of Gaussian means of 1, 2, 4, ... cells, and the mean of all cells. For each scale,
+
+    noise   = (A - B) / (n_eff - 1)
+    weight  = max(0, 1 - noise / B)
+    n_eff   = n (1 - r) / (1 + r)
+
+    A       mean square of the scale in single dates
+    B       its square in the mean map
+    noise   the part of B that is noise
+    n_eff   effective number of dates: dates that resemble their neighbours count less
+    r       correlation between neighbouring dates
+
+This is the Wiener filter with both spectra estimated from the maps themselves (empirical Bayes). With a single scale it
+is the positive-part estimator of James and Stein 1961.
 
 Axes: K scale, T lead, F field (variable and level), Y latitude, X longitude.
-
-The mean of n maps z_t holds a signal and 1/n of the variance between dates. Splitting z into scales (differences of
-Gaussian means of 1, 2, 4 ... cells, and the mean of all cells) shows how much of each: with A the mean square of a
-scale in single dates and B its square in the mean map,
-
-    noise in B = (A - B) / (n_eff - 1),    weight = max(0, 1 - noise / B),
-
-which is the Wiener filter with both spectra estimated from the maps themselves (empirical Bayes; with one scale it is
-the positive-part estimator of James and Stein 1961). n_eff = n (1 - r) / (1 + r) counts dates that resemble their
-neighbour (correlation r) as fewer.
 """
 
 from __future__ import annotations
@@ -26,14 +32,18 @@ from ensemble_ml.grid import Grid
 from ensemble_ml.training.team import Team
 
 _MOST_CORRELATED = 0.9
-_PRIOR = 5.0  # how many numbers of its own outweigh a scale's mean over fields
+_PRIOR = 5.0  # how many independent numbers the mean over fields counts for
 _TINY = 1e-30
-_NOTHING = 1e-20  # a weight no sum of float32 notices; products with smaller ones are denormal, ten times slower
-_ENOUGH_FOR_BIAS = 8  # pairs below which Kendall's correction of r would divide by next to nothing
+_NOTHING = 1e-20  # too small to change a float32 sum; products with smaller weights are denormal and ten times slower
+_ENOUGH_FOR_BIAS = 8  # dates: with fewer, Kendall's correction of r would divide by almost zero
 
 
 class Scales:
-    """Splits maps on `grid` into parts of different width that add up to the map."""
+    """The scales of a grid: maps are split into parts of different width that add up to the map.
+
+    Args:
+        grid: the grid.
+    """
 
     def __init__(self, grid: Grid):
         widths = [1.0]
@@ -47,8 +57,16 @@ class Scales:
         self.freedom = torch.tensor([max(1.0, rows * columns / (4 * np.pi * w**2)) for w in widths] + [1.0, 1.0])
 
     def split(self, z: Tensor) -> Iterator[Tensor]:
-        """(..., Y, X) float32 -> K parts (..., Y, X), one at a time: of large grids memory holds few. The last part is
-        the area mean."""
+        """Split a map into its scales.
+
+        The parts are yielded one at a time, because memory holds few maps of a large grid.
+
+        Args:
+            z: (..., Y, X) float32.
+
+        Yields:
+            K parts (..., Y, X); the last one is the area mean.
+        """
         wider = z
         for lat, lon in self._filters:
             finer, wider = wider, lat @ z @ lon
@@ -58,21 +76,44 @@ class Scales:
         yield mean
 
     def smooth(self, z: Tensor) -> Tensor:
-        """Gaussian means one cell wide, (..., Y, X)."""
+        """Smooth a map by a Gaussian one cell wide.
+
+        Args:
+            z: (..., Y, X).
+
+        Returns:
+            (..., Y, X).
+        """
         lat, lon = self._filters[0]
         return lat @ z @ lon
 
     def mean(self, z: Tensor, there: Tensor | None = None) -> Tensor:
-        """Area mean, (..., Y, X) -> (...) float64; over the points `there` where given, NaN for a field without any."""
+        """Return the area mean.
+
+        Args:
+            z: (..., Y, X).
+            there: the points that count, as `z`; None for all.
+
+        Returns:
+            (...) float64; NaN for a field without any point.
+        """
         if there is None or bool(there.all()):
             return (z * self.area).sum((-2, -1), dtype=torch.float64)
         area = torch.where(there, self.area, 0.0).sum((-2, -1), dtype=torch.float64)
         total = (torch.where(there, z, 0.0) * self.area).sum((-2, -1), dtype=torch.float64)
-        area = torch.where(there.flatten(-2).all(-1), 1.0, area)  # a whole field's mean hangs on no other field
+        # The area of a complete field is exactly one. So its mean does not depend on whether other fields have gaps.
+        area = torch.where(there.flatten(-2).all(-1), 1.0, area)
         return total / torch.where(area > 0, area, torch.nan)
 
     def filled(self, z: Tensor) -> Tensor:
-        """Points without a value take the area mean of those that have one: (..., Y, X); nothing has all NaN."""
+        """Fill points without a value by the area mean of the others.
+
+        Args:
+            z: (..., Y, X), NaN where absent.
+
+        Returns:
+            (..., Y, X); a field without any value stays NaN.
+        """
         there = torch.isfinite(z)
         if bool(there.all()):
             return z
@@ -80,7 +121,7 @@ class Scales:
 
 
 def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
-    """Matrix (size, size) of Gaussian means; at an open edge the weights that remain are scaled up."""
+    """Return the matrix (size, size) of Gaussian means; at an open edge the remaining weights are scaled up."""
     distance = np.abs(np.arange(size)[:, None] - np.arange(size))
     if wraps:
         distance = np.minimum(distance, size - distance)
@@ -90,7 +131,12 @@ def _gaussian(size: int, width: float, wraps: bool) -> Tensor:
 
 
 class MapMean:
-    """Mean of maps (T, F, Y, X) that come one date at a time, any of them possibly absent for some fields."""
+    """The mean of maps (T, F, Y, X) that come one date at a time; any date may lack some fields.
+
+    Args:
+        scales: the scales of the grid.
+        fields: (T, F).
+    """
 
     def __init__(self, scales: Scales, fields: tuple[int, int]):
         self.scales = scales
@@ -99,11 +145,17 @@ class MapMean:
         self.total = torch.zeros(*fields, rows, columns, dtype=torch.float64)
         self._square = torch.zeros(scales.count, *fields, dtype=torch.float64)
         self._lagged, self._pairs = self._square.clone(), self.count.clone()
-        self._last: list[Tensor] = []  # parts of the last date
+        self._last: list[Tensor] = []  # the scales of the last date
         self._was_valid = torch.zeros(fields, dtype=torch.bool)
 
     def add(self, z: Tensor, valid: Tensor, *, follows: bool) -> None:
-        """Add a date: `z` (T, F, Y, X) float32, `valid` (T, F) bool; `follows`: it is next to the one before."""
+        """Add a date.
+
+        Args:
+            z: (T, F, Y, X) float32.
+            valid: (T, F) True for the fields that the date has.
+            follows: the date is a neighbour in time of the one added before.
+        """
         z = torch.where(valid[..., None, None], z, 0.0)
         both = valid & self._was_valid if follows else torch.zeros_like(valid)
         self.count += valid
@@ -117,21 +169,34 @@ class MapMean:
         self._was_valid = valid
 
     def stand_before(self, z: Tensor, valid: Tensor) -> None:
-        """Let the next date follow this one, which another rank adds."""
+        """Set the map that the next date follows, although another rank adds it.
+
+        Args:
+            z: (T, F, Y, X) float32.
+            valid: (T, F) True for the fields that the date has.
+        """
         self._last = list(self.scales.split(torch.where(valid[..., None, None], z, 0.0)))
         self._was_valid = valid
 
     def add_up(self, team: Team) -> None:
-        """Take the dates of all ranks together."""
+        """Add up the sums of all ranks.
+
+        Args:
+            team: the ranks.
+        """
         team.add_up(self.count, self.total, self._square, self._lagged, self._pairs)
 
     @property
     def mean(self) -> Tensor:
-        """(T, F, Y, X) float32, zero where no date was valid."""
+        """Return the mean map, (T, F, Y, X) float32; zero for a field that no date has."""
         return (self.total / self.count.clamp(min=1)[..., None, None]).float()
 
     def estimate(self) -> Estimate:
-        """Weigh the scales by how much of each is signal."""
+        """Estimate how much of each scale is signal.
+
+        Returns:
+            The scales of the mean map, with their weights.
+        """
         parts = list(self.scales.split(self.mean))
         n = self.count.clamp(min=1)
         averaged = torch.stack([self.scales.mean(part**2) for part in parts])
@@ -139,7 +204,7 @@ class MapMean:
         lagged = torch.where(self._pairs > 0, self._lagged / self._pairs.clamp(min=1) - averaged, 0.0)
         averaged, between, lagged = (self._pooled(v) for v in (averaged, between, lagged))
         r = lagged / between.clamp(min=_TINY)
-        # A mean taken from the same dates makes r too small by about (1 + 4 r) / n (Kendall 1954).
+        # A mean that is taken from the same dates makes r too small by about (1 + 4 r) / n (Kendall 1954).
         r = torch.where(n > _ENOUGH_FOR_BIAS, (n * r + 1) / (n - 4).clamp(min=1), r) * (self._pairs > 0)
         r = r.clamp(0, _MOST_CORRELATED)
         dates = (n * (1 - r) / (1 + r)).clamp(min=1)
@@ -148,14 +213,24 @@ class MapMean:
         return Estimate(self.scales, parts, weight.clamp(0, 1).float(), dates.float())
 
     def _pooled(self, values: Tensor) -> Tensor:
-        """Lean statistics (K, T, F) of few numbers, those of wide scales, on their mean over all fields of a lead."""
+        """Pull statistics (K, T, F) to their mean over all fields of a lead, the more the fewer numbers they come from.
+
+        Parts of wide scales have few independent numbers.
+        """
         freedom = self.scales.freedom[:, None, None].double()
         return (freedom * values + _PRIOR * values.mean(-1, keepdim=True)) / (freedom + _PRIOR)
 
 
 @dataclass(eq=False)
 class Estimate:
-    """K `parts` (T, F, Y, X) of the mean map; `weight` and effective number of `dates`, both (K, T, F)."""
+    """An estimate of a mean map, free from noise.
+
+    Attributes:
+        scales: the scales of the grid.
+        parts: K parts (T, F, Y, X) of the mean map.
+        weight: (K, T, F) how much of each part is signal.
+        dates: (K, T, F) effective number of dates.
+    """
 
     scales: Scales
     parts: list[Tensor]
@@ -163,14 +238,22 @@ class Estimate:
     dates: Tensor
 
     def map(self) -> Tensor:
-        """The mean freed from noise, (T, F, Y, X)."""
+        """Return the mean map, freed from noise, (T, F, Y, X)."""
         return self._weighed(self.parts)
 
     def without(self, z: Tensor) -> Tensor:
-        """The same had the date with map `z` not been there, so that its residual is one of an unseen date."""
+        """Return the mean map as it would be without one date, so that this date is like one never seen.
+
+        Args:
+            z: (T, F, Y, X) map of that date.
+
+        Returns:
+            (T, F, Y, X).
+        """
         n = self.dates[..., None, None].clamp(min=1.5)
         own = zip(n, self.parts, self.scales.split(z), strict=True)
         return self._weighed((n * part - mine) / (n - 1) for n, part, mine in own)
 
     def _weighed(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the sum of parts times their weights."""
         return sum(weight * part for weight, part in zip(self.weight[..., None, None], parts, strict=True))  # type: ignore[return-value]

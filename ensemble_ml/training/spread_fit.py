@@ -1,6 +1,9 @@
-"""Fits the spread: s_clim, the terms of s1, and the error of s1 (see `climate_fit`, which says what the letters mean).
+"""Fits the spread: s_clim, the terms of s1, and the typical error of s1.
 
-Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
+The formulas stand in `training.climate_fit` and in `models.features`.
+
+Axes: T lead, F field (variables and levels, then surface variables), N members of the full ensemble, Y latitude,
+X longitude.
 """
 
 from __future__ import annotations
@@ -22,17 +25,27 @@ from ensemble_ml.training.smoothing import Scales
 
 log = logging.getLogger(__name__)
 
-_FEW = 60  # dates times degrees of freedom of a spread, below which s_clim is smoothed
+_FEW = 60  # dates times (N - 1): with fewer degrees of freedom, s_clim is smoothed
 SHRINK = torch.tensor([0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64])
 _SHRINK_DEFAULT = 2.0
-_LEAST_SPREAD = 0.02  # of s_clim over its field's root mean square
-_NEVER = 1e-6  # of a field's standard deviation: spread that is none
+_LEAST_SPREAD = 0.02  # least s_clim of a cell, relative to the root mean square of its field
+_NEVER = 1e-6  # a spread below this fraction of a field's standard deviation counts as none
 _TINY = 1e-30
 
 
 @dataclass(eq=False)
 class Spread:
-    """s_clim (T, F, Y, X), and (T, F) each: k of s0; k, g and l of s1."""
+    """The spread of the untrained model.
+
+    Attributes:
+        climatology: (T, F, Y, X) s_clim.
+        shrink: (T, F) k of s0.
+        members: M.
+        full_shrink: (T, F) k of s1.
+        gain: (T, F) g of s1.
+        level: (T, F) l of s1.
+        corrected: the corrections before the U-Net, or None.
+    """
 
     climatology: Tensor
     shrink: Tensor
@@ -43,39 +56,98 @@ class Spread:
     corrected: Correction | None = None
 
     def s0(self, followed: Tensor, shrink: Tensor | None = None) -> Tensor:
-        """What sigma is a multiple of, from what it follows."""
+        """Return the prior spread s0, of which sigma is a multiple.
+
+        Args:
+            followed: (T, F, Y, X) the spread that sigma follows.
+            shrink: (T, F) k; the fitted one if None.
+
+        Returns:
+            (T, F, Y, X).
+        """
         k = (self.shrink if shrink is None else shrink)[..., None, None]
         count = torch.tensor([float(self.members if self.corrected is None else FOLLOWED)])
         return shrunk_spread(followed[None], count, self.climatology, k)[0].clamp(min=_TINY)
 
     def followed(self, sample: Sample, more: Tensor) -> Tensor:
-        """The members' spread, or the corrected s1 where a correction adds `more` to it."""
+        """Return the spread that sigma follows: the members' own, or the corrected s1 if there is a correction.
+
+        Args:
+            sample: a date.
+            more: (T, F, Y, X) correction of s1.
+
+        Returns:
+            (T, F, Y, X).
+        """
         return sample.spread if self.corrected is None else widened(self.s1(sample.spread), more)
 
     def s1(self, spread: Tensor, shrink: Tensor | None = None) -> Tensor:
+        """Return s1, the expected spread of the full ensemble.
+
+        Args:
+            spread: (T, F, Y, X) spread of the M members.
+            shrink: (T, F) k; the fitted one if None.
+
+        Returns:
+            (T, F, Y, X).
+        """
         k = self.full_shrink if shrink is None else shrink
         count = torch.tensor([float(self.members)])
         terms = (v[..., None, None] for v in (k, self.gain, self.level))
         return unbiased_spread(spread[None], count, self.climatology, *terms)[0]
 
     def correction(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """What the corrections add to mean and s1, (T, F, Y, X)."""
+        """Return what the corrections add to mean and s1; zeros without corrections.
+
+        Args:
+            sample: a date.
+
+        Returns:
+            Two tensors (T, F, Y, X).
+        """
         if self.corrected is None:
             return torch.zeros_like(sample.mean), torch.zeros_like(sample.mean)
         return self.corrected(sample, self.members)
 
     def expected_errors(self, sample: Sample) -> Tensor:
-        """v and w of the residuals' network, (2, T, F, Y, X); zeros where there is none."""
+        """Return v and w of the error MLP; zeros without one.
+
+        Args:
+            sample: a date.
+
+        Returns:
+            (2, T, F, Y, X).
+        """
         found = None if self.corrected is None else self.corrected.expected_errors(sample, self.members)
         return sample.mean.new_zeros(2, *sample.mean.shape) if found is None else found
 
     def expected(self, sample: Sample) -> Tensor:
-        """The full spread that the untrained model predicts, (T, F, Y, X)."""
+        """Return the spread of the full ensemble that the untrained model predicts.
+
+        Args:
+            sample: a date.
+
+        Returns:
+            (T, F, Y, X).
+        """
         return widened(self.s1(sample.spread), self.correction(sample)[1])
 
 
 def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.ndarray) -> Tensor:
-    """s_clim (T, F, Y, X); `std` (F,) of the values themselves."""
+    """Fit s_clim: the root of the mean variance of the full ensemble, smoothed by one cell if dates are few.
+
+    Args:
+        dates: reads dates.
+        chosen: indices of the dates.
+        scales: means and smoothing on the grid.
+        std: (F,) standard deviation of each field.
+
+    Returns:
+        (T, F, Y, X).
+
+    Raises:
+        UserError: a field exists on no date.
+    """
     total = torch.zeros(*dates.shape, *scales.area.shape, dtype=torch.float64)
     counts = torch.zeros_like(total)
     for date in dates.each("climatological spread", chosen):
@@ -92,16 +164,30 @@ def fit_climatology(dates: Dates, chosen: np.ndarray, scales: Scales, std: np.nd
         which = "the climatological spread" if bool(few.all()) else f"that of {int(few.sum())} of {few.numel()} fields"
         log.info("climate: %d dates are few, so %s is smoothed by one cell", int(count.min()), which)
         variance = torch.where(few[..., None, None], scales.smooth(variance), variance)
-    # Where no member ever rained, rain is still possible: a floor keeps sigma, and errors in units of it, finite.
+    # Where it never rained in any member, rain is still possible. A floor keeps sigma, and errors in units of it,
+    # finite.
     typical = scales.mean(variance).float()
-    # Where members never differ at all (a sea surface that all of them were given), errors need a unit all the same.
+    # Members may never differ at all, for example if all were given the same sea surface. Errors need a unit even then.
     given = torch.from_numpy(np.where(std > 0, std, 1.0)).float() ** 2
     typical = torch.where(typical > _NEVER**2 * given, typical, given)
     return torch.maximum(variance, _LEAST_SPREAD**2 * typical[..., None, None]).sqrt()
 
 
 def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climatology: Tensor, scales: Scales) -> Spread:
-    """g and l as ratios of means over the training dates `sample`, k by `_best_shrink`; k of s0 is the same for now."""
+    """Fit the terms of s1; k of s0 is set to the same value for now.
+
+    g and l are ratios of means over the training dates; k is the best of a list on the validation dates.
+
+    Args:
+        dates: reads dates.
+        sample: indices of training dates.
+        validation: indices of validation dates.
+        climatology: (T, F, Y, X) s_clim.
+        scales: means on the grid.
+
+    Returns:
+        The spread of the untrained model.
+    """
     default, one = torch.full(dates.shape, _SHRINK_DEFAULT), torch.ones(dates.shape)
     spread = Spread(climatology, default, dates.members, torch.full(dates.shape, _TINY), one, one)
     full, few, apart, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(4))
@@ -112,7 +198,7 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
         valid = there.any(-1).any(-1)
         count += valid
         full += torch.where(valid, scales.mean(found.full_spread, there), 0.0)
-        first = spread.s1(found.spread)  # s / c4(M): nothing is shrunk yet
+        first = spread.s1(found.spread)  # s / c4(M), because k is almost zero so far
         few += torch.where(valid, scales.mean(first, there), 0.0)
         apart += torch.where(valid, scales.mean(climatology, there) - everywhere, 0.0)
     dates.team.add_up(full, few, apart, count)
@@ -124,13 +210,16 @@ def fit_spread(dates: Dates, sample: np.ndarray, validation: np.ndarray, climato
 
 
 def _ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b as float32, one where either is nothing."""
+    """Return a / b as float32; one where either is zero."""
     good = (a > 0) & (b > 0)
     return torch.where(good, a / torch.where(good, b, 1.0), 1.0).float()
 
 
 def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
-    """k of s1 (T, F): the best of a list on validation dates; a default where there is none, or one member only."""
+    """Return k of s1 (T, F): the best of a list on the validation dates.
+
+    Without validation dates, or with a single member, it is a default.
+    """
     if not len(validation) or dates.members < 2:
         return torch.full(dates.shape, _SHRINK_DEFAULT)
     errors = torch.zeros(len(SHRINK), *dates.shape, dtype=torch.float64)
@@ -146,13 +235,24 @@ def _best_shrink(dates: Dates, validation: np.ndarray, spread: Spread, scales: S
 
 
 def _square_error(s1: Tensor, sample: Sample, scales: Scales) -> Tensor:
-    """(T, F), NaN where the date lacks the field."""
+    """Return the area mean of the squared error of s1, (T, F); NaN if the date lacks the field."""
     error = s1 - sample.full_spread
     return scales.mean(error**2, torch.isfinite(error))
 
 
 def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales, sizes: Sequence[int]) -> Tensor:
-    """Mean squared error of s1 as a forecast of S, a row for each number of members: (N + 1, T, F) float32."""
+    """Return the mean squared error of the untrained forecast of the spread, for each number of members.
+
+    Args:
+        dates: reads dates.
+        chosen: indices of the dates.
+        spread: the spread of the untrained model.
+        scales: means on the grid.
+        sizes: numbers of members that the training will show. Rows of other numbers repeat that of `dates.members`.
+
+    Returns:
+        (N + 1, T, F) float32; row M is for M members.
+    """
     full = dates.reader.full_size
     rows = _spread_error(dates, chosen, spread, scales).repeat(full + 1, 1, 1)
     others = {size for size in sizes if size <= full} - {dates.members}
@@ -163,7 +263,7 @@ def spread_errors(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
 
 
 def _spread_error(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scales) -> Tensor:
-    """The same for one number of members, (T, F)."""
+    """Return the mean squared error for one number of members, (T, F)."""
     total, count = (torch.zeros(dates.shape, dtype=torch.float64) for _ in range(2))
     for date in dates.team.mine(chosen.tolist()):
         sample = dates.sample(date)
@@ -171,6 +271,7 @@ def _spread_error(dates: Dates, chosen: np.ndarray, spread: Spread, scales: Scal
         total += torch.nan_to_num(error)
         count += torch.isfinite(error)
     dates.team.add_up(total, count)
-    # With all members in, s1 is almost exact: a thousandth of the variance keeps the loss from blowing up.
+    # With all members given, s1 is almost exact. A floor of a thousandth of the variance keeps the loss from blowing
+    # up.
     least = 1e-3 * scales.mean(spread.climatology**2)
     return torch.maximum(total / count.clamp(min=1), least).clamp(min=_TINY).float()

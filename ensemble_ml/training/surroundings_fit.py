@@ -1,8 +1,9 @@
-"""Fits the network of `models.surroundings` that adds to the spread to what the linear correction leaves of it.
+"""Fits the spread MLP of `models.surroundings`, which adds to the spread after the linear correction.
 
-Targets are errors in typical spreads, each divided by its own root mean square. What the network adds to a field is
-then scaled by the share of it, none to all, that leaves the smallest squared error on the validation dates: a field
-that it learned nothing of keeps its linear correction. Axes: as in `point_fit`.
+Targets are the errors that the linear correction leaves, in typical spreads, each divided by its own root mean square.
+For each field, the output of the network is then scaled by the fraction, from none to all, that leaves the smallest
+squared error on the validation dates. So a field about which the network learned nothing keeps its linear correction.
+Axes: as in `point_fit`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ensemble_ml.training.team import Team
 log = logging.getLogger(__name__)
 
 VALIDATION_DATES = 40
-_UNTRIED = 0.5  # share of what no date to choose by can tell of
+_UNTRIED = 0.5  # fraction for fields if the dates to choose by have none of them
 _TINY = 1e-12
 
 
@@ -36,12 +37,15 @@ def fit_surroundings(
     sizes: Sequence[int],
     targets: Targets,
 ) -> None:
-    """Give `correction.surroundings` its weights.
+    """Fit the weights of the spread MLP.
 
     Args:
-        train, validation: indices of start dates.
+        correction: the corrections; its spread MLP is changed in place.
+        dates: reads dates.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
         sizes: numbers of members that the training will show.
-        targets: as `linear_fit.fit_linear` takes them.
+        targets: returns the errors to explain (see `linear_fit.fit_linear`).
     """
     network = correction.surroundings
     assert network is not None
@@ -56,6 +60,7 @@ def fit_surroundings(
     points = Points(correction, dates, targets)
 
     def take(date: int, sample: Sample, members: int, at: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return inputs and the error of the spread that the linear correction leaves."""
         inputs, wanted, done = points.at(date, sample, members, at)
         return inputs, [(wanted - done).chunk(KINDS)[1]]
 
@@ -74,7 +79,7 @@ def fit_surroundings(
 
 
 def _sizes(pool: Pool, team: Team) -> Tensor:
-    """Root mean square of each target, (T F,)."""
+    """Return the root mean square of each target, (T F,)."""
     pairs = zip(pool.given[0].T, pool.weight.T, strict=True)
     power, count = torch.stack([torch.stack([(w**2 * c).sum(), c.sum()]) for w, c in pairs]).T.contiguous()
     team.add_up(power, count)
@@ -82,8 +87,11 @@ def _sizes(pool: Pool, team: Team) -> Tensor:
 
 
 def _shares(points: Points, validation: np.ndarray) -> tuple[Tensor, Tensor]:
-    """How much of each output to take, (T F,), as of the others where the dates lack it; by what share the root mean
-    square error of those that they have then falls."""
+    """Return which fraction of each output to take, (T F,), and by how much this lowers the errors.
+
+    A field that the dates lack gets the mean fraction of the others. The second result is the relative decrease of the
+    root mean square error of the fields that the dates have.
+    """
     correction, team = points.correction, points.dates.team
     both, own, whole = torch.zeros(3, len(correction.linear.relative_climatology), dtype=torch.float64)
     linear, network = correction.linear, correction.surroundings

@@ -1,6 +1,8 @@
-"""Fits what the truth says of the forecasts: bias, inflation, and how wide the distribution is (see `climate_fit`).
+"""Fits what needs the truth: bias, inflation, zero-inflation parameters, error MLP, and the width of the distribution.
 
-Axes: T lead, F field (variables and levels, then surface variables), Y latitude, X longitude.
+The formulas stand in `training.climate_fit`.
+
+Axes: T lead, F field (variables and levels, then surface variables), P point, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -37,45 +39,75 @@ from ensemble_ml.training.spread_fit import SHRINK, Spread
 
 log = logging.getLogger(__name__)
 
-VALIDATION_DATES, _POINTS = 80, 1000  # of each date: enough for a few numbers a field
+VALIDATION_DATES, _POINTS = 80, 1000  # dates, and points of each: enough for a few numbers a field
 _FACTORS = torch.linspace(-1, 1, 25).exp()
-_NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # where nothing but a comparison is asked for
-_SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # of v and of w
-_ALIKE = 1e-6  # of minus the log likelihood
-_NOTHING = (
-    1e-3  # typical spreads: where members differ and err by less, a date says nothing of how wide sigma should be
-)
-_SMALLEST_RATIO = 0.1  # of a cell's variance ratio to its field's
-_LARGEST_RATIO = 25.0  # of one squared residual over s0^2 to their mean
+_NEAR = torch.linspace(-0.25, 0.25, 7).exp()  # factors of sigma that are tried while shares are compared
+_SHARES = 0.0, 0.25, 0.5, 0.75, 1.0  # fractions of v and of w that are tried
+_ALIKE = 1e-6  # differences of minus the log likelihood that do not count
+# Typical spreads: a date on which members differ and err by less shows nothing of how wide sigma should be.
+_NOTHING = 1e-3
+_SMALLEST_RATIO = 0.1  # least variance ratio of a cell, relative to that of its field
+_LARGEST_RATIO = 25.0  # largest squared residual over s0^2, relative to their mean
 _TINY = 1e-30
-_ABOVE_ZERO, _OFTEN = (Family.TRUNCATED_NORMAL, Family.LOGNORMAL), 0.02  # laws without a mass at zero; share of points
-_FEWEST_DRY = 500  # points, to say how often and how much it rains after all
-_LEAST_RAIN = 1e-3  # sigmas: less is what packing leaves of nothing
-_LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # of the typical spread
+_ABOVE_ZERO, _OFTEN = (Family.TRUNCATED_NORMAL, Family.LOGNORMAL), 0.02  # no mass at zero; fraction of points to warn
+_FEWEST_DRY = 500  # fewest dry points that a fit of a and b (`models.dry`) needs
+_LEAST_RAIN = 1e-3  # sigmas: less rain than this is a rounding error of packing
+_LEAST_CRPS, _USUAL_CRPS = 0.02, 0.5  # typical spreads
 
 
 @dataclass(eq=False)
 class Left:
-    """What the corrections are to explain: errors of mean and spread without them."""
+    """The targets of the corrections: errors of mean and spread without them.
+
+    Attributes:
+        truth: the bias and the truth; None if the store has no truth.
+        spread: the spread of the untrained model.
+    """
 
     truth: Truth | None
     spread: Spread
 
     def __call__(self, date: int, sample: Sample, members: int) -> tuple[Tensor, Tensor]:
+        """Return the errors of mean and spread to explain.
+
+        Args:
+            date: index of the date.
+            sample: the date.
+            members: M.
+
+        Returns:
+            Two tensors (T, F, Y, X), NaN where absent. That of the mean is zero without a truth.
+        """
         more = sample.full_spread - self.s1(sample, members)
         if self.truth is None:
             return torch.zeros_like(more), more
         return self.truth.error_left(date, sample.mean), more
 
     def s1(self, sample: Sample, members: int) -> Tensor:
-        """The full spread that is expected of M members, (T, F, Y, X)."""
+        """Return the expected spread of the full ensemble.
+
+        Args:
+            sample: a date.
+            members: M.
+
+        Returns:
+            (T, F, Y, X).
+        """
         return replace(self.spread, members=members).s1(sample.spread)
 
 
 class Truth:
-    """Residuals of the training dates, and what is fitted to them."""
+    """The residuals of the training dates, and what is fitted to them.
 
-    _last: tuple[int, Tensor] | None = None  # a date and its truth less the bias: other choices of its members follow
+    Args:
+        dates: reads dates.
+        spread: the spread of the untrained model.
+        scales: means and smoothing on the grid.
+        chosen: indices of the training dates that are fitted to.
+    """
+
+    # The last date and its truth minus the bias. Fits ask for several choices of a date's members in a row.
+    _last: tuple[int, Tensor] | None = None
 
     def __init__(self, dates: Dates, spread: Spread, scales: Scales, chosen: np.ndarray):
         self.dates, self.spread, self.scales, self.chosen = dates, spread, scales, chosen
@@ -86,15 +118,16 @@ class Truth:
         self.dry = torch.ones(dates.shape), torch.zeros(dates.shape)  # a and b of `models.dry`, (T, F)
 
     def _bias(self) -> Estimate:
-        """Mean error of the mean of all members, in units of s_clim."""
+        """Fit the mean error of the mean of all members, in units of s_clim."""
         mean = self._map_mean("bias", self._error)
         self.dates.refuse_empty(mean.count, Part.TRUTH)
         return mean.estimate()
 
     def _map_mean(self, stage: str, of: Callable[[int], Tensor]) -> MapMean:
-        """Return the mean over the dates that are fitted to of a date's map, (T, F, Y, X), NaN where absent."""
+        """Return the mean over the training dates of a map (T, F, Y, X) of each date, NaN where absent."""
         mean, mine = MapMean(self.scales, self.dates.shape), self.dates.team.stretch(len(self.chosen))
         if mine and mine.start and self.follows[mine.start]:
+            # The correlation of neighbouring dates needs the last date of the rank before, too.
             before = of(int(self.chosen[mine.start - 1]))
             mean.stand_before(self.scales.filled(before), present(before))
         for at in self.dates.progress.over(stage, mine):
@@ -104,7 +137,13 @@ class Truth:
         return mean
 
     def tell_of_zeros(self, sample: np.ndarray) -> None:
-        """Warn of variables whose truth is often zero, and whose law has no mass there: none of them is calibrated."""
+        """Warn of variables whose truth is often zero and whose distribution has no mass there.
+
+        No forecast of such a distribution can be calibrated.
+
+        Args:
+            sample: indices of the dates that are looked at.
+        """
         laws = families(self.dates.spec)
         at = [position for position, law in enumerate(laws) if law in _ABOVE_ZERO]
         if not at:
@@ -128,30 +167,46 @@ class Truth:
                 )  # fmt: skip
 
     def _error(self, date: int) -> Tensor:
+        """Return the error of the mean of all members, in units of s_clim, (T, F, Y, X)."""
         error = self.dates.target(Part.TRUTH, date) - self.dates.target(Part.MEAN, date)
         return error / self.spread.climatology.clamp(min=_TINY)
 
     def error_left(self, date: int, mean: Tensor) -> Tensor:
-        """Error of `mean` beyond the bias of the (other) training dates, (T, F, Y, X)."""
+        """Return the error of `mean` beyond the bias of the other training dates.
+
+        Args:
+            date: index of the date.
+            mean: (T, F, Y, X) ensemble mean.
+
+        Returns:
+            (T, F, Y, X), NaN where absent.
+        """
         if self._last is None or self._last[0] != date:
             self._last = date, self.dates.target(Part.TRUTH, date) - self._bias_without(date)
         return self._last[1] - mean
 
     def _bias_without(self, date: int) -> Tensor:
+        """Return the bias as fitted without a date, (T, F, Y, X)."""
         if date not in self._known:
             return self.whole_bias
         error = torch.nan_to_num(self.scales.filled(self._error(date)))
         return self.bias.without(error) * self.spread.climatology
 
     def _unseen(self, sample: Sample, date: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Truth, corrected mean of M members with `date` left out of the bias, and what sigma follows."""
+        """Return truth, corrected mean of M members, and the spread that sigma follows, of one date.
+
+        The bias is that of the other dates.
+        """
         shift, more = self.spread.correction(sample)
         centre = sample.mean + self._bias_without(date) + shift
         return self.dates.target(Part.TRUTH, date), centre, self.spread.followed(sample, more)
 
     def _uninformed(self, date: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Truth, corrected mean and s0 of a date, and v and w, which are not in them yet. The truth is NaN of fields in
-        which there was nothing to predict (a dry day): the width that is best there is no matter of others."""
+        """Return truth, corrected mean and s0 of a date, and v and w of the error MLP, which are not applied yet.
+
+        The truth is NaN in fields in which there was nothing to predict, such as rain on a dry day: the width that is
+        best on such a date is of no use on others.
+        """
         sample = self.dates.sample(date)
         truth, centre, followed = self._unseen(sample, date)
         told = (truth - sample.mean).abs() + sample.spread.nan_to_num()
@@ -160,9 +215,16 @@ class Truth:
         return truth, centre, self.spread.s0(followed), self.spread.expected_errors(sample)
 
     def likeliest_shrink(self, chosen: np.ndarray) -> Tensor:
-        """k of s0 (T, F) at which N(centre, c^2 s0^2) gives the truth the highest likelihood, c free for each k.
+        """Fit k of s0, by the likelihood of the truth under N(centre, c^2 s0^2), with c free for each k.
 
-        With c^2 = mean r, r = (y - centre)^2 / s0^2, minus the mean log likelihood is log(mean r) / 2 + mean log s0.
+        With r = (y - centre)^2 / s0^2 and c^2 = mean r, minus the mean log likelihood is log(mean r) / 2 + mean log s0,
+        up to a constant.
+
+        Args:
+            chosen: indices of the dates.
+
+        Returns:
+            (T, F) the likeliest k.
         """
         if self.dates.members < 2:
             return self.spread.shrink
@@ -176,30 +238,43 @@ class Truth:
             for position, k in enumerate(SHRINK):
                 s0 = self.spread.s0(followed, k.expand(self.dates.shape))
                 ratio = ((truth - centre) / s0) ** 2
-                # Of the date's own mean: a bound for all k would make those alike that are all far too small.
+                # The bound follows from the mean of this date and this k. One bound for all k would make all those
+                # equal that give far too small an s0.
                 ratio = self._bounded(ratio, there)
                 ratios[position] += torch.where(valid, self.scales.mean(ratio, there), 0.0)
                 logs[position] += torch.where(valid, self.scales.mean(s0.log(), there), 0.0)
         self.dates.team.add_up(ratios, logs, count)
         known, count = count > 0, count.clamp(min=1)
         misfit = 0.5 * torch.log(ratios.clamp(min=_TINY) / count) + logs / count
-        alike = misfit <= misfit.amin(0) + _ALIKE  # members that never differ say nothing: the climate's spread does
+        # If members never differ, many k fit equally well. The largest of them relies on the climatological spread.
+        alike = misfit <= misfit.amin(0) + _ALIKE
         largest = (alike * torch.arange(len(SHRINK))[:, None, None]).amax(0)
         return torch.where(known, SHRINK[largest], self.spread.shrink)
 
     def _bounded(self, ratio: Tensor, there: Tensor, least: float = 0.0) -> Tensor:
-        """Squared residuals over s0^2 (T, F, Y, X), none of them many times as large as their mean, or `least`."""
+        """Return squared residuals over s0^2 (T, F, Y, X), without very large ones.
+
+        None is more than `_LARGEST_RATIO` times their mean, or that many times `least`.
+        """
         usual = self.scales.mean(ratio, there).clamp(min=least)
         return ratio.minimum(_LARGEST_RATIO * usual[..., None, None].to(ratio.dtype))
 
     def inflation(self) -> Tensor:
-        """Half the logarithm of the mean of squared residuals over s0^2, cells shrunk to the field's mean; zero for
-        fields without residuals (there are none, or truth and members never vary)."""
+        """Fit B: half the logarithm of the mean of squared residuals over s0^2.
+
+        Cells are shrunk to their field's mean. B is zero for fields without residuals, because there are none or
+        because neither truth nor members ever vary.
+
+        Returns:
+            (T, F, Y, X).
+        """
 
         def ratio(date: int) -> Tensor:
+            """Return squared residuals over s0^2 of a date."""
             truth, centre, followed = self._unseen(self.dates.sample(date), date)
             found = ((truth - centre) / self.spread.s0(followed)) ** 2
-            # Where s0 is far too small (members that hardly differ), all ratios are large, and none of them is chance.
+            # Where s0 is far too small, because members hardly differ, all ratios are large, and none of them is an
+            # outlier.
             return self._bounded(found, torch.isfinite(found), least=1.0)
 
         found = self._map_mean("inflation", ratio).estimate()
@@ -208,13 +283,20 @@ class Truth:
         return 0.5 * torch.log(field * (1 + local / field).clamp(min=_SMALLEST_RATIO))
 
     def learn_dry(self, inflation: Tensor, chosen: np.ndarray) -> None:
-        """Fit a and b of `models.dry` to the points of the `chosen` dates at which the corrected mean is zero or below;
-        a field that has few of them is left as it is."""
+        """Fit a and b of `models.dry` to points at which the corrected mean is zero or below.
+
+        A field that has few such points is left as it is.
+
+        Args:
+            inflation: (T, F, Y, X) B.
+            chosen: indices of the dates.
+        """
         laws = families(self.dates.spec)
         at = [position for position, family in enumerate(laws) if family in AT_ZERO]
         if not at:
             return
-        sums = torch.zeros(4, len(inflation), len(at), dtype=torch.float64)  # of area, and of rain: times it, amount
+        # Sums over dry points: area, area with rain, amount of rain, sigma.
+        sums = torch.zeros(4, len(inflation), len(at), dtype=torch.float64)
         points, days = torch.zeros(2, len(inflation), len(at))
         for date in self.dates.team.mine(chosen.tolist()):
             _, centre, s0, more = self._uninformed(date)
@@ -239,8 +321,19 @@ class Truth:
     def learn_residuals(
         self, inflation: Tensor, train: np.ndarray, validation: np.ndarray, sizes: Sequence[int]
     ) -> bool:
-        """Fit the residuals' network, where there is one, and take the shares of v and of w, field by field, at which
-        the CRPS of the validation dates is smallest, with sigma free to change a little; whether there is one now."""
+        """Fit the error MLP, and choose which fraction of v and of w each field takes.
+
+        The fractions are those with the smallest CRPS on the validation dates, with sigma free to change a little.
+
+        Args:
+            inflation: (T, F, Y, X) B.
+            train: indices of the training dates.
+            validation: indices of the validation dates.
+            sizes: numbers of members that the training will show.
+
+        Returns:
+            True if there is an error MLP now.
+        """
         correction = self.spread.corrected
         if correction is None or correction.residuals is None:
             return False
@@ -264,7 +357,7 @@ class Truth:
         return True
 
     def _points(self, chosen: np.ndarray, inflation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
+        """Return random points of all dates: truth, mean and sigma0 (3, T, F, P); v and w (2, T, F, P); areas (P,)."""
         given, said, areas = [torch.empty(3, *inflation.shape[:2], 0)], [torch.empty(2, *inflation.shape[:2], 0)], []
         for date in self.dates.team.mine(chosen.tolist()):
             truth, centre, s0, more = self._uninformed(date)
@@ -275,7 +368,7 @@ class Truth:
         return torch.cat(given, -1), torch.cat(said, -1), torch.cat([torch.empty(0), *areas])
 
     def _cost(self, given: Tensor, said: Tensor, areas: Tensor, shares: Tensor) -> Tensor:
-        """CRPS (T, F) with shares (2,) of v and of w, at the best of a few factors of sigma."""
+        """Return the CRPS (T, F) with fractions (2,) of v and of w, at the best of a few factors of sigma."""
         (truth, centre, sigma0), said = given, shares[:, None, None, None] * said
         sums, counts = torch.zeros(2, len(_NEAR), *centre.shape[:2])
         for place, factor in enumerate(_NEAR):
@@ -288,11 +381,18 @@ class Truth:
         return torch.where(least > 0, least, 1.0)
 
     def best_factor(self, chosen: np.ndarray, inflation: Tensor, stage: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Logarithm of the factor of sigma at which the CRPS is smallest, that CRPS, and on how many of the `chosen`
-        dates there is one, all (T, F).
+        """Find the factor of sigma at which the CRPS is smallest.
 
-        The CRPS is the scale of the loss: it is not below _LEAST_CRPS typical spreads (a field that was dry on all
-        dates), and _USUAL_CRPS of them where there is none.
+        That CRPS is the scale of the loss. So it is not less than `_LEAST_CRPS` typical spreads (for a field that was
+        dry on all dates), and it is `_USUAL_CRPS` of them where there is no score.
+
+        Args:
+            chosen: indices of the dates.
+            inflation: (T, F, Y, X) B.
+            stage: name of the stage that progress shows.
+
+        Returns:
+            Logarithm of the factor, that CRPS, and the number of dates that have one; (T, F) each.
         """
         total = torch.zeros(len(_FACTORS), *self.dates.shape, dtype=torch.float64)
         count = torch.zeros(self.dates.shape, dtype=torch.float64)
@@ -317,6 +417,7 @@ class Truth:
         return factor, error.float(), count
 
     def _crps(self, centre: Tensor, scale: Tensor, truth: Tensor) -> Tensor:
+        """Return the CRPS of distributions given by mean and sigma, each field by its own distribution."""
         scores = torch.empty_like(scale)
         for position, family in enumerate(families(self.dates.spec)):
             mean, sigma = centre[:, position], scale[:, position]
