@@ -1,4 +1,4 @@
-"""Training: the trainer, what is fitted before it starts, the loss, validation, checkpoints, logs."""
+"""Training: the fits before the first step, the trainer, the loss, validation, checkpoints, logs."""
 
 from ensemble_ml.training.checkpoint import Checkpoint, load_checkpoint, load_model, load_spec
 from ensemble_ml.training.climate_fit import fit_climate

@@ -1,4 +1,4 @@
-"""The exchange of a run: what the ranks of its job agree on in a step, where they make groups that fit."""
+"""Builds the exchange of a run: the way in which ranks combine their gradients in a step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ log = logging.getLogger(__name__)
 
 
 def run_exchange(config: TrainConfig, session: Session, made: list[Communicator] | None = None) -> Exchange:
-    """What the ranks of a job agree on in a step: losses are shares of the whole batch's, so gradients add up.
+    """Build the exchange of a run.
 
-    `made`: of a trial, of which the log says nothing: the communicators that are made for it are added here.
+    Losses are parts of the loss of the whole batch, so gradients of ranks add up.
+
+    Args:
+        config: settings of the run.
+        session: the ranks of the job.
+        made: for a trial: the list to which new communicators are added, so that they can be closed; nothing is logged.
+
+    Returns:
+        The exchange.
 
     Raises:
-        UserError: settings that do not fit the ranks, or nodes with different numbers of them where that matters.
+        UserError: settings do not fit the ranks, or nodes have different numbers of ranks where that matters.
     """
     if config.optim.hierarchical:
         _refuse_uneven_nodes(session)
 
     def connect(ranks: tuple[int, ...], topology: Topology) -> Communicator | None:
+        """Make a communicator among some ranks, and note it if this is a trial."""
         own = process_group(ranks, topology)
         if own is not None and made is not None:
             made.append(own)
@@ -44,12 +53,14 @@ def run_exchange(config: TrainConfig, session: Session, made: list[Communicator]
 
 
 def _refuse_uneven_nodes(session: Session) -> None:
-    """Raise a UserError, on all ranks, where they have not the same number of ranks on their nodes: each would make
-    other groups, and wait for them."""
+    """Raise a UserError, on all ranks, if nodes have different numbers of ranks.
+
+    Each node would then form other groups, and ranks would wait for each other forever.
+    """
     size, own = session.mesh.world.size, session.world.local_size
     sums = torch.tensor([own, own**2], dtype=torch.float64, device=session.device)
     session.mesh.world.all_reduce(sums)
-    if int(sums[0]) ** 2 != size * int(sums[1]):  # Cauchy and Schwarz: equal for equal numbers alone
+    if int(sums[0]) ** 2 != size * int(sums[1]):  # equal only if all numbers are equal (Cauchy-Schwarz inequality)
         raise UserError(
             f"optim.hierarchical=true: nodes have different numbers of ranks ({own} on that of rank"
             f" {session.topology.rank}); set hierarchical=false, or start as many ranks on every node"

@@ -1,4 +1,4 @@
-"""The loader of a run: its schedule of batches, and the ranks that share what is read."""
+"""The data loading of a run: its schedule of batches, and the ranks that share what is read."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ ONE = Topology()
 
 
 def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
-    """What gives a run its batches from where it stands to its end; all ranks call it.
+    """Open the loader that gives a run its batches, from its current step to its end. All ranks must call this.
+
+    Args:
+        run: the run.
+        folder: the run folder.
+        resumed: the run goes on from a checkpoint.
+
+    Returns:
+        The loader.
 
     Raises:
-        UserError: settings that do not fit the store.
+        UserError: settings do not fit the store.
     """
     config, session = run.config.loading, run.session
     schedule = make_schedule(run, run.state.step, run.state.steps, fresh=not resumed)
@@ -40,30 +48,59 @@ def open_loader(run: Run, folder: Path, *, resumed: bool) -> RunLoader:
 
 
 def make_schedule(run: Run, start_step: int, steps: int, *, fresh: bool) -> Schedule:
-    """The batches of steps `start_step` to `steps`, and the validations; a `fresh` run begins with one."""
+    """Return the schedule of batches and validations of some steps.
+
+    Args:
+        run: the run.
+        start_step: the first step.
+        steps: the step at which to stop.
+        fresh: the run is new, and so begins with a validation.
+
+    Returns:
+        The schedule.
+    """
     config, parts = run.config, run.session.topology.data
     draws = _validation_draws(config, run.reader, run.validation_dates, parts)
     return Schedule(run.batches(start_step, steps), draws, config.validate_every, fresh, parts)
 
 
 def _validation_draws(config: TrainConfig, reader: Reader, dates: Iterable[int], parts: int) -> list[list[Draw]]:
-    """The samples of validation, in groups that are dealt out to `parts` of the ranks."""
+    """Return the samples of a validation, in batches that are dealt out to `parts` of the ranks."""
     members = np.arange(min(config.data.validation_members, reader.full_size))
     return fixed_draws(reader, dates, members, validation_size(config, parts))
 
 
 def validation_size(config: TrainConfig, parts: int) -> int:
-    """Dates of a validation batch: no more than a rank holds of a training batch, which memory was planned for."""
+    """Return the number of dates of a validation batch.
+
+    A rank then holds no more samples than of a training batch, for which memory was planned.
+
+    Args:
+        config: settings of the run.
+        parts: number of parts that a batch is divided into.
+
+    Returns:
+        The number of dates.
+    """
     return -(-config.batch_size // parts)
 
 
 def lane_of(session: Session) -> Lane:
-    """The ranks that read the same rows as this one."""
+    """Return the ranks that read the same rows as this one.
+
+    Args:
+        session: the ranks of the job.
+
+    Returns:
+        The group, with a function that gathers bytes from all of its ranks.
+    """
     topology, place = session.topology, session.topology.place
     if topology.data * topology.lon == 1:
         return Lane(on_host=session.world.local_size)
 
     def gather(data: bytes) -> list[bytes]:
+        """Gather bytes from the ranks of the group, in the order of its parts and columns."""
+        # All ranks of the model take part, because they have one communicator; each keeps what its own group sent.
         found = gather_bytes(data, session.mesh.model, session.device)
         return [
             found[(part * topology.lat + place.lat) * topology.lon + column]
@@ -76,16 +113,20 @@ def lane_of(session: Session) -> Lane:
 
 
 def checked_dates(config: TrainConfig, whole: Reader) -> tuple[np.ndarray, np.ndarray]:
-    """Return the training and the validation dates of a run.
+    """Return the training and the validation dates of a run, after a check of the settings.
 
     Args:
-        whole: a reader of the whole grid.
+        config: settings of the run.
+        whole: reads the whole grid.
+
+    Returns:
+        Indices of the training and of the validation dates.
 
     Raises:
-        UserError: settings that do not fit the store.
+        UserError: settings do not fit the store.
     """
     train, validation = whole_dates(config, whole, *setup.split_dates(config.data, whole.source.layout.init_time))
-    batches_of(config, whole, train, 0, 1)  # refuses numbers of members that no date has
+    batches_of(config, whole, train, 0, 1)  # raises a UserError if no date has the numbers of members asked for
     return train, validation
 
 
@@ -93,17 +134,21 @@ def describe(
     config: TrainConfig, whole: Reader, dates: tuple[np.ndarray, np.ndarray], topology: Topology = ONE,
     step: float | None = None, on_host: int = 0,
 ) -> str:  # fmt: skip
-    """Lines that tell what loading a run will read, from where, in what time: see `ensemble_ml.loading.explain`.
+    """Describe what the loading of a run will read, from where, and in what time (see `ensemble_ml.loading.explain`).
 
     Args:
-        whole: a reader of the whole grid.
-        dates: of `checked_dates`.
-        topology: of the ranks that it is planned for; seen from the first band of rows.
-        step: seconds that a training step computes, where they are known.
+        config: settings of the run.
+        whole: reads the whole grid.
+        dates: the result of `checked_dates`.
+        topology: the ranks that are planned for, as seen by a rank of the first rows.
+        step: seconds that a training step computes, if known.
         on_host: ranks that share the memory of a host; all of them if 0.
 
+    Returns:
+        Lines of text.
+
     Raises:
-        UserError: settings that do not fit the store.
+        UserError: settings do not fit the store.
     """
     if config.loading.name is LoaderName.torch:
         return "Loading by torch's DataLoader: nothing is planned; every batch is read when its turn has come"
@@ -126,7 +171,7 @@ def describe(
 
 
 def _timeline(config: TrainConfig, folder: Path, rank: int) -> Path | None:
-    """Where the picture of a rank goes."""
+    """Return the file for the picture of a rank's loading, or None."""
     wanted = config.loading.timeline
     if wanted is None:
         return None

@@ -1,10 +1,12 @@
-"""Keeps what `climate_fit` found, so that the trials of one output folder fit it once for each seed.
+"""Keeps the results of `climate_fit` on disk, so that the runs of one output folder make the same fit once.
 
-    OUTPUT/.fits/KEY.fit      sha256 of what follows, then arrays as safetensors, and what the fits had to say
+    OUTPUT/.fits/KEY.fit      sha256 of the rest; then arrays as safetensors, and what the fits logged
 
-KEY is a hash of all that a fit depends on: the store's fingerprint, the spec but for the U-Net's own settings, the
-dates, the numbers of members, the seed where small networks are fitted, the code, and of the machine what decides how
-much is fitted and to which last bit. A file is whole or not there; one that cannot be read is made anew.
+KEY is a hash of everything that a fit depends on: the fingerprint of the store, the spec without the settings of the
+U-Net alone, the dates, the numbers of members, the code, and the seed if small networks are fitted. It also holds those
+facts of the machine that decide how much is fitted, and to which last bit.
+
+A file is whole or absent. One that cannot be read is replaced by a new fit.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = ".fits"
 _PACKAGE = __name__.partition(".")[0]
-_SUFFIX, _DIGEST = ".fit", 32  # bytes of a sha256
-_KEPT = 8  # files, the latest
+_SUFFIX, _DIGEST = ".fit", 32  # a sha256 has 32 bytes
+_KEPT = 8  # how many files are kept; the oldest are removed
 _DAY = 86400  # seconds
 _CODE = hash_of_code("training", "models", "loading", "store")
 _OF_THE_NETWORK = "hidden", "max_hidden", "depth", "blocks", "vertical", "local_terms", "min_members", "precision"
@@ -52,19 +54,27 @@ def kept_fit(
     output: str | Path, reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int],
     seed: int, progress: Progress | None = None, session: Session | None = None,
 ) -> Fit:  # fmt: skip
-    """What `fit_climate` finds, from `output`/.fits where it has been found before, and then says once more.
+    """Return the fit from `output`/.fits if it is there, and log again what it logged; otherwise make it and keep it.
 
-    The first rank of a session looks for it and keeps it; where it is new all ranks make it together, and all return
-    what the first one has.
-
-    A fit that was cut short for lack of time is not kept, for the next run may have time.
+    The first rank looks for the file and writes it. A new fit is made by all ranks together, and all return the first
+    rank's. A fit that was cut short for lack of time is not kept, because the next run may have more time.
 
     Args:
         output: folder of the runs.
-        session: of the ranks that call this; one rank where it is None. Other arguments as of `fit_climate`.
+        reader: reads the store.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
+        members: number of members of the validation.
+        sizes: numbers of members that the training will show.
+        seed: seed of the small networks.
+        progress: shows how far the fits are, and bounds their time.
+        session: the ranks that call this; None for one rank.
+
+    Returns:
+        The fit.
 
     Raises:
-        UserError: as `fit_climate`.
+        UserError: the fit is impossible (see `fit_climate`).
     """
     path = Path(output) / FOLDER / f"{_key(reader, train, validation, members, sizes, seed)}{_SUFFIX}"
     session = session or solo()
@@ -84,20 +94,29 @@ def kept_fit(
 
 
 class _Told(logging.Handler):
-    """Keeps what is logged, (level, text) each: what the fits lacked is as true of the next run that takes them."""
+    """A log handler that keeps lines as (level, text).
+
+    What the fits lacked is as true for the next run that takes them, so it is logged there too.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != progress_log.name:  # how far a fit was is nothing of the next run
+        """Keep a line, unless it is about how far a fit was.
+
+        Args:
+            record: the line.
+        """
+        if record.name != progress_log.name:  # how far a fit was does not concern the next run
             self.lines.append((record.levelno, record.getMessage()))
 
 
 def _key(
     reader: Reader, train: np.ndarray, validation: np.ndarray, members: int, sizes: Sequence[int], seed: int
 ) -> str:
+    """Return the hash of everything that a fit depends on."""
     spec = reader.spec.to_json()
     spec["config"] = {k: v for k, v in spec["config"].items() if k not in _OF_THE_NETWORK}
     given: dict[str, Any] = {
@@ -120,6 +139,7 @@ def _key(
 
 
 def _read(path: Path) -> Fit | None:
+    """Return the fit of a file, and log what it logged; None if there is no file, or if it cannot be read."""
     if not path.exists():
         return None
     try:
@@ -134,7 +154,7 @@ def _read(path: Path) -> Fit | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         log.warning("climate: %s cannot be read (%s), so it is fitted anew", path, error)
         return None
-    with contextlib.suppress(OSError):  # it may be somebody else's
+    with contextlib.suppress(OSError):  # the file may belong to another user
         os.utime(path)
     log.info("climate: as fitted before, in %.0f s (%s)", found.seconds, path)
     for level, text in told:
@@ -143,7 +163,7 @@ def _read(path: Path) -> Fit | None:
 
 
 def _write(path: Path, fit: Fit, told: Sequence[tuple[int, str]]) -> None:
-    """A run goes on without it where the folder takes no more."""
+    """Write a fit, and remove the oldest files. If the folder cannot be written, the run goes on without it."""
     climate = {k: v for k, v in vars(fit.climate).items() if v is not None}
     arrays = climate | {"spread_error": fit.spread_error, "input_range": fit.input_range}
     arrays["seconds"] = np.array(fit.seconds)
@@ -154,9 +174,9 @@ def _write(path: Path, fit: Fit, told: Sequence[tuple[int, str]]) -> None:
         write_whole(path, hashlib.sha256(data).digest() + data, sync=True)
     except OSError as error:
         log.warning("climate: the fit is not kept for other runs (%s)", error)
-    with contextlib.suppress(OSError):  # other runs clear away, too
+    with contextlib.suppress(OSError):  # another run may remove the same file
         for old in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda p: p.stat().st_mtime)[:-_KEPT]:
             old.unlink()
-        for draft in path.parent.glob(f".*{_SUFFIX}.*"):  # of runs that were killed
+        for draft in path.parent.glob(f".*{_SUFFIX}.*"):  # half-written files of killed runs
             if time.time() - draft.stat().st_mtime > _DAY:
                 draft.unlink(missing_ok=True)

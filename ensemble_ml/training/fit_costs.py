@@ -1,11 +1,17 @@
-"""Predicts how long the fits before the first step take, from what a date and a product of matrices take here.
+"""Predicts how long the fits before the first step take, from two measured times: of a date, and of a matrix product.
 
     T = [n t + (f + p) / r16 + g / r32 + h / r64] / ranks
 
-n samples are read, in t seconds each; f operations make the linear correction's products of predictors, p train the
-networks of points, g correct fields to see how well that does, h solve for the linear correction; r operations a second
-of products of this machine's matrices, in bfloat16 (where the processor has it), float32 and float64. Several ranks
-share all of it.
+    n                samples that are read
+    t                seconds to read one
+    f                operations of the linear correction's products of predictors
+    p                operations that train the networks of points
+    g                operations that correct whole fields
+    h                operations that solve for the linear correction
+    r16, r32, r64    operations a second of matrix products here, in bfloat16 (where the CPU has it), float32, float64
+    ranks            ranks that share all of it
+
+The counts follow from the settings (`work_of`), and the speeds are measured for some seconds (`predicted_seconds`).
 """
 
 from __future__ import annotations
@@ -25,15 +31,22 @@ from ensemble_ml.training.climate_data import Dates, most_dates, spaced
 from ensemble_ml.training.climate_fit import SAMPLE_DATES
 from ensemble_ml.wording import duration
 
-_BACK_AND_FORTH = 3  # passes of a product: forward, and two backward
+_BACK_AND_FORTH = 3  # products in training: one forward, and two backward
 _TRIED = 2  # dates that are timed
-_TRIANGLE = 0.6  # of a symmetric product that is computed
+_TRIANGLE = 0.6  # fraction of a symmetric product that is computed
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the fits have to do: samples to read; operations of the predictors' products with themselves, of networks
-    on points, of corrections of fields, and of solutions."""
+    """The amount of work of the fits.
+
+    Attributes:
+        samples: samples that are read.
+        sums: operations of the predictors' products with themselves.
+        points: operations of the networks on points.
+        fields: operations that correct whole fields.
+        solved: operations that solve for the linear correction.
+    """
 
     samples: int
     sums: float
@@ -43,12 +56,16 @@ class Work:
 
 
 def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: list[int]) -> Work:
-    """Return what the fits of a run on these dates have to do.
+    """Count the work of the fits of a run.
 
     Args:
-        reader: of the store.
-        train, validation: indices of start dates.
+        reader: reads the store.
+        train: indices of the training dates.
+        validation: indices of the validation dates.
         sizes: numbers of members that the training will show.
+
+    Returns:
+        The work.
     """
     spec, cells = reader.spec, reader.spec.grid.shape[0] * reader.spec.grid.shape[1]
     fields = len(spec.leads_out) * spec.fields
@@ -57,7 +74,7 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
     sample, unseen = min(SAMPLE_DATES, dates), min(SAMPLE_DATES, held_out)
     samples, sums, points, solved = sample * (1 + len(sizes)) + unseen, 0.0, 0.0, 0.0
     fields_done = 0.0
-    whole = 0.0  # operations of what stands before the U-Net on one date's whole fields
+    whole = 0.0  # operations of all corrections before the U-Net on the whole fields of one date
     if spec.linear:
         _, _, outputs, channels, _, _ = correction_shape(spec)
         predictors, levels = 9 * channels, nested_bands(spec.grid.latitude)
@@ -65,7 +82,7 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
         choices, looked_at, _ = linear_sums.looked_at(cells, predictors, dates)
         tried = min(linear_fit.VALIDATION_DATES, held_out)
         samples += dates * shown * choices + tried * len(levels)
-        seen = 2.0 * dates * shown * choices * looked_at  # each point lies under two hats
+        seen = 2.0 * dates * shown * choices * looked_at  # each point lies under two latitude basis functions
         sums = seen * 2 * _TRIANGLE * predictors**2
         candidates = sum(1 + len(linear_fit.penalties_of(groups)) for groups in levels)
         fields_done = (2 * seen + 4.0 * tried * candidates * looked_at) * predictors * outputs
@@ -93,7 +110,17 @@ def work_of(reader: Reader, train: np.ndarray, validation: np.ndarray, sizes: li
 
 
 def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> float:
-    """Return how long the fits take over so many ranks, each as fast as this process; measures for some seconds."""
+    """Predict how long the fits take, if all ranks are as fast as this process. This measures for some seconds.
+
+    Args:
+        reader: reads the store.
+        work: the work of the fits.
+        ranks: ranks that share it.
+        members: number of members of a sample.
+
+    Returns:
+        Seconds.
+    """
     dates = Dates(reader, members)
     began = time.perf_counter()
     for date in range(min(_TRIED, len(reader.source.layout.init_time))):
@@ -106,9 +133,9 @@ def predicted_seconds(reader: Reader, work: Work, ranks: int, members: int) -> f
 
 
 def _operations_a_second(dtype: torch.dtype) -> float:
-    """Of products of matrices about as large as those of the fits."""
+    """Measure the speed of products of matrices about as large as those of the fits."""
     a, b = torch.rand(1024, 2048).to(dtype), torch.rand(2048, 1024).to(dtype)
-    a @ b  # what is allocated and chosen at the first call
+    a @ b  # the first call also allocates memory and chooses a kernel
     taken = []
     for _ in range(5):
         began = time.perf_counter()
@@ -118,7 +145,17 @@ def _operations_a_second(dtype: torch.dtype) -> float:
 
 
 def describe_fits(reader: Reader, work: Work, ranks: int, members: int) -> str:
-    """Return a line that says how long the fits will take."""
+    """Describe how long the fits will take.
+
+    Args:
+        reader: reads the store.
+        work: the work of the fits.
+        ranks: ranks that share it.
+        members: number of members of a sample.
+
+    Returns:
+        A line of text.
+    """
     seconds = predicted_seconds(reader, work, ranks, members)
     share = f", each with its part of the dates, over {ranks} ranks as fast as this process" if ranks > 1 else ""
     return f"Fits before the first step: about {duration(seconds)}{share}; kept for other runs in OUTPUT/.fits"

@@ -1,7 +1,7 @@
-"""Every way to share a training run out over ranks, predicted, and the best of them.
+"""Predicts the cost of every partition of a training run over ranks, and chooses the best.
 
-plan(config)                      `ensemble-ml plan`: prints, and leaves OUTPUT/RUN/plan.json
-shared_out(config, spec, session) `parallel=auto`: before training, the same choice on all ranks
+plan(config)                      `ensemble-ml plan`: prints the result, and writes OUTPUT/RUN/plan.json
+shared_out(config, spec, session) `parallel=auto`: makes the same choice on all ranks before training
 """
 
 from __future__ import annotations
@@ -43,16 +43,20 @@ from ensemble_ml.training.rehearsal import Tracing, trace
 
 log = logging.getLogger(__name__)
 
-_ROOM = 0.95  # of a rank's memory that is planned with
+_ROOM = 0.95  # fraction of a rank's memory that a plan may use
 
 
 @dataclass
 class Planner:
-    """Plans a run of `config` and `spec` over `ranks`.
+    """A planner of a run over some number of ranks.
 
     Args:
-        session: the ranks that were started, which measure; one alone starts processes on its machine.
-        known: steps that were followed before, and where more are kept.
+        config: settings of the run.
+        spec: the model's spec.
+        settings: settings of the plan.
+        session: the ranks that were started, which measure; a single one starts processes on its machine.
+        ranks: the ranks that are planned for.
+        known: dry runs of steps that were made before; new ones are added.
     """
 
     config: TrainConfig
@@ -70,36 +74,62 @@ class Planner:
         gpus = torch.cuda.device_count()
         self.busy = min(self.local, gpus or cores()) if started.size == 1 else started.size
         device = self.session.device
-        if device.type == "cuda":  # a GPU holds the batches that wait; what else the loader is given is the host's
+        if device.type == "cuda":  # a GPU holds only the batches that wait; the loader's other memory is the host's
             self.config = replace(self.config, loading=replace(self.config.loading, ram=None))
-        # All ranks reckon with the first one's: they have to come to the same choice.
+        # All ranks plan with the first one's memory, because they have to make the same choice.
         own = rank_memory(self.local, device)
         room = self.session.once(lambda: (in_use(device, own), int(_ROOM * own)))
         self.base, self.memory = room[0], int(1e9 * self.settings.memory_gb) or room[1]
-        # The likely fastest tells what is sent; float32, which is tried before it, how much memory is taken.
+        # Messages are counted at the speed that is probably the fastest. Memory is counted in float32, because a run
+        # with precision=auto tries that as well.
         wanted = self.config.model.precision
         self.speed = self.widest = Speed(Precision.float32 if wanted is Precision.auto else wanted)
         if wanted is Precision.auto:
             self.speed = self.session.once(lambda: candidate_speeds(device, wanted)[0])
 
     def shard(self, topology: Topology) -> tuple[int, int]:
-        """(Y, X) of a rank."""
+        """Return (Y, X) of a rank's part of the grid.
+
+        Args:
+            topology: the ranks, seen from this one.
+
+        Returns:
+            Rows and columns.
+        """
         return shard_of(self.spec, topology).shape
 
     def fits(self, ranks: int) -> bool:
-        """Whether grid and batch, model and optimizer can be shared out over so many, whatever the memory."""
+        """Return True if grid, batch, model and optimizer can be divided among so many ranks, whatever the memory.
+
+        Args:
+            ranks: number of ranks.
+
+        Returns:
+            The answer.
+        """
         return any(not isinstance(self.followed(c), str) for c in self.open(ranks, self.config.batch_size))
 
     def open(self, ranks: int, batch: int) -> list[Candidate]:
-        """The partitions of `ranks` that fit grid and batch."""
+        """Return the partitions over some ranks that fit grid and batch.
+
+        Args:
+            ranks: number of ranks.
+            batch: size of the batch.
+
+        Returns:
+            Partitions.
+        """
         try:
             found = candidates(ranks, batch, self.config.parallel, self.shard)
-        except UserError:  # the degrees that are given do not divide this number
+        except UserError:  # the degrees in the settings do not divide this number of ranks
             return []
         return [c for c in found if not c.why]
 
     def candidates(self) -> list[Candidate]:
-        """All partitions, costed where they fit.
+        """Return all partitions, with a cost for those that fit and a reason for the others.
+
+        Returns:
+            Partitions.
 
         Raises:
             UserError: none fits the grid, the batch or the memory.
@@ -124,7 +154,14 @@ class Planner:
         return [c if c.why else self.costed(*next(costed), traced[c.degrees]) for c in found]
 
     def followed(self, candidate: Candidate) -> Tracing | str:
-        """What a step takes, or why the model cannot be shared out so, or the settings of the optimizer not."""
+        """Make a dry run of a partition.
+
+        Args:
+            candidate: the partition.
+
+        Returns:
+            The costs of a step, or the reason why model or optimizer do not allow this partition.
+        """
         try:
             check_exchange(self.config.optim, candidate.topology, self._on_node)
             return self.traced(candidate)
@@ -132,28 +169,37 @@ class Planner:
             return str(error)
 
     def traced(self, candidate: Candidate) -> Tracing:
-        """What a step of a partition's busiest rank takes, with the messages of that which sends most."""
+        """Make a dry run of a partition's busiest rank.
+
+        Args:
+            candidate: the partition.
+
+        Returns:
+            The costs of its step, with the messages of the rank that sends most.
+        """
         largest = candidate.busiest(self.shard)
         found = self._followed(largest, candidate.samples)
-        if candidate.lat > 2 and largest.place.lat in (0, candidate.lat - 1):  # alone is as large, and ends at a pole
+        # The busiest rank lies at a pole here and has one neighbour less. A rank between two others may send more.
+        if candidate.lat > 2 and largest.place.lat in (0, candidate.lat - 1):
             other = self._followed(largest.at(candidate.lon), candidate.samples)
             found = replace(found, traffic=max(found.traffic, other.traffic, key=attrgetter("sent")))
         return found
 
     def _followed(self, rank: Topology, samples: int) -> Tracing:
-        """What a step of `rank` takes; followed once for all partitions that share it."""
-        # Ranks that train on other dates change nothing but whether there is an exchange at all.
+        """Make a dry run of one rank, once for all partitions in which such a rank occurs."""
+        # The number of ranks that train on other dates matters only as far as there is an exchange at all.
         alike = (rank.lat, rank.lon, rank.place.lat, rank.place.lon, samples, rank.data > 1)
         if alike not in self.known:
             found = trace(self.config, self.spec, rank, samples, self.widest)
             if self.speed.precision is not self.widest.precision:
                 found = replace(found, traffic=trace(self.config, self.spec, rank, samples, self.speed).traffic)
-            if self.session.device.type == "cuda":  # the host's memory holds it
+            if self.session.device.type == "cuda":  # a checkpoint is copied to the memory of the host
                 found = replace(found, snapshot=0)
             self.known[alike] = found
         return self.known[alike]
 
     def _within_memory(self, c: Candidate, traced: dict[tuple[int, int, int], Tracing]) -> Candidate:
+        """Return a partition with its memory, and with a reason if that is too much."""
         if c.why:
             return c
         needed = traced[c.degrees].memory + self.base
@@ -162,7 +208,7 @@ class Planner:
         return replace(c, memory=needed, why=f"needs {needed / 1e9:.3g} GB of {self.memory / 1e9:.3g} GB a rank")
 
     def _too_little(self, traced: dict[tuple[int, int, int], Tracing]) -> str:
-        """The message for too little memory: how many ranks would do."""
+        """Return the message for too little memory, with a number of ranks that would do."""
         degrees, least = min(traced.items(), key=lambda item: item[1].memory)
         room = f"{self.memory / 1e9:.3g}"
         place = f"plan.memory_gb={room}" if self.settings.memory_gb else f"{room} GB a rank, {self.local} on a machine"
@@ -176,7 +222,7 @@ class Planner:
             fixed_for = f"{fixed / 1e9:.3g} GB of it for weights, optimizer and libraries{more}"
             return f"{told}, {fixed_for}; use a smaller model{less}"
         cells = least.shape[0] * least.shape[1] * -(-self.config.batch_size // degrees[0])
-        a_cell = (least.memory + self.base - fixed) / cells  # halos come on top of it
+        a_cell = (least.memory + self.base - fixed) / cells  # halos add to it, so it is an estimate
         for ranks in range(self.ranks + 1, 64 * self.ranks + 1):
             for c in self.open(ranks, self.config.batch_size):
                 own = c.shape[0] * c.shape[1] * c.samples
@@ -188,7 +234,7 @@ class Planner:
         return f"{told}; no number of ranks up to {64 * self.ranks} would do; use a smaller model or batch_size"
 
     def _measured(self, fitting: Sequence[Candidate]) -> Found:
-        """Pieces and links, as far as the settings do not give them."""
+        """Measure local work and links, unless the settings give them."""
         settings = self.settings
         shapes = tuple(Shape(c.busiest(self.shard), c.samples) for c in fitting)
         given: Links = {(): Link(settings.alpha or 0.0, settings.beta or 0.0)}
@@ -205,11 +251,15 @@ class Planner:
 
     @property
     def _asks(self) -> bool:
-        """Whether links have to be timed."""
+        """Return True if links have to be timed."""
         return self.settings.alpha is None and self.ranks > 1
 
     def refuse_no_link(self) -> None:
-        """Raise a UserError where a link would have to be timed, and there is none."""
+        """Refuse a plan for which a link would have to be timed where there is none.
+
+        Raises:
+            UserError: a single process would have to time a link.
+        """
         if self.settings.simulate and self.settings.alpha is None and not self._asks:
             raise UserError(
                 "plan.simulate=true: one rank has no link to time, and links that cost nothing would be assumed;"
@@ -224,11 +274,21 @@ class Planner:
 
     @property
     def _on_node(self) -> int:
-        """Ranks of a node."""
+        """Return the number of ranks on a node."""
         return self.session.world.local_size if self.session.world.size > 1 else self.local
 
     def costed(self, c: Candidate, piece: Piece, links: Links, traced: Tracing) -> Candidate:
-        """A candidate with its cost."""
+        """Add the cost of a step to a partition.
+
+        Args:
+            c: the partition.
+            piece: local work of its busiest rank.
+            links: the links between its ranks.
+            traced: costs of the dry run.
+
+        Returns:
+            The partition with its cost.
+        """
         buckets, overlap = exchange_traffic(
             self.config.optim, traced.parameters, c.topology, self._on_node, traced.parts, traced.late
         )
@@ -238,11 +298,11 @@ class Planner:
 
 
 def _between(message: Message, topology: Topology) -> Message:
-    """A message of a step that was followed with fewer data ranks, among those of `topology`."""
+    """Convert a message of a dry run with fewer data ranks to one among those of `topology`."""
     ranks = topology.data * topology.spatial
     if message.axes != MODEL_AXES or message.ranks == ranks:
         return message
-    size = message.sent * message.ranks // (2 * (message.ranks - 1))  # of the tensor that is summed
+    size = message.sent * message.ranks // (2 * (message.ranks - 1))  # bytes of the tensor that is summed over ranks
     sent = 2 * size * (ranks - 1) // ranks
     return replace(message, ranks=ranks, sent=sent, received=sent)
 
@@ -250,7 +310,7 @@ def _between(message: Message, topology: Topology) -> Message:
 def _completed(
     fitting: Sequence[Candidate], pieces: dict[int, Piece], traced: dict[tuple[int, int, int], Tracing], gflops: float
 ) -> list[Piece]:
-    """A piece for every candidate: measured, or reckoned by its arithmetic from those that are."""
+    """Return the local work of every partition: measured, or estimated from the measured ones by its arithmetic."""
     flops = [traced[c.degrees].flops for c in fitting]
     if gflops:
         return [Piece(f / 1e9 / gflops, 2 / 3 * f / 1e9 / gflops, measured=False) for f in flops]
@@ -259,19 +319,25 @@ def _completed(
 
 
 def plan(config: PlanConfig) -> Path:
-    """Print the predicted cost of every partition, and write plan.json; return its path.
+    """Print the predicted cost of every partition, and write plan.json.
+
+    Args:
+        config: settings of the run and of the plan.
+
+    Returns:
+        The path of plan.json.
 
     Raises:
-        UserError: no store, no partition that fits the ranks, or too little memory.
+        UserError: there is no store, no partition fits the ranks, or memory is too small.
     """
     check_writable(config.output)
-    # The degrees that are given are those of the run that is planned, not of the ranks that measure.
+    # The degrees in the settings are those of the planned run, and not of the ranks that measure here.
     with start(replace(config.parallel, data="auto", lat="auto", lon="auto")) as session:
         setup.use_threads(config, None, sharing_cores(session.mesh.world, session.device))
         source = open_store(config.data.store)
         spec = setup.build_spec(config, source)
         config = setup.with_depth(config, spec)
-        # What would be refused after the measurements, which take a minute, is refused before.
+        # Impossible settings are refused before the measurements, which take a minute.
         reader = Reader(source, spec)
         dates = checked_dates(config, reader) if config.data.train else None
         here = torch.cuda.device_count() or cores()
@@ -300,8 +366,11 @@ def plan(config: PlanConfig) -> Path:
 
 
 def _with_memory(config: PlanConfig, best: Candidate, session: Session) -> PlanConfig:
-    """Settings with the memory for loading that a rank of `plan.memory_gb` has: half of what a step leaves, as a run
-    takes it that finds this free. A GPU's memory says nothing of its host's."""
+    """Return settings with the memory for loading of a rank that has `plan.memory_gb`.
+
+    It is half of what a step leaves, as a run would take if it found that much free. A GPU's memory says nothing of its
+    host's, so these settings stay.
+    """
     if not config.plan.memory_gb or config.loading.ram is not None or session.device.type != "cpu":
         return config
     left = max(0, int(1e9 * config.plan.memory_gb) - best.memory) // 2
@@ -309,6 +378,7 @@ def _with_memory(config: PlanConfig, best: Candidate, session: Session) -> PlanC
 
 
 def _tell(config: PlanConfig, found: Sequence[Candidate], best: Candidate) -> None:
+    """Print the table of partitions and the settings of the best."""
     print(table(found, config.batch_size, best))
     hidden = sum(bool(c.why) for c in found)
     if config.plan.why:
@@ -337,9 +407,18 @@ def _scaling(planner: Planner, found: Sequence[Candidate], folder: Path) -> list
 def shared_out(
     config: TrainConfig, spec: ModelSpec, session: Session, before: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """Let the planner choose where parallel.lat or parallel.lon say auto, and take that mesh; the same on every rank.
+    """Choose the partition if parallel.lat or parallel.lon are "auto", and set up its mesh; the same on every rank.
 
-    A run that goes on (`before`: its configuration) keeps its mesh on as many ranks, or it would not go on bit for bit.
+    A run that is resumed on as many ranks keeps its mesh. Otherwise it would not continue bit for bit.
+
+    Args:
+        config: settings of the run.
+        spec: the model's spec.
+        session: the ranks of the job.
+        before: the configuration of the run that is resumed, or None.
+
+    Returns:
+        Settings with the degrees that were chosen.
 
     Raises:
         UserError: no partition fits.

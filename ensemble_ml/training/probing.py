@@ -1,6 +1,7 @@
-"""Measures the local part of a step at the shapes that partitions give, on all ranks of a node at once.
+"""Measures the local work of a step at the shapes that partitions give, on all ranks of a node at once.
 
-Times are kept on disk by what they depend on: machine, code, model, shape, samples, threads, ranks that are busy.
+Times are kept on disk, under a hash of what they depend on: machine, code, model, shape, samples, threads and the
+number of busy ranks.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from ensemble_ml.training.rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
-_VISITS = 3  # of every shape, in turn: where others use the machine, its pace changes from one minute to the next
+_VISITS = 3  # times that every shape is measured, in turn: on a shared machine the speed changes within minutes
 _CODE = hash_of_code("training", "models", "distributed", "optim")
-_LEAST, _MOST = 2, 4  # counted steps of a visit
+_LEAST, _MOST = 2, 4  # fewest and most steps that count each time
 _PROCESS = (
     "import sys, pathlib; from ensemble_ml.training.probing import main;"
     " main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3]))"
@@ -57,7 +58,7 @@ _PROCESS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured: a rank of a topology and its samples in a step."""
+    """A shape to measure: a rank of a topology, and its samples in a step."""
 
     topology: Topology
     samples: int
@@ -65,8 +66,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What processes of one node measure for a run: a step at each shape, unless their `gflops` are given, and the
-    links between them where asked."""
+    """A list of measurements for the processes of one node.
+
+    They measure a step at each shape, unless `gflops` gives their speed, and the links between them if `links` is set.
+    """
 
     config: TrainConfig
     spec: ModelSpec
@@ -79,14 +82,27 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """Pieces of the shapes that time allowed, and links of all shapes, by their place in the job."""
+    """The measurements of a job, by the position of the shape.
+
+    Attributes:
+        pieces: local work of the shapes that time allowed.
+        links: the links of all shapes; empty if they were not asked for.
+    """
 
     pieces: dict[int, Piece]
     links: dict[int, Links]
 
 
 def probe(job: Job, session: Session) -> Found:
-    """Do a job on the ranks of `session`; every rank gets the same."""
+    """Make the measurements of a job on the ranks of a session.
+
+    Args:
+        job: the job.
+        session: the ranks.
+
+    Returns:
+        The same measurements on every rank.
+    """
     deadline = time.perf_counter() + job.seconds
     shapes = () if job.gflops else job.shapes
     paths = [_kept(job, shape, session) for shape in shapes]
@@ -106,7 +122,10 @@ def probe(job: Job, session: Session) -> Found:
 
 
 def _links(job: Job, session: Session) -> dict[int, Links]:
-    """Links of each shape's mesh; where other ranks were started than are planned for, those between all of these."""
+    """Measure the links of each shape's mesh.
+
+    If other ranks were started than are planned for, the links are those between all of these.
+    """
     meshes: dict[Members, Communicator] = {}
     known: Known = {}
     found: dict[int, Links] = {}
@@ -122,14 +141,17 @@ def _links(job: Job, session: Session) -> dict[int, Links]:
 
 
 def _own(shape: Shape, session: Session) -> Shape:
-    """The shape that this rank has in the job, where as many ranks were started; else everyone takes the busiest's."""
+    """Return the shape of this rank in the job.
+
+    If other ranks were started than are planned for, it is the shape of the busiest rank.
+    """
     if shape.topology.size != session.topology.size:
         return shape
     return Shape(shape.topology.at(session.topology.rank), shape.samples)
 
 
 def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[list[float]]:
-    """What `stepper` says of a few steps, of the slowest rank."""
+    """Return the times of a few steps as `stepper` gives them, those of the slowest rank."""
     traffic = Traffic()
     speed = speeds(session.device, job.config.model.precision)[0]
     rehearsal = Rehearsal(
@@ -137,7 +159,7 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
     )
     if job.config.model.precision is Precision.auto:
         _fastest(rehearsal, session)
-    optim = replace(job.config.optim, hierarchical=False)  # who is whose neighbour is not known here
+    optim = replace(job.config.optim, hierarchical=False)  # it is not known here which ranks would share a node
     exchange = make_exchange(optim, shape.topology, local_size=1, connect=echoes(Traffic()))
     step = stepper(optim, rehearsal, exchange)
     found: list[list[float]] = []
@@ -147,37 +169,50 @@ def _timed(job: Job, shape: Shape, session: Session, seconds: float) -> list[lis
         slowest = torch.tensor(step(), dtype=torch.float64)
         session.mesh.world.all_reduce(slowest, op="max")
         found.append(slowest.tolist())
-        if len(found) == 2:  # the first prepares kernels
+        if len(found) == 2:  # the first step prepares kernels, so the second one shows the speed
             count = min(_MOST + 1, max(count, int(seconds / max(found[1][0], 1e-6))))
     exchange.close()
     del rehearsal, step, exchange
-    gc.collect()  # hooks make cycles, which hold a whole model
+    gc.collect()  # hooks make reference cycles, which would keep a whole model alive
     return found[1:]
 
 
 def _piece(steps: Sequence[Sequence[float]]) -> Piece:
+    """Return the local work from the times of several steps, by their medians."""
     seconds, backward, *ready = (statistics.median(values) for values in zip(*steps, strict=True))
     return Piece(seconds, backward, tuple(min(1.0, r / backward) for r in ready))
 
 
 def _keep(piece: Piece, path: Path | None) -> None:
+    """Write a measured piece to disk, or warn if that is impossible."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(piece)))
-    except OSError as error:  # a home that jobs may not write
+    except OSError as error:  # for example a home folder that jobs may not write to
         log.warning("plan: what was measured cannot be kept in %s (%s); it is measured again each time", path, error)
 
 
 def _fastest(rehearsal: Rehearsal, session: Session) -> None:
-    """The precision that training would choose, on all ranks the one of the first."""
+    """Set the precision that training would choose; all ranks take that of the first."""
     own = choose(rehearsal.model, rehearsal.step, wanted=Precision.auto)
     session.once(lambda: own).apply(rehearsal.model)
 
 
 def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Callable[[], list[float]]:
-    """A training step that returns seconds of itself, of backward, and until each bucket of gradients was there."""
+    """Return a training step that measures itself.
+
+    Args:
+        config: settings of the optimizer.
+        rehearsal: model, batch and loss.
+        exchange: the exchange of gradients.
+
+    Returns:
+        A function that takes a step and returns seconds: of the whole step, of the backward pass, and from the start of
+            the
+        backward pass until each bucket of gradients was ready.
+    """
     device = rehearsal.device
     optimizer, _ = build(config, rehearsal.model.param_groups(), 1, exchange)
     stamps: list[float] = []
@@ -187,6 +222,7 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
         arrivals = Arrivals(exchange.params, exchange.buckets, lambda _: stamps.append(_now(device)))
 
     def step() -> list[float]:
+        """Take a step and return its times."""
         stamps.clear()
         begin = _now(device)
         optimizer.zero_grad(set_to_none=True)
@@ -208,12 +244,13 @@ def stepper(config: OptimConfig, rehearsal: Rehearsal, exchange: Exchange) -> Ca
 
 
 def _now(device: torch.device) -> float:
+    """Return the time at which a device has done all its work."""
     settle(device)
     return time.perf_counter()
 
 
 def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
-    """Where a time is kept, by a hash of all that it depends on."""
+    """Return the file for a time, named by a hash of all that it depends on; None if there is no folder."""
     if job.folder is None:
         return None
     facts: list[Any] = [_machine(session.device), torch.__version__, torch.get_num_threads(), session.topology.size]
@@ -227,39 +264,57 @@ def _kept(job: Job, shape: Shape, session: Session) -> Path | None:
 
 
 def _machine(device: torch.device) -> list[Any]:
+    """Return the facts of this machine that times depend on."""
     return [device_name(device), sorted(processors()), os.cpu_count()]
 
 
 def _load(path: Path | None) -> Piece | None:
+    """Return a piece from disk, or None."""
     if path is None:
         return None
     try:
         plain = json.loads(path.read_text())
         return Piece(plain["seconds"], plain["backward"], tuple(plain["ready"]))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or cut off
+    except (OSError, ValueError, KeyError, TypeError):  # the file is absent or cut off
         return None
 
 
 def cache_folder(wanted: str | None) -> Path | None:
-    """Where measured times are kept; None where the user has no place for them."""
+    """Return the folder in which measured times are kept; None if the user has no place for them.
+
+    Args:
+        wanted: the folder in the settings, or None.
+
+    Returns:
+        The folder, or None.
+    """
     return Path(wanted) if wanted is not None else user_cache("plan")
 
 
 def measured_here(job: Job, processes: int, threads: int) -> Found:
-    """Do a job on `processes` of this machine, started for it.
+    """Make the measurements of a job on processes that are started for it on this machine.
+
+    Args:
+        job: the job.
+        processes: how many processes.
+        threads: threads of each.
+
+    Returns:
+        The measurements.
 
     Raises:
-        UserError: one of them failed.
+        UserError: one of the processes failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "job", Path(folder) / "found"
         given.write_bytes(pickle.dumps(job))
         common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"OMP_NUM_THREADS": str(threads), "LOCAL_WORLD_SIZE": str(processes)}
-        common |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # of a launcher above us
+        common |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # else they would look for the store of our own launcher
         command = [sys.executable, "-c", _PROCESS, str(given), str(out), str(threads)]
         environments = [{"RANK": str(r), "LOCAL_RANK": str(r)} | common for r in range(processes)]
-        # Into files: a full pipe would stop a process that the others wait for, while we wait for those.
+        # Errors go into files. A process whose pipe is full would stop, while the others wait for it and we wait for
+        # them.
         errors = [Path(folder) / f"{rank}.err" for rank in range(processes)]
         started = [_start(command, *given_to) for given_to in zip(environments, errors, strict=True)]
         try:
@@ -267,7 +322,7 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
                 process.wait()
         finally:
             for process in started:
-                if process.poll() is None:  # we were stopped
+                if process.poll() is None:  # it still runs only if this process was interrupted
                     process.kill()
                     process.wait()
         for process, path in zip(started, errors, strict=True):
@@ -278,12 +333,19 @@ def measured_here(job: Job, processes: int, threads: int) -> Found:
 
 
 def _start(command: Sequence[str], environment: dict[str, str], errors: Path) -> subprocess.Popen[bytes]:
+    """Start a process with its errors in a file."""
     with errors.open("wb") as file:
         return subprocess.Popen(list(command), env=os.environ | environment, stderr=file, stdout=subprocess.DEVNULL)
 
 
 def main(given: Path, out: Path, threads: int) -> None:
-    """One process of `measured_here`."""
+    """Run one process of `measured_here`.
+
+    Args:
+        given: the file with the job.
+        out: the file for the measurements, which the first rank writes.
+        threads: torch's number of threads.
+    """
     torch.set_num_threads(threads)
     keep_freed_memory()
     job = pickle.loads(given.read_bytes())

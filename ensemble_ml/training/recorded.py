@@ -1,12 +1,13 @@
-"""The forward and backward pass of a step on a GPU, recorded once and played again.
+"""Records the forward and backward pass of a step on a GPU as a CUDA graph, and replays it.
 
-A pass is some 1300 kernels. On grids up to some 128 x 256 points a GPU is done with each before the host has called the
-next; played again as a CUDA graph they follow each other without the host. What is computed is the same, bit for bit:
-the same kernels on the same numbers. On large grids nothing is gained, and the memory of a second pass would be lost:
-so a recording is kept where it is faster.
+A pass is some 1300 kernels. On grids up to some 128 x 256 points, a GPU finishes each kernel before the host has
+started the next. In a graph they follow each other without the host. The result is equal bit for bit, because the same
+kernels run on the same numbers. On large grids nothing is gained, and the memory of a second pass would be lost. So a
+recording is kept only if it is faster.
 
-Recorded are batches of the first shape that comes several times in a row; others, such as the last of an epoch, with
-which a run may go on, are called. Over several ranks nothing is recorded: gradients and halos travel within the pass.
+The first shape of batches that comes several times in a row is recorded. Batches of other shapes, such as the last one
+of an epoch, are computed by ordinary calls. Over several ranks nothing is recorded, because gradients and halos are
+sent within the pass.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from ensemble_ml.models.speed import Record, settle
 
 log = logging.getLogger(__name__)
 
-Pass = Callable[[Batch], dict[str, Tensor]]  # leaves gradients where there were none, returns losses
-_FIRST = 2  # passes that are called before: one prepares kernels, the next is timed
-_GAIN = 0.9  # of the time of a called pass: a recording that takes more is dropped
+Pass = Callable[[Batch], dict[str, Tensor]]  # leaves gradients in a model that had none, and returns losses
+_FIRST = 2  # ordinary calls before a recording: one prepares kernels, the next is timed
+_GAIN = 0.9  # a recording that takes more than this fraction of the time of an ordinary call is dropped
 
 
 @dataclass(eq=False)
 class _Recording:
-    """Memory that a recorded pass reads and writes, and what plays it."""
+    """The memory that a recorded pass reads and writes, and the function that replays it."""
 
     batch: Batch
     losses: dict[str, Tensor]
@@ -44,14 +45,14 @@ class _Recording:
 
 @dataclass(eq=False)
 class Recorded:
-    """Calls `run` on the first batches, then plays its recording on those that follow.
+    """A pass that is called for the first batches, then recorded and replayed.
 
-    Where memory runs out in a pass that is called, the recording is given up, and the pass called once more.
+    If memory runs out in an ordinary call, the recording is given up, and the call is made once more.
 
     Args:
-        model: whose gradients `run` leaves, and nothing else; its parameters and buffers stay where they are in memory.
-        run: the pass; nothing in it may wait for the GPU.
-        record: of a call without arguments, which it may make: what plays it, and its result.
+        model: the model that gets the gradients. Its parameters and buffers must stay where they are in memory.
+        run: the pass. It may change nothing but gradients, and nothing in it may wait for the GPU.
+        record: records a call without arguments, which it may make; returns a function that replays it, and its result.
     """
 
     model: nn.Module
@@ -65,6 +66,14 @@ class Recorded:
         self._dropped = False
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """Compute a pass, by a call or by the recording.
+
+        Args:
+            batch: the batch.
+
+        Returns:
+            The loss and its parts; gradients are left in the model.
+        """
         shapes = _shapes(batch)
         if self._recording is None and shapes != self._shapes:
             self._shapes, self._called = shapes, 0
@@ -80,9 +89,11 @@ class Recorded:
 
     @property
     def _device(self) -> torch.device:
+        """Return the device of the model."""
         return next(self.model.parameters()).device
 
     def _called_without(self, batch: Batch) -> dict[str, Tensor]:
+        """Call the pass; if memory is short, drop the recording and call it once more."""
         try:
             return self.run(batch)
         except torch.OutOfMemoryError:
@@ -92,15 +103,15 @@ class Recorded:
         return self.run(batch)
 
     def _begin(self, batch: Batch) -> None:
-        """Record, and keep the recording if it is faster; the model has no gradients afterwards."""
+        """Record a pass, and keep the recording if it is faster. The model has no gradients afterwards."""
         try:
             own = _mapped(batch, Tensor.clone)
             play, losses = self.record(lambda: self.run(own))
             recording = _Recording(own, losses, [p.grad for p in self.model.parameters()], play)
-            play()  # the first is slower
+            play()  # the first replay is slower, so it is not timed
             _, seconds = _timed(play, self._device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            broke = error.__context__ or error  # the end of a recording fails of what broke it
+            broke = error.__context__ or error  # if the pass fails, the end of the recording raises a second error
             why = (str(broke) or type(broke).__name__).splitlines()[0][:120]
             del error, broke
             self._drop(why)
@@ -115,6 +126,7 @@ class Recorded:
         log.info(text, len(batch), 1e3 * seconds, 1e3 * self._seconds)
 
     def _drop(self, why: str) -> None:
+        """Give up recording, free its memory, and log why."""
         self._dropped, self._recording = True, None
         self.model.zero_grad(set_to_none=True)
         if self._device.type == "cuda":
@@ -122,37 +134,55 @@ class Recorded:
         log.info("passes are not recorded: %s", why)
 
     def _played(self, recording: _Recording, batch: Batch) -> dict[str, Tensor]:
+        """Copy a batch into the recording's memory, replay it, and hand out its gradients and losses."""
         for own, given in zip(_tensors(recording.batch), _tensors(batch), strict=True):
             own.copy_(given)
         recording.play()
         for p, gradient in zip(self.model.parameters(), recording.gradients, strict=True):
             p.grad = gradient
-        return {name: value.clone() for name, value in recording.losses.items()}  # the next play writes over them
+        return {name: value.clone() for name, value in recording.losses.items()}  # the next replay overwrites them
 
 
 def may_record(model: nn.Module, session: Session) -> bool:
-    """Whether passes of `model` are worth a try: one rank on a GPU, and nothing that a pass changes but gradients, as
-    batch norms' running statistics are."""
+    """Return True if it is worth trying to record passes of a model.
+
+    That is so for one rank on a GPU and our own network. A pass of the others may change more than gradients, such as
+    running statistics of batch norms.
+
+    Args:
+        model: the model.
+        session: the ranks of the job.
+
+    Returns:
+        The answer.
+    """
     return session.device.type == "cuda" and session.topology.size == 1 and isinstance(model, EnsembleModel)
 
 
 def cuda_graph(call: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-    """`call` as a CUDA graph: what plays it, and its result, which is there once it was played.
+    """Record a call as a CUDA graph.
+
+    Args:
+        call: the call.
+
+    Returns:
+        A function that replays it, and its result, which holds values after the first replay.
 
     Raises:
-        RuntimeError: something in it cannot be recorded, or memory is short.
+        RuntimeError: something in the call cannot be recorded, or memory is short.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        # The loader's threads go on meanwhile, on streams of their own.
+        # The loader's threads keep working on streams of their own, which the default capture mode would forbid.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             found = call()
     finally:
-        torch.cuda.set_stream(stream)  # which torch does not, where a recording fails
+        torch.cuda.set_stream(stream)  # torch does not restore the stream if a recording fails
     return graph.replay, found
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """Return the result of a call and the seconds that it took, with all work of the GPU done."""
     settle(device)
     began = time.perf_counter()
     found = call()
@@ -161,11 +191,15 @@ def _timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a batch and its inputs."""
     return [value for owner in (batch, batch.inputs) for value in vars(owner).values() if isinstance(value, Tensor)]
 
 
 def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch with all of its tensors changed."""
+
     def of(owner: Any) -> dict[str, Tensor]:
+        """Return the changed tensors of an object by name."""
         return {name: change(value) for name, value in vars(owner).items() if isinstance(value, Tensor)}
 
     targets: dict[str, Any] = dict(of(batch))
@@ -173,6 +207,6 @@ def _mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def _shapes(batch: Batch) -> tuple[Any, ...]:
-    """Which tensors there are, and their shapes and types."""
+    """Return which tensors a batch has, with their shapes and dtypes."""
     parts = ((name, value) for owner in (batch, batch.inputs) for name, value in vars(owner).items())
     return tuple((name, tuple(value.shape), value.dtype) for name, value in parts if isinstance(value, Tensor))

@@ -1,10 +1,10 @@
-"""A training step of one rank of any partition, on invented data and without the other ranks.
+"""A dry run of a training step of one rank of any partition, on invented data and without the other ranks.
 
-The model, its partition, the halo exchange, the loss and backward are those of training; echoes stand for the other
-ranks (`distributed.echo`). On fake tensors it tells what a step sends, how much memory and how much arithmetic it
-takes, without doing it; on real ones it is timed.
+Model, partition, halo exchange, loss and backward pass are those of training. Fake communicators stand for the other
+ranks (`distributed.echo`). On fake tensors, a dry run counts what a step sends, how much memory it takes and how much
+arithmetic, without doing it. On real tensors, the step can be timed.
 
-Axes: B date, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
+Axes: B initialisation time, T lead, V pressure-level variable, S surface variable, Z level, Y latitude, X longitude.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ _MEMBERS = 5
 
 @dataclass
 class Rehearsal:
-    """One rank's model, batch and loss.
+    """The model, batch and loss of one rank.
 
     Args:
-        mesh: of the job; of echoes, or a real one.
-        samples: of this rank in a step.
+        config: settings of the run.
+        spec: the model's spec.
+        mesh: the ranks of the job, fake or real.
+        samples: samples of this rank in a step.
+        speed: precision and order of axes.
+        device: the device of the model.
+        traffic: counts the messages of the fake communicators.
     """
 
     config: TrainConfig
@@ -58,7 +63,11 @@ class Rehearsal:
         self.loss = self._loss()
 
     def step(self) -> dict[str, Tensor]:
-        """Forward and backward; gradients are left where they are."""
+        """Run forward and backward, and leave the gradients in the model.
+
+        Returns:
+            The loss and its parts.
+        """
         with self.traffic.during(Phase.forward):
             losses = self.loss(self.model(self.batch.inputs), self.batch)
         with self.traffic.during(Phase.backward):
@@ -66,6 +75,7 @@ class Rehearsal:
         return losses
 
     def _loss(self) -> Loss:
+        """Build the loss, with typical errors of the spread of one."""
         error = {name: buffer for name, buffer in self.model.named_buffers() if name in ("error_p", "error_s")}
         ones = {k: torch.ones(_MEMBERS + 1, *v.shape, device=self.device) for k, v in error.items()}
         area = torch.from_numpy(self.spec.grid.area_weights()).float()
@@ -76,12 +86,21 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Tracing:
-    """What a step of one rank takes: its shard (Y, X), floating point operations, messages, bytes of memory.
+    """The costs of a step of one rank.
 
-    `activations` is the most that forward and backward hold at once beyond weights, buffers and batch, gradients among
-    it; `resident` are weights and buffers; `state` is the optimizer's, the running average's and the exchange's;
-    `loading` is what the loader is given, or the batch at work and those ahead of it; `snapshot` is what the first rank
-    holds in host memory of a checkpoint that is written while it trains on.
+    Attributes:
+        shape: (Y, X) of its shard.
+        flops: floating point operations.
+        traffic: messages.
+        activations: most bytes that forward and backward hold at once beyond weights, buffers and batch, with
+            gradients.
+        resident: bytes of weights and buffers.
+        state: bytes of the optimizer, the running average and the exchange.
+        loading: bytes that the loader is given, or those of the current batch and the ones read ahead.
+        snapshot: bytes of host memory that the first rank needs for a checkpoint that is written while it trains.
+        parameters: shapes of the parameters.
+        parts: for each parameter, the part that this rank keeps up to date (`shard.own_part`).
+        late: for each parameter, in the optimizer's order: the backward pass reaches it last.
     """
 
     shape: tuple[int, int]
@@ -93,17 +112,28 @@ class Tracing:
     loading: int
     snapshot: int
     parameters: tuple[torch.Size, ...]
-    parts: tuple[Shard | None, ...]  # of the parameters, `shard.own_part`
-    late: tuple[bool, ...]  # of the parameters, in the order in which the optimizer has them
+    parts: tuple[Shard | None, ...]
+    late: tuple[bool, ...]
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank at the peak of a step."""
+        """Return the bytes of a rank at the peak of a step."""
         return self.activations + self.resident + self.state + self.loading + self.snapshot
 
 
 def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int, speed: Speed) -> Tracing:
-    """Follow a step of one rank of `topology` on fake tensors."""
+    """Follow a step of one rank on fake tensors.
+
+    Args:
+        config: settings of the run.
+        spec: the model's spec.
+        topology: the ranks, seen from this one.
+        samples: samples of this rank in a step.
+        speed: precision and order of axes.
+
+    Returns:
+        What the step costs.
+    """
     traffic = Traffic()
     with FakeTensorMode(allow_non_fake_inputs=True):
         rehearsal = Rehearsal(config, spec, echo_mesh(topology, traffic), samples, speed, traffic=traffic)
@@ -119,7 +149,8 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
         parts = tuple(own_part(p) for p, _ in named)
     several = topology.data * topology.spatial > 1
     kept = (2 if config.optim.name is OptimName.adamw else 1) + bool(config.average)
-    # Each rank's own: momenta where it votes, and PowerSGD's errors, which it holds in place of all gradients' sums.
+    # Some state is a rank's own, and a checkpoint holds it beside the common state: momenta under votes, and the errors
+    # of PowerSGD, which it keeps in the place of the sums of gradients.
     apart = several and ((config.optim.votes and topology.data > 1) or config.optim.exchange is ExchangeName.powersgd)
     snapshot = resident + (kept + apart) * sum(values)
     return Tracing(
@@ -130,18 +161,31 @@ def trace(config: TrainConfig, spec: ModelSpec, topology: Topology, samples: int
 
 
 def _loading(config: TrainConfig, batch: int) -> int:
-    """Bytes that the loader takes: what it is given, or the batch at work and those that it reads ahead."""
+    """Return the bytes that the loader takes.
+
+    They are what it is given, or else those of the current batch and the batches read ahead.
+    """
     ours = config.loading.name is LoaderName.clairvoyant
     return max(2 * batch, (config.loading.ram_bytes or (1 + config.loading.ahead) * batch) if ours else 0)
 
 
 def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Batch:
-    """A batch of the right shapes for `cells` (Y, X), with plausible values."""
+    """Invent a batch with plausible values.
+
+    Args:
+        spec: the model's spec.
+        cells: (Y, X) of the shard.
+        samples: number of samples.
+
+    Returns:
+        A batch of the right shapes.
+    """
     ins, outs = len(spec.leads_in), len(spec.leads_out)
     upper, flat = (len(spec.variables), len(spec.levels)), (len(spec.surface),)
     shapes = {"p": upper, "s": flat}
 
     def values(leads: int, *shape: int) -> Tensor:
+        """Return random values of one set of fields."""
         return 1 + torch.rand(samples, leads, *shape, *cells)
 
     given: dict[str, Any] = {}
@@ -164,7 +208,7 @@ def invented_batch(spec: ModelSpec, cells: tuple[int, int], samples: int) -> Bat
 
 
 def _hasten(model: EnsembleModel, speed: Speed) -> None:
-    """`speed.apply`, also for fake parameters, whose type torch cannot change in place."""
+    """Apply a speed, also to fake parameters, whose dtype torch cannot change in place."""
     fake = isinstance(next(model.parameters()), FakeTensor)
     if not fake or speed.precision is not Precision.float64:
         speed.apply(model)
@@ -179,4 +223,5 @@ def _hasten(model: EnsembleModel, speed: Speed) -> None:
 
 
 def _bytes_of(owner: object) -> int:
+    """Return the bytes of all tensors of an object."""
     return sum(v.element_size() * v.numel() for v in vars(owner).values() if isinstance(v, Tensor))

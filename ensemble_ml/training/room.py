@@ -1,4 +1,4 @@
-"""What to do where a step does not fit into memory."""
+"""Turns a lack of memory in a step into an error that names settings which need less."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from ensemble_ml.config import TrainConfig
 from ensemble_ml.distributed import Session
 from ensemble_ml.errors import UserError
 
-# torch has no exception of its own for memory of the host; oneDNN says the second where it finds no room to compile.
-# A GPU's libraries ask for memory of their own.
+# Torch has no exception class for a lack of host memory. The second text is what oneDNN says if it cannot allocate
+# memory to compile a primitive. The third comes from a GPU's libraries, which allocate memory of their own.
 _WORDS = ("can't allocate memory", "could not create a primitive", "STATUS_ALLOC_FAILED")
 
 
 @contextmanager
 def told_of_memory(config: TrainConfig, session: Session) -> Iterator[None]:
-    """Within it, a lack of memory becomes a line that says what would need less.
+    """Turn a lack of memory within the context into a message about what would need less.
+
+    Args:
+        config: settings of the run.
+        session: the ranks of the job.
 
     Raises:
-        UserError: there is not enough memory, on the host or the GPU.
+        UserError: there is not enough memory, on the host or on the GPU.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # Other kinds are no lack of memory: NCCL's of a rank that is gone, which has to be told from the others.
+        # Other errors pass through, such as NCCL's about a rank that is gone, which other code has to recognise.
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(t in str(error) for t in _WORDS):
             raise
         topology, where = session.topology, session.topology.place

@@ -1,10 +1,11 @@
-"""Strong and weak scaling to many devices, predicted from measured pieces; as a table and a plot.
+"""Predicts strong and weak scaling to many devices, as a table and a plot.
 
-Strong: the batch of the run over more and more devices. Weak: the batch grows with the devices, each spatial group
-keeping the samples it has on the fewest devices that hold one. What is measured is the local part of a step at the
-shapes that the planner measured; at other shapes it is reckoned by the arithmetic that the model itself takes there
-(`costs.reckoned`), and messages by the links. So congestion, stragglers and slower links between distant nodes are not
-in it.
+Strong scaling keeps the batch of the run while devices are added. In weak scaling the batch grows with the devices:
+each spatial group keeps the number of samples that it has on the fewest devices that hold one.
+
+The local part of a step was measured at the shapes that the planner measured. At other shapes it is estimated from the
+arithmetic that the model takes there (`costs.reckoned`), and messages are estimated from the links. So the prediction
+knows nothing of congestion, slow ranks, and slower links between distant nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """The best partition of so many devices: `kind` strong or weak, start dates a step, its cost."""
+    """The best partition for a number of devices.
+
+    Attributes:
+        kind: strong or weak.
+        devices: number of devices.
+        batch: initialisation times in a step.
+        best: the partition, with its cost.
+    """
 
     kind: str
     devices: int
@@ -32,21 +40,29 @@ class Point:
 
     @property
     def cost(self) -> Cost:
-        """Of a step."""
+        """Return the cost of a step."""
         assert self.best.cost is not None
         return self.best.cost
 
     @property
     def rate(self) -> float:
-        """Start dates a second."""
+        """Return initialisation times a second."""
         return self.batch / self.cost.seconds
 
 
 def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Piece], links: Links) -> list[Point]:
-    """Points at powers of two up to plan.devices; devices that no partition fits are left out.
+    """Predict strong and weak scaling at powers of two up to plan.devices.
+
+    A number of devices that no partition fits is left out.
 
     Args:
-        found: the candidates that were measured; `pieces` of them by their place.
+        planner: the planner of the run.
+        found: the partitions that were measured.
+        pieces: measured pieces, by their position in `found`.
+        links: the links between ranks.
+
+    Returns:
+        The points.
     """
     known = [(planner.traced(found[i]).flops, piece) for i, piece in pieces.items()]
     points = []
@@ -65,16 +81,18 @@ def simulated(planner: Planner, found: Sequence[Candidate], pieces: dict[int, Pi
 
 
 def _powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
     return [2**k for k in range(most.bit_length()) if 2**k <= most]
 
 
 def _best(
     planner: Planner, devices: int, batch: int, known: Sequence[tuple[int, Piece]], links: Links
 ) -> Candidate | None:
+    """Return the fastest partition of some devices that fits their memory, or None."""
     costed = []
     for candidate in planner.open(devices, batch):
         traced = planner.followed(candidate)
-        if isinstance(traced, str):  # the optimizer's settings do not go with it
+        if isinstance(traced, str):  # the model or the optimizer's settings do not allow this partition
             continue
         if planner.settings.gflops:
             seconds = traced.flops / 1e9 / planner.settings.gflops
@@ -87,7 +105,14 @@ def _best(
 
 
 def table(points: Sequence[Point]) -> str:
-    """The points as lines; efficiency is against the fewest devices of the same kind."""
+    """Return the points as lines of text. Efficiency is relative to the fewest devices of the same kind.
+
+    Args:
+        points: the points.
+
+    Returns:
+        The table.
+    """
     widths = (8, 9, 7, 6, 5, 5, 11, 10, 10, 11, 12)
     head = (
         "scaling",
@@ -115,7 +140,15 @@ def table(points: Sequence[Point]) -> str:
 
 
 def plot(points: Sequence[Point], path: Path) -> Path:
-    """Start dates a second over devices, both kinds beside the ideal."""
+    """Plot initialisation times a second over devices, for both kinds, beside the ideal.
+
+    Args:
+        points: the points.
+        path: the file to write.
+
+    Returns:
+        `path`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")

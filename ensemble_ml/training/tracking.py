@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a progress bar or plain lines, `log.jsonl`, TensorBoard where it is installed."""
+"""The log of a run: a progress bar or plain lines, `log.jsonl`, and TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,33 @@ TIERS = ("storage", "ram", "disk", "peers")
 
 
 class Tracker:
-    """Logs of one run folder; a context manager.
+    """The logs of one run folder, used as a context.
 
-    Lines of `log.jsonl` are JSON, with null for what is not finite. They hold `step` and one of: the loss and its parts
-    (means over the steps since the line before, without those that were skipped; null where all were), skipped (how
-    many, where there are some), lr, samples_per_s, memory_mb, wait (the share of the time that was spent waiting for
-    data), and over several ranks sent_mb (what this rank sent a step) and exchange_wait (the share of the time that it
-    waited for the others, at halos, sums and gradients; what NCCL lets the GPU wait is not seen); by a planned loader
-    `loading`: hits (the share of packed bytes that are not from slow storage) and MB/s of each tier; `validation` with
-    its scores; `momentum_sync`; `checkpoint`. A resumed run takes back the lines that a killed one had written beyond
-    its last checkpoint, and goes on with what this held of the next line (`unwritten`).
+    Each line of `log.jsonl` is a JSON object, with null for numbers that are not finite. It has `step` and one of
+    these:
+
+    - the loss and its parts: means over the steps since the line before, without skipped ones; null if all were
+    skipped.
+      Beside them stand skipped (how many, if any), lr, samples_per_s, memory_mb and wait (the fraction of the time that
+      was spent waiting for data). Over several ranks there are sent_mb (what this rank sent in a step) and
+      exchange_wait (the fraction of the time that it waited for others at halos, sums and gradients; the time that NCCL
+      lets the GPU wait is not seen). With a planned loader there is `loading`: hits (the fraction of packed bytes that
+      are not from slow storage) and MB/s of each tier;
+    - `validation` with its scores;
+    - `momentum_sync`;
+    - `checkpoint`.
+
+    A resumed run removes the lines that a killed one wrote beyond its last checkpoint. It continues with what the
+    checkpoint holds of the next line (`unwritten`).
+
+    Args:
+        run: the run folder.
+        steps: steps of the whole run.
+        start_step: the first step.
+        resumed: the run goes on from a checkpoint.
+        every: steps between lines.
+        tensorboard: also write to TensorBoard.
+        unwritten: what the checkpoint holds of the next line.
     """
 
     def __init__(
@@ -63,7 +80,7 @@ class Tracker:
         known = unwritten or {}
         self._sums: dict[str, float] = dict(known.get("sums", {}))
         self._count, self._sent, self._skipped = (known.get(name, 0) for name in ("count", "sent", "skipped"))
-        self.counters = Counters()  # of the loader
+        self.counters = Counters()  # those of the loader
         self.restart_clock()
 
     def __enter__(self) -> Self:
@@ -87,7 +104,18 @@ class Tracker:
         exchanged: float = 0.0,
         skipped: bool = False,
     ) -> None:
-        """Tell of a step that is done (counted from 1), or was `skipped` since its gradients were not finite."""
+        """Log a step that is done.
+
+        Args:
+            step: its number, counted from 1.
+            samples: samples of the whole batch.
+            waited: seconds that it waited for data.
+            lr: learning rate.
+            loss: the loss and its parts.
+            sent: bytes that this rank sent in the step.
+            exchanged: seconds that it waited for other ranks.
+            skipped: the step was left out, because loss or gradients were not finite.
+        """
         self._samples += samples
         self._waited += waited
         self._sent += sent
@@ -133,42 +161,65 @@ class Tracker:
 
     @property
     def unwritten(self) -> dict[str, Any]:
-        """What the steps since the last line add to the next, as JSON; nothing where a sum of it is not finite."""
+        """Return what the steps since the last line add to the next one, as JSON.
+
+        It is empty if one of the sums is not finite.
+        """
         if not self._count or not all(map(math.isfinite, self._sums.values())):
             return {}
         return {"sums": self._sums, "count": self._count, "sent": self._sent, "skipped": self._skipped}
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
-        """Tell of scores on the validation dates."""
+        """Log scores on the validation dates.
+
+        Args:
+            step: the step after which they were computed.
+            scores: scores by name.
+            best: they are the best so far.
+        """
         self._write({"step": step, "validation": scores, "best": best})
         self._scalars(step, {f"validation/{k}": v for k, v in scores.items()})
         told = ", ".join(f"{name} {value:.4f}" for name, value in scores.items()) or "no target to score"
         self.say(f"step {step}: validation {told}{' (best so far)' if best else ''}")
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Tell which layers' momenta were averaged after `step`, the bytes that took, and why those layers."""
+        """Log which layers' momenta were averaged after a step, the bytes that this took, and why these layers.
+
+        Args:
+            step: the step.
+            momentum: what the exchange reports.
+        """
         self._write({"step": step, "momentum_sync": momentum})
         self._scalars(step, {f"momentum_variance/{k}": v for k, v in (momentum.get("variance") or {}).items()})
         self.say(f"step {step}: momentum of {len(momentum['layers'])} layers averaged, {momentum['bytes']} bytes sent")
 
     def checkpoint(self, step: int, held: float) -> None:
-        """Tell that a checkpoint of `step` is being written, and the seconds that the training waited for it."""
+        """Log that a checkpoint is being written.
+
+        Args:
+            step: its step.
+            held: seconds that the training waited for it.
+        """
         self._write({"step": step, "checkpoint": {"held_s": _digits(held, 3)}})
 
     def say(self, text: str) -> None:
-        """One line for the person who watches."""
+        """Print a line for the person who watches.
+
+        Args:
+            text: the line.
+        """
         if self._plain:
             log.info("%s", text)
         else:
             self._bar.write(text, file=sys.stderr)
 
     def restart_clock(self) -> None:
-        """Begin a new interval of samples/s, so that it holds training alone."""
+        """Start a new interval for samples/s, so that it contains training alone."""
         self._began, self._samples, self._waited, self._exchanged = time.perf_counter(), 0, 0.0, 0.0
         self._counted = self.counters.snapshot()
 
     def _loading(self, took: float) -> dict[str, float]:
-        """Hits, and MB/s by tier since the line before; empty where nothing is counted."""
+        """Return hits, and MB/s by tier, since the line before; empty if nothing is counted."""
         now = self.counters.snapshot()
         moved = {tier: now[tier] - self._counted.get(tier, 0) for tier in TIERS}
         if not any(now[tier] for tier in TIERS):
@@ -181,10 +232,12 @@ class Tracker:
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Write a line to `log.jsonl`."""
         self._stream.write(_json(line) + "\n")
         self._stream.flush()
 
     def _scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Write numbers to TensorBoard."""
         if self._board is not None:
             for name, value in values.items():
                 if value is not None:
@@ -192,7 +245,7 @@ class Tracker:
 
 
 class Silent:
-    """The tracker of a rank that says nothing."""
+    """The tracker of a rank that logs nothing."""
 
     def __init__(self) -> None:
         self.counters = Counters()
@@ -205,36 +258,43 @@ class Silent:
         pass
 
     def step(self, step: int, **told: object) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def note(self, step: int, momentum: dict[str, Any]) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def validation(self, step: int, scores: dict[str, float], *, best: bool) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def checkpoint(self, step: int, held: float) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def restart_clock(self) -> None:
         """Do nothing."""
 
 
 def memory_mb() -> float:
-    """Memory in use: of the process, or on the GPU at its highest where there is one; 1e6 bytes."""
+    """Return the memory in use, in units of 1e6 bytes: of the process, or the peak on the GPU if there is one."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e6
     taken = taken_memory()
-    if taken is None:  # no /proc: the highest so far, in bytes on macOS, else in kilobytes
+    if taken is None:  # no /proc: take the peak so far, which macOS gives in bytes and others in kilobytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
     return taken / 1e6
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Lines of a `log.jsonl`; one that a killed run left unfinished is skipped."""
+    """Return the lines of a `log.jsonl`. A line that a killed run left unfinished is skipped.
+
+    Args:
+        path: the file.
+
+    Returns:
+        One dictionary a line.
+    """
     lines = []
     for text in path.read_text().splitlines():
         try:
@@ -245,6 +305,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, step: int) -> None:
+    """Remove the lines of later steps from a log."""
     if not path.exists():
         return
     kept = [line for line in read_log(path) if line["step"] <= step]
@@ -252,6 +313,7 @@ def _cut(path: Path, step: int) -> None:
 
 
 def _board(run: Path, start_step: int) -> Any:
+    """Return a TensorBoard writer, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -261,8 +323,10 @@ def _board(run: Path, start_step: int) -> Any:
 
 
 def _json(line: dict[str, Any]) -> str:
+    """Return a line as JSON."""
     return json.dumps(strict(line), allow_nan=False)
 
 
 def _digits(value: float, digits: int = 9) -> float:
+    """Return a number rounded to some significant digits."""
     return float(f"{value:.{digits}g}")

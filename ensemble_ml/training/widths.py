@@ -1,7 +1,9 @@
-"""How much wider or narrower sigma should be from other numbers of members than from `data.validation_members`.
+"""Calibration factors of sigma for other numbers of members than `data.validation_members`.
 
-The widths of the latest validation are of that number alone; what others need beside them is measured with each model
-that is the best so far: a network learns of itself what it sees of the number of members.
+The factors of the latest validation are for that number alone. What other numbers need in addition is measured with
+each model that is the best so far, because a network learns by itself some of what depends on the number of members.
+
+Axes: B initialisation time, T lead, F field (variables and levels, then surface variables).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ensemble_ml.training.validation import Validation
 
 log = logging.getLogger(__name__)
 
-_DATES_A_SIZE = 12  # validation dates that are scored with each number of members
+_DATES_A_SIZE = 12  # validation dates that are scored for each number of members
 
 
 def widths_by_size(
@@ -30,13 +32,19 @@ def widths_by_size(
     batches: Callable[[np.ndarray, Sequence[int]], Iterable[tuple[int, Batch]]],
     scores: Callable[[Iterable[tuple[int, Batch]], Sequence[int]], Mapping[int, Validation]],
 ) -> dict[str, list[list[float]]]:
-    """Factors of the usual widths, (T, F), by the number of members: of those that enough validation dates have; none
-    where these do not tell.
+    """Measure the calibration factors for several numbers of members, relative to the usual ones.
 
     Args:
-        dates: of the validation.
-        batches: of some of them, as their first members see them, with how many these are, for each of some sizes.
-        scores: of such batches, by the model that is asked, for each of these sizes.
+        data: the data settings.
+        reader: reads the store.
+        dates: indices of the validation dates.
+        batches: returns batches of some dates, as their first members show them, with the number of members, for each
+            of some sizes.
+        scores: returns the scores of such batches for each of these sizes.
+
+    Returns:
+        Factors (T, F) by the number of members, for the numbers that enough validation dates have; empty if the
+        validation dates give none.
     """
     full = reader.full_size
     usual = min(data.validation_members, full)
@@ -55,18 +63,36 @@ def widths_by_size(
 
 
 def beside_usual(widths: Mapping[int, list[list[float]]], usual: int) -> dict[str, list[list[float]]]:
-    """Widths from each number of members over those from `usual`, (T, F), by number; one where either is not known."""
+    """Divide the factors of each number of members by those of the usual number.
+
+    Args:
+        widths: (T, F) factors by number of members.
+        usual: the usual number.
+
+    Returns:
+        (T, F) ratios by number; one where either factor is unknown.
+    """
     here = torch.tensor(widths[usual], dtype=torch.float64)
     found = {}
     for members, values in widths.items():
         there = torch.tensor(values, dtype=torch.float64)
+        # A factor of exactly one stands for "unknown" (`validation._Sums.roots`).
         found[str(members)] = torch.where((here == 1) | (there == 1), 1.0, there / here).tolist()
     return found
 
 
 def widths_for(count: Tensor, by_size: Mapping[str, list[list[float]]]) -> Tensor:
-    """Factors of the usual widths from `count` (B,) members, (B, T, F): their logarithm goes with 1/M between numbers
-    for which it is known (`beside_usual`), and is that of the nearest beyond."""
+    """Interpolate the ratios of `beside_usual` to other numbers of members.
+
+    The logarithm is linear in 1/M between known numbers. Beyond them it is that of the nearest number.
+
+    Args:
+        count: (B,) M.
+        by_size: (T, F) ratios by number of members.
+
+    Returns:
+        (B, T, F) factors of the usual calibration factors.
+    """
     sizes = sorted(map(int, by_size), reverse=True)
     logs = torch.tensor([by_size[str(size)] for size in sizes], device=count.device).log()
     if len(sizes) == 1:
